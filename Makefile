@@ -1,0 +1,40 @@
+# Every target sets up what it needs: on a machine with Python 3.11 and nothing else, `make test` is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: test test-all test-gpu check coverage fuzz mutants clean
+
+test: check coverage
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: check coverage
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+# The scheduling core is covered branch by branch by its unit tests alone; the fuzz comes on top.
+coverage: $(READY)
+	$(BIN)/python -m coverage run -m pytest --durations=0 tests/core/test_scheduler.py tests/core/test_blocks.py tests/core/test_leases.py tests/protocol
+	$(BIN)/python -m coverage report --fail-under=100 --skip-covered --show-missing
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.core.fuzz 0 $(or $(SEEDS),2000)
+
+mutants: $(READY)
+	$(BIN)/python -m tests.core.mutants $(or $(SEEDS),60)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

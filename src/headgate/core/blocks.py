@@ -1,0 +1,113 @@
+"""KV blocks: who holds which, which are cached for reuse, which are free.
+
+Rules: a block is *held* (by sequences and leases, counted), *cached* (held by nobody, but published under a key) or
+*free*, and exactly one of these. A cached block is evicted only when no free one is left, least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+
+from headgate.protocol.keys import Key
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._holders = [0] * num_blocks
+        self._free = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._key_of: dict[int, Key] = {}
+        self._block_of: dict[Key, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {self.held} held, {len(self._cached)} cached, {len(self._free)} free>"
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + len(self._cached)
+
+    @property
+    def held(self) -> int:
+        return self.num_blocks - self.available
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks; the caller has checked that they are available."""
+        return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        self._holders[block] = 1
+        return block
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if self._holders[block] == 0:
+                del self._cached[block]
+            self._holders[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        # Last block first, so that the tail of a prefix is evicted before its head.
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            assert self._holders[block] >= 0, f"block {block} released more often than taken"
+            if self._holders[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def lookup(self, keys: Iterable[Key]) -> list[int]:
+        """The blocks of the longest known prefix of `keys`."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are held by nobody: retaining them makes that many unavailable."""
+        return sum(self._holders[block] == 0 for block in blocks)
+
+    def publish(self, block: int, key: Key) -> None:
+        """Let others find a held block by its content. The first block under a key stays."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def flush(self) -> int:
+        """Forget every cached block; returns how many there were."""
+        dropped = list(self._cached)
+        for block in dropped:
+            self._forget(block)
+        self._cached.clear()
+        self._free.extend(dropped)
+        return len(dropped)
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._key_of.pop(block)]
+
+    def check(self, holders: Mapping[int, int]) -> None:
+        """Assert that every block is accounted for; `holders` counts the known holders of each held block."""
+        free, cached = set(self._free), set(self._cached)
+        held = {block for block, count in enumerate(self._holders) if count}
+        assert self._holders == [holders.get(block, 0) for block in range(self.num_blocks)]
+        assert len(free) + len(cached) + len(held) == self.num_blocks == len(free | cached | held)
+        assert len(free) == len(self._free)
+        assert cached == self._key_of.keys() - held
+        assert {key: block for block, key in self._key_of.items()} == self._block_of

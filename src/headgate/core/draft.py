@@ -1,0 +1,52 @@
+"""A plan in the making: columns that grow while the scheduler walks its queues, and the budget that is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headgate.core.sequence import Sequence
+from headgate.protocol.plan import Fetch, Join, StepPlan
+
+
+@dataclass(slots=True)
+class Draft:
+    budget: int  # tokens that may still be planned
+    sequences: list[Sequence] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    joins: list[Join] = field(default_factory=list)
+    grown: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+
+    def add_slice(self, seq: Sequence, start: int, count: int, samples: bool) -> None:
+        self.budget -= count
+        self.sequences.append(seq)
+        self.rows.append(seq.row)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(samples)
+        if seq.shown < len(seq.blocks):
+            self._show_blocks(seq)
+
+    def _show_blocks(self, seq: Sequence) -> None:
+        if seq.shown:
+            self.grown.append((seq.row, tuple(seq.blocks[seq.shown :])))
+        else:
+            request = seq.request
+            self.joins.append(Join(seq.row, tuple(seq.tokens), seq.prompt_len, request.sampling, tuple(seq.blocks)))
+        seq.shown = len(seq.blocks)
+
+    def plan(self, step: int, version: int) -> StepPlan:
+        return StepPlan(
+            step,
+            version,
+            self.rows,
+            self.starts,
+            self.counts,
+            self.samples,
+            tuple(self.joins),
+            tuple(self.grown),
+            tuple(self.fetches),
+        )

@@ -1,0 +1,470 @@
+"""The scheduler: decides what runs next, and owns every sequence, block, row and lease while it does.
+
+One idea: a sequence has `computed` tokens and catches up with what is known of it. Prefill, chunked prefill, decode, prefix
+hits, preemption, transfers, recomputation after new weights and resuming another engine's answer are this idea with
+different starting points.
+
+Rules: one thread, no clock (`tick` tells the time), no I/O. Admission never preempts. There is one way out of the engine
+(`_finish`) and one way for resources to come home (`_release`), which waits until nothing in flight touches them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import count
+from math import inf
+
+from headgate.core.blocks import BlockPool
+from headgate.core.draft import Draft
+from headgate.core.leases import LeaseTable
+from headgate.core.queue import OrderedQueue, Rank
+from headgate.core.sequence import Phase, Sequence
+from headgate.errors import ContextTooLong, DuplicateId, RequestError
+from headgate.protocol.output import Cause, Ended, FinishReason, Outputs, Timings
+from headgate.protocol.plan import Fetch, Logprobs, StepPlan, StepResult
+from headgate.protocol.request import GenerateRequest, Ticket
+
+
+class Flow(Enum):
+    """What may be scheduled."""
+
+    RUN = auto()
+    DRAIN = auto()  # only what has already started
+    FROZEN = auto()  # nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler may hand out."""
+
+    max_context: int  # tokens of one sequence
+    max_running: int  # device rows
+    max_batch_tokens: int  # tokens of one step
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    patience_s: float = 60.0  # a request without a deadline queues as if it had to be done by then
+    lease_s: float = 30.0
+    engine: str = "local"  # how tickets name us
+    generation: int = 0  # tells our leases from those of an earlier life
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened so far; only ever grows."""
+
+    preemptions: int = 0
+    prompt_tokens: int = 0  # of admitted sequences, looked up in the prefix cache
+    cached_tokens: int = 0  # of those, found there
+    leases_expired: int = 0
+    transfers_lost: int = 0
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, limits: Limits, *, version: int = 0) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.version = version
+        self.flow = Flow.RUN
+        self.counters = Counters()
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting = OrderedQueue()
+        self.running: dict[Sequence, None] = {}  # RUNNING and LOADING, in order of admission
+        self.leaving: set[Sequence] = set()  # finished or preempted, still held
+        self.leases = LeaseTable(limits.generation)
+        self.now_s = 0.0
+        self._deadlines = OrderedQueue()
+        self._free_rows = list(reversed(range(limits.max_running)))
+        self._launched: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._fetching: dict[int, Sequence] = {}
+        self._outbox = Outputs()
+        self._arrivals, self._steps, self._fetches = count(), count(), count()
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self.running)} running, {len(self.waiting)} waiting, {self.pool!r}>"
+
+    # -- what clients may ask ---------------------------------------------------
+
+    def add(self, request: GenerateRequest) -> None:
+        """Accept a request, or raise a RequestError that says why it can never run."""
+        seq = self._new_sequence(request)
+        self.sequences[seq.id] = seq
+        self.waiting.add(self._rank(seq), seq)
+        if seq.deadline_s < inf:
+            self._deadlines.add((seq.deadline_s, seq.order[-1]), seq)
+        self._finish_if_done(seq)
+
+    def abort(self, ids: Iterable[int], cause: Cause) -> list[int]:
+        """End these sequences where they are; returns the ids that were live."""
+        live = [id for id in ids if id in self.sequences]
+        for id in live:
+            # An id given twice is aborted once.
+            if seq := self.sequences.get(id):
+                self._finish(seq, "abort", cause)
+        return live
+
+    def end_lease(self, id: int, generation: int) -> None:
+        self.pool.release(self.leases.end(id, generation))
+
+    def take_outputs(self) -> Outputs:
+        outputs, self._outbox = self._outbox, Outputs(self.version)
+        return outputs
+
+    # -- the step ---------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """Tell the time, and end what is overdue."""
+        self.now_s = now_s
+        while self._deadlines and self._deadlines.front().deadline_s <= now_s:
+            self._finish(self._deadlines.front(), "abort", "deadline")
+        for lease in self.leases.expire(now_s):
+            self.counters.leases_expired += 1
+            self.pool.release(lease.blocks)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run. A plan without rows only fetches and needs no commit."""
+        if self.flow is Flow.FROZEN:
+            return None
+        draft = Draft(self.limits.max_batch_tokens)
+        self._continue_running(draft)
+        self._admit_waiting(draft)
+        if not draft.rows and not draft.fetches:
+            return None
+        plan = draft.plan(next(self._steps), self.version)
+        if draft.rows:
+            self._launched.append((plan, draft.sequences))
+        return plan
+
+    def _continue_running(self, draft: Draft) -> None:
+        # A copy, because covering one sequence may preempt another.
+        for seq in list(self.running):
+            if draft.budget == 0:
+                return
+            if seq.phase is Phase.RUNNING and (todo := seq.todo) > 0:
+                todo = min(todo, draft.budget)
+                if self._cover(seq, seq.computed + todo):
+                    self._add_slice(draft, seq, todo)
+
+    def _admit_waiting(self, draft: Draft) -> None:
+        while self.waiting and self._free_rows and draft.budget:
+            seq = self.waiting.front()
+            if self.flow is Flow.DRAIN and not seq.preempted:
+                return
+            if seq.holds or not self._admit(seq):
+                return
+            if seq.phase is Phase.LOADING:
+                draft.fetches.append(self._fetch(seq))
+            else:
+                self._add_slice(draft, seq, min(seq.todo, draft.budget))
+
+    def commit(self, result: StepResult) -> None:
+        """The oldest launched step has landed."""
+        plan, sequences = self._launched.popleft()
+        assert plan.step == result.step, f"step {result.step} landed before step {plan.step}"
+        sampled = iter(enumerate(result.tokens))
+        for i, (seq, samples) in enumerate(zip(sequences, plan.samples, strict=True)):
+            index, token = next(sampled) if samples else (-1, -1)
+            seq.holds -= 1
+            seq.sampling -= samples
+            if seq.phase is not Phase.RUNNING:
+                # Aborted or preempted while the step ran: its token does not count.
+                self._release(seq)
+                continue
+            if scores := result.prompt_logprobs.get(i):
+                self._tell_scores(seq, plan.starts[i], scores)
+            if samples:
+                self._append(seq, token, result.logprobs.get(index))
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched and not yet landed."""
+        return len(self._launched)
+
+    # -- transfers --------------------------------------------------------------
+
+    def transfer_done(self, number: int, ok: bool) -> None:
+        """A fetch has filled its blocks, or never will; either way it no longer touches them."""
+        seq = self._fetching.pop(number)
+        seq.holds -= 1
+        ticket, seq.ticket = seq.ticket, None
+        if seq.phase is not Phase.LOADING:
+            self._release(seq)
+            return
+        seq.phase = Phase.RUNNING
+        if ok and ticket is not None and ticket.version == self.version:
+            # One token short of everything, because sampling needs a token to compute.
+            seq.computed = max(seq.computed, min(ticket.tokens, len(seq.tokens) - 1))
+        else:
+            self.counters.transfers_lost += 1  # a lost transfer is just a local prefill
+
+    # -- hold and go on ---------------------------------------------------------
+
+    def pause(self, flow: Flow) -> None:
+        self.flow = flow
+
+    def resume(self) -> None:
+        self.flow = Flow.RUN
+
+    @property
+    def quiesced(self) -> bool:
+        """Nothing runs on the device, and nothing will."""
+        return self.flow is Flow.FROZEN and not self._launched
+
+    @property
+    def drained(self) -> bool:
+        """Everything that had started has ended."""
+        preempted = bool(self.waiting) and self.waiting.front().preempted
+        return not (self.running or preempted or self._launched)
+
+    def weights_changed(self, version: int, *, recompute: bool) -> None:
+        """From now on keys and tokens belong to `version`. KV of the old weights is never hit again."""
+        assert self.quiesced and not self._outbox
+        self.version = self._outbox.version = version
+        for seq in {*self.running, *self.leaving}:
+            seq.pure = False
+        if recompute:
+            for seq in list(self.running):
+                self._preempt(seq)
+
+    # -- admission --------------------------------------------------------------
+
+    def _new_sequence(self, request: GenerateRequest) -> Sequence:
+        number, sampling = next(self._arrivals), request.sampling
+        deadline_s = inf if request.timeout_s is None else self.now_s + request.timeout_s
+        due_s = min(deadline_s, self.now_s + self.limits.patience_s)
+        stops: dict[int, Cause] = dict.fromkeys(sampling.stop_token_ids, "stop_token")
+        if not sampling.ignore_eos:
+            stops |= dict.fromkeys(self.limits.eos_token_ids, "eos")
+        return Sequence(
+            request=request,
+            tokens=[*request.prompt, *request.generated],
+            limit=self._limit(request),
+            stops=stops,
+            order=(request.priority, due_s, number),
+            arrived_s=self.now_s,
+            deadline_s=deadline_s,
+            ticket=request.ticket,
+        )
+
+    def _limit(self, request: GenerateRequest) -> int:
+        """Tokens that this sequence may have in all; raises if it can never run."""
+        if request.id in self.sequences:
+            raise DuplicateId(f"request {request.id} is already running")
+        if (largest := max(request.prompt + request.generated)) >= self.limits.vocab_size:
+            raise RequestError(
+                f"token id {largest} is outside the vocabulary of {self.limits.vocab_size}", param="prompt"
+            )
+        prompt_len, max_tokens, most = len(request.prompt), request.sampling.max_tokens, self.max_context
+        if prompt_len >= most:
+            raise ContextTooLong(
+                f"prompt has {prompt_len} tokens; with room for an answer this engine takes {most - 1}",
+                param="prompt",
+            )
+        if max_tokens is None:
+            return most
+        if prompt_len + max_tokens > most:
+            raise ContextTooLong(
+                f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}; together this engine takes {most}",
+                param="max_tokens",
+            )
+        return prompt_len + max_tokens
+
+    @property
+    def max_context(self) -> int:
+        return min(self.limits.max_context, self.pool.num_blocks * self.pool.block_size)
+
+    def _rank(self, seq: Sequence) -> Rank:
+        """Who has started goes first; then by priority, due time and arrival."""
+        return (seq.started_s is None, *seq.order)
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give `seq` a row and blocks for all its tokens, or leave everything as it was. Never preempts."""
+        hit = self._cached_prefix(seq)
+        need = self.pool.blocks_for(len(seq.tokens)) - len(hit)
+        # One block for each running sequence stays free, so that admission does not cause preemption at once.
+        if need + self.pool.idle(hit) + len(self.running) > self.pool.available:
+            return False
+        self.waiting.remove(self._rank(seq), seq)
+        self.running[seq] = None
+        self.pool.retain(hit)
+        seq.blocks = hit + self.pool.allocate(need)
+        seq.row = self._free_rows.pop()
+        seq.computed, seq.published = len(hit) * self.pool.block_size, len(hit)
+        seq.phase = Phase.LOADING if self._worth_fetching(seq) else Phase.RUNNING
+        self._note_admission(seq)
+        return True
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        if seq.request.sampling.prompt_logprobs is not None and seq.scored < seq.prompt_len:
+            return []  # every prompt position must be computed to be scored
+        # One token short of everything, because sampling needs a token to compute.
+        return self.pool.lookup(self._keys(seq, (len(seq.tokens) - 1) // self.pool.block_size))
+
+    def _worth_fetching(self, seq: Sequence) -> bool:
+        ticket = seq.ticket
+        if ticket is None or ticket.version != self.version or ticket.tokens <= seq.computed:
+            return False
+        full = ticket.tokens // self.pool.block_size
+        return ticket.tokens <= len(seq.tokens) and list(ticket.keys) == self._keys(seq, full)
+
+    def _fetch(self, seq: Sequence) -> Fetch:
+        assert seq.ticket is not None
+        skip, number = seq.published, next(self._fetches)
+        self._fetching[number] = seq
+        seq.holds += 1
+        return Fetch(number, seq.ticket, skip, tuple(seq.blocks[skip : self.pool.blocks_for(seq.ticket.tokens)]))
+
+    def _note_admission(self, seq: Sequence) -> None:
+        if seq.started_s is None:
+            seq.started_s, seq.cached_tokens = self.now_s, seq.computed
+        self.counters.prompt_tokens += len(seq.tokens)
+        self.counters.cached_tokens += seq.computed
+
+    # -- progress ---------------------------------------------------------------
+
+    def _cover(self, seq: Sequence, tokens: int) -> bool:
+        """Make sure that `seq` has blocks for its first `tokens` tokens, preempting from the back if need be."""
+        need = self.pool.blocks_for(tokens) - len(seq.blocks)
+        while need > self.pool.available:
+            if self.leaving:
+                return False  # blocks are on their way home; wait for them
+            victim = max(self.running, key=lambda other: other.order)
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.blocks += self.pool.allocate(need)
+        return True
+
+    def _add_slice(self, draft: Draft, seq: Sequence, count: int) -> None:
+        start = seq.computed
+        seq.computed = end = start + count
+        seq.holds += 1
+        samples = end == len(seq.tokens) + seq.sampling
+        seq.sampling += samples
+        draft.add_slice(seq, start, count, samples)
+        self._publish(seq)
+
+    def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> None:
+        outbox = self._outbox
+        if logprobs is not None:
+            outbox.logprobs[len(outbox.tokens)] = logprobs
+        outbox.ids.append(seq.request.id)
+        outbox.tokens.append(token)
+        seq.tokens.append(token)
+        if seq.first_token_s is None:
+            seq.first_token_s = self.now_s
+        if token in seq.stops or len(seq.tokens) >= seq.limit:
+            self._finish_if_done(seq)
+
+    def _finish_if_done(self, seq: Sequence) -> None:
+        if not seq.output_len:
+            return
+        if (cause := seq.stops.get(seq.tokens[-1])) and seq.output_len > seq.request.sampling.min_tokens:
+            self._finish(seq, "stop", cause, ticket=self._export(seq))
+        elif len(seq.tokens) >= seq.limit:
+            self._finish(seq, "length", "max_tokens", ticket=self._export(seq))
+
+    def _tell_scores(self, seq: Sequence, start: int, scores: tuple[Logprobs, ...]) -> None:
+        """Pass on log-probabilities of prompt tokens start + 1 ..., each position once however often computed."""
+        fresh = scores[max(0, seq.scored - (start + 1)) :]
+        told = self._outbox.prompt_logprobs.get(seq.id, ())
+        self._outbox.prompt_logprobs[seq.id] = told + fresh
+        seq.scored += len(fresh)
+
+    def _publish(self, seq: Sequence) -> None:
+        """Offer our full blocks to the cache: steps run in order, so whoever finds them reads after they are written."""
+        full = min(seq.computed, len(seq.tokens)) // self.pool.block_size
+        if full <= seq.published or not seq.pure:
+            return
+        keys = self._keys(seq, full)
+        for i in range(seq.published, full):
+            self.pool.publish(seq.blocks[i], keys[i])
+        seq.published = full
+
+    def _keys(self, seq: Sequence, count: int) -> list[bytes]:
+        return seq.keys(count, version=self.version, block_size=self.pool.block_size)
+
+    def _export(self, seq: Sequence) -> Ticket | None:
+        """Leave the prompt's blocks under a lease, if that was asked and they are all of one version."""
+        if not seq.request.export_kv or not seq.pure or not seq.blocks:
+            return None
+        kept = seq.blocks[: self.pool.blocks_for(seq.prompt_len)]
+        self.pool.retain(kept)
+        lease = self.leases.grant(kept, self.now_s + self.limits.lease_s)
+        keys = self._keys(seq, seq.prompt_len // self.pool.block_size)
+        return Ticket(self.limits.engine, lease.id, lease.generation, seq.prompt_len, self.version, tuple(keys))
+
+    # -- the only ways out ------------------------------------------------------
+
+    def _finish(self, seq: Sequence, reason: FinishReason, cause: Cause, *, ticket: Ticket | None = None) -> None:
+        self._publish(seq)
+        self._dequeue(seq)
+        seq.phase = Phase.FINISHED
+        del self.sequences[seq.id]
+        if seq.deadline_s < inf:
+            self._deadlines.remove((seq.deadline_s, seq.order[-1]), seq)
+        self._outbox.ended.append(
+            Ended(
+                seq.id,
+                reason,
+                cause,
+                seq.prompt_len,
+                seq.cached_tokens or 0,
+                seq.output_len,
+                Timings(seq.arrived_s, seq.started_s, seq.first_token_s, self.now_s),
+                ticket,
+            )
+        )
+        self._release(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.counters.preemptions += 1
+        self._dequeue(seq)
+        seq.phase = Phase.WAITING
+        self.waiting.add(self._rank(seq), seq)
+        self._release(seq)
+
+    def _dequeue(self, seq: Sequence) -> None:
+        if seq.phase is Phase.WAITING:
+            self.waiting.remove(self._rank(seq), seq)
+        else:
+            del self.running[seq]
+
+    def _release(self, seq: Sequence) -> None:
+        """Take back what `seq` owns: now, or when the last step or transfer that touches it has landed."""
+        if seq.holds:
+            self.leaving.add(seq)
+            return
+        self.leaving.discard(seq)
+        if seq.row >= 0:
+            self.pool.release(seq.blocks)
+            self._free_rows.append(seq.row)
+            seq.disown()
+
+    # -- self-check -------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert the invariants that can be seen from here; cheap enough for every idle moment."""
+        self.pool.check(self._holders())
+        owners = [*self.running, *self.leaving]
+        rows = [seq.row for seq in owners] + self._free_rows
+        assert sorted(rows) == list(range(self.limits.max_running))
+        assert {*self.running, *self.waiting} == set(self.sequences.values())
+        for seq in self.sequences.values():
+            self._check_sequence(seq)
+
+    def _check_sequence(self, seq: Sequence) -> None:
+        assert seq in self.running if seq.phase in (Phase.LOADING, Phase.RUNNING) else seq not in self.running
+        assert seq.phase is not Phase.FINISHED
+        assert seq in self.leaving or seq.computed <= len(seq.tokens) + seq.sampling
+        assert seq.phase is not Phase.WAITING or seq in self.leaving or not (seq.blocks or seq.holds)
+
+    def _holders(self) -> Mapping[int, int]:
+        holders: Counter[int] = Counter()
+        for seq in {*self.running, *self.leaving}:
+            holders.update(seq.blocks)
+        for lease in self.leases:
+            holders.update(lease.blocks)
+        return holders

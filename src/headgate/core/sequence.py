@@ -1,0 +1,92 @@
+"""A sequence: one request while it runs. It knows its tokens, what of them is computed, and what it owns.
+
+    WAITING ──► LOADING ──► RUNNING ──► FINISHED
+       │           │         ▲   │
+       ├───────────┼─────────┘   │        any phase may end in FINISHED;
+       ◄───────────┴─────────────┘        LOADING and RUNNING fall back to WAITING when preempted
+
+Rules: it is in exactly one queue, the one its phase names; `computed` chases `total`; nothing it owns (blocks, row) is
+given to another while `holds > 0`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf
+
+from headgate.protocol.keys import Key, next_key, root_key
+from headgate.protocol.output import Cause
+from headgate.protocol.request import GenerateRequest, Ticket
+
+
+class Phase(Enum):
+    WAITING = auto()  # owns nothing; will be admitted in order
+    LOADING = auto()  # owns blocks and a row; a transfer is filling the blocks
+    RUNNING = auto()  # owns blocks and a row; scheduled whenever it has something to compute
+    FINISHED = auto()  # never scheduled again; what it owns goes back once holds == 0
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    request: GenerateRequest
+    tokens: list[int]  # prompt and answer, as far as the host knows them
+    limit: int  # tokens at most, prompt and answer together
+    stops: dict[int, Cause]  # token ids that end the answer, and what ending there is called
+    order: tuple[int, float, int]  # (priority, due time, arrival number): lower goes first, higher is preempted
+    arrived_s: float
+    deadline_s: float = inf
+    started_s: float | None = None
+    first_token_s: float | None = None
+    cached_tokens: int | None = None  # prompt tokens found in the cache at first admission
+    scored: int = 1  # prompt positions whose log-probabilities are told; the first has none
+
+    phase: Phase = Phase.WAITING
+    row: int = -1
+    blocks: list[int] = field(default_factory=list)
+    shown: int = 0  # blocks the device knows of; 0 means that it does not know the sequence either
+    computed: int = 0  # positions whose KV is written, or will be by a step already launched
+    sampling: int = 0  # tokens sampled on the device that have not landed yet
+    holds: int = 0  # launched steps and transfers that still touch our blocks or row
+    published: int = 0  # leading blocks already offered to the prefix cache
+    pure: bool = True  # all our KV belongs to the current weights, and may be published or exported
+    ticket: Ticket | None = None  # good for one fetch
+    _keys: list[Key] = field(default_factory=list)
+    _keys_version: int = -1
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def todo(self) -> int:
+        """Tokens that can be computed now. The last token of an answer never needs computing."""
+        return min(len(self.tokens) + self.sampling, self.limit - 1) - self.computed
+
+    @property
+    def preempted(self) -> bool:
+        return self.phase is Phase.WAITING and self.started_s is not None
+
+    def keys(self, count: int, *, version: int, block_size: int) -> list[Key]:
+        """The cache keys of our first `count` blocks under weights `version`."""
+        if self._keys_version != version:
+            self._keys, self._keys_version = [], version
+        keys, tokens = self._keys, self.tokens
+        for i in range(len(keys), count):
+            parent = keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
+            keys.append(next_key(parent, tokens[i * block_size : (i + 1) * block_size]))
+        return keys[:count]
+
+    def disown(self) -> None:
+        """Everything we owned has gone back: start over from the tokens we have."""
+        self.row, self.blocks, self.shown = -1, [], 0
+        self.computed = self.sampling = self.published = 0
+        self.pure = True

@@ -1,0 +1,74 @@
+"""The error tree: what can go wrong, and whose fault it is.
+
+HeadgateError
+├── RequestError       the caller's mistake; has an HTTP status, a stable code and a parameter name
+│   ├── ContextTooLong     the prompt, or prompt and answer together, do not fit
+│   ├── DuplicateId        a live request already has this id
+│   └── Unavailable        nothing wrong with the request: paused, full or shutting down; try again later
+├── ModelError         the model folder cannot be served
+│   ├── NotAModel          no config, no weights, or not a folder at all
+│   ├── UnsupportedModel   a real checkpoint of a kind we do not know
+│   └── BrokenCheckpoint   a tensor is missing, has the wrong shape or dtype, or a file is cut short
+├── OutOfMemory        the machine is too small for what was asked
+└── EngineDead         the engine process is gone and cannot answer
+
+This module imports nothing of ours, so everyone may import it.
+"""
+
+from __future__ import annotations
+
+
+class HeadgateError(Exception):
+    """Anything we raise on purpose."""
+
+
+class RequestError(HeadgateError, ValueError):
+    """The caller asked for something that cannot be done, and the message says what to change."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class DuplicateId(RequestError):
+    status = 409
+    code = "duplicate_request_id"
+
+
+class Unavailable(RequestError):
+    status = 503
+    code = "unavailable"
+
+
+class ModelError(HeadgateError):
+    """The model cannot be served; the message names the file or tensor."""
+
+
+class NotAModel(ModelError):
+    pass
+
+
+class UnsupportedModel(ModelError):
+    pass
+
+
+class BrokenCheckpoint(ModelError):
+    pass
+
+
+class OutOfMemory(HeadgateError):
+    pass
+
+
+class EngineDead(HeadgateError):
+    pass

@@ -1,0 +1,26 @@
+"""How the tokens of one step lie in sequences and in the paged cache: the one argument that every layer shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`T` tokens of `S` slices, slice after slice. All tensors are on the model's device.
+
+    Slice `s` owns tokens `query_starts[s] : query_starts[s + 1]`, the last positions of a sequence whose KV length,
+    this step's tokens included, is `context_lens[s]`. Token `t` writes its KV to `slots[t]`, which is
+    `block * block_size + offset`.
+    """
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64
+    query_starts: torch.Tensor  # [S + 1] int32
+    context_lens: torch.Tensor  # [S] int32
+    block_tables: torch.Tensor  # [S, W] int32; entries past a sequence's last block are undefined
+    max_query: int  # longest slice
+    max_context: int  # longest context

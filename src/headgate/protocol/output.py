@@ -1,0 +1,63 @@
+"""What an engine tells its clients: tokens as they come, and one terminal output per request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from headgate.protocol.plan import Logprobs
+from headgate.protocol.request import Ticket
+
+FinishReason = Literal["stop", "length", "abort", "pd_reschedule"]
+Cause = Literal[
+    "eos",
+    "stop_token",
+    "stop_string",
+    "max_tokens",
+    "api_abort",
+    "client_disconnect",
+    "pause",
+    "deadline",
+    "shutdown",
+    "preempted",
+    "transfer_failed",
+    "engine_lost",
+    "weights",
+]
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """When things happened, in seconds of the engine's own clock; None if they never did."""
+
+    arrived_s: float
+    started_s: float | None
+    first_token_s: float | None
+    ended_s: float
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """The terminal output: the last thing said about a request, said exactly once."""
+
+    id: int
+    finish_reason: FinishReason
+    cause: Cause
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    timings: Timings
+    ticket: Ticket | None = None
+
+
+class Outputs(msgspec.Struct, array_like=True):
+    """All that one step (or one command) has to say to one client. Filled by the scheduler, then sent whole."""
+
+    version: int = 0  # weights that made the tokens
+    ids: list[int] = []
+    tokens: list[int] = []
+    logprobs: dict[int, Logprobs] = {}  # by index into `tokens`
+    prompt_logprobs: dict[int, tuple[Logprobs, ...]] = {}  # by request id, in the order of the prompt
+    ended: list[Ended] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.ids or self.ended or self.prompt_logprobs)

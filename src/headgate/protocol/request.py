@@ -1,0 +1,101 @@
+"""What a client asks of an engine: token ids, how to sample, when to stop. No text anywhere.
+
+A request is valid once constructed: values outside their range raise ValueError with a sentence that names
+the field. Whether it *fits* (context, blocks) is the scheduler's to say.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from headgate.protocol.keys import Key
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How the next token is chosen and when to stop. The defaults sample from the model as it is."""
+
+    max_tokens: int | None = None  # None: up to the context length
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn when the request is accepted
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # 0: of the sampled token alone; k: of the k likeliest too
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
+        _check("temperature", 0 <= self.temperature <= 100, "between 0 and 100")
+        _check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number")
+        _check("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        _check("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer")
+        _check("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
+        _check("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
+        _check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
+        _check("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers")
+        _check("logit_bias", all(token >= 0 for token in self.logit_bias), "keyed on token ids")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _check("min_tokens", 0 <= self.min_tokens <= most, "between 0 and max_tokens")
+        _check("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _check(name: str, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}")
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """Names KV that another engine keeps for us under a lease."""
+
+    engine: str
+    lease: int
+    generation: int
+    tokens: int
+    version: int
+    keys: tuple[Key, ...]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to run. `id` is unique for the life of the engine; client ids are labels kept elsewhere."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    generated: tuple[int, ...] = ()  # already produced elsewhere: prompt for KV, output for every limit
+    priority: int = 0  # lower runs first
+    timeout_s: float | None = None  # from acceptance to the last token
+    salt: str = ""
+    adapter: str = ""
+    export_kv: bool = False  # leave the prompt's KV under a lease and answer with a ticket
+    ticket: Ticket | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("the prompt is empty")
+        # A key packs ids as 32-bit words; whether an id is in the vocabulary is the engine's to check.
+        if min(self.prompt) < 0 or max(self.prompt) >= 2**32:
+            raise ValueError("prompt token ids must be between 0 and 2**32 - 1")
+        if self.generated and (min(self.generated) < 0 or max(self.generated) >= 2**32):
+            raise ValueError("generated token ids must be between 0 and 2**32 - 1")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError("timeout_s must be above 0")

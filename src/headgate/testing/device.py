@@ -1,0 +1,106 @@
+"""A device without a model: its next token is a hash of the KV it actually reads.
+
+Each KV entry is a hash of the token, the weights and the entry before it, written where the plan says. A block that
+was freed too early, reused under a running transfer, hit under the wrong weights or never filled therefore becomes a
+wrong token, which any client can tell by comparing with `expected_token`.
+
+Steps run in launch order, when `land` is called. Within a step all slices write before any slice reads, as on a real
+device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from headgate.protocol.plan import Logprobs, StepPlan, StepResult
+
+Entry = int
+
+
+def entry(before: Entry, token: int, version: int) -> Entry:
+    """The KV entry of a token, given the one before it."""
+    return hash((before, token, version))
+
+
+def choose(entries: Sequence[Entry], vocab_size: int) -> int:
+    """The token sampled after reading `entries`."""
+    return hash(tuple(entries)) % vocab_size
+
+
+def score(before: Entry, token: int) -> Logprobs:
+    return Logprobs(-float(hash((before, token)) % 1000))
+
+
+def expected_entries(tokens: Sequence[int], version: int) -> list[Entry]:
+    entries: list[Entry] = []
+    for token in tokens:
+        entries.append(entry(entries[-1] if entries else 0, token, version))
+    return entries
+
+
+def expected_token(tokens: Sequence[int], version: int, vocab_size: int) -> int:
+    """What a correct engine with weights `version` answers next."""
+    return choose(expected_entries(tokens, version), vocab_size)
+
+
+class FakeDevice:
+    def __init__(self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int, version: int = 0) -> None:
+        self.version = version
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.kv: list[list[Entry]] = [[-1] * block_size for _ in range(num_blocks)]
+        self._tokens: list[list[int]] = [[] for _ in range(max_rows)]
+        self._tables: list[list[int]] = [[] for _ in range(max_rows)]
+        self._scored: list[int] = [0] * max_rows  # prompt length of rows that want prompt log-probabilities
+        self._queue: deque[StepPlan] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def launch(self, plan: StepPlan) -> None:
+        self._queue.append(plan)
+
+    def land(self) -> StepResult:
+        """Run the oldest launched step."""
+        plan = self._queue.popleft()
+        assert plan.version == self.version, "weights changed under a launched step"
+        for join in plan.joins:
+            self._tokens[join.row] = list(join.tokens)
+            self._tables[join.row] = list(join.blocks)
+            self._scored[join.row] = join.prompt_len if join.sampling.prompt_logprobs is not None else 0
+        for row, blocks in plan.grown:
+            self._tables[row] += blocks
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            self._write(row, start, count)
+        return StepResult(plan.step, self._sample(plan), {}, self._score(plan))
+
+    def read(self, row: int, stop: int) -> list[Entry]:
+        table, size = self._tables[row], self.block_size
+        return [self.kv[table[position // size]][position % size] for position in range(stop)]
+
+    def _write(self, row: int, start: int, count: int) -> None:
+        assert count > 0, "a slice with nothing to compute has nothing to sample from"
+        table, tokens, size = self._tables[row], self._tokens[row], self.block_size
+        for position in range(start, start + count):
+            # Through the table, not through the row's own past: another sequence may have written it.
+            before = self.kv[table[(position - 1) // size]][(position - 1) % size] if position else 0
+            self.kv[table[position // size]][position % size] = entry(before, tokens[position], self.version)
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        sampled = []
+        for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
+            if samples:
+                end = start + count
+                sampled.append(choose(self.read(row, end), self.vocab_size))
+                self._tokens[row][end:] = sampled[-1:]
+        return sampled
+
+    def _score(self, plan: StepPlan) -> dict[int, tuple[Logprobs, ...]]:
+        scores = {}
+        for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
+            stop = min(start + count + 1, self._scored[row])
+            if start + 1 < stop:
+                entries, tokens = self.read(row, stop), self._tokens[row]
+                scores[i] = tuple(score(entries[p - 1], tokens[p]) for p in range(start + 1, stop))
+        return scores

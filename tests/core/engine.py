@@ -1,0 +1,75 @@
+"""A scheduler with its fake device, driven one step at a time."""
+
+from __future__ import annotations
+
+from headgate.core.blocks import BlockPool
+from headgate.core.scheduler import Limits, Scheduler
+from headgate.protocol.output import Ended, Outputs
+from headgate.protocol.plan import StepPlan
+from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.testing.device import FakeDevice, expected_token
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 1000
+
+
+class Engine:
+    def __init__(
+        self, *, blocks: int = 32, max_context: int = 100, running: int = 8, budget: int = 64, **limits: object
+    ):
+        self.limits = Limits(max_context, running, budget, VOCAB_SIZE, **limits)  # type: ignore[arg-type]
+        self.pool = BlockPool(blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.pool, self.limits)
+        self.device = FakeDevice(blocks, BLOCK_SIZE, running, VOCAB_SIZE)
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, Ended] = {}
+        self.told: list[Outputs] = []
+
+    def add(self, id: int, prompt: int | list[int] = 4, max_tokens: int | None = 4, **fields: object) -> None:
+        """Add a request; a prompt given as a number is that many tokens of its own."""
+        tokens = [(id * 31 + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
+        sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens)
+        self.scheduler.add(GenerateRequest(id, tuple(tokens), sampling, **fields))  # type: ignore[arg-type]
+        self.listen()
+
+    def launch(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None and plan.rows:
+            self.device.launch(plan)
+        self.scheduler.check()
+        return plan
+
+    def land(self) -> None:
+        self.scheduler.commit(self.device.land())
+        self.scheduler.check()
+        self.listen()
+
+    def step(self) -> StepPlan | None:
+        plan = self.launch()
+        if plan is not None and plan.rows:
+            self.land()
+        return plan
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def listen(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        self.told.append(outputs)
+        for id, token in zip(outputs.ids, outputs.tokens, strict=True):
+            self.tokens.setdefault(id, []).append(token)
+        for ended in outputs.ended:
+            assert ended.id not in self.ended
+            self.ended[ended.id] = ended
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        """What a correct engine says to `prompt` under the current weights."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(expected_token(tokens, self.scheduler.version, VOCAB_SIZE))
+        return tokens[len(prompt) :]
+
+
+def prompt_of(id: int, count: int = 4) -> list[int]:
+    return [(id * 31 + i) % VOCAB_SIZE for i in range(count)]

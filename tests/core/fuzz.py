@@ -1,0 +1,374 @@
+"""Drives two schedulers (prefill P, decode D) over fake devices with random requests and random trouble.
+
+The fake device's tokens are a hash of the KV it really reads, so every mistake of ownership becomes a wrong token.
+`World.run` raises AssertionError at the first thing that is not as promised. Run it alone with
+`python -m tests.core.fuzz FIRST LAST`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+from headgate.core.blocks import BlockPool
+from headgate.core.scheduler import Flow, Limits, Scheduler
+from headgate.core.sequence import Phase, Sequence
+from headgate.errors import RequestError
+from headgate.protocol.output import Ended, Outputs
+from headgate.protocol.plan import Fetch, Logprobs, StepPlan
+from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.testing.device import FakeDevice, expected_entries, expected_token, score
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 97
+EOS = (0, 17)
+
+
+@dataclass
+class Client:
+    """What the asker of one request has been told, and what it may be told."""
+
+    request: GenerateRequest
+    tokens: list[int] = field(default_factory=list)
+    scored: int = 0
+    ended: Ended | None = None
+    aborted: bool = False  # an abort was asked or a deadline passed, so that ending early is right
+    judged: bool = True  # False once its KV mixes weights, when no reference exists
+
+    def hear_token(self, token: int, version: int) -> None:
+        assert self.ended is None, "a token after the terminal output"
+        request = self.request
+        before = [*request.prompt, *request.generated, *self.tokens]
+        if self.judged:
+            assert token == expected_token(before, version, VOCAB_SIZE), "wrong token"
+        self.tokens.append(token)
+
+    def hear_end(self, ended: Ended) -> None:
+        assert self.ended is None, "ended twice"
+        self.ended = ended
+        sampling, request = self.request.sampling, self.request
+        answer = [*request.generated, *self.tokens]
+        assert ended.output_tokens == len(answer), "usage does not match what was delivered"
+        assert ended.cached_tokens <= ended.prompt_tokens + len(request.generated)
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS)}
+        for i, token in enumerate(answer[:-1]):
+            assert i < sampling.min_tokens or i < len(request.generated) or token not in stops, "went on after a stop"
+        if ended.finish_reason == "stop":
+            assert answer[-1] in stops and len(answer) > sampling.min_tokens
+        elif ended.finish_reason == "length":
+            assert sampling.max_tokens is None or len(answer) == sampling.max_tokens
+        else:
+            assert self.aborted, f"ended with {ended.finish_reason} though nobody asked"
+        if ended.finish_reason != "abort" and ended.timings.started_s is not None:
+            wanted = 0 if sampling.prompt_logprobs is None else len(request.prompt) - 1
+            assert self.scored == wanted, "each prompt position is scored exactly once"
+
+    def hear_scores(self, scores: tuple[Logprobs, ...], version: int) -> None:
+        assert self.ended is None, "scores after the terminal output"
+        prompt = self.request.prompt
+        entries = expected_entries(prompt, version)
+        for told in scores:
+            self.scored += 1
+            assert not self.judged or told == score(entries[self.scored - 1], prompt[self.scored]), "wrong score"
+
+
+class Engine:
+    """One scheduler with its device and the clients that talk to it."""
+
+    def __init__(self, name: str, rng: random.Random) -> None:
+        self.name, self.rng = name, rng
+        num_blocks = rng.choice([8, 12, 24])
+        limits = Limits(
+            max_context=rng.choice([24, 60, 200]),
+            max_running=rng.choice([2, 4, 8]),
+            max_batch_tokens=rng.choice([3, 8, 16]),
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=EOS,
+            patience_s=20,
+            lease_s=25,
+            engine=name,
+            generation=rng.randrange(100),
+        )
+        self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), limits)
+        self.device = FakeDevice(num_blocks, BLOCK_SIZE, limits.max_running, VOCAB_SIZE)
+        self.depth = rng.choice([1, 2, 3])
+        self.clients: dict[int, Client] = {}
+        self.resume_at = 0.0
+
+    def offer(self, request: GenerateRequest) -> bool:
+        client = Client(request)
+        self.clients[request.id] = client
+        try:
+            self.scheduler.add(request)
+        except RequestError:
+            del self.clients[request.id]
+            most = self.scheduler.max_context
+            asked = request.sampling.max_tokens or 1
+            assert len(request.prompt) + asked > most or max(request.prompt) >= VOCAB_SIZE, "refused what fits"
+            return False
+        assert len(request.prompt) + (request.sampling.max_tokens or 1) <= self.scheduler.max_context
+        return True
+
+    def live(self) -> list[Client]:
+        return [client for client in self.clients.values() if client.ended is None]
+
+    def abort(self, ids: list[int]) -> None:
+        live = {client.request.id for client in self.live()}
+        for id in live.intersection(ids):
+            self.clients[id].aborted = True
+        assert set(self.scheduler.abort(ids, "api_abort")) == live.intersection(ids), "abort answered untruthfully"
+
+    def step(self) -> list[Fetch]:
+        """Launch what can be launched, land what is due; returns new fetches."""
+        fetches: list[Fetch] = []
+        while len(self.device) < self.depth and (plan := self._schedule()):
+            fetches += plan.fetches
+            if not plan.rows:
+                break
+            self.device.launch(plan)
+            self.scheduler.check()
+        if len(self.device) and (len(self.device) == self.depth or self.rng.random() < 0.7):
+            self.scheduler.commit(self.device.land())
+        return fetches
+
+    def _schedule(self) -> StepPlan | None:
+        scheduler = self.scheduler
+        fresh = [seq for seq in scheduler.waiting if seq.started_s is None]
+        flow = scheduler.flow
+        plan = scheduler.schedule()
+        if plan is not None:
+            assert flow is not Flow.FROZEN, "scheduled while frozen"
+            assert sum(plan.counts) <= scheduler.limits.max_batch_tokens and len(set(plan.rows)) == len(plan.rows)
+        self._judge_admission(fresh, flow)
+        if plan is None and flow is Flow.DRAIN and not (scheduler.running or scheduler.leaving or scheduler.leases):
+            assert scheduler.drained, "draining leaves the preempted behind"
+        return plan
+
+    def _judge_admission(self, fresh: list[Sequence], flow: Flow) -> None:
+        admitted = [seq for seq in fresh if seq.phase is not Phase.WAITING]
+        left = [seq for seq in fresh if seq.phase is Phase.WAITING]
+        assert not admitted or flow is Flow.RUN, "admitted while draining"
+        assert not admitted or not left or max(s.order for s in admitted) < min(s.order for s in left), "out of order"
+
+    def hear(self, outputs: Outputs) -> list[tuple[Client, Ticket]]:
+        """Pass outputs on to the clients; returns the tickets that came with them."""
+        for id, token in zip(outputs.ids, outputs.tokens, strict=True):
+            self.clients[id].hear_token(token, outputs.version)
+        for id, scores in outputs.prompt_logprobs.items():
+            self.clients[id].hear_scores(scores, outputs.version)
+        for ended in outputs.ended:
+            self.clients[ended.id].hear_end(ended)
+        return [(self.clients[ended.id], ended.ticket) for ended in outputs.ended if ended.ticket]
+
+    def tick(self, now_s: float) -> None:
+        for seq in self.scheduler.sequences.values():
+            self.clients[seq.id].aborted |= seq.deadline_s <= now_s
+        self.scheduler.tick(now_s)
+        assert all(seq.deadline_s > now_s for seq in self.scheduler.sequences.values()), "outlived its deadline"
+        assert all(lease.until_s > now_s for lease in self.scheduler.leases), "a lease outlived its deadline"
+
+    def quiet(self) -> bool:
+        s = self.scheduler
+        return not (s.sequences or s.in_flight or s.leases or s.leaving)
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.p, self.d = Engine("P", self.rng), Engine("D", self.rng)
+        self.engines = (self.p, self.d)
+        self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(4)]
+        self.fetches: list[tuple[Engine, Fetch]] = []
+        self.counts: Counter[str] = Counter()
+        self.ids = iter(range(1, 10**9))
+        self.now_s = 0.0
+        self.weights_change = seed % 2 == 0
+
+    def run(self, turns: int = 300) -> Counter[str]:
+        for _ in range(turns):
+            self.turn(live=True)
+        for engine in self.engines:
+            engine.scheduler.resume()
+        for _ in range(turns * 5):
+            if all(engine.quiet() for engine in self.engines) and not self.fetches:
+                break
+            self.turn(live=False)
+        self.judge_the_end()
+        return self.counts
+
+    def turn(self, *, live: bool) -> None:
+        self.now_s += self.rng.choice([0, 0.1, 1])
+        if live:
+            self.trouble()
+        for engine in self.engines:
+            engine.tick(self.now_s)
+            self.fetches += [(engine, fetch) for fetch in engine.step()]
+            self.deliver(engine)
+            engine.scheduler.check()
+        self.move_kv()
+        self.end_pauses()
+
+    # -- what may happen --------------------------------------------------------
+
+    def trouble(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.5:
+            self.add(rng.choice(self.engines))
+        if rng.random() < 0.1:
+            engine = rng.choice(self.engines)
+            known = list(engine.clients) or [0]
+            ids = [rng.choice(known) for _ in range(rng.randrange(1, 4))] + [10**9]
+            self.deliver(engine)
+            engine.abort(ids)
+            self.counts["aborts"] += 1
+        if rng.random() < 0.02:
+            self.pause(rng.choice(self.engines), rng.choice([Flow.FROZEN, Flow.DRAIN]))
+        if rng.random() < 0.02:
+            for engine in self.engines:
+                self.pause(engine, Flow.FROZEN)
+        if rng.random() < 0.01:
+            rng.choice(self.engines).scheduler.pool.flush()
+        if rng.random() < 0.02:
+            self.disturb_leases()
+
+    def add(self, engine: Engine) -> None:
+        rng = self.rng
+        prompt = self.prompt(engine)
+        max_tokens = rng.choice([None, *range(1, 9)])
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, 0, min(3, max_tokens or 3)]),
+            ignore_eos=max_tokens is not None and rng.random() < 0.2,
+            stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 2]))),
+            prompt_logprobs=0 if rng.random() < 0.1 else None,
+        )
+        request = GenerateRequest(
+            next(self.ids),
+            prompt,
+            sampling,
+            generated=self.generated_elsewhere(prompt, sampling) if rng.random() < 0.2 else (),
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            timeout_s=rng.choice([None, None, None, None, 2.0, 30.0]),
+            export_kv=engine is self.p and rng.random() < 0.7,
+        )
+        self.counts["requests" if engine.offer(request) else "refused"] += 1
+
+    def prompt(self, engine: Engine) -> tuple[int, ...]:
+        """Fresh, or sharing a system prompt, or the next turn of an earlier conversation."""
+        rng = self.rng
+        if engine.clients and rng.random() < 0.3:
+            earlier = engine.clients[rng.choice(list(engine.clients)[-20:])]
+            start = [*earlier.request.prompt, *earlier.request.generated, *earlier.tokens]
+        else:
+            start = rng.choice(self.prefixes)[: rng.randrange(25)]
+        return (*start, *rng.choices(range(VOCAB_SIZE), k=rng.randrange(1, 7)))
+
+    def generated_elsewhere(self, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
+        answer: list[int] = []
+        for _ in range(self.rng.randrange(1, (sampling.max_tokens or 8) + 1)):
+            answer.append(expected_token([*prompt, *answer], 0, VOCAB_SIZE))
+            if answer[-1] in EOS or answer[-1] in sampling.stop_token_ids:
+                break
+        return tuple(answer)
+
+    def pause(self, engine: Engine, flow: Flow) -> None:
+        engine.scheduler.pause(flow)
+        engine.resume_at = self.now_s + self.rng.choice([1, 5])
+        self.counts[f"pause {flow.name.lower()}"] += 1
+
+    def disturb_leases(self) -> None:
+        """Stale generations and unknown ids must be refused; a renewal must be taken."""
+        table = self.p.scheduler.leases
+        for lease in list(table):
+            assert not table.renew(lease.id, lease.generation + 1, 1e9)
+            self.p.scheduler.end_lease(lease.id, lease.generation + 1)
+            assert table.find(lease.id, lease.generation) is lease, "a stale generation ended a lease"
+            assert table.renew(lease.id, lease.generation, self.now_s + 25)
+
+    def deliver(self, engine: Engine) -> None:
+        for client, ticket in engine.hear(engine.scheduler.take_outputs()):
+            # D asks for a longer answer to the same prompt, with the KV that P keeps for it.
+            request = GenerateRequest(next(self.ids), client.request.prompt, ticket=self.damage(ticket))
+            self.counts["tickets"] += self.d.offer(request)
+
+    def damage(self, ticket: Ticket) -> Ticket:
+        if self.rng.random() < 0.1:
+            wrong = (b"?" * 16,) * len(ticket.keys) if ticket.keys else (b"?" * 16,)
+            return Ticket(ticket.engine, ticket.lease, ticket.generation, ticket.tokens, ticket.version, wrong)
+        if self.rng.random() < 0.1:
+            return Ticket(
+                ticket.engine, ticket.lease, ticket.generation, ticket.tokens, ticket.version + 1, ticket.keys
+            )
+        return ticket
+
+    def move_kv(self) -> None:
+        """Transfers write whenever they like, in no order with the steps, and may fail having written rubbish."""
+        for item in list(self.fetches):
+            if self.rng.random() < 0.5:
+                self.fetches.remove(item)
+                self.land_fetch(*item)
+
+    def land_fetch(self, engine: Engine, fetch: Fetch) -> None:
+        source = self.p.scheduler.leases.find(fetch.ticket.lease, fetch.ticket.generation)
+        ok = source is not None and self.rng.random() < 0.85
+        kept = source.blocks[fetch.skip :] if source is not None and ok else []
+        for i, block in enumerate(fetch.blocks):
+            engine.device.kv[block][:] = self.p.device.kv[kept[i]] if ok else [-7] * BLOCK_SIZE
+        engine.scheduler.transfer_done(fetch.number, ok)
+        engine.scheduler.check()
+        self.p.scheduler.end_lease(fetch.ticket.lease, fetch.ticket.generation)
+        self.counts["transfers" if ok else "transfers lost"] += 1
+
+    def end_pauses(self) -> None:
+        if self.weights_change and all(engine.scheduler.quiesced for engine in self.engines):
+            self.change_weights()
+        for engine in self.engines:
+            if self.now_s >= engine.resume_at:
+                engine.scheduler.resume()
+
+    def change_weights(self) -> None:
+        """The same new version everywhere, so that tickets between the engines stay meaningful."""
+        recompute = self.rng.random() < 0.5
+        for engine in self.engines:
+            assert not len(engine.device), "quiesced with steps on the device"
+            self.deliver(engine)
+            if not recompute:
+                for seq in engine.scheduler.running:
+                    engine.clients[seq.id].judged = False
+            engine.device.version += 1
+            engine.scheduler.weights_changed(engine.device.version, recompute=recompute)
+            engine.scheduler.check()
+        self.counts["weights changed"] += 1
+
+    # -- the verdict ------------------------------------------------------------
+
+    def judge_the_end(self) -> None:
+        for engine in self.engines:
+            scheduler = engine.scheduler
+            assert engine.quiet() and not self.fetches, f"{engine.name} never came to rest: {scheduler!r}"
+            assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks leaked"
+            assert not scheduler._deadlines and not scheduler._fetching
+            assert all(client.ended is not None for client in engine.clients.values())
+            self.counts["tokens"] += sum(len(client.tokens) for client in engine.clients.values())
+            self.counts["preemptions"] += scheduler.counters.preemptions
+            self.counts["cached tokens"] += scheduler.counters.cached_tokens
+            for client in engine.clients.values():
+                self.counts[f"ended by {client.ended.cause}"] += 1  # type: ignore[union-attr]
+
+
+def main(first: int, last: int) -> None:
+    total: Counter[str] = Counter()
+    for seed in range(first, last):
+        try:
+            total += World(seed).run()
+        except AssertionError:
+            print(f"seed {seed}", file=sys.stderr)
+            raise
+    print(f"{last - first} seeds passed:", ", ".join(f"{count} {what}" for what, count in sorted(total.items())))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,322 @@
+"""Breaks each rule of the core once and shows that a test notices: `python -m tests.core.mutants [SEEDS]`.
+
+The fuzz goes first; what it does not notice, the core's unit tests must.
+
+A mutant that survives must be listed in EQUIVALENT with the reason why breaking that line breaks no promise.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+UNIT_TESTS = ["tests/core/test_scheduler.py", "tests/core/test_blocks.py", "tests/core/test_leases.py"]
+WORTH_SHOWING = ("seed ", "AssertionError", "KeyError", "IndexError", "FAILED")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    rule: str  # the rule that is broken
+    file: str
+    old: str
+    new: str
+
+
+def scheduler(rule: str, old: str, new: str) -> Mutant:
+    return Mutant(rule, "core/scheduler.py", old, new)
+
+
+def blocks(rule: str, old: str, new: str) -> Mutant:
+    return Mutant(rule, "core/blocks.py", old, new)
+
+
+def sequence(rule: str, old: str, new: str) -> Mutant:
+    return Mutant(rule, "core/sequence.py", old, new)
+
+
+def leases(rule: str, old: str, new: str) -> Mutant:
+    return Mutant(rule, "core/leases.py", old, new)
+
+
+MUTANTS = [
+    scheduler(
+        "resources wait for holds",
+        "        if seq.holds:\n            self.leaving.add(seq)\n            return\n",
+        "",
+    ),
+    scheduler(
+        "a transfer is a hold",
+        "        self._fetching[number] = seq\n        seq.holds += 1\n",
+        "        self._fetching[number] = seq\n",
+    ),
+    scheduler(
+        "a step is a hold",
+        "        seq.computed = end = start + count\n        seq.holds += 1\n",
+        "        seq.computed = end = start + count\n",
+    ),
+    scheduler(
+        "a landed step is no hold", "            seq.holds -= 1\n            seq.sampling", "            seq.sampling"
+    ),
+    scheduler("a landed transfer is no hold", "        seq.holds -= 1\n        ticket, seq", "        ticket, seq"),
+    scheduler("rows come home", "            self._free_rows.append(seq.row)\n", ""),
+    scheduler(
+        "blocks come home",
+        "            self.pool.release(seq.blocks)\n            self._free",
+        "            self._free",
+    ),
+    scheduler(
+        "mixed-weight KV is not published", "if full <= seq.published or not seq.pure:", "if full <= seq.published:"
+    ),
+    scheduler("mixed-weight KV is not exported", "export_kv or not seq.pure or", "export_kv or"),
+    scheduler("new weights taint running KV", "            seq.pure = False\n", "            pass\n"),
+    scheduler("new weights recompute when asked", "        if recompute:\n", "        if False:\n"),
+    scheduler(
+        "weights change only when quiesced",
+        "        return self.flow is Flow.FROZEN and not self._launched",
+        "        return self.flow is Flow.FROZEN",
+    ),
+    scheduler(
+        "a ticket's version is checked before fetching",
+        "ticket is None or ticket.version != self.version or",
+        "ticket is None or",
+    ),
+    scheduler(
+        "a ticket's version is checked after landing",
+        "if ok and ticket is not None and ticket.version == self.version:",
+        "if ok and ticket is not None:",
+    ),
+    scheduler("a ticket's keys are checked", " and list(ticket.keys) == self._keys(seq, full)", ""),
+    scheduler("a failed transfer is a prefill", "if ok and ticket is not None", "if ticket is not None"),
+    scheduler(
+        "a ticket is good for one fetch",
+        "        ticket, seq.ticket = seq.ticket, None\n",
+        "        ticket = seq.ticket\n",
+    ),
+    scheduler("a transfer leaves one token to compute", "min(ticket.tokens, len(seq.tokens) - 1))", "ticket.tokens)"),
+    scheduler(
+        "a transfer skips what we have",
+        "skip, number = seq.published, next(self._fetches)",
+        "skip, number = 0, next(self._fetches)",
+    ),
+    scheduler(
+        "a prefix hit leaves one token to compute",
+        "(len(seq.tokens) - 1) // self.pool.block_size))",
+        "len(seq.tokens) // self.pool.block_size))",
+    ),
+    scheduler(
+        "only known tokens are published", "full = min(seq.computed, len(seq.tokens)) //", "full = seq.computed //"
+    ),
+    scheduler(
+        "only computed tokens are published",
+        "full = min(seq.computed, len(seq.tokens)) //",
+        "full = len(seq.tokens) //",
+    ),
+    scheduler(
+        "a preempted sequence's token does not count",
+        "            if seq.phase is not Phase.RUNNING:\n                # Ab",
+        "            if seq.phase is Phase.FINISHED:\n                # Ab",
+    ),
+    scheduler(
+        "an aborted sequence's token does not count",
+        "            if seq.phase is not Phase.RUNNING:\n                # Ab",
+        "            if seq.phase is Phase.WAITING:\n                # Ab",
+    ),
+    scheduler("a lease is a holder", "        self.pool.retain(kept)\n", ""),
+    scheduler("an expired lease gives its blocks back", "            self.pool.release(lease.blocks)\n", ""),
+    scheduler(
+        "an ended lease gives its blocks back",
+        "        self.pool.release(self.leases.end(id, generation))",
+        "        self.leases.end(id, generation)",
+    ),
+    scheduler("a prefix hit is a holder", "        self.pool.retain(hit)\n", ""),
+    scheduler("frozen means nothing runs", "        if self.flow is Flow.FROZEN:\n            return None\n", ""),
+    scheduler(
+        "draining admits nothing fresh",
+        "            if self.flow is Flow.DRAIN and not seq.preempted:\n                return\n",
+        "",
+    ),
+    scheduler(
+        "draining finishes the preempted", "self.flow is Flow.DRAIN and not seq.preempted", "self.flow is Flow.DRAIN"
+    ),
+    scheduler(
+        "a held sequence is not readmitted",
+        "            if seq.holds or not self._admit(seq):",
+        "            if not self._admit(seq):",
+    ),
+    scheduler(
+        "deadlines end sequences",
+        '            self._finish(self._deadlines.front(), "abort", "deadline")',
+        "            return",
+    ),
+    scheduler(
+        "a finished sequence leaves the deadlines",
+        "            self._deadlines.remove((seq.deadline_s, seq.order[-1]), seq)\n",
+        "            pass\n",
+    ),
+    scheduler("an abort is answered for live ids only", "        return live\n", "        return list(ids)\n"),
+    scheduler(
+        "an id given twice is aborted once",
+        "            if seq := self.sequences.get(id):\n                self._finish",
+        "            if seq := self.sequences[id]:\n                self._finish",
+    ),
+    scheduler("a step's budget is kept", "                todo = min(todo, draft.budget)\n", ""),
+    scheduler("admission keeps the budget", "min(seq.todo, draft.budget))", "seq.todo)"),
+    scheduler("blocks for an idle prefix are counted once", "need + self.pool.idle(hit) + len", "need + len"),
+    scheduler(
+        "what can never fit is refused", "        if prompt_len + max_tokens > most:", "        if prompt_len > most:"
+    ),
+    scheduler("a prompt needs room for an answer", "        if prompt_len >= most:", "        if prompt_len > most:"),
+    scheduler(
+        "capacity bounds the context",
+        "return min(self.limits.max_context, self.pool.num_blocks * self.pool.block_size)",
+        "return self.limits.max_context",
+    ),
+    scheduler("unknown tokens are refused", ">= self.limits.vocab_size:", "> 2**31:"),
+    scheduler(
+        "priority orders the queue",
+        "order=(request.priority, due_s, number),",
+        "order=(-request.priority, due_s, number),",
+    ),
+    scheduler(
+        "the worst sequence is preempted",
+        "victim = max(self.running, key=lambda other: other.order)",
+        "victim = min(self.running, key=lambda other: other.order)",
+    ),
+    scheduler(
+        "nobody is preempted while blocks come home",
+        "            if self.leaving:\n                return False",
+        "            if False:\n                return False",
+    ),
+    scheduler(
+        "who preempts itself does not run", "            if victim is seq:\n                return False\n", ""
+    ),
+    scheduler(
+        "the preempted keep their place",
+        "return (seq.started_s is None, *seq.order)",
+        "return (seq.started_s is not None, *seq.order)",
+    ),
+    scheduler("a stop token ends the answer", "        if token in seq.stops or len", "        if len"),
+    scheduler(
+        "max_tokens ends the answer",
+        "        elif len(seq.tokens) >= seq.limit:",
+        "        elif len(seq.tokens) > seq.limit:",
+    ),
+    scheduler("min_tokens holds a stop back", " and seq.output_len > seq.request.sampling.min_tokens:", ":"),
+    scheduler("ignore_eos is obeyed", "        if not sampling.ignore_eos:\n", "        if True:\n"),
+    scheduler(
+        "an answer that was complete elsewhere ends at once",
+        "        self._finish_if_done(seq)\n\n    def abort",
+        "\n    def abort",
+    ),
+    scheduler("a scored prompt is computed whole", "            return []  # every", "            pass  # every"),
+    scheduler("a position is scored once", "fresh = scores[max(0, seq.scored - (start + 1)) :]", "fresh = scores"),
+    scheduler("the terminal output comes once", "        del self.sequences[seq.id]\n", ""),
+    scheduler("the oldest step lands first", "self._launched.popleft()", "self._launched.pop()"),
+    sequence(
+        "the last token is never computed",
+        "min(len(self.tokens) + self.sampling, self.limit - 1) - self.computed",
+        "len(self.tokens) + self.sampling - self.computed",
+    ),
+    sequence("keys are rooted in the version", "root_key(version, self", "root_key(0, self"),
+    sequence(
+        "keys follow the version",
+        "        if self._keys_version != version:\n            self._keys, self._keys_version = [], version\n",
+        "",
+    ),
+    sequence("a preempted sequence starts over", "        self.computed = self.sampling = self.published = 0\n", ""),
+    sequence(
+        "the device learns a row anew",
+        "self.row, self.blocks, self.shown = -1, [], 0",
+        "self.row, self.blocks = -1, []",
+    ),
+    Mutant(
+        "the device learns of new blocks",
+        "core/draft.py",
+        "            self.grown.append((seq.row, tuple(seq.blocks[seq.shown :])))",
+        "            pass",
+    ),
+    Mutant("keys are chained", "protocol/keys.py", "blake2b(parent + array", "blake2b(array"),
+    leases("a stale generation is refused", " and lease.generation == generation else None", " else None"),
+    leases(
+        "leases expire", "expired = [lease for lease in self if lease.until_s <= now_s]", "expired: list[Lease] = []"
+    ),
+    leases("an expired lease is gone", "            del self._leases[lease.id]\n", "            pass\n"),
+    blocks(
+        "an evicted block is forgotten",
+        "            self._forget(block)\n        self._holders[block] = 1",
+        "        self._holders[block] = 1",
+    ),
+    blocks(
+        "a retained block is not evictable", "                del self._cached[block]\n", "                pass\n"
+    ),
+    blocks(
+        "a published block stays cached", "                if block in self._key_of:\n", "                if False:\n"
+    ),
+    blocks(
+        "an unpublished block is freed", "                if block in self._key_of:\n", "                if True:\n"
+    ),
+    blocks("a hit is a prefix", "                break\n", "                continue\n"),
+    blocks(
+        "the first block under a key stays",
+        "if key not in self._block_of and block not in self._key_of:",
+        "if block not in self._key_of:",
+    ),
+    blocks("a flushed block is free", "        self._free.extend(dropped)\n", ""),
+]
+
+# Mutants that break no promise, and why.
+EQUIVALENT: dict[str, str] = {}
+
+
+def main(seeds: int) -> int:
+    survivors = 0
+    for mutant in MUTANTS:
+        verdict = judge(mutant, seeds)
+        if verdict is None and mutant.rule in EQUIVALENT:
+            verdict = "equivalent: " + EQUIVALENT[mutant.rule]
+        survivors += verdict is None
+        print(f"{mutant.rule:55s} {verdict or 'SURVIVED'}", flush=True)
+    print(f"{len(MUTANTS)} mutants, {survivors} survived without a reason")
+    return survivors
+
+
+def judge(mutant: Mutant, seeds: int) -> str | None:
+    """Who noticed, or None if nobody did."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "headgate"
+        for name in ("core", "protocol", "testing"):
+            shutil.copytree(ROOT / "src/headgate" / name, package / name)
+        for name in ("__init__.py", "errors.py"):
+            shutil.copy(ROOT / "src/headgate" / name, package / name)
+        path = package / mutant.file
+        text = path.read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.rule}: the line to break occurs {text.count(mutant.old)} times"
+        path.write_text(text.replace(mutant.old, mutant.new))
+        fuzz = [sys.executable, "-m", "tests.core.fuzz", "0", str(seeds)]
+        unit = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *UNIT_TESTS]
+        for name, command in (("fuzz", fuzz), ("unit", unit)):
+            if (said := notices(command, folder)) is not None:
+                return f"caught by {name}: {said}"
+        return None
+
+
+def notices(command: list[str], folder: str) -> str | None:
+    """What `command` says when it fails against the mutated package in `folder`."""
+    env = {**os.environ, "PYTHONPATH": folder}
+    try:
+        run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "it hangs"
+    if run.returncode == 0:
+        return None
+    return "; ".join(line for line in (run.stdout + run.stderr).splitlines() if line.startswith(WORTH_SHOWING))[:100]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 60))

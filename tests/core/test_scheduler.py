@@ -1,0 +1,636 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from headgate.core.scheduler import Flow
+from headgate.core.sequence import Phase
+from headgate.errors import ContextTooLong, DuplicateId, RequestError
+from headgate.protocol.plan import Logprobs, StepResult
+from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from tests.core.engine import BLOCK_SIZE, VOCAB_SIZE, Engine, prompt_of
+
+
+def test_a_request_runs_to_its_limit_and_leaves_nothing_behind():
+    engine = Engine()
+    engine.add(1, prompt=6, max_tokens=5)
+    engine.run()
+    assert engine.tokens[1] == engine.answer(prompt_of(1, 6), 5)
+    assert (engine.ended[1].finish_reason, engine.ended[1].cause) == ("length", "max_tokens")
+    assert engine.pool.available == 32 and repr(engine.scheduler) == (
+        "<Scheduler 0 running, 0 waiting, <BlockPool 0 held, 2 cached, 30 free>>"
+    )
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
+    engine = Engine(budget=5)
+    engine.add(1, prompt=12, max_tokens=1)
+    assert [engine.step().counts for _ in range(3)] == [[5], [5], [2]]
+    assert engine.tokens[1] == engine.answer(prompt_of(1, 12), 1)
+
+
+def test_decoding_sequences_and_a_prefill_share_a_step():
+    engine = Engine(budget=8)
+    engine.add(1, prompt=3)
+    engine.step()
+    engine.add(2, prompt=20)
+    assert engine.step().counts == [1, 7]
+
+
+def test_without_max_tokens_the_context_is_the_limit():
+    engine = Engine(max_context=10)
+    engine.add(1, prompt=4, max_tokens=None)
+    engine.run()
+    assert engine.ended[1].output_tokens == 6
+
+
+def test_requests_with_one_prefix_share_it_even_within_a_step():
+    engine = Engine()
+    shared = list(range(100, 116))
+    engine.add(1, prompt=[*shared, 1])
+    engine.add(2, prompt=[*shared, 2])
+    assert engine.step().counts == [17, 1]
+    engine.run()
+    assert engine.ended[2].cached_tokens == 16
+    assert engine.tokens[2] == engine.answer([*shared, 2], 4)
+
+
+def test_a_prefix_hit_leaves_one_token_to_compute():
+    engine = Engine()
+    engine.add(1, prompt=8, max_tokens=1)
+    engine.run()
+    engine.add(2, prompt=prompt_of(1, 8), max_tokens=1)
+    assert engine.step().counts == [4]
+    assert engine.tokens[2] == engine.tokens[1]
+
+
+def test_the_next_turn_of_a_conversation_hits_prompt_and_answer():
+    engine = Engine()
+    engine.add(1, prompt=8, max_tokens=8)
+    while engine.launch():
+        if len(engine.device) == 2:
+            engine.land()
+    while len(engine.device):
+        engine.land()
+    engine.add(2, prompt=[*prompt_of(1, 8), *engine.tokens[1], 5], max_tokens=1)
+    engine.run()
+    # The last token of the answer was never computed, so its block is not there.
+    assert engine.ended[2].cached_tokens == 12
+
+
+@pytest.mark.parametrize("field", ["salt", "adapter"])
+def test_tenants_and_adapters_do_not_share_blocks(field):
+    engine = Engine()
+    engine.add(1, prompt=[*range(9)], max_tokens=1, **{field: "a"})
+    engine.run()
+    engine.add(2, prompt=[*range(9)], max_tokens=1, **{field: "b"})
+    engine.run()
+    engine.add(3, prompt=[*range(9)], max_tokens=1, **{field: "a"})
+    engine.run()
+    assert [engine.ended[id].cached_tokens for id in (1, 2, 3)] == [0, 0, 8]
+
+
+def test_run_ahead_plans_a_step_whose_token_is_not_known_yet():
+    engine = Engine()
+    engine.add(1, prompt=4, max_tokens=3)
+    assert engine.launch().starts == [0]
+    assert engine.launch().starts == [4]
+    assert engine.scheduler.in_flight == 2
+    assert engine.launch().starts == [5]
+    assert engine.launch() is None, "the last token of an answer is never computed"
+    for _ in range(3):
+        engine.land()
+    assert engine.tokens[1] == engine.answer(prompt_of(1), 3)
+
+
+def test_steps_land_in_launch_order():
+    engine = Engine()
+    engine.add(1)
+    first, second = engine.launch(), engine.launch()
+    assert first.step < second.step
+    with pytest.raises(AssertionError, match="landed before"):
+        engine.scheduler.commit(StepResult(second.step, [1]))
+
+
+# -- stopping ---------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_the_answer_and_is_part_of_it():
+    engine = Engine(eos_token_ids=())
+    third = engine.answer(prompt_of(1), 3)[2]
+    engine.add(1, sampling=SamplingParams(max_tokens=8, stop_token_ids=(third,)))
+    engine.run()
+    assert engine.tokens[1][-1] == third and len(engine.tokens[1]) == 3
+    assert (engine.ended[1].finish_reason, engine.ended[1].cause) == ("stop", "stop_token")
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"), [({}, 2), ({"ignore_eos": True}, 6), ({"min_tokens": 1}, 2), ({"min_tokens": 2}, 6)]
+)
+def test_eos_ends_the_answer_unless_told_otherwise(fields, count):
+    eos = Engine().answer(prompt_of(1), 2)[1]
+    engine = Engine(eos_token_ids=(eos,))
+    engine.add(1, sampling=SamplingParams(max_tokens=6, **fields))
+    engine.run()
+    assert len(engine.tokens[1]) == count
+    assert engine.ended[1].cause == ("eos" if count == 2 else "max_tokens")
+
+
+def test_an_answer_begun_elsewhere_goes_on_from_its_own_tokens():
+    engine = Engine()
+    answer = engine.answer(prompt_of(1), 6)
+    engine.add(1, max_tokens=6, generated=tuple(answer[:4]))
+    engine.run()
+    assert engine.tokens[1] == answer[4:]
+    assert engine.ended[1].output_tokens == 6 and engine.ended[1].prompt_tokens == 4
+
+
+def test_an_answer_that_was_complete_elsewhere_ends_at_once():
+    engine = Engine(eos_token_ids=(7,))
+    engine.add(1, max_tokens=2, generated=(5, 6))
+    engine.add(2, max_tokens=9, generated=(5, 7))
+    assert engine.ended[1].cause == "max_tokens" and engine.ended[2].cause == "eos"
+    assert not engine.tokens and engine.scheduler.schedule() is None
+
+
+# -- refusing ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        (100, 1, "prompt has 100 tokens; with room for an answer this engine takes 99"),
+        (90, 11, "prompt has 90 tokens and max_tokens is 11; together this engine takes 100"),
+        ([1, VOCAB_SIZE], 1, "token id 1000 is outside the vocabulary of 1000"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_a_reason(prompt, max_tokens, message):
+    engine = Engine()
+    with pytest.raises(RequestError, match=message):
+        engine.add(1, prompt=prompt, max_tokens=max_tokens)
+    assert not engine.scheduler.sequences and not engine.scheduler.waiting
+
+
+def test_what_does_not_fit_the_cache_is_refused_though_the_model_could_take_it():
+    engine = Engine(blocks=4, max_context=100)
+    with pytest.raises(ContextTooLong, match="together this engine takes 16"):
+        engine.add(1, prompt=10, max_tokens=7)
+
+
+def test_an_id_that_is_live_is_refused_and_one_that_is_done_may_come_again():
+    engine = Engine()
+    engine.add(1, max_tokens=1)
+    with pytest.raises(DuplicateId, match="request 1 is already running"):
+        engine.add(1)
+    engine.run()
+    engine.ended.clear()
+    engine.add(1)
+
+
+# -- leaving early ----------------------------------------------------------------
+
+
+def test_an_abort_before_running_takes_no_step():
+    engine = Engine()
+    engine.add(1)
+    assert engine.scheduler.abort([1, 1, 2], "api_abort") == [1, 1]
+    engine.listen()
+    assert engine.ended[1].finish_reason == "abort" and engine.ended[1].cause == "api_abort"
+    assert engine.ended[1].timings.started_s is None
+    assert engine.launch() is None
+
+
+def test_an_abort_keeps_blocks_until_the_running_step_has_landed():
+    engine = Engine(blocks=8)
+    engine.add(1, prompt=4)
+    engine.launch()
+    engine.scheduler.abort([1], "client_disconnect")
+    engine.scheduler.check()
+    assert engine.pool.available == 7
+    engine.land()
+    assert engine.pool.available == 8
+    assert 1 not in engine.tokens, "a token that lands after the terminal output is dropped"
+
+
+def test_aborting_twice_ends_once():
+    engine = Engine()
+    engine.add(1)
+    engine.step()
+    assert engine.scheduler.abort([1], "api_abort") == [1]
+    assert engine.scheduler.abort([1], "api_abort") == []
+    engine.listen()
+    assert engine.ended[1].output_tokens == 1
+
+
+def test_a_deadline_ends_a_sequence_wherever_it_is():
+    engine = Engine(running=1)
+    engine.add(1, timeout_s=5.0)
+    engine.add(2, timeout_s=3.0, priority=1)
+    engine.add(3, priority=2)
+    engine.step()
+    engine.scheduler.tick(2.9)
+    assert len(engine.scheduler.sequences) == 3
+    engine.scheduler.tick(3.0)
+    engine.scheduler.tick(5.0)
+    engine.listen()
+    assert engine.ended[1].cause == engine.ended[2].cause == "deadline"
+    assert engine.ended[1].output_tokens == 1 and engine.ended[2].output_tokens == 0
+    engine.run()
+    assert engine.ended[3].cause == "max_tokens"
+
+
+def test_timings_say_when_things_happened():
+    engine = Engine()
+    engine.scheduler.tick(1.0)
+    engine.add(1, max_tokens=2)
+    for now in (2.0, 3.0):
+        engine.scheduler.tick(now)
+        engine.step()
+    timings = engine.ended[1].timings
+    assert (timings.arrived_s, timings.started_s, timings.first_token_s, timings.ended_s) == (1, 2, 2, 3)
+
+
+# -- order ------------------------------------------------------------------------
+
+
+def run_one_by_one(engine: Engine) -> list[int]:
+    while engine.scheduler.sequences:
+        engine.scheduler.tick(engine.scheduler.now_s + 0.001)
+        engine.step()
+    return list(engine.ended)
+
+
+def test_priority_then_due_time_then_arrival_decide_who_goes_first():
+    engine = Engine(running=1)
+    engine.add(1)
+    engine.add(2, timeout_s=40.0)
+    engine.add(3, timeout_s=30.0)
+    engine.add(4, priority=-1)
+    engine.add(5, priority=1, timeout_s=10.0)
+    engine.add(6)
+    assert run_one_by_one(engine) == [4, 3, 2, 1, 6, 5]
+
+
+def test_a_request_without_a_deadline_is_not_starved_by_newer_ones_with():
+    engine = Engine(running=1, patience_s=60.0)
+    engine.add(1)
+    engine.scheduler.tick(50.0)
+    engine.add(2, timeout_s=20.0)
+    assert run_one_by_one(engine) == [1, 2]
+
+
+# -- preemption -------------------------------------------------------------------
+
+
+def test_the_worst_running_sequence_is_preempted_and_its_answer_is_unchanged():
+    engine = Engine(blocks=8)
+    engine.add(1, prompt=8, max_tokens=16)
+    engine.add(2, prompt=8, max_tokens=16)
+    engine.run()
+    assert engine.scheduler.counters.preemptions > 0
+    assert engine.tokens == {id: engine.answer(prompt_of(id, 8), 16) for id in (1, 2)}
+    assert list(engine.ended) == [1, 2], "the older one was never the victim"
+
+
+def test_a_sequence_of_lower_priority_is_the_victim_even_if_it_is_older():
+    engine = Engine(blocks=8)
+    engine.add(1, prompt=8, max_tokens=16, priority=1)
+    engine.step()
+    engine.add(2, prompt=8, max_tokens=16)
+    engine.run()
+    assert list(engine.ended) == [2, 1]
+
+
+def test_who_was_preempted_is_readmitted_before_anyone_fresh():
+    engine = Engine(blocks=8, running=2)
+    engine.add(1, prompt=8, max_tokens=16)
+    engine.add(2, prompt=8, max_tokens=20)
+    while not engine.scheduler.counters.preemptions:
+        engine.step()
+    engine.add(3, prompt=4, max_tokens=1, priority=-1)
+    engine.run()
+    assert list(engine.ended) == [1, 2, 3] or list(engine.ended) == [1, 3, 2]
+    started = {id: engine.ended[id].timings.started_s for id in engine.ended}
+    assert started[2] <= started[3]
+
+
+def test_a_preempted_sequence_waits_until_its_last_step_has_landed():
+    engine = Engine(blocks=6, running=2)
+    engine.add(1, prompt=8, max_tokens=12)
+    engine.add(2, prompt=8, max_tokens=12)
+    while engine.launch() and not engine.scheduler.leaving:
+        if len(engine.device) == 3:
+            engine.land()
+    (victim,) = engine.scheduler.leaving
+    assert victim.id == 2 and victim.phase is Phase.WAITING and victim.holds
+    while len(engine.device):
+        assert engine.launch() is None or 2 not in engine.tokens or victim.holds == 0
+        engine.land()
+    engine.run()
+    assert engine.tokens[2] == engine.answer(prompt_of(2, 8), 12)
+
+
+def test_admission_never_preempts():
+    engine = Engine(blocks=4)
+    engine.add(1, prompt=12, max_tokens=2)
+    engine.step()
+    engine.add(2, prompt=4, max_tokens=2, priority=-5)
+    engine.step()
+    assert engine.scheduler.counters.preemptions == 0 and engine.ended[1].output_tokens == 2
+
+
+def test_admission_leaves_a_block_for_each_running_sequence():
+    engine = Engine(blocks=4)
+    engine.add(1, prompt=4, max_tokens=8)
+    engine.step()
+    engine.add(2, prompt=12, max_tokens=1)
+    assert engine.step().rows == [0], "three blocks are available, but one is the first sequence's to grow into"
+
+
+# -- hold and go on ---------------------------------------------------------------
+
+
+def test_frozen_means_that_nothing_runs_and_nothing_is_lost():
+    engine = Engine()
+    engine.add(1)
+    engine.step()
+    engine.launch()
+    engine.scheduler.pause(Flow.FROZEN)
+    assert engine.launch() is None and not engine.scheduler.quiesced
+    engine.land()
+    assert engine.scheduler.quiesced
+    engine.scheduler.resume()
+    engine.run()
+    assert engine.tokens[1] == engine.answer(prompt_of(1), 4)
+
+
+def test_draining_finishes_what_has_started_and_admits_nothing_fresh():
+    engine = Engine(running=1)
+    engine.add(1)
+    engine.add(2)
+    engine.step()
+    engine.scheduler.pause(Flow.DRAIN)
+    assert not engine.scheduler.drained
+    engine.run()
+    assert list(engine.ended) == [1] and engine.scheduler.drained
+    engine.scheduler.resume()
+    engine.run()
+    assert list(engine.ended) == [1, 2]
+
+
+def test_draining_readmits_the_preempted():
+    engine = Engine(blocks=8)
+    engine.add(1, prompt=8, max_tokens=16)
+    engine.add(2, prompt=8, max_tokens=16)
+    while not engine.scheduler.counters.preemptions:
+        engine.step()
+    engine.scheduler.pause(Flow.DRAIN)
+    assert not engine.scheduler.drained
+    engine.run()
+    assert set(engine.ended) == {1, 2} and engine.scheduler.drained
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_new_weights_make_new_tokens_and_never_hit_old_kv(recompute):
+    engine = Engine()
+    engine.add(1, prompt=8, max_tokens=4)
+    engine.step()
+    engine.scheduler.pause(Flow.FROZEN)
+    engine.device.version = 1
+    engine.scheduler.weights_changed(1, recompute=recompute)
+    engine.scheduler.resume()
+    engine.add(2, prompt=prompt_of(1, 8), max_tokens=4)
+    engine.run()
+    assert engine.ended[2].cached_tokens == (8 - BLOCK_SIZE if recompute else 0)
+    assert engine.tokens[2] == engine.answer(prompt_of(1, 8), 4)
+    assert [told.version for told in engine.told if told.tokens] == [0] + [1] * (len(engine.told) - 3)
+    if recompute:
+        prompt = [*prompt_of(1, 8), engine.tokens[1][0]]
+        assert engine.tokens[1][1:] == engine.answer(prompt, 3)
+
+
+def test_a_block_half_filled_by_old_weights_is_not_published():
+    engine = Engine(budget=3)
+    engine.add(1, prompt=8, max_tokens=1)
+    engine.step()
+    engine.scheduler.pause(Flow.FROZEN)
+    engine.device.version = 1
+    engine.scheduler.weights_changed(1, recompute=False)
+    engine.scheduler.resume()
+    engine.run()
+    engine.add(2, prompt=prompt_of(1, 8), max_tokens=4)
+    engine.run()
+    assert engine.tokens[2] == engine.answer(prompt_of(1, 8), 4) and engine.ended[2].cached_tokens == 0
+
+
+def test_weights_change_only_when_quiesced_and_told_everything():
+    engine = Engine()
+    engine.add(1)
+    engine.launch()
+    with pytest.raises(AssertionError):
+        engine.scheduler.weights_changed(1, recompute=True)
+
+
+def test_flushing_drops_the_cached_blocks_alone():
+    engine = Engine()
+    engine.add(1, prompt=8, max_tokens=1)
+    engine.run()
+    engine.add(2, prompt=8, max_tokens=2)
+    engine.step()
+    assert engine.pool.cached == 2 and engine.pool.flush() == 2 and engine.pool.held == 2
+    engine.scheduler.check()
+
+
+# -- log-probabilities ------------------------------------------------------------
+
+
+def test_prompt_positions_are_scored_once_even_if_computed_twice():
+    engine = Engine(blocks=8, budget=8)
+    engine.add(1, prompt=20, max_tokens=2, sampling=SamplingParams(max_tokens=2, prompt_logprobs=0))
+    engine.step()
+    engine.scheduler.pause(Flow.FROZEN)
+    engine.device.version = 1
+    engine.scheduler.weights_changed(1, recompute=True)
+    engine.scheduler.resume()
+    engine.run()
+    assert sum(len(told.prompt_logprobs.get(1, ())) for told in engine.told) == 19
+
+
+def test_a_scored_prompt_does_not_use_the_cache():
+    engine = Engine()
+    engine.add(1, prompt=8, max_tokens=1)
+    engine.run()
+    engine.add(2, prompt=prompt_of(1, 8), sampling=SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert engine.step().counts == [8]
+
+
+def test_a_sampled_tokens_log_probability_goes_with_it():
+    engine = Engine()
+    engine.add(1, max_tokens=1)
+    plan = engine.scheduler.schedule()
+    engine.scheduler.commit(StepResult(plan.step, [5], {0: Logprobs(-1.5)}))
+    assert engine.scheduler.take_outputs().logprobs == {0: Logprobs(-1.5)}
+
+
+# -- prefill here, decode there ---------------------------------------------------
+
+
+def prefilled(prompt: int = 10, **limits: object) -> tuple[Engine, Ticket]:
+    """An engine that has computed a prompt and keeps its KV under a lease."""
+    engine = Engine(engine="P", generation=3, **limits)
+    engine.add(1, prompt=prompt, max_tokens=1, export_kv=True)
+    engine.run()
+    ticket = engine.ended[1].ticket
+    assert ticket is not None
+    return engine, ticket
+
+
+def test_an_exported_prompt_stays_under_a_lease_until_that_ends():
+    engine, ticket = prefilled(blocks=8)
+    assert (ticket.engine, ticket.generation, ticket.tokens, len(ticket.keys)) == ("P", 3, 10, 2)
+    assert engine.pool.held == 3
+    engine.scheduler.end_lease(ticket.lease, ticket.generation + 1)
+    assert engine.pool.held == 3
+    engine.scheduler.end_lease(ticket.lease, ticket.generation)
+    engine.scheduler.end_lease(ticket.lease, ticket.generation)
+    assert engine.pool.held == 0
+
+
+def test_a_lease_that_nobody_fetches_expires():
+    engine, _ = prefilled(lease_s=30.0)
+    engine.scheduler.tick(29.9)
+    assert engine.pool.held == 3
+    engine.scheduler.tick(30.0)
+    assert engine.pool.held == 0 and engine.scheduler.counters.leases_expired == 1
+
+
+def test_an_aborted_export_leaves_no_lease():
+    engine = Engine()
+    engine.add(1, max_tokens=1, export_kv=True)
+    engine.launch()
+    engine.scheduler.abort([1], "api_abort")
+    engine.land()
+    assert not engine.scheduler.leases and engine.ended[1].ticket is None
+
+
+def test_kv_of_mixed_weights_is_not_exported():
+    engine = Engine(budget=4)
+    engine.add(1, prompt=8, max_tokens=1, export_kv=True)
+    engine.step()
+    engine.scheduler.pause(Flow.FROZEN)
+    engine.device.version = 1
+    engine.scheduler.weights_changed(1, recompute=False)
+    engine.scheduler.resume()
+    engine.run()
+    assert engine.ended[1].ticket is None and not engine.scheduler.leases
+
+
+def fetching(ticket: Ticket, **limits: object) -> Engine:
+    engine = Engine(engine="D", **limits)
+    engine.add(1, prompt=10, max_tokens=4, ticket=ticket)
+    return engine
+
+
+def test_a_fetched_prompt_leaves_one_token_to_compute():
+    p, ticket = prefilled()
+    d = fetching(ticket)
+    (fetch,) = d.launch().fetches
+    assert d.launch() is None, "nothing runs before the KV has landed"
+    lease = p.scheduler.leases.find(ticket.lease, ticket.generation)
+    for ours, theirs in zip(fetch.blocks, lease.blocks, strict=True):
+        d.device.kv[ours][:] = p.device.kv[theirs]
+    d.scheduler.transfer_done(fetch.number, ok=True)
+    assert d.step().counts == [1]
+    d.run()
+    assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
+
+
+def test_a_step_takes_no_more_than_its_budget_however_many_transfers_land():
+    _, ticket = prefilled()
+    d = Engine(budget=2)
+    for id in (1, 2, 3):
+        d.add(id, prompt=prompt_of(1, 10), max_tokens=4, ticket=ticket)
+    for fetch in d.launch().fetches:
+        d.scheduler.transfer_done(fetch.number, ok=True)
+    assert d.launch().counts == [1, 1]
+
+
+def test_a_lost_transfer_is_a_local_prefill():
+    d = fetching(prefilled()[1])
+    (fetch,) = d.launch().fetches
+    d.scheduler.transfer_done(fetch.number, ok=False)
+    assert d.step().counts == [10]
+    assert d.scheduler.counters.transfers_lost == 1
+    d.run()
+    assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
+
+
+def test_a_ticket_is_good_for_one_fetch_even_if_the_sequence_is_preempted_later():
+    d = Engine(blocks=8)
+    d.add(1, prompt=10, max_tokens=4, ticket=prefilled()[1], priority=1)
+    (fetch,) = d.launch().fetches
+    d.scheduler.transfer_done(fetch.number, ok=False)
+    d.add(2, prompt=16, max_tokens=15)
+    fetches = []
+    while plan := d.step():
+        fetches += plan.fetches
+    assert d.scheduler.counters.preemptions == 1 and not fetches
+    assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
+
+
+def test_blocks_that_we_have_are_not_fetched():
+    d = fetching(prefilled()[1])
+    d.scheduler.abort([1], "api_abort")
+    d.listen()
+    d.add(2, prompt=prompt_of(1, 9), max_tokens=1)
+    d.run()
+    d.add(3, prompt=prompt_of(1, 10), ticket=prefilled()[1])
+    (fetch,) = d.launch().fetches
+    assert fetch.skip == 2 and len(fetch.blocks) == 1
+
+
+def test_a_ticket_for_less_than_we_have_is_not_used():
+    d = Engine()
+    d.add(2, prompt=prompt_of(1, 9), max_tokens=1)
+    d.run()
+    _, ticket = prefilled(prompt=8)
+    d.add(3, prompt=prompt_of(1, 9), ticket=ticket)
+    assert not d.launch().fetches
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": 1}, {"keys": (b"?" * 16, b"?" * 16)}, {"tokens": 11, "keys": ()}, {"tokens": 14}]
+)
+def test_a_ticket_that_does_not_match_is_not_used(change):
+    d = fetching(msgspec.structs.replace(prefilled()[1], **change))
+    plan = d.launch()
+    assert not plan.fetches and plan.counts == [10]
+
+
+def test_an_abort_while_loading_keeps_blocks_until_the_transfer_lands():
+    d = fetching(prefilled()[1], blocks=8)
+    (fetch,) = d.launch().fetches
+    d.scheduler.abort([1], "api_abort")
+    assert d.pool.available == 5
+    d.scheduler.transfer_done(fetch.number, ok=True)
+    assert d.pool.available == 8
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_kv_that_lands_after_a_weight_change_is_not_used(recompute):
+    d = fetching(prefilled()[1])
+    (fetch,) = d.launch().fetches
+    d.scheduler.pause(Flow.FROZEN)
+    d.device.version = 1
+    d.scheduler.weights_changed(1, recompute=recompute)
+    d.scheduler.resume()
+    d.scheduler.transfer_done(fetch.number, ok=True)
+    plan = d.step()
+    assert plan.counts == [10] and not plan.fetches, "the ticket was good for one fetch"
+    d.run()
+    assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
+
+
+def test_a_request_is_checked_when_it_is_made():
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        GenerateRequest(1, ())

@@ -1,0 +1,74 @@
+"""Who may import whom, as absences."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src/headgate"
+
+# package -> what of ours it may import
+MAY_IMPORT = {
+    "protocol": {"protocol"},
+    "core": {"core", "protocol", "errors"},
+    "layers": {"layers", "errors"},
+    "models": {"models", "layers", "errors"},
+    "worker": {"worker", "models", "layers", "transfer", "protocol", "errors", "zoo"},
+    "transfer": {"transfer", "protocol", "errors"},
+    "engine": {"engine", "core", "worker", "transfer", "protocol", "errors", "config"},
+    "text": {"text", "protocol", "errors", "zoo"},
+    "zoo": {"zoo", "errors"},
+    "api": {"api", "engine", "text", "protocol", "errors", "config"},
+    "router": {"router", "protocol", "errors", "config"},
+}
+
+# library -> the only packages (or modules) that may import it
+ONLY_IN = {
+    "torch": {"worker", "layers", "models", "transfer", "testing"},
+    "zmq": {"engine/channel.py", "transfer"},
+    "asyncio": {"api", "router", "engine/client.py", "cli.py", "bench"},
+}
+
+STDLIB_ONLY = {"core", "protocol"}
+ALLOWED_THIRD_PARTY = {"protocol": {"msgspec"}, "core": set()}
+CLOCKS = {"time", "datetime", "asyncio", "threading", "socket"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path):
+    relative = path.relative_to(PACKAGE)
+    package = relative.parts[0]
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        if top == "headgate" and rest and package in MAY_IMPORT:
+            assert rest.split(".")[0] in MAY_IMPORT[package], f"{relative} imports {name}"
+        if top in ONLY_IN:
+            allowed = ONLY_IN[top]
+            assert package in allowed or str(relative) in allowed, f"{relative} imports {name}"
+        if package in STDLIB_ONLY and top != "headgate":
+            known = top in sys.stdlib_module_names or top in ALLOWED_THIRD_PARTY[package]
+            assert known and top not in CLOCKS, f"{relative} imports {name}"
+
+
+@pytest.mark.parametrize("module", ["headgate", "headgate.core.scheduler", "headgate.text.tokenizer", "headgate.zoo"])
+def test_importing_it_does_not_import_torch(module):
+    script = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
