@@ -11,7 +11,7 @@ Rules: one thread, no clock (`tick` tells the time), no I/O. Admission never pre
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
@@ -105,6 +105,10 @@ class Scheduler:
                 self._finish(seq, "abort", cause)
         return live
 
+    def has_any(self, ids: Collection[int]) -> bool:
+        """Whether one of these sequences is live, or gone but not yet rid of all it owned."""
+        return any(id in self.sequences for id in ids) or any(seq.id in ids for seq in self.leaving)
+
     def end_lease(self, id: int, generation: int) -> None:
         self.pool.release(self.leases.end(id, generation))
 
@@ -176,6 +180,12 @@ class Scheduler:
                 self._tell_scores(seq, plan.starts[i], scores)
             if samples:
                 self._append(seq, token, result.logprobs.get(index))
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When `tick` will have something to end."""
+        first = self._deadlines.front().deadline_s if self._deadlines else inf
+        return min(first, *(lease.until_s for lease in self.leases), inf)
 
     @property
     def in_flight(self) -> int:

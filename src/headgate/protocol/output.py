@@ -49,6 +49,16 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     ticket: Ticket | None = None
 
 
+class Refused(msgspec.Struct, frozen=True, array_like=True):
+    """The request was never accepted, and why; the fields of a RequestError."""
+
+    id: int
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+
 class Outputs(msgspec.Struct, array_like=True):
     """All that one step (or one command) has to say to one client. Filled by the scheduler, then sent whole."""
 
@@ -58,6 +68,7 @@ class Outputs(msgspec.Struct, array_like=True):
     logprobs: dict[int, Logprobs] = {}  # by index into `tokens`
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = {}  # by request id, in the order of the prompt
     ended: list[Ended] = []
+    refused: list[Refused] = []
 
     def __bool__(self) -> bool:
-        return bool(self.ids or self.ended or self.prompt_logprobs)
+        return bool(self.ids or self.ended or self.prompt_logprobs or self.refused)

@@ -1,0 +1,246 @@
+"""Times the CPU kernels beside torch and beside what the machine can do at best, and prints JSON.
+
+    python benchmarks/cpu_kernels.py [--models qwen3-0.6b smollm2-135m] [--rows 1 8 64] [--isa avx512-bf16] [--threads 2] [--seconds 0.3]
+
+The two floors are measured in the same run: the time to read the weights once at the read bandwidth of all threads, and
+the time of the arithmetic at the rate of a product that stays in the caches. Best of several repeats, since the machine is
+shared; weights rotate through enough copies that none is found in a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from headgate.layers.cpu import Kernels, Unavailable, load_kernels
+
+SHAPES = {
+    "qwen3-0.6b": {
+        "layers": 28,
+        "qkv": (4096, 1024),
+        "o": (1024, 2048),
+        "gate_up": (6144, 1024),
+        "down": (1024, 3072),
+        "lm_head": (151936, 1024),
+    },
+    "smollm2-135m": {
+        "layers": 30,
+        "qkv": (960, 576),
+        "o": (576, 576),
+        "gate_up": (3072, 576),
+        "down": (576, 1536),
+        "lm_head": (49152, 576),
+    },
+}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+COLD_BYTES = 160 << 20  # more than any cache we meet
+
+
+def best_s(work: Callable[[], object], seconds: float) -> float:
+    """The shortest of several runs. One thread is timed by its CPU time, which neighbours on the machine do not stretch."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    work()
+    best, end = float("inf"), time.perf_counter() + seconds
+    runs = 0
+    while runs < 3 or time.perf_counter() < end:
+        start = clock()
+        work()
+        best = min(best, clock() - start)
+        runs += 1
+    return best
+
+
+def read_bandwidth(seconds: float) -> float:
+    """Bytes per second that all threads together read, by a kernel that does nothing else of note."""
+    big = torch.ones(1 << 28, dtype=torch.int8).view(torch.int64)
+    return big.nbytes / best_s(lambda: big.sum(), seconds)
+
+
+def peak_flops(k: Kernels, dtype: torch.dtype, seconds: float) -> float:
+    """Of a product of which everything stays in the first caches."""
+    M, N, K = 96, 64, 256
+    x, weight = torch.randn(M, K).to(dtype), k.empty_packed(N, K, dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds_each = best_s(lambda: [k.linear(x, weight, N) for _ in range(50)], seconds) / 50
+    torch.set_num_threads(threads)
+    return 2 * M * N * K / seconds_each * threads
+
+
+def copies(make: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+    first = make()
+    count = max(1, min(40, COLD_BYTES // first.nbytes))
+    return cycle([first, *(make() for _ in range(count - 1))])
+
+
+def time_linear(
+    k: Kernels,
+    name: str,
+    N: int,
+    K: int,
+    rows: list[int],
+    dtype: torch.dtype,
+    floors: tuple[float, float],
+    seconds: float,
+) -> Iterator[dict[str, object]]:
+    bandwidth, peak = floors
+    plain = copies(lambda: torch.randn(N, K).to(dtype))
+
+    def packed() -> torch.Tensor:
+        room = k.empty_packed(N, K, dtype)
+        k.pack_into(room, next(plain))
+        return room
+
+    ours = copies(packed)
+    for M in rows:
+        x = torch.randn(M, K).to(dtype)
+        out_dtype = torch.float32 if name == "lm_head" else dtype
+        half = N // 2
+        if name == "gate_up":
+            ours_s = best_s(lambda: k.linear_silu_mul(x, next(ours), half), seconds)  # noqa: B023
+        else:
+            ours_s = best_s(lambda: k.linear(x, next(ours), N, None, out_dtype), seconds)  # noqa: B023
+        torch_s = best_s(lambda: F.linear(x, next(plain)), seconds)  # noqa: B023
+        by_bandwidth, by_peak = N * K * dtype.itemsize / bandwidth, 2 * M * N * K / peak
+        yield {
+            "matrix": name,
+            "rows": M,
+            "ours_ms": round(ours_s * 1e3, 4),
+            "torch_ms": round(torch_s * 1e3, 4),
+            "bandwidth_floor_ms": round(by_bandwidth * 1e3, 4),
+            "peak_floor_ms": round(by_peak * 1e3, 4),
+            "of_floor": round(max(by_bandwidth, by_peak) / ours_s, 3),
+        }
+
+
+def steps(table: list[dict[str, object]], layers: int, rows: list[int]) -> list[dict[str, float]]:
+    """All matrix products of one step: the layers' and the head's."""
+
+    def total(M: int, key: str) -> float:
+        return sum(
+            float(str(row[key])) * (1 if row["matrix"] == "lm_head" else layers) for row in table if row["rows"] == M
+        )
+
+    keys = ("ours_ms", "torch_ms", "bandwidth_floor_ms", "peak_floor_ms")
+    return [{"rows": M} | {key: round(total(M, key), 2) for key in keys} for M in rows]
+
+
+def time_attention(
+    k: Kernels, batch: int, query: int, context: int, dtype: torch.dtype, seconds: float
+) -> dict[str, object]:
+    layers, H, HK, D, block = 28, 16, 8, 128, 32
+    width = -(-context // block)
+    caches = [k.empty_kv(batch * width, block, HK, D, dtype) for _ in range(layers)]
+    for keys, values in caches:
+        keys.normal_()
+        values.normal_()
+    tables = torch.randperm(batch * width).view(batch, width).int()
+    q = torch.randn(batch * query, H, D).to(dtype)
+    starts = (torch.arange(batch + 1) * query).int()
+    contexts = torch.full((batch,), context, dtype=torch.int32)
+
+    def step() -> None:
+        for keys, values in caches:
+            k.attention(q, keys, values, starts, contexts, tables, D**-0.5)
+
+    kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in caches)
+    spent = best_s(step, seconds)
+    return {
+        "batch": batch,
+        "query": query,
+        "context": context,
+        "28_layers_ms": round(spent * 1e3, 3),
+        "kv_gb_per_s": round(kv_bytes / spent / 1e9, 1),
+        "tflops": round(layers * batch * query * (context - query / 2) * H * D * 4 / spent / 1e12, 4),
+    }
+
+
+def time_small(k: Kernels, rows: int, seconds: float) -> dict[str, float]:
+    """Microseconds of the operations beside the large ones, 0.6B shape."""
+    H, HK, D = 16, 8, 128
+    cos = sin = torch.randn(1024, D)
+    x, residual, weight = (torch.randn(rows, 1024).bfloat16() for _ in range(3))
+    k_cache, v_cache = k.empty_kv(64, 32, HK, D, torch.bfloat16)
+    qkv = torch.randn(rows, (H + 2 * HK) * D).bfloat16()
+    positions, slots, norm = torch.arange(rows), torch.arange(rows) * 40, torch.randn(D).bfloat16()
+    logits = torch.randn(rows, 151936) * 4
+    ones, none, keys = torch.ones(rows), torch.zeros(rows), torch.arange(rows)
+    off = torch.zeros(rows, dtype=torch.int32)
+    rope = (qkv, positions, cos, sin, norm, norm, 1e-6, k_cache, v_cache, slots, H, HK, D)
+    cases: dict[str, Callable[[], object]] = {
+        "add_rms_norm": lambda: k.add_rms_norm(x, residual, weight[0], 1e-6),
+        "rope_and_write": lambda: k.rope_and_write(*rope),
+        "greedy": lambda: k.sample(logits, none, off, ones, none, keys),
+        "sample": lambda: k.sample(logits, ones, off, ones, none, keys),
+        "sample_top_k_top_p": lambda: k.sample(logits, ones, off + 50, ones * 0.9, none, keys),
+        "sample_top_p": lambda: k.sample(logits, ones, off, ones * 0.95, none, keys),
+        "log_softmax_stats": lambda: k.log_softmax_stats(logits),
+    }
+    return {f"{name}_us": round(best_s(work, seconds) * 1e6, 1) for name, work in cases.items()}
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
+    parser.add_argument("--isa")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--seconds", type=float, default=0.2)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    k = load_kernels(asked.isa)
+    if isinstance(k, Unavailable):
+        raise SystemExit(k.reason)
+    dtype: torch.dtype = getattr(torch, asked.dtype)
+    bandwidth, peak = read_bandwidth(asked.seconds), peak_flops(k, dtype, asked.seconds)
+    report: dict[str, object] = {
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "isa": k.isa,
+        "dtype": asked.dtype,
+        "torch": torch.__version__,
+        "read_gb_per_s": round(bandwidth / 1e9, 1),
+        "peak_gflops": round(peak / 1e9, 1),
+    }
+    for model in asked.models:
+        shape = dict(SHAPES[model])
+        layers = shape.pop("layers")
+        table = [
+            row
+            for name, (N, K) in shape.items()  # type: ignore[misc]
+            for row in time_linear(k, name, N, K, asked.rows, dtype, (bandwidth, peak), asked.seconds)
+        ]
+        report[model] = {"step": steps(table, layers, asked.rows), "linear": table}  # type: ignore[arg-type]
+    report["attention"] = [
+        time_attention(k, batch, query, context, dtype, asked.seconds)
+        for batch, query, context in (
+            (1, 1, 512),
+            (8, 1, 512),
+            (32, 1, 512),
+            (1, 1, 4096),
+            (1, 512, 512),
+            (1, 512, 2048),
+        )
+    ]
+    report["small"] = {rows: time_small(k, rows, asked.seconds) for rows in (1, 32)}
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

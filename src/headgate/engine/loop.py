@@ -1,0 +1,137 @@
+"""The loop: the only caller of the scheduler, and the one place where time enters the engine.
+
+A turn: take what has arrived, commit the steps that have landed, launch the next one, and only then tell clients, so that
+the device works while words travel. The loop sleeps in its inbox alone; a landed step, a message or the next deadline wakes
+it, so an idle engine expires and answers like a busy one. It knows neither sockets nor asyncio.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+
+from headgate.core.scheduler import Scheduler
+from headgate.engine.post import sort_by_client
+from headgate.errors import RequestError
+from headgate.protocol.message import Abort, Message, Submit
+from headgate.protocol.output import Outputs, Refused
+from headgate.protocol.plan import StepPlan, StepResult
+from headgate.protocol.request import GenerateRequest
+from headgate.worker.executor import Executor
+
+# Longest sleep of an idle loop; leases are renewed and expire on a coarser scale than this.
+IDLE_S = 1.0
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        send: Callable[[int, Outputs], None],
+        *,
+        run_ahead: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.last_turn_s = clock()
+        self._send = send
+        self._run_ahead = run_ahead  # steps on the device at once; more hides scheduling, fewer makes aborts quicker
+        self._clock = clock
+        self._inbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._steps: deque[Future[StepResult]] = deque()
+        self._refused: list[Refused] = []
+        self._closed = False
+
+    def post(self, message: Message) -> None:
+        """Hand the loop a message; may be called from any thread, and never blocks."""
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        """Make `run` return after its current turn; may be called from any thread."""
+        self._closed = True
+        self.wake()
+
+    def wake(self) -> None:
+        """End the loop's sleep; safe in any thread and in a signal handler."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        while not self._closed:
+            self.turn()
+
+    def turn(self) -> None:
+        """Wait for something to happen, and deal with all that has."""
+        self._receive()
+        self.last_turn_s = self._clock()
+        self.scheduler.tick(self.last_turn_s)
+        self._commit()
+        self._launch()
+        self._tell()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, nothing waits, and nothing is on its way home."""
+        scheduler = self.scheduler
+        return not (scheduler.sequences or scheduler.leaving or self._steps)
+
+    # -- in ---------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            self._handle(self._inbox.get(timeout=self._sleep_s()))
+            while True:
+                self._handle(self._inbox.get_nowait())
+        except Empty:
+            return
+
+    def _sleep_s(self) -> float:
+        return min(max(self.scheduler.next_deadline_s - self._clock(), 0), IDLE_S)
+
+    def _handle(self, message: Message | None) -> None:
+        match message:
+            case Submit(requests):
+                for request in requests:
+                    self._submit(request)
+            case Abort(ids, cause):
+                self.scheduler.abort(ids, cause)
+            case None:  # only to wake us: a step has landed, or we are to close
+                pass
+
+    def _submit(self, request: GenerateRequest) -> None:
+        try:
+            self.scheduler.add(request)
+        except RequestError as error:
+            self._refused.append(Refused(request.id, error.status, error.code, error.message, error.param))
+
+    # -- the device -------------------------------------------------------------
+
+    def _commit(self) -> None:
+        while self._steps and self._steps[0].done():
+            self.scheduler.commit(self._steps.popleft().result())
+
+    def _launch(self) -> None:
+        while len(self._steps) < self._run_ahead and (plan := self.scheduler.schedule()):
+            self._fetch(plan)
+            if plan.rows:
+                step = self.executor.launch(plan)
+                self._steps.append(step)
+                step.add_done_callback(lambda _: self.wake())
+
+    def _fetch(self, plan: StepPlan) -> None:
+        # No transport yet: whoever brings a ticket gets a local prefill.
+        for fetch in plan.fetches:
+            self.scheduler.transfer_done(fetch.number, ok=False)
+
+    # -- out --------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        outputs.refused, self._refused = self._refused, []
+        if outputs:
+            for client, share in sort_by_client(outputs):
+                self._send(client, share)

@@ -1,0 +1,48 @@
+"""Which backend a model gets: the fastest that can compute it, or the one that was asked for."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from headgate.layers.backend import Backend, Heads
+from headgate.layers.cpu import Kernels, Unavailable, load_kernels
+from headgate.layers.cpu.kernels import LANES, why_unsupported
+from headgate.layers.cpu_backend import CpuBackend
+from headgate.layers.torch_backend import DeterministicTorchBackend, TorchBackend
+
+NAMES = ("auto", "torch", "cpu")
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, heads: Heads, *, deterministic: bool = False
+) -> Backend:
+    """Backend `name`, or plain torch, with a line in the log that says why, where the other cannot be had."""
+    if name not in NAMES:
+        raise ValueError(f"backend {name!r} is not known; {', '.join(NAMES)} are")
+    if name == "torch":
+        return torch_backend(device, dtype, heads, deterministic)
+    kernels = cpu_kernels(device, dtype, heads)
+    if isinstance(kernels, Kernels):
+        return CpuBackend(kernels, dtype, heads)
+    logger.log(logging.WARNING if name == "cpu" else logging.INFO, "computing in plain torch: %s", kernels.reason)
+    return torch_backend(device, dtype, heads, deterministic)
+
+
+def torch_backend(device: torch.device, dtype: torch.dtype, heads: Heads, deterministic: bool) -> Backend:
+    return (DeterministicTorchBackend if deterministic else TorchBackend)(device, dtype, heads)
+
+
+def cpu_kernels(device: torch.device, dtype: torch.dtype, heads: Heads) -> Kernels | Unavailable:
+    if device.type != "cpu":
+        return Unavailable(f"the CPU kernels do not run on {device}")
+    reason = why_unsupported(heads.size, LANES, dtype)
+    return load_kernels() if reason is None else Unavailable(reason)
+
+
+def available_backends() -> list[str]:
+    """What this machine can do, the reference first."""
+    return ["torch", "cpu"] if isinstance(load_kernels(), Kernels) else ["torch"]

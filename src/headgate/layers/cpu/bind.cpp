@@ -1,0 +1,355 @@
+// The Python face of the kernels: checks shapes, allocates outputs, finds out what the CPU can do.
+//
+// Compiled without any instruction-set flag, so that this part runs anywhere and can say what is missing.
+// pybind11 rather than TORCH_LIBRARY: a call costs a third (benchmarks/cpu_kernels.py, "call overhead").
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <cpuid.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "table.h"
+
+namespace headgate {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+bool has_amx() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+    if (!(d & kAmxBf16) || !(d & kAmxTile)) return false;
+    // Linux hands out the tile registers on request: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+
+// Names of what this machine can run, best first. amx-emulated is for tests and never chosen by itself.
+std::vector<std::string> supported_isas() {
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    std::vector<std::string> names;
+    if (bf16 && has_amx()) names.push_back("amx");
+    if (bf16) names.push_back("avx512-bf16");
+    if (avx512) names.push_back("avx512");
+    if (avx2) names.push_back("avx2"), names.push_back("amx-emulated");
+    return names;
+}
+
+Kernels kernels_for(const std::string& isa) {
+    if (isa == "amx") return avx512bf16::kernels(Tiles::hardware);
+    if (isa == "avx512-bf16") return avx512bf16::kernels(Tiles::none);
+    if (isa == "avx512") return avx512::kernels(Tiles::none);
+    if (isa == "avx2") return avx2::kernels(Tiles::none);
+    TORCH_CHECK(isa == "amx-emulated", "unknown instruction set ", isa);
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512bf16") ? avx512bf16::kernels(Tiles::emulated) : avx2::kernels(Tiles::emulated);
+}
+
+void run_on_all(int threads, void (*body)(void*), void* argument) {
+    at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) body(argument);
+    });
+}
+
+Runtime runtime() { return {at::in_parallel_region() ? 1 : at::get_num_threads(), run_on_all}; }
+
+Dtype dtype_of(const Tensor& t) {
+    if (t.scalar_type() == at::kBFloat16) return Dtype::bf16;
+    TORCH_CHECK(t.scalar_type() == at::kFloat, "bfloat16 or float32 expected, not ", t.scalar_type());
+    return Dtype::f32;
+}
+
+void check_same_dtype(const Tensor& a, const Tensor& b) {
+    TORCH_CHECK(a.scalar_type() == b.scalar_type(), "dtypes differ: ", a.scalar_type(), " and ", b.scalar_type());
+}
+
+template <class T> T* contiguous_data(const Tensor& t, at::ScalarType type, int64_t numel, const char* what) {
+    TORCH_CHECK(t.scalar_type() == type && t.is_contiguous() && t.numel() == numel, what, " must be contiguous ",
+                type, " of ", numel, " elements, not ", t.scalar_type(), t.sizes());
+    return static_cast<T*>(t.data_ptr());
+}
+
+void* optional_data(const MaybeTensor& t, const Tensor& like, int64_t numel, const char* what) {
+    return t ? contiguous_data<void>(*t, like.scalar_type(), numel, what) : nullptr;
+}
+
+void check_rows(const Tensor& t, const char* what) {
+    TORCH_CHECK(t.dim() == 2 && (t.stride(1) == 1 || t.size(1) == 1), what, " must have two dimensions, the last contiguous");
+}
+
+Tensor output(const MaybeTensor& out, at::IntArrayRef sizes, const Tensor& like, at::ScalarType type) {
+    if (!out) return at::empty(sizes, like.options().dtype(type));
+    TORCH_CHECK(out->sizes() == sizes && out->scalar_type() == type && out->is_contiguous(),
+                "out must be contiguous ", type, sizes, ", not ", out->scalar_type(), out->sizes());
+    return *out;
+}
+
+// Zeros, in huge pages when large: weights and caches are read front to back, and each small page costs a walk.
+Tensor large_zeros(const std::vector<int64_t>& sizes, at::ScalarType type) {
+    constexpr size_t kHuge = size_t(2) << 20;
+    size_t bytes = c10::elementSize(type);
+    for (int64_t size : sizes) bytes *= size_t(size);
+    const auto options = at::TensorOptions().dtype(type);
+    if (bytes < 2 * kHuge) return at::zeros(sizes, options);
+    const size_t reserved = bytes + kHuge;
+    void* base = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(base != MAP_FAILED, "cannot reserve ", bytes, " bytes for weights or cache");
+    void* start = reinterpret_cast<void*>((reinterpret_cast<size_t>(base) + kHuge - 1) & ~(kHuge - 1));
+    madvise(start, bytes, MADV_HUGEPAGE);  // a wish: without it the pages are small, nothing else changes
+    return at::from_blob(start, sizes, [base, reserved](void*) { munmap(base, reserved); }, options);
+}
+
+KvCache cache_of(const Tensor& k, const Tensor& v, int64_t head_size) {
+    const bool bf16 = dtype_of(k) == Dtype::bf16;
+    check_same_dtype(k, v);
+    TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && k.dim() == (bf16 ? 6 : 5) && v.dim() == (bf16 ? 5 : 4),
+                "not a cache made by empty_kv");
+    const int64_t block_size = k.size(2) * kLanes, own_head_size = k.size(3) * (bf16 ? 2 : 1);
+    TORCH_CHECK(own_head_size == head_size, "the cache holds heads of ", own_head_size, ", not ", head_size);
+    return {k.data_ptr(), v.data_ptr(), block_size, k.size(1), head_size};
+}
+
+class KernelSet {
+public:
+    explicit KernelSet(const std::string& isa) : kernels_(kernels_for(isa)) {}
+
+    void pack_into(const Tensor& packed, const Tensor& weight, int64_t row, int64_t stride, int64_t offset) const {
+        check_rows(weight, "weight");
+        check_same_dtype(packed, weight);
+        check_packed(packed, weight.size(1));
+        const int64_t room = packed.size(0) / stride * kLanes;
+        TORCH_CHECK(row >= 0 && row + weight.size(0) <= room, "rows ", row, " to ", row + weight.size(0),
+                    " do not fit a packed weight of ", room);
+        PackArgs args{packed.data_ptr(), weight.data_ptr(), weight.stride(0), weight.size(0), weight.size(1),
+                      row, nullptr, stride, offset, dtype_of(packed)};
+        pybind11::gil_scoped_release unlocked;
+        kernels_.pack(runtime(), args);
+    }
+
+    Tensor unpack_rows(const Tensor& packed, const Tensor& ids, int64_t K, int64_t stride, int64_t offset) const {
+        check_packed(packed, K);
+        const auto* id = contiguous_data<int64_t>(ids, at::kLong, ids.numel(), "ids");
+        const int64_t room = packed.size(0) / stride * kLanes;
+        for (int64_t i = 0; i < ids.numel(); ++i)
+            TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < room, "row ", id[i], " of a packed weight of ", room, " rows");
+        Tensor out = at::empty({ids.numel(), K}, packed.options());
+        kernels_.unpack(runtime(), {packed.data_ptr(), out.data_ptr(), K, ids.numel(), K, 0, id, stride, offset,
+                                    dtype_of(packed)});
+        return out;
+    }
+
+    Tensor linear(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias,
+                  std::optional<at::ScalarType> out_dtype, const MaybeTensor& out) const {
+        return product(x, packed, N, bias, out_dtype.value_or(x.scalar_type()), out, false);
+    }
+
+    Tensor linear_silu_mul(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias,
+                           const MaybeTensor& out) const {
+        return product(x, packed, N, bias, x.scalar_type(), out, true);
+    }
+
+    Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, const MaybeTensor& out) const {
+        return norm(x, nullptr, weight, eps, out);
+    }
+
+    Tensor add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
+                        const MaybeTensor& out) const {
+        TORCH_CHECK(residual.sizes() == x.sizes(), "residual and x differ in shape");
+        return norm(x, contiguous_data<void>(residual, x.scalar_type(), x.numel(), "residual"), weight, eps, out);
+    }
+
+    void rope_and_write(const Tensor& qkv, const Tensor& positions, const Tensor& cos, const Tensor& sin,
+                        const MaybeTensor& q_weight, const MaybeTensor& k_weight, double eps, const Tensor& k_cache,
+                        const Tensor& v_cache, const Tensor& slots, int64_t H, int64_t HK, int64_t D) const {
+        check_rows(qkv, "qkv");
+        check_same_dtype(qkv, k_cache);
+        const KvCache cache = cache_of(k_cache, v_cache, D);
+        const int64_t T = qkv.size(0), rotary = cos.size(1);
+        TORCH_CHECK(cache.kv_heads == HK && qkv.size(1) == (H + 2 * HK) * D, "qkv and cache differ in heads");
+        TORCH_CHECK(rotary <= D && rotary % 2 == 0, "cos has ", rotary, " columns for heads of ", D);
+        const Tensor wide = positions.scalar_type() == at::kInt ? positions.to(at::kLong) : positions;
+        RopeArgs args{qkv.data_ptr(), qkv.stride(0), T, H,
+                      contiguous_data<int64_t>(wide, at::kLong, T, "positions"),
+                      contiguous_data<int64_t>(slots, at::kLong, T, "slots"),
+                      contiguous_data<float>(cos, at::kFloat, cos.numel(), "cos"),
+                      contiguous_data<float>(sin, at::kFloat, cos.numel(), "sin"), rotary,
+                      optional_data(q_weight, qkv, D, "q_weight"), optional_data(k_weight, qkv, D, "k_weight"),
+                      float(eps), cache, dtype_of(qkv)};
+        check_slots(args.slots, T, k_cache.size(0) * cache.block_size);
+        for (int64_t t = 0; t < T; ++t)
+            TORCH_CHECK_INDEX(args.positions[t] >= 0 && args.positions[t] < cos.size(0), "position ",
+                              args.positions[t], " of ", cos.size(0));
+        kernels_.rope_and_write(runtime(), args);
+    }
+
+    std::tuple<Tensor, Tensor> read_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
+                                       int64_t D) const {
+        Tensor k = at::empty({slots.numel(), k_cache.size(1), D}, k_cache.options()), v = at::empty_like(k);
+        copy_kv(k_cache, v_cache, slots, k, v, false);
+        return {k, v};
+    }
+
+    void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots, const Tensor& k,
+                  const Tensor& v) const {
+        copy_kv(k_cache, v_cache, slots, k, v, true);
+    }
+
+    Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& query_starts,
+                     const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window,
+                     const MaybeTensor& out) const {
+        TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && q.stride(1) == q.size(2), "q must be [T, H, D], heads contiguous");
+        check_same_dtype(q, k_cache);
+        const int64_t S = context_lens.numel();
+        const KvCache cache = cache_of(k_cache, v_cache, q.size(2));
+        TORCH_CHECK(q.size(1) % cache.kv_heads == 0, q.size(1), " query heads over ", cache.kv_heads, " KV heads");
+        TORCH_CHECK(block_tables.dim() == 2 && block_tables.size(0) == S, "block_tables must be [S, W]");
+        Tensor result = output(out, q.sizes(), q, q.scalar_type());
+        AttentionArgs args{q.data_ptr(), q.stride(0), result.data_ptr(), q.size(1), cache,
+                           contiguous_data<int32_t>(query_starts, at::kInt, S + 1, "query_starts"),
+                           contiguous_data<int32_t>(context_lens, at::kInt, S, "context_lens"),
+                           contiguous_data<int32_t>(block_tables, at::kInt, block_tables.numel(), "block_tables"),
+                           S, block_tables.size(1), float(scale), window, dtype_of(q)};
+        check_sequences(args, q.size(0));
+        pybind11::gil_scoped_release unlocked;
+        kernels_.attention(runtime(), args);
+        return result;
+    }
+
+    Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                  const Tensor& min_p, const Tensor& keys) const {
+        check_logits(logits);
+        const int64_t S = logits.size(0);
+        Tensor out = at::empty({S}, logits.options().dtype(at::kLong));
+        SampleArgs args{logits.const_data_ptr<float>(), logits.stride(0), S, logits.size(1),
+                        contiguous_data<float>(temperature, at::kFloat, S, "temperature"),
+                        contiguous_data<float>(top_p, at::kFloat, S, "top_p"),
+                        contiguous_data<float>(min_p, at::kFloat, S, "min_p"),
+                        contiguous_data<int32_t>(top_k, at::kInt, S, "top_k"),
+                        contiguous_data<int64_t>(keys, at::kLong, S, "keys"), out.mutable_data_ptr<int64_t>()};
+        pybind11::gil_scoped_release unlocked;
+        kernels_.sample(runtime(), args);
+        return out;
+    }
+
+    std::tuple<Tensor, Tensor> log_softmax_stats(const Tensor& logits) const {
+        check_logits(logits);
+        Tensor maximum = at::empty({logits.size(0)}, logits.options()), lse = at::empty_like(maximum);
+        kernels_.log_softmax_stats(runtime(), {logits.const_data_ptr<float>(), logits.stride(0), logits.size(0),
+                                               logits.size(1), maximum.mutable_data_ptr<float>(),
+                                               lse.mutable_data_ptr<float>()});
+        return {maximum, lse};
+    }
+
+private:
+    Kernels kernels_;
+
+    static void check_packed(const Tensor& packed, int64_t K) {
+        const bool bf16 = dtype_of(packed) == Dtype::bf16;
+        TORCH_CHECK(packed.is_contiguous() && packed.dim() == (bf16 ? 5 : 3) &&
+                        packed.size(1) == (bf16 ? (K + 31) / 32 : K),
+                    "not a packed weight with ", K, " columns: ", packed.sizes());
+    }
+
+    static void check_slots(const int64_t* slots, int64_t count, int64_t room) {
+        for (int64_t i = 0; i < count; ++i)
+            TORCH_CHECK_INDEX(slots[i] < room, "slot ", slots[i], " of a cache of ", room);
+    }
+
+    static void check_logits(const Tensor& logits) {
+        check_rows(logits, "logits");
+        TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.size(1) > 0, "logits must be float32 [S, V]");
+    }
+
+    // A wrong number here would read foreign memory, and all of this is a few hundred integers.
+    static void check_sequences(const AttentionArgs& args, int64_t tokens) {
+        const auto* starts = args.query_starts;
+        TORCH_CHECK(starts[0] == 0 && starts[args.sequences] == tokens, "query_starts must run from 0 to ", tokens);
+        for (int64_t s = 0; s < args.sequences; ++s) {
+            TORCH_CHECK(starts[s] <= starts[s + 1] && starts[s + 1] - starts[s] <= args.context_lens[s],
+                        "sequence ", s, " has more query tokens than context");
+            TORCH_CHECK(args.context_lens[s] <= args.table_stride * args.cache.block_size, "sequence ", s, " has ",
+                        args.context_lens[s], " tokens in ", args.table_stride, " blocks");
+        }
+    }
+
+    Tensor product(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias, at::ScalarType out_dtype,
+                   const MaybeTensor& out, bool silu_mul) const {
+        check_rows(x, "x");
+        check_same_dtype(x, packed);
+        const int64_t M = x.size(0), K = x.size(1), take = silu_mul ? 2 : 1;
+        check_packed(packed, K);
+        TORCH_CHECK(packed.size(0) == take * ((N + kLanes - 1) / kLanes), "packed weight does not have ", N, " rows");
+        TORCH_CHECK(out_dtype == at::kFloat || out_dtype == at::kBFloat16, "cannot give ", out_dtype);
+        Tensor result = output(out, {M, N}, x, out_dtype);
+        if (M == 0) return result;
+        Tensor scratch = at::empty({kernels_.linear_scratch_bytes(M, K)}, x.options().dtype(at::kByte));
+        LinearArgs args{x.data_ptr(), x.stride(0), packed.data_ptr(), optional_data(bias, x, take * N, "bias"),
+                        result.data_ptr(), M, N, K, dtype_of(x),
+                        out_dtype == at::kFloat ? Dtype::f32 : Dtype::bf16, silu_mul, scratch.data_ptr()};
+        pybind11::gil_scoped_release unlocked;
+        kernels_.linear(runtime(), args);
+        return result;
+    }
+
+    Tensor norm(const Tensor& x, void* residual, const Tensor& weight, double eps, const MaybeTensor& out) const {
+        check_rows(x, "x");
+        const int64_t rows = x.size(0), K = x.size(1);
+        Tensor result = output(out, x.sizes(), x, x.scalar_type());
+        kernels_.rms_norm(runtime(), {x.data_ptr(), x.stride(0), residual,
+                                      contiguous_data<void>(weight, x.scalar_type(), K, "weight"), result.data_ptr(),
+                                      rows, K, float(eps), dtype_of(x)});
+        return result;
+    }
+
+    void copy_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots, const Tensor& k, const Tensor& v,
+                 bool to_cache) const {
+        TORCH_CHECK(k.dim() == 3 && k.size(1) == k_cache.size(1), "k and v must be [tokens, KV heads, head size]");
+        const KvCache cache = cache_of(k_cache, v_cache, k.size(2));
+        const int64_t T = slots.numel(), numel = T * cache.kv_heads * cache.head_size;
+        const auto* slot = contiguous_data<int64_t>(slots, at::kLong, T, "slots");
+        check_slots(slot, T, k_cache.size(0) * cache.block_size);
+        for (int64_t i = 0; i < T; ++i) TORCH_CHECK_INDEX(slot[i] >= 0, "slot ", slot[i]);
+        kernels_.copy_kv(runtime(), {cache, slot, T, contiguous_data<void>(k, k_cache.scalar_type(), numel, "k"),
+                                     contiguous_data<void>(v, k_cache.scalar_type(), numel, "v"), to_cache,
+                                     dtype_of(k_cache)});
+    }
+};
+
+}  // namespace
+
+PYBIND11_MODULE(HEADGATE_MODULE, m) {
+    namespace py = pybind11;
+    m.def("supported_isas", supported_isas);
+    m.def("large_zeros", large_zeros);
+    py::class_<KernelSet>(m, "KernelSet")
+        .def(py::init<const std::string&>())
+        .def("pack_into", &KernelSet::pack_into)
+        .def("unpack_rows", &KernelSet::unpack_rows)
+        .def("linear", &KernelSet::linear)
+        .def("linear_silu_mul", &KernelSet::linear_silu_mul)
+        .def("rms_norm", &KernelSet::rms_norm)
+        .def("add_rms_norm", &KernelSet::add_rms_norm)
+        .def("rope_and_write", &KernelSet::rope_and_write)
+        .def("read_kv", &KernelSet::read_kv)
+        .def("write_kv", &KernelSet::write_kv)
+        .def("attention", &KernelSet::attention)
+        .def("sample", &KernelSet::sample)
+        .def("log_softmax_stats", &KernelSet::log_softmax_stats);
+}
+
+}  // namespace headgate

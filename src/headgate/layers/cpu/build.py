@@ -1,0 +1,206 @@
+"""Compiles the C++ kernels on first use and loads them.
+
+Owns the cache of compiled libraries: one folder per hash of sources, flags, torch and Python versions. Rules: a library
+appears in its folder whole or not at all (built aside, then renamed); two processes never build the same one at once
+(a file lock); what a machine lacks is a value, `Unavailable`, since the torch backend is always there instead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headgate.layers.cpu.kernels import Kernels
+
+MODULE = "_headgate_cpu_kernels"
+SOURCES = Path(__file__).parent
+NEEDED_CPU_FLAGS = ("avx2", "fma")
+
+# Contraction off: the compiler must not fuse a multiplication and an addition in one instantiation of a template and
+# leave them apart in another, or the bits of a row would depend on the rows beside it.
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
+AVX512_FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+ISA_FLAGS = {
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": AVX512_FLAGS,
+    "avx512bf16": (*AVX512_FLAGS, "-mavx512bf16"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why this machine has no compiled kernels."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One object file: what to compile, and how."""
+
+    name: str
+    source: str
+    flags: tuple[str, ...]
+
+
+def load_kernels(
+    isa: str | None = None, *, compiler: str = "g++", cache: Path | None = None
+) -> Kernels | Unavailable:
+    """The kernels for `isa`, by default the best that this CPU runs; compiled first if need be."""
+    module = _load_module(compiler, cache or _default_cache())
+    if isinstance(module, Unavailable):
+        return module
+    supported: list[str] = module.supported_isas()
+    if isa is not None and isa not in supported:
+        return Unavailable(f"this CPU does not run {isa}; it runs {', '.join(supported)}")
+    return Kernels(module, isa)
+
+
+def supported_isas() -> tuple[str, ...]:
+    """What `load_kernels` takes on this machine, best first; empty without kernels."""
+    module = _load_module("g++", _default_cache())
+    return () if isinstance(module, Unavailable) else tuple(module.supported_isas())
+
+
+def _default_cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "headgate" / "kernels"
+
+
+@functools.lru_cache
+def _load_module(compiler: str, cache: Path) -> Any:
+    """The extension module, or `Unavailable`. Remembered, as a module can be loaded only once."""
+    reason = _why_not_here(_cpu_flags())
+    if reason is not None:
+        return Unavailable(reason)
+    library = cache / _fingerprint() / f"{MODULE}.so"
+    try:
+        if not library.exists():
+            built = _build(compiler, library)
+            if isinstance(built, Unavailable):
+                return built
+        return _import(library)
+    except (OSError, ImportError) as error:
+        return Unavailable(f"cannot build or load {library}: {error}")
+
+
+def _why_not_here(cpu_flags: frozenset[str]) -> str | None:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return f"the CPU kernels are for x86-64 Linux, not {platform.machine()} {sys.platform}"
+    missing = [flag for flag in NEEDED_CPU_FLAGS if flag not in cpu_flags]
+    return f"this CPU lacks {' and '.join(missing)}" if missing else None
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    settings = (COMMON_FLAGS, ISA_FLAGS, torch.__version__, sys.implementation.cache_tag, Path(torch.__file__).parent)
+    digest.update(repr(settings).encode())
+    return digest.hexdigest()[:20]
+
+
+def _import(library: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(library))
+    spec = importlib.util.spec_from_file_location(MODULE, library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _build(compiler: str, library: Path) -> Path | Unavailable:
+    """Compile to `library`, unless another process has just done so."""
+    found = shutil.which(compiler)
+    if found is None:
+        return Unavailable(f"no C++ compiler: {compiler} not found (install g++ for fast CPU kernels)")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(library.parent / "lock"):
+        if library.exists():
+            return library
+        print("headgate: compiling CPU kernels, once (about 30 s) ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = Path(scratch) / library.name
+            failure = _compile_and_link(found, Path(scratch), built)
+            if failure is not None:
+                return Unavailable(failure)
+            built.replace(library)
+    return library
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _units() -> list[_Unit]:
+    torch_root = Path(torch.__file__).parent
+    includes = (
+        torch_root / "include",
+        torch_root / "include/torch/csrc/api/include",
+        sysconfig.get_paths()["include"],
+    )
+    binding = (*(f"-isystem{path}" for path in includes), "-fopenmp", f"-DHEADGATE_MODULE={MODULE}")
+    kernels = [_Unit(isa, "kernels.cpp", (*flags, f"-DHEADGATE_ISA={isa}")) for isa, flags in ISA_FLAGS.items()]
+    return [_Unit("bind", "bind.cpp", binding), *kernels]
+
+
+def _compile_and_link(compiler: str, scratch: Path, library: Path) -> str | None:
+    """What went wrong, if anything did."""
+
+    def compile_unit(unit: _Unit) -> str | None:
+        target = scratch / f"{unit.name}.o"
+        source = SOURCES / unit.source
+        return _run([compiler, *COMMON_FLAGS, *unit.flags, "-c", str(source), "-o", str(target)])
+
+    units = _units()
+    with ThreadPoolExecutor(max_workers=min(len(units), os.cpu_count() or 1)) as pool:
+        for failure in pool.map(compile_unit, units):
+            if failure is not None:
+                return failure
+    objects = [str(scratch / f"{unit.name}.o") for unit in units]
+    return _run([compiler, "-shared", *objects, *_link_flags(), "-o", str(library)])
+
+
+def _link_flags() -> list[str]:
+    libraries = Path(torch.__file__).parent / "lib"
+    # Torch's own OpenMP runtime, whatever its wheel calls it: a second one would bring a second pool of threads.
+    openmp = [str(path) for path in libraries.glob("libgomp*.so*")] or ["-fopenmp"]
+    return [f"-L{libraries}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10", *openmp]
+
+
+def _run(command: list[str]) -> str | None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
+    told = next((line for line in lines if "error" in line), lines[0])
+    return f"compiling the CPU kernels failed: {told.strip()}"

@@ -1,0 +1,49 @@
+// One instruction set's kernels. Compiled once per set, with its flags and -DHEADGATE_ISA=<name in table.h>.
+#include "amx.h"
+#include "attention.h"
+#include "elementwise.h"
+#include "gemm.h"
+#include "sample.h"
+#include "table.h"
+
+namespace headgate {
+namespace HEADGATE_ISA {
+
+// Calls the bf16 or the float version of a function template.
+#define HG_BY_DTYPE(name, Args, implementation)                                   \
+    static void name(const Runtime& runtime, const Args& args) {                  \
+        if (args.dtype == Dtype::bf16) implementation<bf16>(runtime, args);       \
+        else implementation<float>(runtime, args);                                \
+    }
+
+template <class T> void attend(const Runtime& runtime, const AttentionArgs& args) {
+    Attention<T>(args).run_all(runtime);
+}
+
+HG_BY_DTYPE(pack, PackArgs, pack_rows)
+HG_BY_DTYPE(unpack, PackArgs, unpack_rows)
+HG_BY_DTYPE(rms_norm, NormArgs, rms_norm_rows)
+HG_BY_DTYPE(rope_and_write, RopeArgs, rope_and_write_tokens)
+HG_BY_DTYPE(copy_kv, CopyKvArgs, copy_kv_tokens)
+HG_BY_DTYPE(attention, AttentionArgs, attend)
+HG_BY_DTYPE(linear, LinearArgs, linear_vector)
+
+template <class Tiles> void linear_on(const Runtime& runtime, const LinearArgs& args) {
+    if (args.dtype == Dtype::bf16) linear_tiles<Tiles>(runtime, args);
+    else linear_vector<float>(runtime, args);
+}
+
+static void sample(const Runtime& runtime, const SampleArgs& args) { sample_rows(runtime, args); }
+static void log_softmax_stats(const Runtime& runtime, const StatsArgs& args) { stats_rows(runtime, args); }
+static int64_t scratch_bytes(int64_t M, int64_t K) { return linear_scratch_bytes(M, K); }
+
+Kernels kernels(Tiles tiles) {
+    Kernels out{scratch_bytes, linear, pack, unpack, rms_norm, rope_and_write,
+                copy_kv, attention, sample, log_softmax_stats};
+    if (tiles == Tiles::emulated) out.linear = linear_on<EmulatedTiles>;
+    if (tiles == Tiles::hardware) out.linear = linear_on<HardwareTiles>;
+    return out;
+}
+
+}  // namespace HEADGATE_ISA
+}  // namespace headgate

@@ -1,0 +1,204 @@
+"""The typed face of the C++ kernels.
+
+Owns the layouts: how a weight is packed, how a block of the KV cache is laid out. Both are opaque to callers, who
+get room from `empty_*`, fill it with `pack_*` and `rope_and_write`, and read it back with `unpack_rows` and `read_kv`.
+Rules: tensors are on the CPU, bfloat16 or float32, of one dtype per call; nothing is converted behind the caller's
+back but checkpoint tensors while packing; all results are batch-invariant and independent of the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+LANES = 16  # rows of a packed weight block, tokens of a chunk of keys
+TILE_DEPTH = 32  # columns of a packed bfloat16 tile
+
+Part = Literal["gate", "up"]
+
+
+def kv_block_shapes(
+    block_size: int, kv_heads: int, head_size: int, dtype: torch.dtype
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of one block of keys and one of values, of one layer; the cache has the blocks in front."""
+    padded = -(-head_size // LANES) * LANES
+    chunks = block_size // LANES
+    if dtype == torch.bfloat16:
+        return (kv_heads, chunks, head_size // 2, LANES, 2), (kv_heads, block_size // 2, padded, 2)
+    return (kv_heads, chunks, head_size, LANES), (kv_heads, block_size, padded)
+
+
+def why_unsupported(head_size: int, block_size: int, dtype: torch.dtype) -> str | None:
+    """What keeps a model from running on these kernels, if anything does."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"the CPU kernels compute in bfloat16 and float32, not {dtype}"
+    if head_size % 8 or not 8 <= head_size <= 256:
+        return f"the CPU kernels take head sizes that are multiples of 8 up to 256, not {head_size}"
+    if block_size % LANES or block_size <= 0:
+        return f"the CPU kernels take block sizes that are multiples of {LANES}, not {block_size}"
+    return None
+
+
+class Kernels:
+    """The kernels for one instruction set of this machine."""
+
+    def __init__(self, native: Any, isa: str | None = None) -> None:
+        """`native` is the compiled module; `isa` one of `native.supported_isas()`, by default the best."""
+        supported: list[str] = native.supported_isas()
+        self.isa = isa or supported[0]
+        if self.isa not in supported:
+            raise ValueError(f"this CPU cannot run {self.isa}; it runs {', '.join(supported)}")
+        self._large_zeros = native.large_zeros
+        self._set = native.KernelSet(self.isa)
+
+    def __repr__(self) -> str:
+        return f"<Kernels {self.isa}>"
+
+    # Packed weights
+
+    def empty_packed(self, N: int, K: int, dtype: torch.dtype) -> Tensor:
+        """Room for a weight of N rows by K columns, all zero."""
+        blocks = -(-N // LANES)
+        shape = [blocks, -(-K // TILE_DEPTH), 16, LANES, 2] if dtype == torch.bfloat16 else [blocks, K, LANES]
+        packed: Tensor = self._large_zeros(shape, dtype)
+        return packed
+
+    def pack_into(self, packed: Tensor, weight: Tensor, row_offset: int = 0) -> None:
+        """Write a plain `[n, K]` weight to the rows from `row_offset` on."""
+        self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 1, 0)
+
+    def unpack_rows(self, packed: Tensor, ids: Tensor, K: int) -> Tensor:
+        """Rows `ids` of a packed weight as `[len(ids), K]`; the embedding lookup of a tied head."""
+        rows: Tensor = self._set.unpack_rows(packed, ids.to(torch.int64).contiguous(), K, 1, 0)
+        return rows
+
+    def empty_packed_pair(self, N: int, K: int, dtype: torch.dtype) -> Tensor:
+        """Room for gate and up of N rows each, their blocks in turn so that one pass reads both."""
+        return self.empty_packed(2 * -(-N // LANES) * LANES, K, dtype)
+
+    def pack_pair_into(self, packed: Tensor, weight: Tensor, row_offset: int, part: Part) -> None:
+        """Write rows of the gate or of the up projection, counted within that part."""
+        self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 2, int(part == "up"))
+
+    def unpack_pair_rows(self, packed: Tensor, ids: Tensor, K: int, part: Part) -> Tensor:
+        """The reverse of `pack_pair_into`."""
+        rows: Tensor = self._set.unpack_rows(packed, ids.to(torch.int64).contiguous(), K, 2, int(part == "up"))
+        return rows
+
+    def linear(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        N: int,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`x @ weight.T + bias`, rounded once, to `out_dtype` (by default that of `x`)."""
+        result: Tensor = self._set.linear(x, packed, N, bias, out_dtype, out)
+        return result
+
+    def linear_silu_mul(
+        self, x: Tensor, packed: Tensor, N: int, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """`silu(gate) * up` of a packed pair, rounded like the eager expression; `bias` is `[2 N]`, the gate's first."""
+        result: Tensor = self._set.linear_silu_mul(x, packed, N, bias, out)
+        return result
+
+    # Norms
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        """Rounded like transformers' `LlamaRMSNorm`: the normalised value to the dtype, then times `weight`."""
+        result: Tensor = self._set.rms_norm(x, weight, eps, out)
+        return result
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        """`residual += x` in place, then the norm of the sum."""
+        result: Tensor = self._set.add_rms_norm(x, residual, weight, eps, out)
+        return result
+
+    # Paged cache and attention
+
+    def empty_kv(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The cache of one layer, keys and values, all zero; block `b` is `k[b]` and `v[b]`."""
+        reason = why_unsupported(head_size, block_size, dtype)
+        if reason is not None:
+            raise ValueError(reason)
+        k, v = kv_block_shapes(block_size, kv_heads, head_size, dtype)
+        return self._large_zeros([num_blocks, *k], dtype), self._large_zeros([num_blocks, *v], dtype)
+
+    def rope_and_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        H: int,
+        HK: int,
+        D: int,
+    ) -> Tensor:
+        """Norm (given weights) and rotate q and k in place, write k and v to the cache, return q as a `[T, H, D]` view.
+
+        Bit for bit transformers' bfloat16 rotation: cos and sin rounded, both products rounded, the sum rounded.
+        A negative slot is not written. `cos` and `sin` may have fewer than D columns; the rest of a head then passes.
+        """
+        self._set.rope_and_write(qkv, positions, cos, sin, q_weight, k_weight, eps, k_cache, v_cache, slots, H, HK, D)
+        return qkv[:, : H * D].view(-1, H, D)
+
+    def read_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `slots`, each `[len(slots), HK, D]`."""
+        head_size = k_cache.size(3) * (2 if k_cache.dtype == torch.bfloat16 else 1)
+        kv: tuple[Tensor, Tensor] = self._set.read_kv(k_cache, v_cache, slots, head_size)
+        return kv
+
+    def write_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """The reverse of `read_kv`."""
+        self._set.write_kv(k_cache, v_cache, slots, k, v)
+
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        window: int = 0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of `q[T, H, D]`, prefill and decode alike.
+
+        Query i of sequence s sits at position `context_lens[s] - query length + i` and sees the cache up to itself, or
+        the last `window` positions of that. The three index tensors are int32.
+        """
+        result: Tensor = self._set.attention(
+            q, k_cache, v_cache, query_starts, context_lens, block_tables, scale, window, out
+        )
+        return result
+
+    # Sampling
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+    ) -> Tensor:
+        """One token per row: int64 `[S]`. Parameters are per row: float32, but top_k int32 and keys int64."""
+        tokens: Tensor = self._set.sample(logits, temperature, top_k, top_p, min_p, keys)
+        return tokens
+
+    def log_softmax_stats(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Maximum and log-sum-exp of each row; `logits - lse` are the log-probabilities."""
+        stats: tuple[Tensor, Tensor] = self._set.log_softmax_stats(logits)
+        return stats

@@ -1,0 +1,52 @@
+// Work sharing: threads take ever smaller runs of consecutive units until none is left.
+//
+// Guided instead of an even split, because on a shared machine one core often loses time to a neighbour.
+// Runs are consecutive so that a thread knows what it will read next and can prefetch it.
+#pragma once
+
+#include <atomic>
+
+#include "simd.h"
+#include "table.h"
+
+namespace headgate {
+namespace HEADGATE_ISA {
+
+// Calls visit(first, last) on runs that cover 0 .. units exactly once.
+template <class Visit> HG_INLINE void for_each_run(const Runtime& runtime, int64_t units, Visit visit) {
+    if (units <= 0) return;
+    if (runtime.threads <= 1 || units == 1) {
+        visit(int64_t(0), units);
+        return;
+    }
+    struct Shared {
+        std::atomic<int64_t> next;
+        int64_t units, threads;
+        Visit* visit;
+    } shared{{0}, units, runtime.threads, &visit};
+    auto body = [](void* argument) {
+        auto& work = *static_cast<Shared*>(argument);
+        int64_t first = work.next.load(std::memory_order_relaxed);
+        while (first < work.units) {
+            int64_t run = max64(1, (work.units - first) / (2 * work.threads));
+            if (!work.next.compare_exchange_weak(first, first + run, std::memory_order_relaxed)) continue;
+            (*work.visit)(first, first + run);
+            first = work.next.load(std::memory_order_relaxed);
+        }
+    };
+    runtime.run_on_all(int(min64(runtime.threads, units)), body, &shared);
+}
+
+// The same, on one thread when the whole is too little to be worth waking the others.
+template <class Visit>
+HG_INLINE void for_each_run_if_worth(const Runtime& runtime, int64_t units, int64_t elements, Visit visit) {
+    constexpr int64_t kWorthWaking = 1 << 15;
+    if (elements < kWorthWaking) {
+        if (units > 0) visit(int64_t(0), units);
+    } else {
+        for_each_run(runtime, units, visit);
+    }
+}
+
+}  // namespace HEADGATE_ISA
+}  // namespace headgate

@@ -1,0 +1,131 @@
+// What the instruction-set files offer to the binding: plain structs and function pointers, no torch types.
+//
+// Every function may be called from any thread and splits its work with `Runtime`; which thread does which part
+// never changes a bit of the result. Strides count elements; innermost dimensions are contiguous.
+#pragma once
+
+#include <cstdint>
+
+namespace headgate {
+
+enum class Dtype : int { f32 = 0, bf16 = 1 };
+
+// Torch's thread pool, seen through a function pointer so that the kernels need not include torch.
+struct Runtime {
+    int threads;
+    void (*run_on_all)(int threads, void (*body)(void*), void* argument);
+};
+
+constexpr int64_t kLanes = 16;         // rows of a weight block, tokens of a key chunk
+constexpr int64_t kMaxHeadSize = 256;
+
+struct LinearArgs {
+    const void* x;       // [M, K]
+    int64_t x_stride;
+    const void* weight;  // packed
+    const void* bias;    // [N] in the dtype of x (silu_mul: [2 N], the gate's first), or null
+    void* out;           // [M, N]
+    int64_t M, N, K;
+    Dtype dtype, out_dtype;
+    bool silu_mul;       // weight holds gate and up blocks in turn; N counts the rows of one of them
+    void* scratch;       // linear_scratch_bytes(M, K)
+};
+
+struct PackArgs {
+    void* packed;
+    void* rows;  // plain [count, K]: read by pack, written by unpack
+    int64_t row_stride, count, K;
+    int64_t first_row;   // pack: rows first_row .. first_row + count
+    const int64_t* ids;  // unpack: which rows
+    int64_t block_stride, block_offset;  // 2 and 0 or 1 for gate and up in turn, else 1 and 0
+    Dtype dtype;
+};
+
+struct NormArgs {
+    const void* x;  // [rows, K]
+    int64_t x_stride;
+    void* residual;  // [rows, K], summed in place, or null
+    const void* weight;
+    void* out;
+    int64_t rows, K;
+    float eps;
+    Dtype dtype;
+};
+
+struct KvCache {
+    void* k;
+    void* v;
+    int64_t block_size, kv_heads, head_size;
+};
+
+struct RopeArgs {
+    void* qkv;  // [T, (H + 2 HK) D]; q is rotated in place, k and v go to the cache
+    int64_t qkv_stride, tokens, heads;
+    const int64_t* positions;
+    const int64_t* slots;  // negative: do not write
+    const float *cos, *sin;  // [positions, rotary]
+    int64_t rotary;
+    const void *q_weight, *k_weight;  // [D] or null
+    float eps;
+    KvCache cache;
+    Dtype dtype;
+};
+
+struct CopyKvArgs {
+    KvCache cache;
+    const int64_t* slots;
+    int64_t tokens;
+    void *k, *v;  // [tokens, HK, D]
+    bool to_cache;
+    Dtype dtype;
+};
+
+struct AttentionArgs {
+    const void* q;  // [T, H, D], the last two contiguous
+    int64_t q_stride;
+    void* out;  // [T, H, D]
+    int64_t heads;
+    KvCache cache;
+    const int32_t *query_starts, *context_lens, *block_tables;
+    int64_t sequences, table_stride;
+    float scale;
+    int64_t window;
+    Dtype dtype;
+};
+
+struct SampleArgs {
+    const float* logits;  // [rows, vocab]
+    int64_t logits_stride, rows, vocab;
+    const float *temperature, *top_p, *min_p;
+    const int32_t* top_k;
+    const int64_t* keys;
+    int64_t* out;
+};
+
+struct StatsArgs {
+    const float* logits;
+    int64_t logits_stride, rows, vocab;
+    float *maximum, *log_sum_exp;
+};
+
+struct Kernels {
+    int64_t (*linear_scratch_bytes)(int64_t M, int64_t K);
+    void (*linear)(const Runtime&, const LinearArgs&);
+    void (*pack)(const Runtime&, const PackArgs&);
+    void (*unpack)(const Runtime&, const PackArgs&);
+    void (*rms_norm)(const Runtime&, const NormArgs&);
+    void (*rope_and_write)(const Runtime&, const RopeArgs&);
+    void (*copy_kv)(const Runtime&, const CopyKvArgs&);
+    void (*attention)(const Runtime&, const AttentionArgs&);
+    void (*sample)(const Runtime&, const SampleArgs&);
+    void (*log_softmax_stats)(const Runtime&, const StatsArgs&);
+};
+
+enum class Tiles { none, hardware, emulated };
+
+// One per compiled instruction set; `tiles` chooses who multiplies bf16 matrices.
+namespace avx2 { Kernels kernels(Tiles tiles); }
+namespace avx512 { Kernels kernels(Tiles tiles); }
+namespace avx512bf16 { Kernels kernels(Tiles tiles); }
+
+}  // namespace headgate

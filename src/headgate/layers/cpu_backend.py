@@ -1,0 +1,102 @@
+"""The backend over our C++ kernels, for float32 and bfloat16 on x86.
+
+Every kernel is batch-invariant, so there is no deterministic variant: this one is. How matrices and the cache are laid
+out is the kernels' business.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from headgate.layers.backend import KV, Heads, Matrix, Rotary
+from headgate.layers.batch import Batch
+from headgate.layers.cpu import Kernels
+from headgate.layers.cpu.kernels import LANES, kv_block_shapes
+
+
+class CpuBackend:
+    device = torch.device("cpu")
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, heads: Heads) -> None:
+        self.name = f"cpu, {kernels.isa}"
+        self.kernels = kernels
+        self.dtype = dtype
+        self.heads = heads
+
+    def matrix(self, rows: int, columns: int) -> Matrix:
+        return Matrix(self.kernels.empty_packed(rows, columns, self.dtype), rows, columns)
+
+    def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
+        self.kernels.pack_into(matrix.data, weight.cpu(), row)
+
+    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.kernels.linear(x, matrix.data, matrix.rows, bias)
+
+    def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return self.kernels.linear(x, matrix.data, matrix.rows, None, torch.float32)
+
+    def embed(self, tokens: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return self.kernels.unpack_rows(matrix.data, tokens, matrix.columns)
+
+    def gate_up_matrix(self, intermediate: int, columns: int) -> Matrix:
+        packed = self.kernels.empty_packed_pair(intermediate, columns, self.dtype)
+        return Matrix(packed, 2 * intermediate, columns)
+
+    def pack_gate_up(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
+        self.kernels.pack_pair_into(matrix.data, weight.cpu(), 0, "up" if row else "gate")
+
+    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.kernels.linear_silu_mul(x, matrix.data, matrix.rows // 2, bias)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.kernels.add_rms_norm(x, residual, weight, eps)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
+        return KV(*self.kernels.empty_kv(num_blocks, block_size, self.heads.kv, self.heads.size, self.dtype))
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        shapes = kv_block_shapes(block_size, self.heads.kv, self.heads.size, self.dtype)
+        return sum(math.prod(shape) for shape in shapes) * self.dtype.itemsize
+
+    def read_blocks(self, kv: KV, blocks: torch.Tensor) -> KV:
+        read = self.kernels.read_kv(kv.k, kv.v, slots_of(kv, blocks))
+        shape = (len(blocks), block_size_of(kv), self.heads.kv, self.heads.size)
+        return KV(*(tensor.view(shape) for tensor in read))
+
+    def write_blocks(self, kv: KV, blocks: torch.Tensor, content: KV) -> None:
+        k, v = (new.to("cpu", self.dtype).flatten(0, 1).contiguous() for new in content)
+        self.kernels.write_kv(kv.k, kv.v, slots_of(kv, blocks), k, v)
+
+    def rope_and_write(self, qkv: torch.Tensor, batch: Batch, rotary: Rotary, kv: KV) -> torch.Tensor:
+        return self.kernels.rope_and_write(
+            qkv,
+            batch.positions,
+            rotary.cos,
+            rotary.sin,
+            rotary.q_norm,
+            rotary.k_norm,
+            rotary.eps,
+            kv.k,
+            kv.v,
+            batch.slots,
+            self.heads.query,
+            self.heads.kv,
+            self.heads.size,
+        )
+
+    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+        out = self.kernels.attention(
+            q, kv.k, kv.v, batch.query_starts, batch.context_lens, batch.block_tables, scale, window or 0
+        )
+        return out.view(len(q), -1)
+
+
+def block_size_of(kv: KV) -> int:
+    return kv.k.size(2) * LANES
+
+
+def slots_of(kv: KV, blocks: torch.Tensor) -> torch.Tensor:
+    size = block_size_of(kv)
+    return (blocks[:, None].long() * size + torch.arange(size)).flatten()

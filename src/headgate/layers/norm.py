@@ -1,0 +1,24 @@
+"""Root mean square norm, and the residual stream it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from headgate.layers.backend import Backend
+from headgate.layers.parameter import Parameter, plain
+
+
+class Norm:
+    def __init__(self, backend: Backend, size: int, eps: float) -> None:
+        self.backend = backend
+        self.weight = torch.empty(size, dtype=backend.dtype, device=backend.device)
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Add `x` into `residual`, in place, and return the norm of the sum."""
+        return self.backend.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield "weight", plain(self.weight)

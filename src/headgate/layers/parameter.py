@@ -1,0 +1,30 @@
+"""Where the tensors of a checkpoint go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A place in the model that one checkpoint tensor of `shape` fills; it may be a part of something fused."""
+
+    shape: tuple[int, ...]
+    write: Callable[[torch.Tensor], object]
+
+
+class Layer(Protocol):
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """By the names of the checkpoint."""
+
+
+def plain(tensor: torch.Tensor) -> Parameter:
+    return Parameter(tuple(tensor.shape), tensor.copy_)
+
+
+def under(prefix: str, layer: Layer) -> Iterator[tuple[str, Parameter]]:
+    return ((f"{prefix}.{name}", parameter) for name, parameter in layer.parameters())

@@ -1,0 +1,165 @@
+"""The reference backend: plain torch on any device, written to be compared with; it rounds where `transformers` does.
+
+Matrices are `[rows, columns]`, the cache is `[blocks, block_size, kv heads, head size]`. `DeterministicTorchBackend`
+buys batch invariance the slow way: every reduction is done for one row, in a shape that its position alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from headgate.layers.backend import KV, Heads, Matrix, Rotary
+from headgate.layers.batch import Batch
+
+
+class TorchBackend:
+    name = "torch"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, heads: Heads) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.heads = heads
+
+    def matrix(self, rows: int, columns: int) -> Matrix:
+        return Matrix(torch.empty(rows, columns, dtype=self.dtype, device=self.device), rows, columns)
+
+    def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
+        matrix.data[row : row + len(weight)].copy_(weight)
+
+    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, matrix.data, bias)
+
+    def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return self.linear(x, matrix, None).float()
+
+    def embed(self, tokens: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return F.embedding(tokens, matrix.data)
+
+    def gate_up_matrix(self, intermediate: int, columns: int) -> Matrix:
+        return self.matrix(2 * intermediate, columns)
+
+    def pack_gate_up(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
+        self.pack(matrix, weight, row)
+
+    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        gate, up = self.linear(x, matrix, bias).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(residual.add_(x), weight, eps)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
+        shape = (num_blocks, block_size, self.heads.kv, self.heads.size)
+        return KV(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        return 2 * block_size * self.heads.kv * self.heads.size * self.dtype.itemsize
+
+    def read_blocks(self, kv: KV, blocks: torch.Tensor) -> KV:
+        return KV(kv.k[blocks], kv.v[blocks])
+
+    def write_blocks(self, kv: KV, blocks: torch.Tensor, content: KV) -> None:
+        for cache, new in zip(kv, content, strict=True):
+            cache[blocks] = new.to(cache)
+
+    def rope_and_write(self, qkv: torch.Tensor, batch: Batch, rotary: Rotary, kv: KV) -> torch.Tensor:
+        heads = self.heads
+        q, k, v = torch.split(qkv.view(len(qkv), -1, heads.size), [heads.query, heads.kv, heads.kv], dim=1)
+        if rotary.q_norm is not None and rotary.k_norm is not None:
+            q, k = self.norm_heads(q, rotary.q_norm, rotary.eps), self.norm_heads(k, rotary.k_norm, rotary.eps)
+        cos, sin = (table[batch.positions, None].to(qkv.dtype) for table in (rotary.cos, rotary.sin))
+        kv.k.flatten(0, 1)[batch.slots] = turn(k, cos, sin)
+        kv.v.flatten(0, 1)[batch.slots] = v
+        return turn(q, cos, sin)
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for span in self.spans(batch):
+            k, v = gather(kv, span.blocks, span.end)
+            mask = visible(span, window, q.device)
+            out[span.rows] = attend(q[span.rows], k, v, mask, scale)
+        return out.flatten(1)
+
+    def spans(self, batch: Batch) -> Iterator[Span]:
+        """What is computed by one call: here a slice, all its queries against all its keys."""
+        starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+        for i, end in enumerate(contexts):
+            yield Span(slice(starts[i], starts[i + 1]), batch.block_tables[i], end)
+
+
+class DeterministicTorchBackend(TorchBackend):
+    name = "torch, deterministic"
+
+    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        return row_by_row(lambda row: F.linear(row, matrix.data, bias), x)
+
+    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        gate, up = self.linear(x, matrix, bias).chunk(2, dim=-1)
+        return row_by_row(F.silu, gate) * up
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.norm_heads(residual.add_(x), weight, eps)
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return row_by_row(lambda row: rms_norm(row, weight, eps), x)
+
+    def spans(self, batch: Batch) -> Iterator[Span]:
+        """One query at a time, against exactly the keys before it: its position alone decides the shape."""
+        for whole in super().spans(batch):
+            count = whole.rows.stop - whole.rows.start
+            for i in range(count):
+                row = whole.rows.start + i
+                yield Span(slice(row, row + 1), whole.blocks, whole.end - count + i + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Queries `rows` of a batch are the last positions before `end` of the sequence that lies in `blocks`."""
+
+    rows: slice
+    blocks: torch.Tensor
+    end: int
+
+
+def row_by_row(operation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Each row in memory of its own: matrix libraries may sum in another order when the alignment differs."""
+    if len(x) == 0:
+        return operation(x)
+    return torch.stack([operation(row.clone(memory_format=torch.contiguous_format)) for row in x])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def gather(kv: KV, blocks: torch.Tensor, end: int) -> KV:
+    used = blocks[: -(-end // kv.k.shape[1])]
+    return KV(kv.k[used].flatten(0, 1)[:end], kv.v[used].flatten(0, 1)[:end])
+
+
+def visible(span: Span, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees, `[queries, keys]`."""
+    queries = torch.arange(span.end - (span.rows.stop - span.rows.start), span.end, device=device)[:, None]
+    keys = torch.arange(span.end, device=device)
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,213 @@
+"""Reading a Hugging Face `config.json`: typed access, and the facts that all dense decoders state alike.
+
+Where a key is absent we take the default of `transformers`; where a value would change what the network computes in a
+way we do not do, we refuse it by name rather than serve something subtly wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headgate.errors import NotAModel, UnsupportedModel
+from headgate.layers.rotary import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from headgate.models.spec import ModelSpec
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One JSON object of a model folder, whose `name` goes into complaints."""
+
+    name: str
+    values: dict[str, Any]
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of `key`, or `default` where it is absent or null."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise UnsupportedModel(f"{self.name}: {key} is {value!r}, which we cannot make sense of")
+        return value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        return int(self._required(key, self.get(key, int, default)))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return float(self._required(key, self.get(key, (int, float), default)))
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self.get(key, bool, default))
+
+    def text(self, key: str, default: str) -> str:
+        return str(self.get(key, str, default))
+
+    def section(self, key: str) -> Config:
+        return Config(f"{self.name}: {key}", self.get(key, dict, {}))
+
+    def _required(self, key: str, value: Any) -> Any:
+        if value is None:
+            raise UnsupportedModel(f"{self.name} does not say {key}")
+        return value
+
+
+def read_config(folder: Path) -> Config:
+    if not folder.is_dir():
+        raise NotAModel(f"{folder} is not a folder")
+    if not (folder / "config.json").is_file():
+        raise NotAModel(f"{folder} has no config.json")
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> Config:
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise NotAModel(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise NotAModel(f"{path} is not a JSON object")
+    return Config(path.name, values)
+
+
+def dense_spec(
+    config: Config,
+    architecture: str,
+    *,
+    windows: tuple[int | None, ...] | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelSpec:
+    """What the config says, plus the facts in which architectures differ."""
+    refuse_quantised(config)
+    refuse_activation(config)
+    layers, heads, hidden = (config.whole(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    return ModelSpec(
+        architecture=architecture,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=config.whole("num_key_value_heads", heads),
+        head_dim=config.whole("head_dim", hidden // max(heads, 1)),
+        intermediate=config.whole("intermediate_size"),
+        vocab=config.whole("vocab_size"),
+        max_positions=config.whole("max_position_embeddings"),
+        rms_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope(config),
+        windows=windows if windows is not None else (None,) * layers,
+        dtype=checkpoint_dtype(config),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        tied=config.flag("tie_word_embeddings"),
+        eos_ids=eos_ids(config),
+    )
+
+
+def refuse_quantised(config: Config) -> None:
+    quantisation = config.section("quantization_config")
+    if quantisation.values:
+        method = quantisation.text("quant_method", "an unnamed method")
+        raise UnsupportedModel(f"the checkpoint is quantised with {method}; we take {', '.join(DTYPES)} weights")
+
+
+def refuse_activation(config: Config) -> None:
+    activation = config.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"activation {activation!r} is not supported; silu is")
+
+
+def checkpoint_dtype(config: Config) -> torch.dtype:
+    """`transformers` 5 writes `dtype`, its ancestors `torch_dtype`."""
+    name = config.text("dtype", config.text("torch_dtype", "float32"))
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
+    return DTYPES[name]
+
+
+def eos_ids(config: Config) -> tuple[int, ...]:
+    ids = config.get("eos_token_id", (int, list), [])
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def rope(config: Config) -> Rope:
+    """`transformers` 5 writes all of it to `rope_parameters`, its ancestors to `rope_theta` and `rope_scaling`."""
+    stated = config.section("rope_parameters")
+    if not stated.values:
+        stated = config.section("rope_scaling")
+    kind = stated.text("rope_type", stated.text("type", "default"))
+    refuse_rope(config, stated, kind)
+    theta = stated.number("rope_theta", config.number("rope_theta", 10_000.0))
+    original = stated.whole("original_max_position_embeddings", config.whole("max_position_embeddings"))
+    match kind:
+        case "linear":
+            return Rope(theta, LinearScaling(stated.number("factor")))
+        case "llama3":
+            return Rope(theta, llama3_scaling(stated, original))
+        case "yarn":
+            return Rope(theta, yarn_scaling(stated, original))
+    return Rope(theta)
+
+
+def refuse_rope(config: Config, stated: Config, kind: str) -> None:
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope type {kind!r} is not supported; {', '.join(ROPE_TYPES)} are")
+    if any(isinstance(value, dict) for value in stated.values.values()):
+        raise UnsupportedModel(f"{stated.name} differs from layer to layer, which is not supported")
+    fraction = stated.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if fraction != 1:
+        raise UnsupportedModel(f"partial_rotary_factor {fraction} is not supported; heads turn as a whole")
+
+
+def llama3_scaling(stated: Config, original: int) -> Llama3Scaling:
+    low, high = stated.number("low_freq_factor"), stated.number("high_freq_factor")
+    return Llama3Scaling(stated.number("factor"), low, high, original)
+
+
+def yarn_scaling(stated: Config, original: int) -> YarnScaling:
+    factor = stated.number("factor")
+    return YarnScaling(
+        factor=factor,
+        original_positions=original,
+        magnitude=stated.number("attention_factor", yarn_magnitude(stated, factor)),
+        beta_fast=stated.number("beta_fast", 32.0),
+        beta_slow=stated.number("beta_slow", 1.0),
+        whole_dimensions=stated.flag("truncate", True),
+    )
+
+
+def yarn_magnitude(stated: Config, factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    numerator, denominator = stated.number("mscale", 0.0), stated.number("mscale_all_dim", 0.0)
+    return magnitude(numerator) / magnitude(denominator) if numerator and denominator else magnitude(1.0)
+
+
+def qwen_windows(config: Config) -> tuple[int | None, ...]:
+    """Qwen slides in the layers that `layer_types` names, or in those past `max_window_layers`, if at all."""
+    layers = config.whole("num_hidden_layers")
+    if not config.flag("use_sliding_window"):
+        return (None,) * layers
+    window = config.whole("sliding_window", 4096)
+    full = config.whole("max_window_layers", 28)
+    types = config.get("layer_types", list)
+    if types is None:
+        types = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+    return tuple(layer_window(kind, window) for kind in types)
+
+
+def layer_window(kind: str, window: int) -> int | None:
+    if kind not in ("full_attention", "sliding_attention"):
+        raise UnsupportedModel(f"layer type {kind!r} is not supported; full_attention and sliding_attention are")
+    return window if kind == "sliding_attention" else None

@@ -1,0 +1,131 @@
+"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 all are: read top to bottom.
+
+Hidden states are `[tokens, hidden]`, tokens of all slices one after another. The residual stream is one tensor per
+step that every norm adds into. A layer is eight operations of the backend, and the forward pass reads nothing from
+the device, so that it can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from headgate.layers.backend import KV, Backend, Rotary
+from headgate.layers.batch import Batch
+from headgate.layers.linear import Embedding, GateUp, Linear, Unembedding
+from headgate.layers.norm import Norm
+from headgate.layers.parameter import Parameter, plain, under
+from headgate.models.spec import ModelSpec
+
+
+class Attention:
+    def __init__(self, spec: ModelSpec, backend: Backend, rotary: Rotary, window: int | None) -> None:
+        self.backend = backend
+        self.rotary = rotary
+        self.window = window
+        self.scale = spec.head_dim**-0.5
+        q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.qkv = Linear(
+            backend,
+            backend.matrix(q + 2 * kv, spec.hidden),
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            bias=spec.qkv_bias,
+        )
+        self.out = Linear(backend, backend.matrix(spec.hidden, q), {"o_proj": spec.hidden}, bias=spec.out_bias)
+
+    def __call__(self, hidden: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
+        q = self.backend.rope_and_write(self.qkv(hidden), batch, self.rotary, kv)
+        return self.out(self.backend.attention(q, kv, batch, self.scale, self.window))
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from self.qkv.parameters()
+        yield from self.out.parameters()
+        if self.rotary.q_norm is not None and self.rotary.k_norm is not None:
+            yield "q_norm.weight", plain(self.rotary.q_norm)
+            yield "k_norm.weight", plain(self.rotary.k_norm)
+
+
+class MLP:
+    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+        hidden, intermediate = spec.hidden, spec.intermediate
+        self.gate_up = GateUp(
+            backend,
+            backend.gate_up_matrix(intermediate, hidden),
+            {"gate_proj": intermediate, "up_proj": intermediate},
+            bias=spec.mlp_bias,
+        )
+        self.down = Linear(backend, backend.matrix(hidden, intermediate), {"down_proj": hidden}, bias=spec.mlp_bias)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate_up(hidden))
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from self.gate_up.parameters()
+        yield from self.down.parameters()
+
+
+class DecoderLayer:
+    def __init__(self, spec: ModelSpec, backend: Backend, rotary: Rotary, window: int | None) -> None:
+        self.input_norm = Norm(backend, spec.hidden, spec.rms_eps)
+        self.attention = Attention(spec, backend, rotary, window)
+        self.attention_norm = Norm(backend, spec.hidden, spec.rms_eps)
+        self.mlp = MLP(spec, backend)
+
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
+        hidden = self.attention(self.input_norm(hidden, residual), batch, kv)
+        return self.mlp(self.attention_norm(hidden, residual))
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from under("input_layernorm", self.input_norm)
+        yield from under("self_attn", self.attention)
+        yield from under("post_attention_layernorm", self.attention_norm)
+        yield from under("mlp", self.mlp)
+
+
+class DenseModel:
+    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+        self.spec = spec
+        self.backend = backend
+        self.unembedding = Unembedding(backend, spec.vocab, spec.hidden)
+        self.embedding = self.unembedding if spec.tied else Embedding(backend, spec.vocab, spec.hidden)
+        cos, sin = (table.to(backend.device) for table in spec.rope.tables(spec.head_dim, spec.max_positions))
+        self.layers = [
+            DecoderLayer(spec, backend, rotary_of(spec, backend, cos, sin), window) for window in spec.windows
+        ]
+        self.norm = Norm(backend, spec.hidden, spec.rms_eps)
+
+    def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
+        """Hidden states of all tokens, normed and ready for `logits`."""
+        hidden = self.embedding.embed(batch.tokens)
+        residual = torch.zeros_like(hidden)
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            hidden = layer(hidden, residual, batch, layer_kv)
+        return self.norm(hidden, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32, `[rows, vocab]`."""
+        return self.unembedding(hidden)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
+        """The cache, layer by layer, in the backend's layout."""
+        return [self.backend.allocate_kv(num_blocks, block_size) for _ in self.layers]
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        return len(self.layers) * self.backend.kv_bytes_per_block(block_size)
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        yield from under("model.embed_tokens", self.embedding)
+        for i, layer in enumerate(self.layers):
+            yield from under(f"model.layers.{i}", layer)
+        yield from under("model.norm", self.norm)
+        if not self.spec.tied:
+            yield from under("lm_head", self.unembedding)
+
+
+def rotary_of(spec: ModelSpec, backend: Backend, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+    """The tables, which all layers share, with the norms of one layer."""
+    if not spec.qk_norm:
+        return Rotary(cos, sin)
+    q_norm, k_norm = torch.empty(2, spec.head_dim, dtype=backend.dtype, device=backend.device)
+    return Rotary(cos, sin, q_norm, k_norm, spec.rms_eps)

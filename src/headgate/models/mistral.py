@@ -1,0 +1,16 @@
+"""Mistral: Llama without biases, each layer of which may see only the last `sliding_window` tokens."""
+
+from __future__ import annotations
+
+from headgate.errors import UnsupportedModel
+from headgate.models.config import Config, dense_spec
+from headgate.models.spec import ModelSpec
+
+
+def mistral(config: Config) -> ModelSpec:
+    if config.get("layer_types", list) is not None:
+        raise UnsupportedModel("Mistral with layer_types is not supported; one sliding_window for all layers is")
+    # Null says no window; an absent key says the window of the first Mistral.
+    window = config.get("sliding_window", int, None if "sliding_window" in config.values else 4096)
+    windows = (window,) * config.whole("num_hidden_layers")
+    return dense_spec(config, "MistralForCausalLM", windows=windows)

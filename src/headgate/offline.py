@@ -1,0 +1,282 @@
+"""`LLM`: the same engine as the server's, in the process of a script.
+
+    with LLM("path/to/model") as llm:
+        for answer in llm.generate(["One", "Two"], SamplingParams(max_tokens=16)):
+            print(answer.text)
+
+The engine's loop is turned by whoever waits for an answer; only the device has a thread of its own. An iterator that is
+closed, or a call that is interrupted, aborts what it had asked for and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from headgate.config import EngineConfig
+from headgate.engine.build import Engine, build_engine
+from headgate.errors import RequestError
+from headgate.protocol.message import Abort, Submit
+from headgate.protocol.output import Cause, Ended, Outputs, Refused, Timings
+from headgate.protocol.plan import Logprobs
+from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.text.detokenizer import Detokenizer
+from headgate.text.stops import StopStrings
+from headgate.text.template import ChatTemplate, load_template
+from headgate.text.tokenizer import Tokenizer, load_tokenizer
+from headgate.zoo import find_model
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer: complete when `finish_reason` is set."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Logprobs] | None = None  # one entry per token, if asked
+    prompt_logprobs: list[Logprobs | None] | None = None  # one entry per prompt token, if asked; none for the first
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, how many tokens), in order
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    cause: Cause | None = None
+    timings: Timings | None = None
+
+
+class LLM:
+    """A model ready to answer. `model` is a folder, a GGUF file or a hub id; None is the default model."""
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        """`options` are those of `headgate.config.EngineConfig`."""
+        self._mail: dict[int, _Answer] = {}
+        self._ids = count(1)
+        files = find_model(None if model is None else str(model))
+        self.tokenizer: Tokenizer | None = load_tokenizer(files.path)
+        self.template: ChatTemplate | None = load_template(files.path)
+        self.engine: Engine = build_engine(files, EngineConfig(**options), self._deliver)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    # -- asking -----------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        progress: bool = True,
+    ) -> list[Completion]:
+        """The answers to one or many prompts (text or token ids), in their order."""
+        asked = _as_list(prompts)
+        answers = [self._answer(prompt, each, stop) for prompt, each in zip(asked, _each(params, asked), strict=True)]
+        with tqdm(total=len(answers), desc="generating", unit="answer", disable=None if progress else True) as bar:
+            for _ in self._run(answers):
+                bar.update(sum(answer.done for answer in answers) - bar.n)
+        return [answer.completion for answer in answers]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, stop: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """The answer to one prompt, piece by piece. Closing the iterator ends the request."""
+        answer = self._answer(prompt, params or SamplingParams(), stop)
+        for _ in self._run([answer]):
+            if fresh := answer.take_text():
+                yield fresh
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
+        """The next message of a conversation; `template` reaches the model's chat template."""
+        return self.generate([self.render(messages, **template)], params, progress=False)[0]
+
+    def render(self, messages: Sequence[Message], **template: Any) -> list[int]:
+        """The prompt that the model's chat template makes of `messages`, as token ids."""
+        if self.template is None or self.tokenizer is None:
+            raise RequestError("this model has no chat template; give a prompt instead", param="messages")
+        # The template writes the special tokens itself.
+        return self.tokenizer.encode(self.template.render(messages, **template), add_special=False)
+
+    # -- running ----------------------------------------------------------------
+
+    def _run(self, answers: Sequence[_Answer]) -> Iterator[None]:
+        """Turn the engine until all `answers` are done, pausing after each turn."""
+        mine = {next(self._ids): answer for answer in answers}
+        self._mail |= mine
+        try:
+            self.engine.loop.post(Submit([answer.request(id) for id, answer in mine.items()]))
+            while not all(answer.done for answer in answers):
+                with interrupts_deferred(self.engine.loop.wake):
+                    self.engine.loop.turn()
+                    self._stop_at_strings(mine)
+                yield
+        finally:
+            with interrupts_deferred():
+                self._leave(mine)
+
+    def _stop_at_strings(self, answers: Mapping[int, _Answer]) -> None:
+        if matched := [id for id, answer in answers.items() if answer.stopped and not answer.done]:
+            self.engine.loop.post(Abort(matched, "stop_string"))
+
+    def _leave(self, answers: Mapping[int, _Answer]) -> None:
+        """Abort what is not done, and see everything out of the engine."""
+        if unfinished := [id for id in answers if self._mail.pop(id, None) is not None]:
+            self.engine.loop.post(Abort(unfinished, "client_disconnect"))
+            self.engine.loop.turn()
+        while self.engine.scheduler.has_any(answers):
+            self.engine.loop.turn()
+
+    def _deliver(self, client: int, outputs: Outputs) -> None:
+        for i, (id, token) in enumerate(zip(outputs.ids, outputs.tokens, strict=True)):
+            if answer := self._mail.get(id):
+                answer.hear_token(token, outputs.version, outputs.logprobs.get(i))
+        for id, scores in outputs.prompt_logprobs.items():
+            if answer := self._mail.get(id):
+                answer.hear_scores(scores)
+        ends: list[Ended | Refused] = [*outputs.ended, *outputs.refused]
+        for end in ends:
+            if answer := self._mail.pop(end.id, None):
+                answer.hear_end(end)
+
+    def _answer(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str]) -> _Answer:
+        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+        if stop and self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; stop strings need one", param="stop")
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        return _Answer(tuple(ids), params, self.tokenizer, stop)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; give prompts as token ids", param="prompt")
+        return self.tokenizer.encode(text)
+
+
+class _Answer:
+    """A completion in the making."""
+
+    def __init__(
+        self, prompt: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer | None, stop: Sequence[str]
+    ) -> None:
+        self.completion = Completion(prompt)
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt) if tokenizer else None
+        self._stops = StopStrings(stop)
+        self._taken = 0  # characters already streamed
+        self._refused: Refused | None = None
+
+    @property
+    def done(self) -> bool:
+        if self._refused is not None:
+            raise RequestError(self._refused.message, param=self._refused.param, code=self._refused.code)
+        return self.completion.finish_reason is not None
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.matched is not None
+
+    def request(self, id: int) -> GenerateRequest:
+        try:
+            return GenerateRequest(id, self.completion.prompt_token_ids, self._params)
+        except ValueError as error:
+            raise RequestError(str(error), param="prompt") from error
+
+    def take_text(self) -> str:
+        fresh = self.completion.text[self._taken :]
+        self._taken += len(fresh)
+        return fresh
+
+    def hear_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
+        if self.stopped:
+            return
+        completion = self.completion
+        completion.token_ids.append(token)
+        if logprobs is not None:
+            completion.logprobs = [*(completion.logprobs or ()), logprobs]
+        self._note_version(version)
+        if self._detokenizer is not None:
+            completion.text += self._stops.push(self._detokenizer.push((token,)))
+
+    def _note_version(self, version: int) -> None:
+        spans = self.completion.weight_versions
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1] + 1)
+        else:
+            spans.append((version, 1))
+
+    def hear_scores(self, scores: Iterable[Logprobs]) -> None:
+        self.completion.prompt_logprobs = [*(self.completion.prompt_logprobs or (None,)), *scores]
+
+    def hear_end(self, end: Ended | Refused) -> None:
+        if isinstance(end, Refused):
+            self._refused = end
+            return
+        completion = self.completion
+        if self._detokenizer is not None:
+            completion.text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+        completion.cached_tokens, completion.timings = end.cached_tokens, end.timings
+        completion.finish_reason, completion.cause = end.finish_reason, end.cause
+        if self.stopped:
+            completion.finish_reason, completion.cause = "stop", "stop_string"
+
+
+@contextmanager
+def interrupts_deferred(wake: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let Ctrl-C take effect after the block, not in the middle of it; `wake` cuts a wait in the block short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        wake()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _each(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: list[Prompt]
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(
+            f"{len(prompts)} prompts and {len(params)} sampling parameters; give one for each, or one for all"
+        )
+    return params

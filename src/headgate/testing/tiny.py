@@ -1,0 +1,189 @@
+"""Checkpoints small enough to make in a test and real enough to be served: random weights in Hugging Face format.
+
+No torch here: bytes are written as `safetensors` lays them out, so that anything that only needs a model folder can
+have one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+NAMES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "attention_bias": False, "head_dim": 16},
+}
+STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+SPECIALS = ("<|end|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_model(
+    folder: str | Path,
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    shards: int = 1,
+    tokenizer: bool = True,
+    **config_overrides: Any,
+) -> Path:
+    """Write a tiny random model to `folder` and return it; any key of `config.json` can be overridden."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(architecture, dtype) | config_overrides
+    write_json(folder / "config.json", config)
+    write_tensors(folder, tiny_tensors(config, seed), dtype, shards)
+    if tokenizer:
+        write_tokenizer(folder)
+    return folder
+
+
+def tiny_config(architecture: str, dtype: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": [NAMES[architecture]],
+        "model_type": architecture,
+        "dtype": dtype,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256 + len(SPECIALS),
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+    }
+    return config | OWN[architecture]
+
+
+def tiny_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {name: fill(random, name, shape) for name, shape in tensor_shapes(config)}
+
+
+def fill(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Matrices large enough that what comes next depends on what came before, not on the last token alone."""
+    noise = random.standard_normal(shape, dtype=np.float32)
+    if name.endswith("norm.weight"):
+        return 1 + 0.1 * noise
+    if name.endswith("bias"):
+        return 0.3 * noise
+    if "embed_tokens" in name:
+        return 0.3 * noise
+    return noise * np.float32(1.5 / np.sqrt(shape[-1]))
+
+
+def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for i in range(config["num_hidden_layers"]):
+        for name, shape in layer_shapes(config):
+            yield f"model.layers.{i}.{name}", shape
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def layer_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    for name, rows, columns in (
+        ("self_attn.q_proj", q, hidden),
+        ("self_attn.k_proj", kv, hidden),
+        ("self_attn.v_proj", kv, hidden),
+        ("self_attn.o_proj", hidden, q),
+        ("mlp.gate_proj", intermediate, hidden),
+        ("mlp.up_proj", intermediate, hidden),
+        ("mlp.down_proj", hidden, intermediate),
+    ):
+        yield f"{name}.weight", (rows, columns)
+        if has_bias(config, name):
+            yield f"{name}.bias", (rows,)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    if config["model_type"] == "qwen3":
+        yield "self_attn.q_norm.weight", (head_dim,)
+        yield "self_attn.k_norm.weight", (head_dim,)
+
+
+def has_bias(config: dict[str, Any], name: str) -> bool:
+    if name.startswith("mlp"):
+        return bool(config.get("mlp_bias"))
+    if config["model_type"] == "qwen2":
+        return not name.endswith("o_proj")
+    return bool(config.get("attention_bias"))
+
+
+def write_tensors(folder: Path, tensors: dict[str, np.ndarray], dtype: str, shards: int) -> None:
+    names = list(tensors)
+    if shards == 1:
+        return write_shard(folder / "model.safetensors", tensors, dtype)
+    files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        write_shard(folder / file, {name: tensors[name] for name in names if files[name] == file}, dtype)
+    return write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
+
+
+def write_shard(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
+    """A safetensors file: the length of the header, the header, the bytes it points into."""
+    encoded = {name: encode(tensor, dtype) for name, tensor in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, data in encoded.items():
+        start, end = end, end + len(data)
+        header[name] = {"dtype": STORED[dtype], "shape": tensors[name].shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(b"".join((len(text).to_bytes(8, "little"), text, *encoded.values())))
+
+
+def encode(tensor: np.ndarray, dtype: str) -> bytes:
+    if dtype == "bfloat16":  # which numpy does not know: the upper half of a float32
+        return (np.ascontiguousarray(tensor).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return tensor.astype(dtype).tobytes()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token per byte, and the specials after them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIALS[0],
+        "pad_token": SPECIALS[3],
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": 512,
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

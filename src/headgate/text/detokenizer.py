@@ -1,0 +1,267 @@
+"""Token ids to text, as they come: the deltas of a stream add up to `decode` of all its ids, to the character.
+
+Rules: a character goes out when nothing that follows can change it, so a half-finished UTF-8 sequence waits, and becomes
+a replacement character only once it is known to be broken or the stream ends. The work per token does not grow with
+the stream. A stream resumed elsewhere replays its ids here and skips what the client has, so it continues exactly.
+
+`tokenizers.decoders.DecodeStream` was tried and left: it has no way to flush the tail of a stream, and it raises an
+exception when byte-fallback tokens that looked like a character turn out, with the next byte, not to be one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from headgate.errors import RequestError
+from headgate.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """The text of one stream.
+
+    With `prompt_ids`, the text is what the ids add to the prompt: a first word keeps the space before it. To resume, give
+    the `generated` ids so far and how many characters of their text the client has; what it lacks comes with the next
+    `push`, even `push(())`. Stop strings need nothing more to resume: see `headgate.text.stops`.
+
+    Call `finish` only where the answer truly ends. It gives up on an unfinished character, which a stream that is
+    about to be resumed elsewhere must not do.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_ids: Sequence[int] = (),
+        generated: Sequence[int] = (),
+        delivered_chars: int = 0,
+        skip_special: bool = True,
+    ) -> None:
+        self._decoding = _decoding_of(tokenizer, skip_special)(prompt_ids)
+        self._backlog = self._decoding.feed(generated)
+        if delivered_chars > len(self._backlog):
+            raise RequestError(
+                f"{delivered_chars} characters are said to be delivered, "
+                f"but the {len(generated)} generated ids make only {len(self._backlog)}"
+            )
+        self._backlog = self._backlog[delivered_chars:]
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that `ids` complete; often "" in the middle of a character."""
+        if self._backlog:
+            return self._take_backlog() + self._decoding.feed(ids)
+        return self._decoding.feed(ids)
+
+    def finish(self) -> str:
+        """The rest of the text, with replacement characters for what never became whole."""
+        return self._take_backlog() + self._decoding.flush()
+
+    def _take_backlog(self) -> str:
+        backlog, self._backlog = self._backlog, ""
+        return backlog
+
+
+class Decoding(Protocol):
+    """One stream's state in one of the three ways below."""
+
+    def feed(self, ids: Iterable[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+DecodingFactory = Callable[[Sequence[int]], Decoding]  # from the prompt's ids
+
+
+@lru_cache(maxsize=8)  # what is known of each token is shared by all streams of a tokenizer
+def _decoding_of(tokenizer: Tokenizer, skip_special: bool) -> DecodingFactory:
+    steps = _decoder_steps(tokenizer)
+    match [step["type"] for step in steps]:
+        case ["ByteLevel"]:
+            table = _ByteLevelTable(tokenizer, skip_special)
+            return lambda _: _ByteLevelDecoding(table)
+        case ["Replace", "ByteFallback", "Fuse"] if _replaces_text(steps[0]):
+            pieces = _PieceTable(tokenizer, skip_special, steps[0])
+            return lambda _: _PieceDecoding(pieces)
+        case ["Replace", "ByteFallback", "Fuse", "Strip"] if _replaces_text(steps[0]) and not steps[3]["stop"]:
+            pieces = _PieceTable(tokenizer, skip_special, steps[0])
+            margin = steps[3]["content"] * steps[3]["start"]
+            return lambda prompt: _PieceDecoding(pieces, margin="" if prompt else margin)
+    return lambda prompt: _WindowDecoding(tokenizer, skip_special, prompt)
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    decoder = tokenizer.backend.decoder
+    if decoder is None:
+        return []
+    state = json.loads(decoder.__getstate__())
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+
+
+def _replaces_text(step: dict[str, Any]) -> bool:
+    return "String" in step["pattern"]  # and not a regular expression
+
+
+# ------------------------------------------------------------------------------------------------------- byte-level BPE
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+class _ByteLevelTable(dict[int, bytes]):
+    """The bytes of each token, worked out when it is first seen. A token that is skipped or unknown has none."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        super().__init__()
+        self._token = _token_lookup(tokenizer, skip_special)
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token(token_id) or ""
+        try:
+            spelled = bytes(map(_BYTE_ALPHABET.__getitem__, token))
+        except KeyError:  # an added token, written as it reads
+            spelled = token.encode()
+        self[token_id] = spelled
+        return spelled
+
+
+class _ByteLevelDecoding:
+    def __init__(self, table: _ByteLevelTable) -> None:
+        self._bytes_of = table.__getitem__
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, ids: Iterable[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._bytes_of, ids)))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+# ----------------------------------------------------------------------------------- sentencepiece with byte fallback
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class _PieceTable(dict[int, str | bytes | None]):
+    """What each token stands for: text, one byte, or nothing at all if it is skipped or unknown."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, replace: dict[str, Any]) -> None:
+        super().__init__()
+        self._token = _token_lookup(tokenizer, skip_special)
+        self._space, self._replacement = replace["pattern"]["String"], replace["content"]
+
+    def __missing__(self, token_id: int) -> str | bytes | None:
+        token = self._token(token_id)
+        piece: str | bytes | None = token
+        if token is not None:
+            byte = _BYTE_TOKEN.fullmatch(token)
+            piece = bytes.fromhex(byte[1]) if byte else token.replace(self._space, self._replacement)
+        self[token_id] = piece
+        return piece
+
+
+class _PieceDecoding:
+    """Byte tokens in a row are one unit: if they are not UTF-8 as a whole, *each* is a replacement character.
+
+    So text waits from the first byte token to the next ordinary one: a newline or an emoji comes a token late, and a
+    word in a script that the vocabulary lacks comes whole.
+    """
+
+    def __init__(self, table: _PieceTable, margin: str = "") -> None:
+        self._piece_of = table.__getitem__
+        self._run = bytearray()
+        self._margin = margin  # what may still be stripped from the start of the text
+
+    def feed(self, ids: Iterable[int]) -> str:
+        text = []
+        for piece in map(self._piece_of, ids):
+            if isinstance(piece, bytes):
+                self._run += piece
+            elif piece is not None:
+                if self._run:
+                    text.append(self._end_run())
+                text.append(piece)
+        return self._strip("".join(text))
+
+    def flush(self) -> str:
+        return self._strip(self._end_run())
+
+    def _end_run(self) -> str:
+        run, self._run = self._run, bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(run)
+
+    def _strip(self, text: str) -> str:
+        while self._margin and text:
+            if not text.startswith(self._margin[0]):
+                self._margin = ""
+                break
+            text, self._margin = text[1:], self._margin[1:]
+        return text
+
+
+# -------------------------------------------------------------------------------------------------- any other decoder
+
+
+class _WindowDecoding:
+    """Decodes new ids together with the few before them, and gives what they add.
+
+    Exact for decoders in which a token is affected by its neighbours, or by being the first, but by nothing farther away:
+    WordPiece, Metaspace, word suffixes. An unfinished character waits, but not for more than MOST_PENDING tokens.
+    """
+
+    CONTEXT = 6
+    MOST_PENDING = 16
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt: Sequence[int]) -> None:
+        self._decode = tokenizer.backend.decode
+        self._skipped: frozenset[int] = tokenizer.special_ids if skip_special else frozenset()
+        self._pending: list[int] = []
+        self._set_context(self._kept(prompt[-4 * self.CONTEXT :]))
+
+    def feed(self, ids: Iterable[int]) -> str:
+        self._pending += self._kept(ids)
+        added = self._added()
+        if added.endswith(REPLACEMENT) and len(self._pending) < self.MOST_PENDING:
+            return ""
+        self._set_context(self._context + self._pending)
+        self._pending = []
+        return added
+
+    def flush(self) -> str:
+        added, self._pending = self._added(), []
+        return added
+
+    def _kept(self, ids: Iterable[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id not in self._skipped]
+
+    def _added(self) -> str:
+        if not self._pending:
+            return ""
+        return self._decode(self._context + self._pending, skip_special_tokens=False)[self._context_chars :]
+
+    def _set_context(self, ids: list[int]) -> None:
+        self._context = ids[-self.CONTEXT :]
+        self._context_chars = len(self._decode(self._context, skip_special_tokens=False))
+
+
+def _token_lookup(tokenizer: Tokenizer, skip_special: bool) -> Callable[[int], str | None]:
+    """Finds a token by its id; None for those that decoding leaves out."""
+    skipped = tokenizer.special_ids if skip_special else frozenset()
+    find = tokenizer.backend.id_to_token
+    return lambda token_id: None if token_id in skipped else find(token_id)

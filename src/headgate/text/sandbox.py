@@ -1,0 +1,304 @@
+"""Running chat templates, which are programs from the internet.
+
+A template runs in Jinja's immutable sandbox on plain JSON data, so it reaches no file, no module and no Python
+internals, and under a budget:
+
+- time: looked at in every turn of a loop, call of a macro or method, and piece of output;
+- size: of the prompt, of every value that an operator, method or filter makes (checked *before* it is made), and of all
+  such values together, which bounds memory. Ways to make much out of little that no chat template needs (format
+  strings, padding filters) are not there at all.
+
+Not bounded: a single operation that Python does in C on data of that size, such as sorting a list or comparing deeply
+nested ones; and compiling, which happens once, at start-up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_indent, do_join, do_replace
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from headgate.errors import BrokenCheckpoint
+
+
+@dataclass(frozen=True)
+class Limits:
+    chars: int = 4_000_000  # of the prompt, and of any value on the way to it
+    chars_in_all: int = 200_000_000  # of all values that are made on the way
+    seconds: float = 2.0
+
+
+# ------------------------------------------------------------------------------------------------------------ the budget
+
+
+class _Budget:
+    """What one rendering may still use."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._deadline = time.monotonic() + limits.seconds
+        self._made = 0
+
+    def tick(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise SecurityError(f"it ran for more than {self._limits.seconds} s")
+
+    def spend(self, size: int) -> None:
+        """Account for a value of `size` characters that is about to be made."""
+        self._made += max(size, 0)
+        if size > self._limits.chars or self._made > self._limits.chars_in_all:
+            raise SecurityError(f"it makes texts of more than {self._limits.chars} characters, or too many of them")
+
+    def spend_on_text_of(self, value: Any) -> None:
+        self.spend(_text_length(value, self._limits.chars))
+
+    def spend_on_joining(self, items: Sequence[Any], separator: str) -> None:
+        self.spend(len(separator) * len(items))
+        self.spend_on_text_of(items)
+
+    def collect(self, pieces: Iterable[str]) -> str:
+        """Put the prompt together, for as long as it is short enough."""
+        total, kept = 0, []
+        for piece in pieces:
+            self.tick()
+            total += len(piece)
+            if total > self._limits.chars:
+                raise SecurityError(f"it makes a prompt of more than {self._limits.chars} characters")
+            kept.append(piece)
+        return "".join(kept)
+
+
+def render(template: jinja2.Template, variables: Mapping[str, Any], limits: Limits) -> str:
+    """Run a template that `Sandbox.load` made. What it does wrong, or too much of, is a jinja2.TemplateError."""
+    budget = _Budget(limits)
+    token = _budget.set(budget)
+    try:
+        return budget.collect(template.generate(variables))
+    finally:
+        _budget.reset(token)
+
+
+# Per rendering, though templates and their environment are shared between threads.
+_budget: ContextVar[_Budget] = ContextVar("budget")
+
+
+def _text_length(value: Any, enough: int) -> int:
+    """About how long a value is as text. Counting stops at `enough`: lists that share members can be endless."""
+    total, stack = 0, [value]
+    while stack and total <= enough:
+        match stack.pop():
+            case str(text):
+                total += len(text)
+            case dict(items):
+                total += 4 * len(items)
+                stack += [*items.keys(), *items.values()]
+            case list(members) | tuple(members):
+                total += 2 * len(members)
+                stack += members
+            case _:
+                total += 1
+    return total
+
+
+def _check_binop(operator: str, left: Any, right: Any) -> None:
+    budget = _budget.get()
+    match operator, left, right:
+        case "**", int(), int():
+            budget.spend(left.bit_length() * right)
+        case "*", int(), int():
+            budget.spend(left.bit_length() + right.bit_length())
+        case ("*", int(times), str() | list() | tuple() as value) | (
+            "*",
+            str() | list() | tuple() as value,
+            int(times),
+        ):
+            budget.spend(len(value) * times)
+        case "+", str() | list() | tuple(), str() | list() | tuple():
+            budget.spend(len(left) + len(right))
+        case "%", str(), _:
+            raise SecurityError("formatting with % is not allowed; use ~ or a filter")
+
+
+def _check_text_method(text: str, name: str, args: tuple[Any, ...]) -> None:
+    budget = _budget.get()
+    match name, args:
+        case "replace", [str(old), str(new), *_]:
+            budget.spend(len(text) + text.count(old) * len(new))
+        case "join", [items]:
+            budget.spend_on_joining(items, text)
+        case (("ljust" | "rjust" | "center" | "zfill"), [int(width), *_]):
+            budget.spend(width)
+        case (("replace" | "ljust" | "rjust" | "center" | "zfill" | "expandtabs" | "translate"), _):
+            raise SecurityError(f"the method {name} of text cannot be called like this")
+
+
+# ----------------------------------------------------------------------------------------------------------- the sandbox
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """What templates of the field expect to find, as `transformers` provides it, less what none of them uses."""
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters = {name: self.filters[name] for name in _FILTERS} | _OWN_FILTERS
+        self.globals = {
+            "range": self.globals["range"],  # Jinja's, of at most 100,000 numbers
+            "dict": _SafeDict(),
+            "namespace": _SafeNamespace,
+            "cycler": self.globals["cycler"],
+            "joiner": self.globals["joiner"],
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda pattern: now().strftime(pattern),
+        }
+
+    # Not `compile`, which Jinja has and means otherwise.
+    def load(self, name: str, source: str) -> jinja2.Template:
+        """A template whose every step is accounted for; run it with `render`."""
+        try:
+            tree = self.parse(source)
+            _meter(tree)
+            return self.from_string(tree)
+        except jinja2.TemplateSyntaxError as error:
+            raise BrokenCheckpoint(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_binop(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (Jinja's signature)
+        _budget.get().tick()
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            _check_text_method(owner, __obj.__name__, args)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        if super().wrap_str_format(value) is not None:
+            raise SecurityError("the method format of text is not allowed; use ~ or a filter")
+
+    def tick(self) -> None:
+        """Called by metered templates; `call` above has looked at the clock."""
+
+    def shown(self, value: Any) -> Any:
+        """Called by metered templates with what they are about to turn into text."""
+        _budget.get().spend_on_text_of(value)
+        return value
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; to us its body is ordinary text."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _SafeDict:
+    """`dict(...)` without the type's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _SafeNamespace(Namespace):
+    """A namespace that cannot be given the names Python keeps for itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        values = dict(*args, **kwargs)
+        for name in values:
+            _refuse_private(name)
+        super().__init__(values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+# The filters of Jinja that templates get as they are: none of these makes much out of little.
+_FILTERS = """
+    abs attr capitalize count d default dictsort e escape first float groupby int items last length list lower map max
+    min reject rejectattr reverse round safe select selectattr sort sum title trim unique upper wordcount
+""".split()  # noqa: SIM905 (thirty-five quoted words would be harder to read)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without the HTML escapes of Jinja's own filter: a prompt is not a page."""
+    if indent is not None and indent > 16:
+        raise SecurityError(f"JSON indented by {indent} is too wide")
+    _budget.get().spend_on_text_of(value)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@jinja2.pass_eval_context
+def _join(context: nodes.EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    items = list(value)
+    _budget.get().spend_on_joining(items, str(d))
+    return str(do_join(context, items, d, attribute))
+
+
+@jinja2.pass_eval_context
+def _replace(context: nodes.EvalContext, s: Any, old: str, new: str, count: int | None = None) -> str:
+    text = _string(s)
+    _budget.get().spend(len(text) + text.count(old) * len(new))
+    return do_replace(context, text, old, new, count)
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    margin = width if isinstance(width, int) else len(width)
+    _budget.get().spend(len(s) + (s.count("\n") + 1) * margin)
+    return str(do_indent(s, width, first, blank))
+
+
+def _string(value: Any) -> str:
+    _budget.get().spend_on_text_of(value)
+    return str(value)
+
+
+_OWN_FILTERS = {"tojson": _tojson, "join": _join, "replace": _replace, "indent": _indent, "string": _string}
+
+
+def _meter(tree: nodes.Template) -> None:
+    """Have every loop and macro look at the clock in each turn, and account for whatever becomes text."""
+    repeats: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+    for repeated in repeats:
+        repeated.body.insert(0, nodes.ExprStmt(_call("tick", []), lineno=repeated.lineno))
+    texts: list[Any] = list(tree.find_all((nodes.Output, nodes.Concat)))
+    for text in texts:
+        text.nodes = [part if isinstance(part, nodes.TemplateData) else _call("shown", [part]) for part in text.nodes]
+
+
+def _call(method: str, args: list[nodes.Expr]) -> nodes.Call:
+    """A call of one of the sandbox's own methods, which a template has no name for."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)

@@ -1,0 +1,229 @@
+"""Chat templates: messages to prompt text, by the Jinja template that came with the model.
+
+This module finds templates, prepares what they are given, and turns their complaints into the caller's. How they are
+kept from doing harm is in `headgate.text.sandbox`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from headgate.errors import BrokenCheckpoint, RequestError
+from headgate.text.sandbox import Limits, Sandbox, render
+from headgate.zoo.gguf import read_gguf
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """The templates of one model, ready to render. Safe to share between threads."""
+
+    def __init__(
+        self,
+        sources: str | Mapping[str, str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """`sources` by name, of which "default" and "tool_use" are known; `variables` are the special tokens."""
+        self._variables = dict(variables or {})
+        self._limits = limits or Limits()
+        named = {"default": sources} if isinstance(sources, str) else dict(sources)
+        sandbox = Sandbox(now)
+        self._templates = {name: sandbox.load(name, source) for name, source in named.items()}
+
+    def __repr__(self) -> str:
+        return f"<ChatTemplate {', '.join(self._templates)}>"
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> str:
+        """The prompt. `extra` reaches the template as variables, e.g. `enable_thinking`.
+
+        With `continue_final_message` the prompt stops where the last message does, for the model to go on with it.
+        """
+        if not messages:
+            raise RequestError("messages must not be empty", param="messages")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message excludes add_generation_prompt", param="continue_final_message"
+            )
+        prepared = [_prepared(message, flatten=not self._takes_parts) for message in messages]
+        final = _mark_final(prepared) if continue_final_message else None
+        prompt = self._run(
+            messages=prepared,
+            tools=_plain(tools) if tools else None,
+            documents=_plain(documents) if documents else None,
+            add_generation_prompt=add_generation_prompt,
+            **_plain(extra),
+        )
+        return prompt if final is None else _cut_at_mark(prompt, final)
+
+    def _run(self, **variables: Any) -> str:
+        template = self._choose(with_tools=variables["tools"] is not None)
+        try:
+            return render(template, {**self._variables, **variables}, self._limits)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise RequestError(f"the model's chat template says: {error}", param="messages") from error
+        except RecursionError as error:
+            raise RequestError("the model's chat template calls itself without end", param="messages") from error
+
+    def _choose(self, *, with_tools: bool) -> jinja2.Template:
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            known = ", ".join(self._templates)
+            raise RequestError(f"the model has no default chat template; it has {known}", param="messages")
+        return self._templates[name]
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether content may be a list of parts; many templates take text only. Found out by trying."""
+        probe = "a needle in the hay"
+        message = {"role": "user", "content": [{"type": "text", "text": probe}]}
+        try:
+            prompt = self._run(messages=[message], tools=None, documents=None, add_generation_prompt=False)
+        except RequestError:
+            return False
+        return probe in prompt and "'text'" not in prompt and '"text"' not in prompt
+
+
+def load_template(model: Path, **options: Any) -> ChatTemplate | None:
+    """The chat template of a model folder or GGUF file; None if it has none."""
+    if model.is_file():
+        sources, variables = _gguf_sources(model)
+    else:
+        config = _read_json(model / "tokenizer_config.json")
+        sources, variables = _folder_sources(model, config), _special_tokens(config)
+    return ChatTemplate(sources, variables=variables, **options) if sources else None
+
+
+# ------------------------------------------------------------------------------------------------- where templates lie
+
+
+def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name; the newer places win over the older ones."""
+    in_config = config.get("chat_template") or {}
+    if isinstance(in_config, list):
+        in_config = {entry["name"]: entry["template"] for entry in in_config}
+    elif isinstance(in_config, str):
+        in_config = {"default": in_config}
+    in_json = _read_json(folder / "chat_template.json").get("chat_template")
+    sources = in_config | ({"default": in_json} if in_json else {})
+    if (single := folder / "chat_template.jinja").is_file():
+        sources["default"] = single.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[path.stem] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def _gguf_sources(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    metadata = read_gguf(path).metadata
+    prefix = "tokenizer.chat_template"
+    sources = {key[len(prefix) + 1 :] or "default": text for key, text in metadata.items() if key.startswith(prefix)}
+    sources.pop("s", None)  # tokenizer.chat_templates: the list of names
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    return sources, {f"{name}_token": tokens[at] for name, at in ids.items() if at is not None and at < len(tokens)}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like, which are text or an object with a `content`."""
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+    texts = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BrokenCheckpoint(f"{path} is not JSON: {error}") from error
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- what templates are given
+
+
+def _prepared(message: Message, *, flatten: bool) -> dict[str, Any]:
+    """A plain copy of a message, in the shape that templates are written for."""
+    plain: dict[str, Any] = _plain(message)
+    content = plain.get("content")
+    if flatten and isinstance(content, list):
+        plain["content"] = "\n".join(map(_part_text, content))
+    for call in plain.get("tool_calls") or ():
+        _parse_arguments(call.get("function", {}))
+    return plain
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise RequestError("this model takes text only; content parts must have a text", param="messages")
+
+
+def _parse_arguments(function: dict[str, Any]) -> None:
+    """Over HTTP the arguments of a call are JSON in a string; templates want the object."""
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            raise RequestError(f"arguments of a tool call are not JSON: {error}", param="messages") from error
+
+
+def _plain(value: Any) -> Any:
+    """A copy in plain JSON types: anything with methods of its own could be a way out of the sandbox."""
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case Mapping():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+    raise RequestError(f"a chat template cannot be given a {type(value).__name__}", param="messages")
+
+
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its last space tells whether the template trims
+
+
+def _mark_final(messages: list[dict[str, Any]]) -> str:
+    """Put a mark at the end of the last message, and return the text before it."""
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _MARK
+        return content
+    for part in reversed(content or ()):
+        if isinstance(part.get("text"), str):
+            part["text"], text = part["text"] + _MARK, part["text"]
+            return str(text)
+    raise RequestError("the final message has no text to continue", param="continue_final_message")
+
+
+def _cut_at_mark(prompt: str, final: str) -> str:
+    at = prompt.rfind(_MARK.strip())
+    if at < 0 or final.strip() not in prompt:
+        raise RequestError("the chat template leaves out the message to continue", param="continue_final_message")
+    trimmed = not prompt.startswith(_MARK, at)
+    return prompt[:at].rstrip() if trimmed else prompt[:at]

@@ -1,0 +1,174 @@
+"""Text to token ids and back, by the tokenizer that came with the model.
+
+A folder with a tokenizer.json is read by the `tokenizers` library alone, and so is a GGUF file with a byte-level
+vocabulary: both take tenths of a second. Anything else (a bare sentencepiece model, other GGUF vocabularies) goes through
+`transformers`, imported only then.
+
+Decoded text is what the tokenizer's own decoder makes of the ids. The `clean_up_tokenization_spaces` that
+`transformers` can apply afterwards is not ours: it edits the model's words and cannot be streamed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from headgate.errors import BrokenCheckpoint, UnsupportedModel
+from headgate.text.gguf import byte_level_backend
+from headgate.zoo.gguf import GGUFFile, read_gguf
+
+# Any one of these says that a folder without tokenizer.json has a tokenizer that `transformers` can build.
+SLOW_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+
+
+class Tokenizer:
+    """A `tokenizers` backend, and which of its tokens begin and end a text. Safe to share between threads."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, bos_token: str | None = None, eos_token: str | None = None
+    ) -> None:
+        # A length limit or padding saved with the tokenizer was for training; a prompt is never cut in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.bos_id = None if bos_token is None else backend.token_to_id(bos_token)
+        self.eos_id = None if eos_token is None else backend.token_to_id(eos_token)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer {self.vocab_size} tokens, bos {self.bos_id}, eos {self.eos_id}>"
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Ids of `text`; `add_special` adds what the checkpoint asks for at either end (its BOS, usually)."""
+        return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self.backend.decode(ids, skip_special_tokens=skip_special)
+
+
+def load_tokenizer(model: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder or GGUF file; None if it has none, and then only token ids can be served."""
+    if model.is_file():
+        return _from_gguf(read_gguf(model))
+    config = _read_json(model / "tokenizer_config.json")
+    if (model / "tokenizer.json").is_file():
+        return _from_json(model / "tokenizer.json", config)
+    if any((model / name).is_file() for name in SLOW_TOKENIZER_FILES):
+        return _from_transformers(model)
+    return None
+
+
+def _from_json(path: Path, config: Mapping[str, Any]) -> Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise BrokenCheckpoint(f"{path} is not a tokenizer: {error}") from error
+    _add_missing_tokens(backend, config.get("added_tokens_decoder", {}))
+    tokenizer = Tokenizer(
+        backend, bos_token=_content(config.get("bos_token")), eos_token=_content(config.get("eos_token"))
+    )
+    # As in `transformers`: the post-processor in tokenizer.json decides, unless the config says otherwise.
+    if "add_bos_token" in config or "add_eos_token" in config:
+        _set_ends(tokenizer, bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
+    return tokenizer
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, listed: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the tokens that only tokenizer_config.json names, in the order of their ids."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if token["content"] not in known:
+            flags = {option: token[option] for option in options if option in token}
+            backend.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
+
+
+def _set_ends(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
+    """Make `encode` add BOS and EOS, or not, whatever the backend did before."""
+    ends = {
+        "bos": (tokenizer.bos_token, tokenizer.bos_id) if add_bos else (None, None),
+        "eos": (tokenizer.eos_token, tokenizer.eos_id) if add_eos else (None, None),
+    }
+    # Under fixed names: a token with a space or a colon in it could not be written into the pattern.
+    present = [(name, token, token_id) for name, (token, token_id) in ends.items() if token and token_id is not None]
+    names = [name for name, _, _ in present]
+    single = " ".join([*(n for n in names if n == "bos"), "$A", *(n for n in names if n == "eos")])
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single=single,
+        pair=f"{single} $B:1",
+        special_tokens=[{"id": name, "ids": [token_id], "tokens": [token]} for name, token, token_id in present],
+    )
+
+
+def _from_gguf(file: GGUFFile) -> Tokenizer | None:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        return None
+    backend = byte_level_backend(file.metadata) or _transformers_backend(file.path.parent, gguf_file=file.path.name)
+    tokenizer = Tokenizer(
+        backend,
+        bos_token=_token_at(tokens, file.metadata.get("tokenizer.ggml.bos_token_id")),
+        eos_token=_token_at(tokens, file.metadata.get("tokenizer.ggml.eos_token_id")),
+    )
+    add_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
+    if add_bos is not None:
+        _set_ends(tokenizer, add_bos, bool(file.metadata.get("tokenizer.ggml.add_eos_token")))
+    return tokenizer
+
+
+def _from_transformers(folder: Path) -> Tokenizer:
+    slow = _transformers_tokenizer(folder)
+    return Tokenizer(slow.backend_tokenizer, bos_token=slow.bos_token, eos_token=slow.eos_token)
+
+
+def _transformers_backend(folder: Path, *, gguf_file: str) -> tokenizers.Tokenizer:
+    backend: tokenizers.Tokenizer = _transformers_tokenizer(folder, gguf_file=gguf_file).backend_tokenizer
+    return backend
+
+
+def _transformers_tokenizer(folder: Path, **options: str) -> Any:
+    from transformers import AutoTokenizer  # seconds to import, so only when nothing quicker can read the file
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)
+    except Exception as error:  # ImportError for sentencepiece, ValueError, KeyError and more, by file type
+        raise UnsupportedModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    if not hasattr(loaded, "backend_tokenizer"):
+        raise UnsupportedModel(
+            f"the tokenizer in {folder} ({type(loaded).__name__}) is written in Python; save it as a tokenizer.json"
+        )
+    return loaded
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BrokenCheckpoint(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BrokenCheckpoint(f"{path} is not a JSON object")
+    return value
+
+
+def _content(token: str | Mapping[str, Any] | None) -> str | None:
+    """A special token's text; tokenizer_config.json writes it bare or as an object."""
+    return token["content"] if isinstance(token, Mapping) else token
+
+
+def _token_at(tokens: Sequence[str], token_id: int | None) -> str | None:
+    return tokens[token_id] if token_id is not None and token_id < len(tokens) else None

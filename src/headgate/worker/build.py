@@ -1,0 +1,109 @@
+"""Putting a worker together: from model files and a config to an executor, and what it turned out to hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headgate.config import EngineConfig
+from headgate.errors import OutOfMemory
+from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of
+from headgate.worker.draw import draw, fastest_draw
+from headgate.worker.executor import Executor, LocalExecutor
+from headgate.worker.gguf import GGUFWeights
+from headgate.worker.memory import GIB, free_bytes
+from headgate.worker.rows import Rows
+from headgate.worker.runner import ModelRunner
+from headgate.worker.weights import SafetensorsFolder, WeightSource, load_weights
+from headgate.zoo.gguf import hub_config, read_gguf
+
+# A step of a CPU is long: fewer tokens keep running streams flowing, and there is nothing to hide behind it.
+CPU_BATCH_TOKENS, CPU_RUN_AHEAD = 512, 1
+GPU_BATCH_TOKENS, GPU_RUN_AHEAD = 8192, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    executor: Executor
+    spec: ModelSpec
+    backend: str
+    dtype: str
+    num_blocks: int
+    max_context: int
+    max_batch_tokens: int
+    run_ahead: int
+
+
+def build_worker(path: Path, config: EngineConfig) -> Worker:
+    """A worker for the model in `path`, a folder or a GGUF file, with its weights loaded."""
+    device = choose_device(config.device)
+    spec, source = open_model(path)
+    model = build_model(
+        spec,
+        device=device,
+        dtype=spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
+        backend=config.backend,
+        deterministic=config.deterministic,
+    )
+    load_weights(model, source, progress=True)
+    num_blocks, max_context = size_kv(model, device, config)
+    on_gpu = device.type == "cuda"
+    max_batch_tokens = config.max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
+    rows = Rows(
+        max_rows=config.max_running,
+        max_context=max_context,
+        block_size=config.block_size,
+        vocab_size=spec.vocab,
+        eos_ids=spec.eos_ids,
+        device=device,
+    )
+    runner = ModelRunner(
+        model,
+        model.allocate_kv(num_blocks, config.block_size),
+        rows,
+        max_tokens=max_batch_tokens,
+        draw=draw if config.backend == "torch" else fastest_draw(device),
+    )
+    return Worker(
+        executor=LocalExecutor(runner),
+        spec=spec,
+        backend=model.backend.name,
+        dtype=str(model.backend.dtype).removeprefix("torch."),
+        num_blocks=num_blocks,
+        max_context=max_context,
+        max_batch_tokens=max_batch_tokens,
+        run_ahead=config.run_ahead or (GPU_RUN_AHEAD if on_gpu else CPU_RUN_AHEAD),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def open_model(path: Path) -> tuple[ModelSpec, WeightSource]:
+    if path.is_file():
+        return spec_of(Config(str(path), hub_config(read_gguf(path)))), GGUFWeights(path)
+    return read_spec(path), SafetensorsFolder(path)
+
+
+def size_kv(model: DenseModel, device: torch.device, config: EngineConfig) -> tuple[int, int]:
+    """How many blocks to allocate, and the longest context that fits in them."""
+    most = model.spec.max_positions
+    wanted = min(config.max_context or most, most)
+    usable = int(free_bytes(device) * config.memory_fraction)
+    block_bytes = model.kv_bytes_per_block(config.block_size)
+    enough = -(-wanted // config.block_size) * config.max_running
+    num_blocks = config.kv_blocks or min(usable // block_bytes, enough)
+    fits = num_blocks * config.block_size
+    # A context that nobody asked for is cut to what fits; one that was asked for is promised or refused.
+    if fits < (wanted if config.max_context else config.block_size):
+        need = -(-wanted // config.block_size) * block_bytes
+        raise OutOfMemory(
+            f"a context of {wanted} tokens needs {need / GIB:.2f} GiB of KV cache, and there is room for {fits} tokens "
+            f"({num_blocks * block_bytes / GIB:.2f} GiB); lower max_context, or raise kv_blocks or memory_fraction"
+        )
+    return num_blocks, min(wanted, fits)

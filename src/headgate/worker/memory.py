@@ -1,0 +1,32 @@
+"""How much memory is left, on a device, a machine or in a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process could still allocate on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(free_on_machine(), free_in_cgroup())
+
+
+def free_on_machine(meminfo: Path = Path("/proc/meminfo")) -> int:
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def free_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """What a container's limit leaves; page cache counts as free, because the kernel drops it when asked."""
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
+        return 2**63
+    return max(0, limit - used + int(stat["inactive_file"]))

@@ -1,0 +1,147 @@
+"""Device rows: what the device remembers of each running sequence between two steps.
+
+Token ids and block tables live on the device. A sampled token is written into its row there, so the next step can
+be launched before the host has seen it. All else is known when a sequence joins and stays on the host as columns:
+whether a step is greedy, penalised or wants log-probabilities is decided without waiting for the device.
+
+A row is never cleared; the next `Join` overwrites it. The scheduler reuses a row only when no launched step
+touches it (invariant 4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headgate.protocol.plan import Join, StepPlan
+from headgate.protocol.request import SamplingParams
+
+Ints = npt.NDArray[np.int64]
+Records = npt.NDArray[Any]  # of dtype SAMPLING
+
+SAMPLING = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("prompt_len", np.int32),
+        ("min_tokens", np.int32),
+        ("logprobs", np.int32),  # -1: not wanted
+        ("prompt_logprobs", np.int32),  # -1: not wanted
+        ("biased", np.bool_),
+        ("penalised", np.bool_),
+    ],
+    align=True,
+)
+
+# Below this, dividing by the temperature overflows float32 long before it changes which token wins.
+GREEDY_BELOW = 1e-5
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+
+class Rows:
+    """`max_rows` rows of up to `max_context` tokens, whose KV lies in blocks of `block_size`."""
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_context: int,
+        block_size: int,
+        vocab_size: int,
+        eos_ids: tuple[int, ...] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.max_rows = max_rows
+        self.max_context = max_context
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.eos_ids = eos_ids
+        # One column more than the context: the last token of a full sequence is sampled but never computed.
+        self.tokens = torch.zeros(max_rows, max_context + 1, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(max_rows, -(-max_context // block_size), dtype=torch.int32, device=device)
+        self.sampling: Records = np.zeros(max_rows, dtype=SAMPLING)
+        self.stop_ids: list[Ints] = [_NO_IDS] * max_rows
+        self.bias: list[tuple[Ints, npt.NDArray[np.float32]]] = [(_NO_IDS, _NO_BIAS)] * max_rows
+        self._blocks = [0] * max_rows  # how many entries of each table are set
+
+    def apply(self, plan: StepPlan) -> None:
+        """Seat the sequences that join with this plan, and lengthen the tables that grow."""
+        for join in plan.joins:
+            self._seat(join)
+        added = [(join.row, join.blocks) for join in plan.joins] + list(plan.grown)
+        if added:
+            self._extend_tables(added)
+
+    def write_tokens(self, rows: Ints, positions: Ints, tokens: torch.Tensor) -> None:
+        """Append sampled tokens on the device; a later step reads them there."""
+        where = to_device(rows * self.tokens.shape[1] + positions, self.tokens.device)
+        self.tokens.view(-1).index_copy_(0, where, tokens.to(torch.int32))
+
+    def _seat(self, join: Join) -> None:
+        row, params = join.row, join.sampling
+        self.tokens[row, : len(join.tokens)] = torch.from_numpy(np.array(join.tokens, dtype=np.int32))
+        self.sampling[row] = _record(params, join.prompt_len, self.vocab_size)
+        self.stop_ids[row] = self._known(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
+        self.bias[row] = self._known_bias(params.logit_bias)
+        self._blocks[row] = 0
+
+    def _known(self, ids: tuple[int, ...]) -> Ints:
+        """Those of `ids` that the model can produce; to forbid or favour any other changes nothing."""
+        return np.array(sorted({token for token in ids if token < self.vocab_size}), dtype=np.int64)
+
+    def _known_bias(self, bias: dict[int, float]) -> tuple[Ints, npt.NDArray[np.float32]]:
+        ids = self._known(tuple(bias))
+        return ids, np.array([bias[token] for token in ids.tolist()], dtype=np.float32)
+
+    def _extend_tables(self, added: list[tuple[int, tuple[int, ...]]]) -> None:
+        width = self.tables.shape[1]
+        where: list[int] = []
+        blocks: list[int] = []
+        for row, new in added:
+            first = self._blocks[row]
+            self._blocks[row] = last = first + len(new)
+            # Past its end, a table would go on in the next row.
+            assert last <= width, f"row {row} has {last} blocks; its table holds {width}"
+            where.extend(range(row * width + first, row * width + last))
+            blocks.extend(new)
+        index = to_device(np.array(where, dtype=np.int64), self.tables.device)
+        entries = to_device(np.array(blocks, dtype=np.int32), self.tables.device)
+        self.tables.view(-1).index_copy_(0, index, entries)
+
+
+_NO_IDS: Ints = np.zeros(0, dtype=np.int64)
+_NO_BIAS: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
+
+
+def _record(params: SamplingParams, prompt_len: int, vocab_size: int) -> tuple[float, ...]:
+    """One row of `SAMPLING`, in its order."""
+    greedy = params.temperature < GREEDY_BELOW
+    assert greedy or params.seed is not None, "a sequence that samples joins without a seed"
+    return (
+        (params.seed or 0) % 2**64,
+        0.0 if greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.top_k if params.top_k < vocab_size else 0,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        prompt_len,
+        params.min_tokens,
+        -1 if params.logprobs is None else params.logprobs,
+        -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        bool(params.logit_bias),
+        params.penalised,
+    )

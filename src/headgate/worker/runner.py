@@ -1,0 +1,112 @@
+"""One plan in, one result out. The runner decides nothing: all it does is in the plan and in the rows.
+
+A step, read aloud: seat who joins, lay out the inputs, run the model, score prompts, compute logits where a token is
+wanted, sample, write the tokens into their rows. `launch` does all of it; `Launched.result` waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headgate.layers.backend import KV
+from headgate.layers.batch import Batch
+from headgate.protocol.plan import Logprobs, StepPlan, StepResult
+from headgate.worker.draw import Draw, draw
+from headgate.worker.inputs import Inputs, Layout
+from headgate.worker.logprobs import chunks, score
+from headgate.worker.rows import Rows, to_device
+from headgate.worker.sampler import Sampler
+from headgate.worker.weights import Loadable
+
+
+class Model(Loadable, Protocol):
+    """What the runner needs of a network."""
+
+    def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
+        """Hidden states [T, hidden]; writes the KV of the batch."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of some hidden states [R, hidden]: [R, vocab] float32, the caller's to spoil."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device has been given. Its tokens may still be on their way."""
+
+    step: int
+    tokens: torch.Tensor
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[Logprobs, ...]] = field(default_factory=dict)
+
+    def result(self) -> StepResult:
+        return StepResult(self.step, self.tokens.tolist(), self.logprobs, self.prompt_logprobs)
+
+
+class ModelRunner:
+    def __init__(self, model: Model, kv: list[KV], rows: Rows, *, max_tokens: int, draw: Draw = draw) -> None:
+        self.model = model
+        self.kv = kv
+        self.rows = rows
+        self._inputs = Inputs(rows, max_tokens=max_tokens)
+        self._sampler = Sampler(rows, draw)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        self.rows.apply(plan)
+        if not plan.rows:
+            return Launched(plan.step, torch.empty(0, dtype=torch.int64))
+        layout = self._inputs.lay_out(plan)
+        hidden = self.model(self._inputs.gather(layout), self.kv)
+        prompt_logprobs = self._score_prompts(layout, hidden)
+        tokens, logprobs = self._sample(layout, hidden)
+        return Launched(plan.step, tokens, logprobs, prompt_logprobs)
+
+    def _sample(self, layout: Layout, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[int, Logprobs]]:
+        """A token after each slice that samples, written into its row; and what was asked about it."""
+        if not layout.sampling.size:
+            return torch.empty(0, dtype=torch.int64), {}
+        rows, positions = layout.rows[layout.sampling], layout.ends[layout.sampling]
+        logits = self._last_logits(layout, hidden)
+
+        wanted = self.rows.sampling["logprobs"][rows]
+        scored = np.flatnonzero(wanted >= 0)
+        # Before sampling, which spoils the logits.
+        logprobs = [logits[i].log_softmax(-1) for i in scored]
+        tokens = self._sampler.sample(logits, rows, positions)
+        self.rows.write_tokens(rows, positions, tokens)
+        return tokens, {
+            int(i): score(row, int(tokens[i]), int(wanted[i])) for i, row in zip(scored, logprobs, strict=True)
+        }
+
+    def _last_logits(self, layout: Layout, hidden: torch.Tensor) -> torch.Tensor:
+        last = layout.query_starts[1:][layout.sampling] - 1
+        # In steady decode every token samples, and there is nothing to pick.
+        if len(last) < layout.num_tokens:
+            hidden = hidden.index_select(0, to_device(last, hidden.device))
+        return self.model.logits(hidden)
+
+    def _score_prompts(self, layout: Layout, hidden: torch.Tensor) -> dict[int, tuple[Logprobs, ...]]:
+        """For slices that ask, each position's view of the prompt token after it."""
+        records = self.rows.sampling[layout.rows]
+        asking = (records["prompt_logprobs"] >= 0) & (layout.starts + 1 < records["prompt_len"])
+        return {int(s): self._score_prompt(layout, int(s), hidden) for s in np.flatnonzero(asking)}
+
+    def _score_prompt(self, layout: Layout, s: int, hidden: torch.Tensor) -> tuple[Logprobs, ...]:
+        row, start, first = int(layout.rows[s]), int(layout.starts[s]), int(layout.query_starts[s])
+        record = self.rows.sampling[row]
+        end = min(int(layout.ends[s]) + 1, int(record["prompt_len"]))
+        tokens = self.rows.tokens[row, start + 1 : end].tolist()
+        hidden = hidden[first : first + len(tokens)]
+        scores: list[Logprobs] = []
+        for run in chunks(len(tokens), self.rows.vocab_size):
+            logprobs = self.model.logits(hidden[run]).log_softmax(-1)
+            top = int(record["prompt_logprobs"])
+            scores += [score(row, token, top) for row, token in zip(logprobs, tokens[run], strict=True)]
+        return tuple(scores)

@@ -1,0 +1,36 @@
+"""Hub models: in the cache that every program of the field shares, or fetched into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headgate.errors import NotAModel
+
+# What serving needs; a repository may also hold the same weights in three other formats.
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def cached_snapshot(cache: Path, name: str) -> Path | None:
+    """The snapshot of `name` that `main` points to, or the newest one; None if there is none."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    main = repository / "refs" / "main"
+    if main.is_file():
+        snapshot = repository / "snapshots" / main.read_text().strip()
+        if snapshot.is_dir():
+            return snapshot
+    snapshots = [path for path in repository.glob("snapshots/*") if path.is_dir()]
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def download(name: str, cache: Path) -> Path:
+    """Fetch `name` into the cache and return its snapshot."""
+    from huggingface_hub import snapshot_download  # half a second, and only needed here
+
+    try:
+        return Path(snapshot_download(name, cache_dir=cache, allow_patterns=WANTED))
+    except Exception as error:  # whatever the network, the hub or its library may come up with
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise NotAModel(
+            f"{name} is not a folder, not in the hub cache {cache}, and could not be fetched from the hub ({reason}). "
+            "Check the spelling, or download it elsewhere and give the folder"
+        ) from error

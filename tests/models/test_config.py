@@ -1,0 +1,189 @@
+"""What is read from a config, and every refusal with the sentence it gives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from headgate.errors import NotAModel, UnsupportedModel
+from headgate.layers.rotary import LinearScaling, Llama3Scaling, YarnScaling
+from headgate.models import read_spec
+from headgate.testing.tiny import tiny_config, tiny_model
+
+
+def write_config(folder, architecture="llama", **overrides):
+    config = tiny_config(architecture, "float32") | overrides
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_spec_states_the_shape_of_the_model(tmp_path):
+    spec = read_spec(write_config(tmp_path, "qwen2", dtype="bfloat16"))
+    assert (spec.hidden, spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (64, 2, 4, 2, 16)
+    assert (spec.intermediate, spec.vocab, spec.max_positions) == (96, 260, 512)
+    assert (spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.tied) == (True, False, False, True)
+    assert spec.dtype is torch.bfloat16
+
+
+def test_torch_dtype_is_the_old_name_of_dtype(tmp_path):
+    assert read_spec(write_config(tmp_path, dtype=None, torch_dtype="float16")).dtype is torch.float16
+
+
+def test_the_end_of_a_turn_may_be_named_in_the_generation_config(tmp_path):
+    folder = write_config(tmp_path, eos_token_id=1)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    assert read_spec(folder).eos_ids == (1, 2)
+
+
+def test_a_model_may_have_no_end(tmp_path):
+    assert read_spec(write_config(tmp_path, eos_token_id=None)).eos_ids == ()
+
+
+def test_old_configs_put_rope_at_the_top(tmp_path):
+    scaling = {"type": "linear", "factor": 2}
+    rope = read_spec(write_config(tmp_path, rope_parameters=None, rope_theta=5e5, rope_scaling=scaling)).rope
+    assert (rope.theta, rope.scaling) == (5e5, LinearScaling(2.0))
+
+
+def test_llama3_rope_is_read_whole(tmp_path):
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    rope = read_spec(write_config(tmp_path, rope_parameters=parameters)).rope
+    assert rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_yarn_takes_the_context_of_the_model_for_the_original_one(tmp_path):
+    parameters = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25}
+    rope = read_spec(write_config(tmp_path, rope_parameters=parameters)).rope
+    assert rope.scaling == YarnScaling(factor=4.0, original_positions=512, magnitude=1.25)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "windows"),
+    [
+        ("mistral", {"sliding_window": 9}, (9, 9)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("qwen2", {"sliding_window": 9}, (None, None)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9)),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (9, None),
+        ),
+    ],
+)
+def test_windows_are_stated_per_layer(tmp_path, architecture, overrides, windows):
+    assert read_spec(write_config(tmp_path, architecture, **overrides)).windows == windows
+
+
+def test_a_mistral_that_says_nothing_of_a_window_has_that_of_the_first_mistral(tmp_path):
+    folder = write_config(tmp_path, "mistral")
+    config = json.loads((folder / "config.json").read_text())
+    del config["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_spec(folder).windows == (4096, 4096)
+
+
+REFUSED = [
+    (
+        {"architectures": ["MambaForCausalLM"]},
+        "architecture MambaForCausalLM is not supported; LlamaForCausalLM, MistralForCausalLM, "
+        "Qwen2ForCausalLM, Qwen3ForCausalLM are",
+    ),
+    ({"architectures": None, "model_type": "gpt2"}, "architecture gpt2 is not supported"),
+    (
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope type 'longrope' is not supported; default, linear, llama3, yarn are",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor 0.5 is not supported; heads turn as a whole",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "config.json: rope_parameters differs from layer to layer",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "linear"}},
+        "config.json: rope_parameters does not say factor",
+    ),
+    ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; silu is"),
+    (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "the checkpoint is quantised with gptq; we take float32, bfloat16, float16 weights",
+    ),
+    ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; float32, bfloat16, float16 are"),
+    ({"hidden_size": None}, "config.json does not say hidden_size"),
+    ({"hidden_size": "big"}, "config.json: hidden_size is 'big', which we cannot make sense of"),
+    ({"num_hidden_layers": 0}, "layers = 0 makes no sense"),
+    ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads evenly"),
+    ({"head_dim": 15}, "head size 15 is odd"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED)
+def test_a_model_we_do_not_know_is_refused_by_name(tmp_path, overrides, sentence):
+    with pytest.raises(UnsupportedModel) as refusal:
+        read_spec(write_config(tmp_path, **overrides))
+    assert sentence in str(refusal.value)
+
+
+def test_layer_types_that_we_do_not_know_are_refused_by_name(tmp_path):
+    types = ["linear_attention", "full_attention"]
+    folder = write_config(tmp_path, "qwen3", use_sliding_window=True, sliding_window=4, layer_types=types)
+    with pytest.raises(UnsupportedModel, match="layer type 'linear_attention' is not supported"):
+        read_spec(folder)
+
+
+def test_as_many_layer_types_as_layers(tmp_path):
+    folder = write_config(
+        tmp_path, "qwen3", use_sliding_window=True, sliding_window=4, layer_types=["full_attention"]
+    )
+    with pytest.raises(UnsupportedModel, match="1 layer types are given for 2 layers"):
+        read_spec(folder)
+
+
+def test_a_window_sees_at_least_the_token_itself(tmp_path):
+    with pytest.raises(UnsupportedModel, match="a sliding window shorter than one token sees nothing"):
+        read_spec(write_config(tmp_path, "mistral", sliding_window=0))
+
+
+def test_mistral_with_layer_types_is_refused(tmp_path):
+    folder = write_config(tmp_path, "mistral", layer_types=["full_attention"] * 2)
+    with pytest.raises(UnsupportedModel, match="Mistral with layer_types is not supported"):
+        read_spec(folder)
+
+
+def test_a_path_that_is_no_folder(tmp_path):
+    with pytest.raises(NotAModel, match=r"nowhere is not a folder"):
+        read_spec(tmp_path / "nowhere")
+
+
+def test_a_folder_without_config(tmp_path):
+    with pytest.raises(NotAModel, match=r"has no config\.json"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("{", "is not valid JSON"), ("[]", "is not a JSON object"), ("\xff", "JSON")]
+)
+def test_a_config_that_is_not_json(tmp_path, text, sentence):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(NotAModel, match=sentence):
+        read_spec(tmp_path)
+
+
+def test_a_tiny_model_is_a_model(tmp_path):
+    assert read_spec(tiny_model(tmp_path)).architecture == "LlamaForCausalLM"

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import msgspec
+
+from headgate.protocol.message import CLIENT_SHIFT, Abort, Message, Submit, client_of
+from headgate.protocol.request import GenerateRequest
+
+
+def test_the_type_of_a_message_is_its_tag():
+    for message in (Submit([GenerateRequest(1, (2,))]), Abort([1, 2], "api_abort")):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message) == message
+
+
+def test_an_id_names_its_client():
+    assert client_of(3 << CLIENT_SHIFT | 17) == 3
