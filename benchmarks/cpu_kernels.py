@@ -1,9 +1,9 @@
 """Times the CPU kernels beside torch and beside what the machine can do at best, and prints JSON.
 
-    python benchmarks/cpu_kernels.py [--models qwen3-0.6b smollm2-135m] [--rows 1 8 64] [--isa avx512-bf16] [--threads 2] [--seconds 0.3]
+    python benchmarks/cpu_kernels.py [--models qwen3-0.6b] [--rows 1 8 64] [--isa avx512-bf16] [--threads 2]
 
 The two floors are measured in the same run: the time to read the weights once at the read bandwidth of all threads, and
-the time of the arithmetic at the rate of a product that stays in the caches. Best of several repeats, since the machine is
+the time of the arithmetic at the rate of multiplying what is in registers. Best of several repeats, since the machine is
 shared; weights rotate through enough copies that none is found in a cache.
 """
 
@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from headgate.layers.cpu import Kernels, Unavailable, load_kernels
 
-SHAPES = {
+MATRICES = {
     "qwen3-0.6b": {
-        "layers": 28,
         "qkv": (4096, 1024),
         "o": (1024, 2048),
         "gate_up": (6144, 1024),
@@ -32,7 +34,6 @@ SHAPES = {
         "lm_head": (151936, 1024),
     },
     "smollm2-135m": {
-        "layers": 30,
         "qkv": (960, 576),
         "o": (576, 576),
         "gate_up": (3072, 576),
@@ -40,6 +41,7 @@ SHAPES = {
         "lm_head": (49152, 576),
     },
 }
+LAYERS = {"qwen3-0.6b": 28, "smollm2-135m": 30}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 COLD_BYTES = 160 << 20  # more than any cache we meet
 
@@ -58,76 +60,69 @@ def best_s(work: Callable[[], object], seconds: float) -> float:
     return best
 
 
-def read_bandwidth(seconds: float) -> float:
-    """Bytes per second that all threads together read, by a kernel that does nothing else of note."""
-    big = torch.ones(1 << 28, dtype=torch.int8).view(torch.int64)
-    return big.nbytes / best_s(lambda: big.sum(), seconds)
+class Floors:
+    """The best rates seen so far. Measured again and again, as a busy neighbour can halve them for a while."""
+
+    def __init__(self, k: Kernels, dtype: torch.dtype) -> None:
+        self.bytes_per_s = self.operations_per_s = 0.0
+        self._read, self._k, self._dtype = k.probe_read(COLD_BYTES), k, dtype
+
+    def measure(self) -> None:
+        operations = self._k.probe_multiply(self._dtype, 10_000)
+        self.bytes_per_s = max(self.bytes_per_s, COLD_BYTES / best_s(self._read, 0.05))
+        spent = best_s(lambda: self._k.probe_multiply(self._dtype, 10_000), 0.02)
+        self.operations_per_s = max(self.operations_per_s, operations / spent)
 
 
-def peak_flops(k: Kernels, dtype: torch.dtype, seconds: float) -> float:
-    """Of a product of which everything stays in the first caches."""
-    M, N, K = 96, 64, 256
-    x, weight = torch.randn(M, K).to(dtype), k.empty_packed(N, K, dtype)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    seconds_each = best_s(lambda: [k.linear(x, weight, N) for _ in range(50)], seconds) / 50
-    torch.set_num_threads(threads)
-    return 2 * M * N * K / seconds_each * threads
-
-
-def copies(make: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+def copies(make: Callable[[], Tensor]) -> Iterator[Tensor]:
     first = make()
     count = max(1, min(40, COLD_BYTES // first.nbytes))
     return cycle([first, *(make() for _ in range(count - 1))])
 
 
 def time_linear(
-    k: Kernels,
-    name: str,
-    N: int,
-    K: int,
-    rows: list[int],
-    dtype: torch.dtype,
-    floors: tuple[float, float],
-    seconds: float,
-) -> Iterator[dict[str, object]]:
-    bandwidth, peak = floors
+    k: Kernels, name: str, N: int, K: int, rows: list[int], dtype: torch.dtype, floors: Floors, seconds: float
+) -> Iterator[dict[str, Any]]:
     plain = copies(lambda: torch.randn(N, K).to(dtype))
 
-    def packed() -> torch.Tensor:
+    def packed() -> Tensor:
         room = k.empty_packed(N, K, dtype)
         k.pack_into(room, next(plain))
         return room
 
     ours = copies(packed)
     for M in rows:
-        x = torch.randn(M, K).to(dtype)
-        out_dtype = torch.float32 if name == "lm_head" else dtype
-        half = N // 2
-        if name == "gate_up":
-            ours_s = best_s(lambda: k.linear_silu_mul(x, next(ours), half), seconds)  # noqa: B023
-        else:
-            ours_s = best_s(lambda: k.linear(x, next(ours), N, None, out_dtype), seconds)  # noqa: B023
-        torch_s = best_s(lambda: F.linear(x, next(plain)), seconds)  # noqa: B023
-        by_bandwidth, by_peak = N * K * dtype.itemsize / bandwidth, 2 * M * N * K / peak
-        yield {
-            "matrix": name,
-            "rows": M,
-            "ours_ms": round(ours_s * 1e3, 4),
-            "torch_ms": round(torch_s * 1e3, 4),
-            "bandwidth_floor_ms": round(by_bandwidth * 1e3, 4),
-            "peak_floor_ms": round(by_peak * 1e3, 4),
-            "of_floor": round(max(by_bandwidth, by_peak) / ours_s, 3),
-        }
+        floors.measure()
+        yield {"matrix": name, "rows": M, "shape": [N, K]} | time_product(k, name, N, M, K, ours, plain, seconds)
 
 
-def steps(table: list[dict[str, object]], layers: int, rows: list[int]) -> list[dict[str, float]]:
+def time_product(
+    k: Kernels, name: str, N: int, M: int, K: int, ours: Iterator[Tensor], plain: Iterator[Tensor], seconds: float
+) -> dict[str, float]:
+    x = torch.randn(M, K).to(next(plain).dtype)
+    out_dtype = torch.float32 if name == "lm_head" else x.dtype
+    out = torch.empty(M, N // 2 if name == "gate_up" else N, dtype=out_dtype)
+    if name == "gate_up":
+        ours_s = best_s(lambda: k.linear_silu_mul(x, next(ours), N // 2, out=out), seconds)
+    else:
+        ours_s = best_s(lambda: k.linear(x, next(ours), N, None, out_dtype, out=out), seconds)
+    torch_s = best_s(lambda: F.linear(x, next(plain)), seconds)
+    return {"ours_ms": round(ours_s * 1e3, 4), "torch_ms": round(torch_s * 1e3, 4)}
+
+
+def add_floors(row: dict[str, Any], itemsize: int, floors: Floors) -> None:
+    N, K = row["shape"]
+    by_bandwidth = N * K * itemsize / floors.bytes_per_s * 1e3
+    by_peak = 2 * row["rows"] * N * K / floors.operations_per_s * 1e3
+    row["bandwidth_floor_ms"], row["peak_floor_ms"] = round(by_bandwidth, 4), round(by_peak, 4)
+    row["of_floor"] = round(max(by_bandwidth, by_peak) / row["ours_ms"], 3)
+
+
+def steps(table: list[dict[str, Any]], layers: int, rows: list[int]) -> list[dict[str, float]]:
     """All matrix products of one step: the layers' and the head's."""
 
     def total(M: int, key: str) -> float:
-        return sum(
-            float(str(row[key])) * (1 if row["matrix"] == "lm_head" else layers) for row in table if row["rows"] == M
-        )
+        return sum(row[key] * (1 if row["matrix"] == "lm_head" else layers) for row in table if row["rows"] == M)
 
     keys = ("ours_ms", "torch_ms", "bandwidth_floor_ms", "peak_floor_ms")
     return [{"rows": M} | {key: round(total(M, key), 2) for key in keys} for M in rows]
@@ -196,7 +191,7 @@ def cpu_model() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--models", nargs="*", default=list(MATRICES), choices=list(MATRICES))
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     parser.add_argument("--isa")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -208,37 +203,40 @@ def main() -> None:
     if isinstance(k, Unavailable):
         raise SystemExit(k.reason)
     dtype: torch.dtype = getattr(torch, asked.dtype)
-    bandwidth, peak = read_bandwidth(asked.seconds), peak_flops(k, dtype, asked.seconds)
-    report: dict[str, object] = {
+    floors = Floors(k, dtype)
+    models = {
+        model: [
+            row
+            for name, (N, K) in MATRICES[model].items()
+            for row in time_linear(k, name, N, K, asked.rows, dtype, floors, asked.seconds)
+        ]
+        for model in asked.models
+    }
+    attention = [
+        time_attention(k, batch, query, context, dtype, asked.seconds)
+        for batch, query, context in ((1, 1, 512), (8, 1, 512), (32, 1, 512), (1, 1, 4096), (1, 512, 512))
+    ]
+    floors.measure()
+    for row in (row for table in models.values() for row in table):
+        add_floors(row, dtype.itemsize, floors)
+    environment = {
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
         "isa": k.isa,
         "dtype": asked.dtype,
         "torch": torch.__version__,
-        "read_gb_per_s": round(bandwidth / 1e9, 1),
-        "peak_gflops": round(peak / 1e9, 1),
+        "read_gb_per_s": round(floors.bytes_per_s / 1e9, 1),
+        "peak_gflops": round(floors.operations_per_s / 1e9, 1),
     }
-    for model in asked.models:
-        shape = dict(SHAPES[model])
-        layers = shape.pop("layers")
-        table = [
-            row
-            for name, (N, K) in shape.items()  # type: ignore[misc]
-            for row in time_linear(k, name, N, K, asked.rows, dtype, (bandwidth, peak), asked.seconds)
-        ]
-        report[model] = {"step": steps(table, layers, asked.rows), "linear": table}  # type: ignore[arg-type]
-    report["attention"] = [
-        time_attention(k, batch, query, context, dtype, asked.seconds)
-        for batch, query, context in (
-            (1, 1, 512),
-            (8, 1, 512),
-            (32, 1, 512),
-            (1, 1, 4096),
-            (1, 512, 512),
-            (1, 512, 2048),
-        )
-    ]
-    report["small"] = {rows: time_small(k, rows, asked.seconds) for rows in (1, 32)}
+    report = {
+        "environment": environment,
+        "step": {model: steps(table, LAYERS[model], asked.rows) for model, table in models.items()},
+        "linear": models,
+        "attention": attention,
+        "small": {rows: time_small(k, rows, asked.seconds) for rows in (1, 32)},
+        "call_us": round(best_s(lambda: k.rms_norm(torch.ones(1, 16), torch.ones(16), 1e-6), asked.seconds) * 1e6, 2),
+    }
     print(json.dumps(report, indent=1))
 
 

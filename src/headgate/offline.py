@@ -67,7 +67,7 @@ class LLM:
         files = find_model(None if model is None else str(model))
         self.tokenizer: Tokenizer | None = load_tokenizer(files.path)
         self.template: ChatTemplate | None = load_template(files.path)
-        self.engine: Engine = build_engine(files, EngineConfig(**options), self._deliver)
+        self.engine: Engine = build_engine(files.path, EngineConfig(**options), self._deliver)
 
     def __enter__(self) -> LLM:
         return self

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -19,7 +20,7 @@ cuts = st.lists(st.integers(0, 24), max_size=8)
 
 def deltas(text: str, places: list[int]) -> list[str]:
     edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(edges)]
 
 
 def up_to_first_stop(text: str, stops: list[str], *, include: bool) -> str:

@@ -1,22 +1,24 @@
-"""Putting an engine together: model files and a config in, a loop that is ready to turn out."""
+"""Putting an engine together: a model and a config in, a loop that is ready to turn out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from headgate.config import EngineConfig
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Limits, Scheduler
 from headgate.engine.loop import EngineLoop
+from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Outputs
 from headgate.worker.build import build_worker
 from headgate.worker.executor import Executor
-from typing import Any as ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
+    info: EngineInfo
     loop: EngineLoop
     executor: Executor
 
@@ -29,15 +31,28 @@ class Engine:
         self.executor.close()
 
 
-def build_engine(files: ModelFiles, config: EngineConfig, send: Callable[[int, Outputs], None]) -> Engine:
-    worker = build_worker(files.path, config)
+def build_engine(model: Path, config: EngineConfig, send: Callable[[int, Outputs], None]) -> Engine:
+    """An engine for the model in `model`, a folder or a GGUF file; `send` takes what it has to say to a client."""
+    worker = build_worker(model, config)
+    spec = worker.spec
     limits = Limits(
         max_context=worker.max_context,
         max_running=config.max_running,
         max_batch_tokens=worker.max_batch_tokens,
-        vocab_size=worker.spec.vocab,
-        eos_token_ids=worker.spec.eos_ids,
+        vocab_size=spec.vocab,
+        eos_token_ids=spec.eos_ids,
     )
     scheduler = Scheduler(BlockPool(worker.num_blocks, config.block_size), limits)
+    info = EngineInfo(
+        max_context=scheduler.max_context,
+        vocab_size=spec.vocab,
+        eos_token_ids=spec.eos_ids,
+        num_blocks=worker.num_blocks,
+        block_size=config.block_size,
+        max_running=config.max_running,
+        device=worker.device,
+        backend=worker.backend,
+        dtype=worker.dtype,
+    )
     loop = EngineLoop(scheduler, worker.executor, send, run_ahead=worker.run_ahead)
-    return Engine(loop, worker.executor)
+    return Engine(info, loop, worker.executor)

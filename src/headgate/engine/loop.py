@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from headgate.core.scheduler import Scheduler
 from headgate.engine.post import sort_by_client
 from headgate.errors import RequestError
-from headgate.protocol.message import Abort, Message, Submit
+from headgate.protocol.message import Abort, EngineStatus, Message, Submit
 from headgate.protocol.output import Outputs, Refused
 from headgate.protocol.plan import StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest
@@ -38,7 +38,7 @@ class EngineLoop:
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.last_turn_s = clock()
+        self.status = EngineStatus(clock(), busy=False)  # replaced whole every turn, so any thread may read it
         self._send = send
         self._run_ahead = run_ahead  # steps on the device at once; more hides scheduling, fewer makes aborts quicker
         self._clock = clock
@@ -67,17 +67,37 @@ class EngineLoop:
     def turn(self) -> None:
         """Wait for something to happen, and deal with all that has."""
         self._receive()
-        self.last_turn_s = self._clock()
-        self.scheduler.tick(self.last_turn_s)
+        self.scheduler.tick(self._clock())
         self._commit()
         self._launch()
         self._tell()
+        self.status = self._look()
+
+    def quiet(self) -> tuple[float, EngineStatus]:
+        """Seconds since the last turn, and the status then; may be called from any thread."""
+        status = self.status
+        return self._clock() - status.turn_s, status
 
     @property
     def idle(self) -> bool:
         """Nothing runs, nothing waits, and nothing is on its way home."""
         scheduler = self.scheduler
         return not (scheduler.sequences or scheduler.leaving or self._steps)
+
+    def _look(self) -> EngineStatus:
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        return EngineStatus(
+            scheduler.now_s,
+            bool(self._steps),
+            scheduler.version,
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.pool.held,
+            scheduler.pool.cached,
+            counters.preemptions,
+            counters.prompt_tokens,
+            counters.cached_tokens,
+        )
 
     # -- in ---------------------------------------------------------------------
 

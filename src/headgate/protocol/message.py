@@ -1,11 +1,31 @@
-"""What a client may send an engine. Control is values: a new verb is a new struct here and a handler in the loop."""
+"""What passes between a client and an engine: tagged, positional messages, one per frame.
+
+Control is values: a new verb is a new struct here and a handler in the loop. A peer that speaks another `PROTOCOL` is
+refused in the handshake, before anything else is read.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
-from headgate.protocol.output import Cause
+from headgate.protocol.output import Cause, Outputs
 from headgate.protocol.request import GenerateRequest
+
+PROTOCOL = 1
+
+# The high bits of a request id name the client it belongs to, so that a reused label never reaches another's request.
+CLIENT_SHIFT = 40
+
+
+def client_of(id: int) -> int:
+    return id >> CLIENT_SHIFT
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message of a client; `client` is the owner part of all ids that it will use."""
+
+    protocol: int
+    client: int
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
@@ -19,11 +39,56 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     cause: Cause
 
 
-Message = Submit | Abort
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Answered beside the step loop, so that a long step or a pause does not look like death."""
 
-# The high bits of a request id name the client it belongs to, so that a reused label never reaches another's request.
-CLIENT_SHIFT = 40
+    number: int
 
 
-def client_of(id: int) -> int:
-    return id >> CLIENT_SHIFT
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine is, for as long as it lives."""
+
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    max_running: int
+    device: str
+    backend: str
+    dtype: str
+
+
+class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine is doing, as of its last turn."""
+
+    turn_s: float  # the engine's clock at that turn
+    busy: bool  # a step was on the device then
+    version: int = 0
+    running: int = 0
+    waiting: int = 0
+    held_blocks: int = 0
+    cached_blocks: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    protocol: int
+    info: EngineInfo
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    number: int
+    quiet_s: float  # since the last turn of the step loop
+    status: EngineStatus
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+    outputs: Outputs
+
+
+Message = Submit | Abort  # for the step loop
+FromClient = Hello | Submit | Abort | Ping
+FromEngine = Welcome | Pong | Told

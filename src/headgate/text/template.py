@@ -214,10 +214,11 @@ def _mark_final(messages: list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         messages[-1]["content"] = content + _MARK
         return content
-    for part in reversed(content or ()):
-        if isinstance(part.get("text"), str):
-            part["text"], text = part["text"] + _MARK, part["text"]
-            return str(text)
+    for part in reversed(content) if isinstance(content, list) else ():
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + _MARK
+            return text
     raise RequestError("the final message has no text to continue", param="continue_final_message")
 
 

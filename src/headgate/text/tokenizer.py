@@ -77,13 +77,11 @@ def _from_json(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise BrokenCheckpoint(f"{path} is not a tokenizer: {error}") from error
     _add_missing_tokens(backend, config.get("added_tokens_decoder", {}))
-    tokenizer = Tokenizer(
+    # The post-processor in the file decides what `encode` adds; `add_bos_token` in the config does not count. As in
+    # `transformers`, so that a prompt has the same ids everywhere.
+    return Tokenizer(
         backend, bos_token=_content(config.get("bos_token")), eos_token=_content(config.get("eos_token"))
     )
-    # As in `transformers`: the post-processor in tokenizer.json decides, unless the config says otherwise.
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _set_ends(tokenizer, bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
-    return tokenizer
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, listed: Mapping[str, Mapping[str, Any]]) -> None:
@@ -96,20 +94,19 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, listed: Mapping[str, Mapp
             backend.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
 
 
-def _set_ends(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
+def _set_ends(tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> None:
     """Make `encode` add BOS and EOS, or not, whatever the backend did before."""
-    ends = {
-        "bos": (tokenizer.bos_token, tokenizer.bos_id) if add_bos else (None, None),
-        "eos": (tokenizer.eos_token, tokenizer.eos_id) if add_eos else (None, None),
-    }
-    # Under fixed names: a token with a space or a colon in it could not be written into the pattern.
-    present = [(name, token, token_id) for name, (token, token_id) in ends.items() if token and token_id is not None]
-    names = [name for name, _, _ in present]
-    single = " ".join([*(n for n in names if n == "bos"), "$A", *(n for n in names if n == "eos")])
+    before = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
+    after = [tokenizer.eos_id] if add_eos and tokenizer.eos_id is not None else []
+    # Under names of our own: a token with a space or a colon in it could not be written into the pattern.
+    pattern = " ".join([*("bos" for _ in before), "$A", *("eos" for _ in after)])
     tokenizer.backend.post_processor = TemplateProcessing(
-        single=single,
-        pair=f"{single} $B:1",
-        special_tokens=[{"id": name, "ids": [token_id], "tokens": [token]} for name, token, token_id in present],
+        single=pattern,
+        pair=f"{pattern} $B:1",
+        special_tokens=[
+            *({"id": "bos", "ids": before, "tokens": [tokenizer.bos_token]} for _ in before),
+            *({"id": "eos", "ids": after, "tokens": [tokenizer.eos_token]} for _ in after),
+        ],
     )
 
 
@@ -125,7 +122,8 @@ def _from_gguf(file: GGUFFile) -> Tokenizer | None:
     )
     add_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
     if add_bos is not None:
-        _set_ends(tokenizer, add_bos, bool(file.metadata.get("tokenizer.ggml.add_eos_token")))
+        add_eos = bool(file.metadata.get("tokenizer.ggml.add_eos_token"))
+        _set_ends(tokenizer, add_bos=add_bos, add_eos=add_eos)
     return tokenizer
 
 

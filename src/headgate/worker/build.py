@@ -28,6 +28,7 @@ GPU_BATCH_TOKENS, GPU_RUN_AHEAD = 8192, 2
 class Worker:
     executor: Executor
     spec: ModelSpec
+    device: str
     backend: str
     dtype: str
     num_blocks: int
@@ -69,6 +70,7 @@ def build_worker(path: Path, config: EngineConfig) -> Worker:
     return Worker(
         executor=LocalExecutor(runner),
         spec=spec,
+        device=str(device),
         backend=model.backend.name,
         dtype=str(model.backend.dtype).removeprefix("torch."),
         num_blocks=num_blocks,

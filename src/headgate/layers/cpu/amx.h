@@ -84,10 +84,10 @@ HG_INLINE void pack_a_tiles(const Runtime& runtime, const LinearArgs& args) {
 }
 
 HG_INLINE void prefetch_tile(const bf16* p) {
-    HG_UNROLL for (int line = 0; line < 16; ++line) prefetch(p + line * 32);
+    HG_UNROLL for (int line = 0; line < 16; ++line) prefetch_to_l1(p + line * 32);
 }
 
-// How far the weights are fetched ahead of their use, in tiles of one block.
+// How far the weights are fetched ahead of their use, in tiles of one block: near enough to stay in L1.
 constexpr int64_t kTilesAhead = 8;
 
 // Up to 16 rows: four weight blocks side by side, since a lone sum would wait for itself.

@@ -255,6 +255,12 @@ public:
         return {maximum, lse};
     }
 
+    void probe_read(const Tensor& t) const { kernels_.probe_read(runtime(), t.data_ptr(), int64_t(t.nbytes())); }
+
+    int64_t probe_multiply(at::ScalarType type, int64_t steps) const {
+        return kernels_.probe_multiply(runtime(), type == at::kBFloat16 ? Dtype::bf16 : Dtype::f32, steps);
+    }
+
 private:
     Kernels kernels_;
 
@@ -349,7 +355,9 @@ PYBIND11_MODULE(HEADGATE_MODULE, m) {
         .def("write_kv", &KernelSet::write_kv)
         .def("attention", &KernelSet::attention)
         .def("sample", &KernelSet::sample)
-        .def("log_softmax_stats", &KernelSet::log_softmax_stats);
+        .def("log_softmax_stats", &KernelSet::log_softmax_stats)
+        .def("probe_read", &KernelSet::probe_read)
+        .def("probe_multiply", &KernelSet::probe_multiply);
 }
 
 }  // namespace headgate

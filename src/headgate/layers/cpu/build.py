@@ -168,7 +168,7 @@ def _units() -> list[_Unit]:
         torch_root / "include/torch/csrc/api/include",
         sysconfig.get_paths()["include"],
     )
-    binding = (*(f"-isystem{path}" for path in includes), "-fopenmp", f"-DHEADGATE_MODULE={MODULE}")
+    binding = (*(f"-isystem{path}" for path in includes), "-O1", "-fopenmp", f"-DHEADGATE_MODULE={MODULE}")
     kernels = [_Unit(isa, "kernels.cpp", (*flags, f"-DHEADGATE_ISA={isa}")) for isa, flags in ISA_FLAGS.items()]
     return [_Unit("bind", "bind.cpp", binding), *kernels]
 

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "gemm.h"
+#include "probe.h"
 #include "sample.h"
 #include "table.h"
 
@@ -35,13 +36,25 @@ template <class Tiles> void linear_on(const Runtime& runtime, const LinearArgs& 
 
 static void sample(const Runtime& runtime, const SampleArgs& args) { sample_rows(runtime, args); }
 static void log_softmax_stats(const Runtime& runtime, const StatsArgs& args) { stats_rows(runtime, args); }
+static void probe_read(const Runtime& runtime, const void* p, int64_t n) { read_everything(runtime, p, n); }
+static int64_t probe_multiply(const Runtime& runtime, Dtype dtype, int64_t steps) {
+    return dtype == Dtype::bf16 ? multiply_vectors<bf16>(runtime, steps) : multiply_vectors<float>(runtime, steps);
+}
+template <class Tiles> int64_t probe_multiply_on(const Runtime& runtime, Dtype dtype, int64_t steps) {
+    return dtype == Dtype::bf16 ? multiply_tiles<Tiles>(runtime, steps) : multiply_vectors<float>(runtime, steps);
+}
 static int64_t scratch_bytes(int64_t M, int64_t K) { return linear_scratch_bytes(M, K); }
 
 Kernels kernels(Tiles tiles) {
     Kernels out{scratch_bytes, linear, pack, unpack, rms_norm, rope_and_write,
-                copy_kv, attention, sample, log_softmax_stats};
-    if (tiles == Tiles::emulated) out.linear = linear_on<EmulatedTiles>;
-    if (tiles == Tiles::hardware) out.linear = linear_on<HardwareTiles>;
+                copy_kv, attention, sample, log_softmax_stats, probe_read, probe_multiply};
+    if (tiles == Tiles::emulated) {
+        out.linear = linear_on<EmulatedTiles>;
+        out.probe_multiply = probe_multiply_on<EmulatedTiles>;
+    } else if (tiles == Tiles::hardware) {
+        out.linear = linear_on<HardwareTiles>;
+        out.probe_multiply = probe_multiply_on<HardwareTiles>;
+    }
     return out;
 }
 

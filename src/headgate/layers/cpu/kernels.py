@@ -8,6 +8,7 @@ back but checkpoint tensors while packing; all results are batch-invariant and i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -202,3 +203,15 @@ class Kernels:
         """Maximum and log-sum-exp of each row; `logits - lse` are the log-probabilities."""
         stats: tuple[Tensor, Tensor] = self._set.log_softmax_stats(logits)
         return stats
+
+    # What the machine can do at best, for benchmarks
+
+    def probe_read(self, size: int) -> Callable[[], None]:
+        """A function that reads `size` bytes of memory once, with all threads."""
+        data = self._large_zeros([size], torch.uint8).fill_(1)
+        return lambda: self._set.probe_read(data)
+
+    def probe_multiply(self, dtype: torch.dtype, steps: int) -> int:
+        """Multiply what is already in registers or L1, on all threads; how many operations that were."""
+        operations: int = self._set.probe_multiply(dtype, steps)
+        return operations

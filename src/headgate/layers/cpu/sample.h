@@ -18,21 +18,29 @@ constexpr float kInfinity = __builtin_inff();
 // No Gumbel noise made from a 24-bit uniform exceeds -log(-log(1 - 2^-25)) = 17.33.
 constexpr float kLargestNoise = 17.4f;
 
-// Noise of entries first .. first + 16. u = (n + 1/2) / 2^24 does not fit a float when n >= 2^23 (it would round
-// to 1, and its noise to infinity), but 1 - u does; log takes u or 1 - u, whichever is exact.
-HG_INLINE f32x16 gumbel(uint64_t key, uint32_t first) {
+constexpr float kUnit = 5.9604644775390625e-8f;  // 2^-24
+
+// 24 random bits n for each of entries first .. first + 16; the uniform number is u = (n + 1/2) / 2^24.
+HG_INLINE i32x16 random_bits(uint64_t key, uint32_t first) {
     i32x16 x = iadd(imul(iadd(iota(), iset1(first)), iset1(0x9E3779B9)), iset1(uint32_t(key)));
     x = ixor(x, iset1(uint32_t(key >> 32)));
     x = imul(ixor(x, shift_right<16>(x)), iset1(0x7feb352d));
     x = imul(ixor(x, shift_right<15>(x)), iset1(0x846ca68b));
-    x = ixor(x, shift_right<16>(x));
-    const i32x16 n = shift_right<8>(x);
-    const f32x16 unit = set1(5.9604644775390625e-8f);  // 2^-24
-    const f32x16 u = mul(add(to_float(n), set1(0.5f)), unit);
+    return shift_right<8>(ixor(x, shift_right<16>(x)));
+}
+
+// 1 - u, exact wherever it is at most 1/2.
+HG_INLINE f32x16 below_one(i32x16 n) {
     const i32x16 rest = iadd(iset1(1u << 24), imul(n, iset1(uint32_t(-1))));
-    const f32x16 below_one = mul(sub(to_float(rest), set1(0.5f)), unit);  // 1 - u
-    const mask16 near_one = less(below_one, set1(0.29f));
-    const f32x16 log_u = select(near_one, log_reduced(sub(zero(), below_one), zero()), log(u));
+    return mul(sub(to_float(rest), set1(0.5f)), set1(kUnit));
+}
+
+// -log(-log(u)). u does not fit a float when n >= 2^23 (it would round to 1, and its noise to infinity), but 1 - u
+// does; the inner logarithm is taken from whichever is exact.
+HG_INLINE f32x16 gumbel(i32x16 n) {
+    const f32x16 u = mul(add(to_float(n), set1(0.5f)), set1(kUnit)), rest = below_one(n);
+    const f32x16 near_one = log_reduced(sub(zero(), rest), zero());
+    const f32x16 log_u = select(less(rest, set1(0.29f)), near_one, log(u));
     return sub(zero(), log(sub(zero(), log_u)));
 }
 
@@ -227,15 +235,20 @@ HG_INLINE int64_t sample_row(const float* logits, int64_t vocab, const RowParame
     const Best peak = largest(row);
     const float threshold = threshold_of(row, peak.value, wanted);
     // The most likely entry is always a candidate; starting from it, most others need no noise at all.
-    Best best{peak.value + first_lane(gumbel(wanted.key, uint32_t(peak.index))), peak.index};
+    Best best{peak.value + first_lane(gumbel(random_bits(wanted.key, uint32_t(peak.index)))), peak.index};
     for (int64_t i = 0; i < vocab; i += kLanes) {
         const f32x16 scaled = ScaledRow::at(row, i);
         const float least = max32(threshold, best.value - kLargestNoise);
         uint32_t lanes = lane_bits(greater_equal(scaled, set1(least)));
         if (vocab - i < kLanes) lanes &= (1u << (vocab - i)) - 1;
         if (!lanes) continue;
+        // -log(u) >= 1 - u, so the noise is at most -log(1 - u): enough to rule out nearly all before the logarithms.
+        const i32x16 n = random_bits(wanted.key, uint32_t(i));
+        const f32x16 reach = mul(exp(sub(scaled, set1(best.value))), set1(1.0001f));
+        lanes &= lane_bits(greater_equal(reach, below_one(n)));
+        if (!lanes) continue;
         float value[kLanes];
-        store(value, add(scaled, gumbel(wanted.key, uint32_t(i))));
+        store(value, add(scaled, gumbel(n)));
         for (; lanes; lanes &= lanes - 1) {
             const int lane = __builtin_ctz(lanes);
             const bool wins = value[lane] > best.value || (value[lane] == best.value && i + lane < best.index);

@@ -119,6 +119,8 @@ struct Kernels {
     void (*attention)(const Runtime&, const AttentionArgs&);
     void (*sample)(const Runtime&, const SampleArgs&);
     void (*log_softmax_stats)(const Runtime&, const StatsArgs&);
+    void (*probe_read)(const Runtime&, const void* data, int64_t bytes);
+    int64_t (*probe_multiply)(const Runtime&, Dtype, int64_t steps);
 };
 
 enum class Tiles { none, hardware, emulated };

@@ -1,0 +1,1 @@
+"""How HTTP sees it: the OpenAI-compatible face of one group of engines, and its control plane."""

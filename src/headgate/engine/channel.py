@@ -1,0 +1,141 @@
+"""The wire between clients and an engine: ZeroMQ sockets, one msgpack message per frame, and nothing else.
+
+The engine's end has a thread of its own, so that pings are answered while a step runs: it alone touches the router socket.
+The step loop hands it outgoing frames through an in-process pair. A frame that cannot be read is logged and dropped; it can
+only come from a peer that did not pass the handshake.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from headgate.protocol.message import (
+    PROTOCOL,
+    EngineInfo,
+    EngineStatus,
+    FromClient,
+    FromEngine,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Told,
+    Welcome,
+)
+from headgate.protocol.output import Outputs
+
+log = logging.getLogger(__name__)
+
+_encoder = msgspec.msgpack.Encoder()
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+POLL_MS = 500
+
+
+class EngineChannel:
+    """The engine's end: answers handshakes and pings itself, and passes the rest on to the step loop."""
+
+    def __init__(
+        self,
+        address: str,
+        info: EngineInfo,
+        *,
+        post: Callable[[Message], None],
+        status: Callable[[], tuple[float, EngineStatus]],
+    ) -> None:
+        self._info = info
+        self._post = post
+        self._status = status
+        self._closing = threading.Event()
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.set_hwm(0)  # what a slow client has not read waits here, bounded by its own requests
+        self._router.bind(address)
+        self._outbox = self._pair(zmq.PULL, bind=True)
+        self._sender = self._pair(zmq.PUSH, bind=False)  # the step loop's
+        self._thread = threading.Thread(target=self._serve, name="headgate-channel", daemon=True)
+
+    def _pair(self, kind: int, *, bind: bool) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        (socket.bind if bind else socket.connect)("inproc://outbox")
+        return socket
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, client: int, outputs: Outputs) -> None:
+        """Called by the step loop only."""
+        self._sender.send_multipart((_identity(client), _encoder.encode(Told(outputs))))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._closing.set()
+        self._thread.join(timeout_s)
+        self._sender.close()
+        self._context.destroy(linger=1000)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._outbox, zmq.POLLIN)
+        # What the loop has handed over is delivered even when we are closing.
+        while not self._closing.is_set() or self._outbox.poll(0):
+            ready = dict(poller.poll(POLL_MS))
+            if self._outbox in ready:
+                self._router.send_multipart(self._outbox.recv_multipart())
+            if self._router in ready:
+                self._receive(*self._router.recv_multipart())
+
+    def _receive(self, identity: bytes, frame: bytes) -> None:
+        try:
+            message = _from_client.decode(frame)
+        except msgspec.MsgspecError as error:
+            log.warning("dropped a message of %d bytes that cannot be read: %s", len(frame), error)
+            return
+        match message:
+            case Hello(protocol):
+                if protocol != PROTOCOL:
+                    log.warning("refused a client that speaks protocol %d; this engine speaks %d", protocol, PROTOCOL)
+                self._answer(identity, Welcome(PROTOCOL, self._info))
+            case Ping(number):
+                quiet_s, status = self._status()
+                self._answer(identity, Pong(number, quiet_s, status))
+            case _:
+                self._post(message)
+
+    def _answer(self, identity: bytes, message: FromEngine) -> None:
+        self._router.send_multipart((identity, _encoder.encode(message)))
+
+
+class ClientChannel:
+    """A client's end, on the event loop. Sending never blocks; what cannot leave yet is queued by ZeroMQ."""
+
+    def __init__(self, address: str, client: int) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IDENTITY, _identity(client))
+        self._socket.connect(address)
+        self._outgoing: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
+
+    def send(self, message: FromClient) -> None:
+        self._outgoing.send(_encoder.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> FromEngine:
+        return _from_engine.decode(await self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.destroy(linger=0)
+
+
+def _identity(client: int) -> bytes:
+    return b"client-%d" % client

@@ -1,0 +1,253 @@
+"""Talking to one engine from the event loop: `generate` and `ping`.
+
+Rules: leaving a stream before its terminal output sends exactly one abort. Requests and aborts that pile up within one
+turn of the event loop travel as one message (at most `MOST_IDS` ids each); a lone one leaves at once, no timer involved.
+When the engine is lost, every open stream ends with EngineDead, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+
+from headgate.engine.channel import ClientChannel
+from headgate.errors import EngineDead, RequestError
+from headgate.protocol.message import (
+    CLIENT_SHIFT,
+    PROTOCOL,
+    Abort,
+    EngineInfo,
+    Hello,
+    Ping,
+    Pong,
+    Submit,
+    Told,
+    Welcome,
+)
+from headgate.protocol.output import Cause, Ended, Outputs, Refused
+from headgate.protocol.plan import Logprobs
+from headgate.protocol.request import GenerateRequest
+
+log = logging.getLogger(__name__)
+
+MOST_IDS = 1024
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What has come since the last chunk: more than one token if the reader was slow. The last one has `ended`."""
+
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights, one per token
+    logprobs: list[Logprobs] = field(default_factory=list)  # one per token, if asked
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    ended: Ended | None = None
+
+
+class TokenStream:
+    """The answer to one request, as an async iterator of chunks."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.cause: Cause = "client_disconnect"  # what leaving early will be called
+        self.done = False  # the terminal output, a refusal or the engine's end has been heard
+        self._chunk = Chunk()
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while not self._ready():
+            if self.done:
+                if self._failure is not None:
+                    raise self._failure
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        chunk, self._chunk = self._chunk, Chunk()
+        return chunk
+
+    def _ready(self) -> bool:
+        chunk = self._chunk
+        return bool(chunk.tokens or chunk.prompt_logprobs) or chunk.ended is not None
+
+    def hear_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
+        self._chunk.tokens.append(token)
+        self._chunk.versions.append(version)
+        if logprobs is not None:
+            self._chunk.logprobs.append(logprobs)
+        self._wake()
+
+    def hear_scores(self, scores: tuple[Logprobs, ...]) -> None:
+        self._chunk.prompt_logprobs += scores
+        self._wake()
+
+    def hear_end(self, ended: Ended) -> None:
+        self._chunk.ended = ended
+        self.done = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._failure = error
+        self.done = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """One client of one engine. Use `connected` to get one."""
+
+    def __init__(self, channel: ClientChannel, client: int, info: EngineInfo) -> None:
+        self.info = info
+        self.lost: EngineDead | None = None
+        self._channel = channel
+        self._base = client << CLIENT_SHIFT
+        self._ids = count(1)
+        self._pings = count(1)
+        self._streams: dict[int, TokenStream] = {}
+        self._pongs: dict[int, asyncio.Future[Pong]] = {}
+        self._submits: list[GenerateRequest] = []
+        self._aborts: dict[int, Cause] = {}
+
+    def __repr__(self) -> str:
+        return f"<EngineClient {len(self._streams)} streams{', lost' if self.lost else ''}>"
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+        """Run `request`, whose id is ours to choose; leaving early aborts it."""
+        stream = self._open(request)
+        try:
+            yield stream
+        finally:
+            self._close(stream)
+
+    async def ping(self, timeout_s: float) -> Pong:
+        """The engine's status; EngineDead or TimeoutError when there is none to be had."""
+        if self.lost is not None:
+            raise self.lost
+        number = next(self._pings)
+        pong: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
+        self._pongs[number] = pong
+        try:
+            self._channel.send(Ping(number))
+            return await asyncio.wait_for(pong, timeout_s)
+        finally:
+            del self._pongs[number]
+
+    def abort(self, id: int, cause: Cause) -> None:
+        """End a stream from our side; its terminal output will come through it."""
+        if not self._aborts:
+            asyncio.get_running_loop().call_soon(self._send_aborts)
+        self._aborts[id] = cause
+
+    async def listen(self) -> None:
+        """Deliver what the engine says, until cancelled."""
+        while True:
+            match await self._channel.receive():
+                case Told(outputs):
+                    self._deliver(outputs)
+                case Pong() as pong:
+                    if waiter := self._pongs.get(pong.number):
+                        waiter.set_result(pong)
+                case Welcome():
+                    log.warning("an engine introduced itself again; it must have restarted")
+
+    def lose(self, error: EngineDead) -> None:
+        """The engine is gone: every open stream ends with `error`, and no new one opens."""
+        self.lost = error
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(error)
+
+    # -- out --------------------------------------------------------------------
+
+    def _open(self, request: GenerateRequest) -> TokenStream:
+        if self.lost is not None:
+            raise self.lost
+        request = msgspec.structs.replace(request, id=self._base | next(self._ids))
+        stream = self._streams[request.id] = TokenStream(request.id)
+        if not self._submits:
+            asyncio.get_running_loop().call_soon(self._send_submits)
+        self._submits.append(request)
+        return stream
+
+    def _close(self, stream: TokenStream) -> None:
+        # An id leaves the registry at the moment its abort is taken, so that no abort is sent twice.
+        if self._streams.pop(stream.id, None) is not None and not stream.done:
+            self.abort(stream.id, stream.cause)
+
+    def _send_submits(self) -> None:
+        requests, self._submits = self._submits, []
+        for i in range(0, len(requests), MOST_IDS):
+            self._channel.send(Submit(requests[i : i + MOST_IDS]))
+
+    def _send_aborts(self) -> None:
+        # A request that has not been sent yet must not overtake its own abort.
+        self._send_submits()
+        aborts, self._aborts = self._aborts, {}
+        for cause in dict.fromkeys(aborts.values()):
+            ids = [id for id, why in aborts.items() if why == cause]
+            for i in range(0, len(ids), MOST_IDS):
+                self._channel.send(Abort(ids[i : i + MOST_IDS], cause))
+
+    # -- in ---------------------------------------------------------------------
+
+    def _deliver(self, outputs: Outputs) -> None:
+        streams, logprobs, version = self._streams, outputs.logprobs, outputs.version
+        for i, (id, token) in enumerate(zip(outputs.ids, outputs.tokens, strict=True)):
+            if stream := streams.get(id):
+                stream.hear_token(token, version, logprobs.get(i) if logprobs else None)
+        for id, scores in outputs.prompt_logprobs.items():
+            if stream := streams.get(id):
+                stream.hear_scores(scores)
+        for ended in outputs.ended:
+            if stream := streams.pop(ended.id, None):
+                stream.hear_end(ended)
+        for refused in outputs.refused:
+            if stream := streams.pop(refused.id, None):
+                stream.fail(_error(refused))
+
+
+def _error(refused: Refused) -> RequestError:
+    error = RequestError(refused.message, param=refused.param, code=refused.code)
+    error.status = refused.status
+    return error
+
+
+@asynccontextmanager
+async def connected(address: str, client: int, timeout_s: float) -> AsyncIterator[EngineClient]:
+    """A client of the engine at `address`, once that has answered the handshake."""
+    channel = ClientChannel(address, client)
+    try:
+        channel.send(Hello(PROTOCOL, client))
+        welcome = await asyncio.wait_for(channel.receive(), timeout_s)
+        if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
+            raise EngineDead(f"the engine at {address} does not speak protocol {PROTOCOL}")
+        engine = EngineClient(channel, client, welcome.info)
+        async with asyncio.TaskGroup() as tasks:
+            listening = tasks.create_task(engine.listen())
+            try:
+                yield engine
+            finally:
+                engine.lose(EngineDead("the connection to the engine was closed"))
+                listening.cancel()
+    finally:
+        channel.close()

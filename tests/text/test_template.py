@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.errors import BrokenCheckpoint, RequestError
+from headgate.text.sandbox import Limits
+from headgate.text.template import ChatTemplate, load_template
+from tests.text.conftest import byte_level
+from tests.text.test_tokenizer import save
+
+CHATML = """\
+{%- if messages[0]['role'] != 'system' %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+LLAMA3 = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system_message = messages[0].content %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = '' %}
+{%- endif %}
+<|start_header_id|>system<|end_header_id|>
+
+Cutting Knowledge Date: December 2023
+{% if tools is not none %}
+{{- 'Respond with JSON: {"name": ..., "parameters": ...}.\\n\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=4) }}
+        {{- "\\n\\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message }}<|eot_id|>
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+{{- '<|start_header_id|>' ~ message['role'] ~ '<|end_header_id|>\\n\\n' ~ message['content'] | trim ~ '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}
+            {{- raise_exception('This model only supports single tool-calls at once!') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+{% generation %}{{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}}{% endgeneration %}
+    {%- else %}
+{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
+        {%- if message.content is mapping or message.content is iterable and message.content is not string %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
+"""
+MISTRAL = """\
+{{- bos_token }}
+{%- set ns = namespace(index=0) %}
+{%- for message in messages %}
+    {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+        {{- raise_exception("After the optional system message, roles must alternate user/assistant/...") }}
+    {%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+    {%- if message.role == "user" %}
+        {{- "[INST] " ~ message.content ~ "[/INST]" }}
+    {%- else %}
+        {{- " " + message.content + eos_token }}
+    {%- endif %}
+    {%- if loop.index > 100 %}{% break %}{% endif %}
+{%- endfor %}
+"""
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL}
+
+TOOL = {"type": "function", "function": {"name": "weather", "description": "of <Zürich> & 'more'", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+USER = {"role": "user", "content": " What is 2 < 3? "}
+CHATS = {
+    "one question": [USER],
+    "a system message": [{"role": "system", "content": "Be brief."}, USER],
+    "a dialogue": [USER, {"role": "assistant", "content": "Yes 😀"}, {"role": "user", "content": "Why?"}],
+    "a tool call": [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": {"degrees": 12}},
+    ],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a generation prompt": {"add_generation_prompt": True},
+    "no generation prompt": {"add_generation_prompt": False},
+    "tools": {"add_generation_prompt": True, "tools": [TOOL]},
+    "an extra variable": {"add_generation_prompt": True, "enable_thinking": False},
+    "a message to continue": {"add_generation_prompt": False, "continue_final_message": True},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(save(tmp_path_factory.mktemp("reference"), byte_level()))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompts_are_those_of_transformers(reference: Any, template: str, chat: str, option: str) -> None:
+    ours = ChatTemplate(TEMPLATES[template], variables={"bos_token": "<s>", "eos_token": "</s>"})
+
+    def render() -> str:
+        return ours.render(CHATS[chat], **OPTIONS[option])
+
+    try:
+        expected = reference.apply_chat_template(
+            CHATS[chat], chat_template=TEMPLATES[template], tokenize=False, **OPTIONS[option]
+        )
+    except Exception:  # jinja's errors and plain ones: the template refuses, and so must we
+        with pytest.raises(RequestError):
+            render()
+    else:
+        assert render() == expected
+
+
+def test_what_a_template_complains_of_reaches_the_caller() -> None:
+    with pytest.raises(RequestError, match="roles must alternate"):
+        ChatTemplate(MISTRAL, variables={"bos_token": "", "eos_token": ""}).render([USER, USER])
+
+
+def test_arguments_of_tool_calls_may_be_json_text() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
+    template = ChatTemplate(LLAMA3, variables={"bos_token": ""})
+    as_text, as_object = (
+        template.render([USER, {"role": "assistant", "content": "", "tool_calls": [each]}]) for each in (call, CALL)
+    )
+    assert as_text == as_object
+
+
+def test_text_parts_are_joined_for_a_template_that_takes_only_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "one\ntwo" in ChatTemplate(CHATML).render([{"role": "user", "content": parts}])
+    with pytest.raises(RequestError, match="text only"):
+        ChatTemplate(CHATML).render([{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+def test_parts_stay_parts_for_a_template_that_takes_them() -> None:
+    source = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert ChatTemplate(source).render([{"role": "user", "content": parts}]) == "[one][two]"
+
+
+def test_a_template_knows_the_date_it_is_told() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2024, 7, 26))
+    assert template.render([USER]) == "26 Jul 2024"
+
+
+def test_templates_are_found_wherever_a_checkpoint_may_keep_them(tmp_path: Path) -> None:
+    assert load_template(tmp_path) is None
+    named = [{"name": "default", "template": "config {{ bos_token }}"}, {"name": "tool_use", "template": "tools"}]
+    config = {"chat_template": named, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert rendered(tmp_path) == "config <s>"
+    assert rendered(tmp_path, tools=[TOOL]) == "tools"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert rendered(tmp_path) == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert rendered(tmp_path) == "jinja"
+
+
+def rendered(folder: Path, **options: Any) -> str:
+    template = load_template(folder)
+    assert template is not None
+    return template.render([USER], **options)
+
+
+def test_a_template_that_is_not_jinja_is_named_with_its_line() -> None:
+    with pytest.raises(BrokenCheckpoint, match="line 2"):
+        ChatTemplate("ok\n{% for %}")
+
+
+GROW = "{% set ns = namespace(x=['ab'], s='ab') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+ESCAPES = {
+    "read a file": "{% include '/etc/passwd' %}",
+    "import a module": "{% import 'os' as os %}",
+    "reach a class": "{{ ''.__class__.__mro__ }}",
+    "reach a class by filter": "{{ (messages | attr('__class__')).mro() }}",
+    "reach globals": "{{ cycler.__init__.__globals__ }}",
+    "plant a class": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "change its input": "{{ messages.append(1) }}",
+}
+ENDLESS = {
+    "loop in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "call itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "call itself twice": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+}
+HUGE = {
+    "make a long range": "{{ range(10**9) | list }}",
+    "repeat text": "{{ 'a' * 10**9 }}",
+    "repeat a list": "{{ [0] * 10**9 }}",
+    "make a large number": "{{ (9**999)**999 }}",
+    "double text by +": GROW + "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "double text by ~": GROW + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "double text by method": GROW + "{% set ns.s = ns.s.replace('a', 'aa') %}{% endfor %}",
+    "double text by filter": GROW + "{% set ns.s = ns.s | replace('a', 'aa') %}{% endfor %}",
+    "show a list of itself": GROW + "{% endfor %}{{ ns.x }}",
+    "join a list of itself": GROW + "{% endfor %}{{ ns.x | join }}",
+    "dump a list of itself": GROW + "{% endfor %}{{ ns.x | tojson }}",
+    "pad text": "{{ 'a'.ljust(10**9) }}",
+    "indent text": "{{ 'a' | indent(10**9, true) }}",
+    "indent JSON": "{{ [1] | tojson(indent=10**9) }}",
+    "format text": "{{ '{:1000000000}'.format(1) }}",
+    "format text the old way": "{{ '%1000000000d' % 1 }}",
+    "join far apart": "{{ ('b' * 90000).join(['a'] * 90000) }}",
+    "keep much": "{{ range(99999) | map('string') | map('indent', 9999, true) | list | length }}",
+    "print much": "{% for i in range(99999) %}aaaaaaaaaaaaaaaaaaaaa{% endfor %}",
+}
+
+
+def refused(source: str, why: str, *, seconds: float = 0.1) -> None:
+    limits = Limits(chars=100_000, chars_in_all=5_000_000, seconds=seconds)
+    with pytest.raises(RequestError, match=why):
+        ChatTemplate(source, limits=limits).render([USER])
+
+
+@pytest.mark.parametrize("attempt", ESCAPES)
+def test_a_template_cannot_leave_the_sandbox(attempt: str) -> None:
+    refused(ESCAPES[attempt], "unsafe|undefined|no loader|cannot hold")
+
+
+@pytest.mark.parametrize("attempt", ENDLESS)
+def test_a_template_cannot_run_for_ever(attempt: str) -> None:
+    refused(ENDLESS[attempt], r"ran for more than 0\.1 s|calls itself without end")
+
+
+@pytest.mark.parametrize("attempt", HUGE)
+def test_a_template_cannot_make_much_out_of_little(attempt: str) -> None:
+    refused(HUGE[attempt], "characters|not allowed|too wide|Range too big", seconds=60)
