@@ -3,7 +3,7 @@
     python benchmarks/cpu_kernels.py [--models qwen3-0.6b] [--rows 1 8 64] [--isa avx512-bf16] [--threads 2]
 
 The two floors are measured in the same run: the time to read the weights once at the read bandwidth of all threads, and
-the time of the arithmetic at the rate of multiplying what is in registers. Best of several repeats, since the machine is
+the time of the arithmetic at the rate of multiplying what is in registers. Best of several undisturbed repeats, since the machine is
 shared; weights rotate through enough copies that none is found in a cache.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import time
@@ -43,21 +44,33 @@ MATRICES = {
 }
 LAYERS = {"qwen3-0.6b": 28, "smollm2-135m": 30}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-COLD_BYTES = 160 << 20  # more than any cache we meet
+COLD_BYTES = 1 << 29  # of rotating copies: many times any cache we meet
+READ_BYTES = 1 << 30  # of the bandwidth probe, about the model it stands for
 
 
 def best_s(work: Callable[[], object], seconds: float) -> float:
-    """The shortest of several runs. One thread is timed by its CPU time, which neighbours on the machine do not stretch."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    """The shortest of several undisturbed runs, or infinity if there was none.
+
+    One thread is timed by its CPU time, which neighbours on the machine do not stretch. Several threads wait for each
+    other, so a run counts only if all of them had a core throughout (waiting threads spin, hence burn CPU time too);
+    otherwise it tells how long the scheduler let a thread wait. Up to ten times `seconds` are spent looking for one.
+    """
+    threads = torch.get_num_threads()
     work()
-    best, end = float("inf"), time.perf_counter() + seconds
-    runs = 0
-    while runs < 3 or time.perf_counter() < end:
-        start = clock()
+    best, start = float("inf"), time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds or (best == float("inf") and elapsed < 10 * seconds):
+        wall, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
         work()
-        best = min(best, clock() - start)
-        runs += 1
+        wall, cpu, own = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - own
+        if threads == 1:
+            best = min(best, own)
+        elif cpu >= 0.9 * threads * wall:
+            best = min(best, wall)
     return best
+
+
+def rounded(value: float, digits: int = 4) -> float | None:
+    return None if math.isinf(value) or math.isnan(value) else round(value, digits)
 
 
 class Floors:
@@ -65,18 +78,18 @@ class Floors:
 
     def __init__(self, k: Kernels, dtype: torch.dtype) -> None:
         self.bytes_per_s = self.operations_per_s = 0.0
-        self._read, self._k, self._dtype = k.probe_read(COLD_BYTES), k, dtype
+        self._read, self._k, self._dtype = k.probe_read(READ_BYTES), k, dtype
 
     def measure(self) -> None:
         operations = self._k.probe_multiply(self._dtype, 10_000)
-        self.bytes_per_s = max(self.bytes_per_s, COLD_BYTES / best_s(self._read, 0.05))
+        self.bytes_per_s = max(self.bytes_per_s, READ_BYTES / best_s(self._read, 0.1))
         spent = best_s(lambda: self._k.probe_multiply(self._dtype, 10_000), 0.02)
         self.operations_per_s = max(self.operations_per_s, operations / spent)
 
 
 def copies(make: Callable[[], Tensor]) -> Iterator[Tensor]:
     first = make()
-    count = max(1, min(40, COLD_BYTES // first.nbytes))
+    count = max(1, min(200, COLD_BYTES // first.nbytes))
     return cycle([first, *(make() for _ in range(count - 1))])
 
 
@@ -107,15 +120,15 @@ def time_product(
     else:
         ours_s = best_s(lambda: k.linear(x, next(ours), N, None, out_dtype, out=out), seconds)
     torch_s = best_s(lambda: F.linear(x, next(plain)), seconds)
-    return {"ours_ms": round(ours_s * 1e3, 4), "torch_ms": round(torch_s * 1e3, 4)}
+    return {"ours_ms": ours_s * 1e3, "torch_ms": torch_s * 1e3}
 
 
 def add_floors(row: dict[str, Any], itemsize: int, floors: Floors) -> None:
     N, K = row["shape"]
     by_bandwidth = N * K * itemsize / floors.bytes_per_s * 1e3
     by_peak = 2 * row["rows"] * N * K / floors.operations_per_s * 1e3
-    row["bandwidth_floor_ms"], row["peak_floor_ms"] = round(by_bandwidth, 4), round(by_peak, 4)
-    row["of_floor"] = round(max(by_bandwidth, by_peak) / row["ours_ms"], 3)
+    row["bandwidth_floor_ms"], row["peak_floor_ms"] = by_bandwidth, by_peak
+    row["of_floor"] = max(by_bandwidth, by_peak) / row["ours_ms"]
 
 
 def steps(table: list[dict[str, Any]], layers: int, rows: list[int]) -> list[dict[str, float]]:
@@ -125,7 +138,7 @@ def steps(table: list[dict[str, Any]], layers: int, rows: list[int]) -> list[dic
         return sum(row[key] * (1 if row["matrix"] == "lm_head" else layers) for row in table if row["rows"] == M)
 
     keys = ("ours_ms", "torch_ms", "bandwidth_floor_ms", "peak_floor_ms")
-    return [{"rows": M} | {key: round(total(M, key), 2) for key in keys} for M in rows]
+    return [{"rows": M} | {key: total(M, key) for key in keys} for M in rows]
 
 
 def time_attention(
@@ -152,9 +165,9 @@ def time_attention(
         "batch": batch,
         "query": query,
         "context": context,
-        "28_layers_ms": round(spent * 1e3, 3),
-        "kv_gb_per_s": round(kv_bytes / spent / 1e9, 1),
-        "tflops": round(layers * batch * query * (context - query / 2) * H * D * 4 / spent / 1e12, 4),
+        "28_layers_ms": spent * 1e3,
+        "kv_gb_per_s": kv_bytes / spent / 1e9,
+        "tflops": layers * batch * query * (context - query / 2) * H * D * 4 / spent / 1e12,
     }
 
 
@@ -179,7 +192,16 @@ def time_small(k: Kernels, rows: int, seconds: float) -> dict[str, float]:
         "sample_top_p": lambda: k.sample(logits, ones, off, ones * 0.95, none, keys),
         "log_softmax_stats": lambda: k.log_softmax_stats(logits),
     }
-    return {f"{name}_us": round(best_s(work, seconds) * 1e6, 1) for name, work in cases.items()}
+    return {f"{name}_us": best_s(work, seconds) * 1e6 for name, work in cases.items()}
+
+
+def plain(value: Any) -> Any:
+    """For JSON: rounded, and null for what could not be measured undisturbed."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    return rounded(value) if isinstance(value, float) else value
 
 
 def cpu_model() -> str:
@@ -228,16 +250,19 @@ def main() -> None:
         "torch": torch.__version__,
         "read_gb_per_s": round(floors.bytes_per_s / 1e9, 1),
         "peak_gflops": round(floors.operations_per_s / 1e9, 1),
+        # A product that beats a floor says that the floor is measured wrongly, not that the product is good.
+        "floors_hold": all(row["of_floor"] <= 1.03 for table in models.values() for row in table),
     }
+    x = torch.ones(1, 16)
     report = {
         "environment": environment,
         "step": {model: steps(table, LAYERS[model], asked.rows) for model, table in models.items()},
         "linear": models,
         "attention": attention,
         "small": {rows: time_small(k, rows, asked.seconds) for rows in (1, 32)},
-        "call_us": round(best_s(lambda: k.rms_norm(torch.ones(1, 16), torch.ones(16), 1e-6), asked.seconds) * 1e6, 2),
+        "call_us": best_s(lambda: k.rms_norm(x, x[0], 1e-6, x), asked.seconds) * 1e6,
     }
-    print(json.dumps(report, indent=1))
+    print(json.dumps(plain(report), indent=1))
 
 
 if __name__ == "__main__":

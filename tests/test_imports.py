@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "core": {"core", "protocol", "errors"},
     "layers": {"layers", "errors"},
     "models": {"models", "layers", "errors"},
-    "worker": {"worker", "models", "layers", "transfer", "protocol", "errors", "zoo"},
+    "worker": {"worker", "models", "layers", "transfer", "protocol", "errors", "config", "zoo"},
     "transfer": {"transfer", "protocol", "errors"},
     "engine": {"engine", "core", "worker", "transfer", "protocol", "errors", "config"},
     "text": {"text", "protocol", "errors", "zoo"},
@@ -31,7 +31,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "torch": {"worker", "layers", "models", "transfer", "testing"},
     "zmq": {"engine/channel.py", "transfer"},
-    "asyncio": {"api", "router", "engine/client.py", "cli.py", "bench"},
+    "asyncio": {"api", "router", "engine/client.py", "engine/replicas.py", "cli.py", "bench"},
 }
 
 STDLIB_ONLY = {"core", "protocol"}

@@ -1,1 +1,23 @@
 """Headgate: an LLM serving system whose running requests can be stopped, held, moved and resumed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headgate.protocol.request import SamplingParams
+
+if TYPE_CHECKING:
+    from headgate.offline import LLM, Completion
+
+__all__ = ["LLM", "Completion", "SamplingParams"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Torch takes seconds to import; a router or a command line that needs no model does not pay for it.
+    if name in ("LLM", "Completion"):
+        from headgate import offline
+
+        return getattr(offline, name)
+    raise AttributeError(f"module 'headgate' has no attribute {name!r}")

@@ -35,7 +35,7 @@ from headgate.text.detokenizer import Detokenizer
 from headgate.text.stops import StopStrings
 from headgate.text.template import ChatTemplate, load_template
 from headgate.text.tokenizer import Tokenizer, load_tokenizer
-from headgate.zoo import find_model
+from headgate.zoo.find import find_model
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

@@ -1,7 +1,5 @@
 """The packed linear layers of the CPU kernels against torch, on every instruction set this machine can run."""
 
-import time
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -198,24 +196,3 @@ def test_rows_that_do_not_fit_are_refused(k):
         k.pack_into(room, torch.zeros(10, 8), 30)
     with pytest.raises(IndexError, match="row 32"):
         k.unpack_rows(room, torch.tensor([32]), 8)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", [isa for isa in supported_isas() if isa != "amx-emulated"])
-def test_no_product_beats_the_rate_that_the_benchmark_calls_the_peak(isa, dtype):
-    # A probe whose work the compiler drops reports a multiple of the peak; one that spills, less than a product reaches.
-    k = kernels(isa)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    M, N, K = 192, 512, 1024
-    x, room = random(1, M, K, dtype=dtype), packed(k, random(2, N, K, dtype=dtype))
-    probed, reached = [], []
-    for _ in range(12):
-        start = time.thread_time()
-        operations = k.probe_multiply(dtype, 5000)
-        probed.append(operations / (time.thread_time() - start))
-        start = time.thread_time()
-        k.linear(x, room, N)
-        reached.append(2 * M * N * K / (time.thread_time() - start))
-    torch.set_num_threads(threads)
-    assert 0.95 * max(reached) < max(probed) < 2.5 * max(reached)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from headgate.core.scheduler import Scheduler
@@ -66,8 +67,10 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Wait for something to happen, and deal with all that has."""
-        self._receive()
+        messages = self._receive()
         self.scheduler.tick(self._clock())
+        for message in messages:
+            self._handle(message)
         self._commit()
         self._launch()
         self._tell()
@@ -101,26 +104,25 @@ class EngineLoop:
 
     # -- in ---------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        try:
-            self._handle(self._inbox.get(timeout=self._sleep_s()))
+    def _receive(self) -> list[Message]:
+        """All that has arrived, after a sleep if nothing has. `None` only wakes us."""
+        messages: list[Message | None] = []
+        with suppress(Empty):
+            messages.append(self._inbox.get(timeout=self._sleep_s()))
             while True:
-                self._handle(self._inbox.get_nowait())
-        except Empty:
-            return
+                messages.append(self._inbox.get_nowait())
+        return [message for message in messages if message is not None]
 
     def _sleep_s(self) -> float:
         return min(max(self.scheduler.next_deadline_s - self._clock(), 0), IDLE_S)
 
-    def _handle(self, message: Message | None) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Submit(requests):
                 for request in requests:
                     self._submit(request)
             case Abort(ids, cause):
                 self.scheduler.abort(ids, cause)
-            case None:  # only to wake us: a step has landed, or we are to close
-                pass
 
     def _submit(self, request: GenerateRequest) -> None:
         try:

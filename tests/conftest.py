@@ -1,11 +1,11 @@
+from __future__ import annotations
+
 import pytest
-import torch
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     """Tiny models are faster on one, and on a busy machine threads that wait for each other cost seconds a test."""
-    before = torch.get_num_threads()
+    import torch
+
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

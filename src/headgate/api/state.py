@@ -1,0 +1,89 @@
+"""What every handler is given: the engines, the words, the limits, and the ledger in which requests are written.
+
+One `Api` per process, made once and put into `app.state.api`; nothing in it changes while the server runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from headgate.engine.client import Chunk
+from headgate.errors import RequestError
+from headgate.protocol.message import EngineInfo
+from headgate.protocol.output import Cause
+from headgate.protocol.request import GenerateRequest
+from headgate.text.template import ChatTemplate
+from headgate.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from headgate.api.ledger import Ledger
+
+T = TypeVar("T")
+
+# Shorter inputs are tokenised on the event loop: that takes less time than going to a thread and back.
+LONG_TEXT = 4096
+
+
+class ChunkStream(Protocol):
+    """The answer to one request. Leaving it early aborts the request, under the name in `cause`."""
+
+    cause: Cause
+
+    def end(self, cause: Cause) -> None:
+        """Ask for the end; the terminal output still comes."""
+
+    def __aiter__(self) -> ChunkStream: ...
+
+    async def __anext__(self) -> Chunk: ...
+
+
+class Engines(Protocol):
+    """What the API asks of engines; `headgate.engine.replicas.Replicas` is one."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def generate(self, request: GenerateRequest) -> AbstractAsyncContextManager[ChunkStream]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    max_choices: int = 64  # answers to one request: its prompts times n
+    keep_alive_s: float = 15.0  # a stream is never silent for longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api:
+    engines: Engines
+    ledger: Ledger
+    model_name: str
+    created: int  # when the model was loaded, in seconds since 1970
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    settings: ApiSettings = ApiSettings()
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text"))
+
+    @property
+    def words(self) -> Tokenizer:
+        """The tokenizer, for those who cannot do without."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; send and ask for token ids")
+        return self.tokenizer
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Do `work` on `size` characters or tokens: at once if they are few, in a thread if they are many."""
+        if size < LONG_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+
+def api_of(request: Request) -> Api:
+    api: Api = request.app.state.api
+    return api

@@ -1,0 +1,379 @@
+"""Attention over the paged cache `[blocks, kv heads, block_size, head size]`, all queries of a KV head in one tile.
+
+Two kernels. `decode` is for steps in which every slice has one query: a sequence is cut into `splits` runs of keys that
+are reduced side by side, and whichever program ends last puts them together. `prefill` is for slices of any length:
+a tile of queries walks the keys before it. Softmax is in base two, and float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headgate.layers.backend import KV, Heads
+from headgate.layers.batch import Batch
+
+LOG2E = 1.4426950408889634
+MAX_SPLITS = 64
+# Keys that make a split worth its while, and programs that keep the device busy.
+SPLIT_KEYS, BUSY = 64, 528
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a kernel is cut: queries (times the heads of a group) by keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def decode_tile(size: int, wide: bool) -> Tile:
+    """`wide` is float32."""
+    if wide:
+        return Tile(16, 32, 4, 1)
+    return Tile(16, 64 if size <= 128 else 32, 4, 3)
+
+
+def prefill_tile(size: int, wide: bool) -> Tile:
+    if wide:
+        return Tile(32, 32, 4, 1)
+    return Tile(128, 64, 8, 3) if size <= 128 else Tile(64, 32, 8, 2)
+
+
+def splits_for(batch: int, kv_heads: int, max_context: int) -> int:
+    """Into how many runs to cut each sequence: a power of two, one when there are sequences enough."""
+    most = min(triton.cdiv(max_context, SPLIT_KEYS), max(1, BUSY // (batch * kv_heads)), MAX_SPLITS)
+    return 1 << (most.bit_length() - 1)
+
+
+class Scratch:
+    """Where the splits of a decode step meet, one allocation for all layers and steps: they run one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.partial = torch.empty(0, device=device)
+        self.stats = torch.empty(0, device=device)
+        self.counters = torch.empty(0, dtype=torch.int32, device=device)
+
+    def reserve(self, batch: int, heads: Heads, splits: int) -> None:
+        """Room for a step, grown if need be. Not while a graph is captured, which remembers where it was."""
+        rows = batch * heads.query * splits
+        if rows * heads.size > self.partial.numel():
+            self.partial = torch.empty(rows * heads.size, device=self.device)
+        if 2 * rows > self.stats.numel():
+            self.stats = torch.empty(2 * rows, device=self.device)
+        if batch * heads.kv > self.counters.numel():
+            self.counters = torch.zeros(batch * heads.kv, dtype=torch.int32, device=self.device)
+
+
+def decode(
+    q: torch.Tensor,
+    kv: KV,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    heads: Heads,
+    scratch: Scratch,
+    *,
+    splits: int | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """`[S, heads * size]` for one query per slice."""
+    slices = len(q)
+    splits = splits or splits_for(slices, heads.kv, batch.max_context)
+    tile = tile or decode_tile(heads.size, q.dtype == torch.float32)
+    if splits > 1:
+        scratch.reserve(slices, heads, splits)
+    out = q.new_empty(slices, heads.query * heads.size)
+    group = heads.query // heads.kv
+    decode_kernel[(heads.kv, splits, slices)](
+        q,
+        kv.k,
+        kv.v,
+        batch.block_tables,
+        batch.context_lens,
+        out,
+        scratch.partial,
+        scratch.stats,
+        scratch.counters,
+        scale * LOG2E,
+        window or 0,
+        q.stride(0),
+        batch.block_tables.stride(0),
+        WINDOWED=window is not None,
+        SPLITS=splits,
+        KV_HEADS=heads.kv,
+        GROUP=group,
+        ROWS=max(tile.rows, triton.next_power_of_2(group)),
+        SIZE=heads.size,
+        PADDED=triton.next_power_of_2(heads.size),
+        BLOCK_SIZE=kv.k.shape[2],
+        KEYS=tile.keys,
+        PRECISION="ieee",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def prefill(
+    q: torch.Tensor,
+    kv: KV,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    heads: Heads,
+    *,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """`[T, heads * size]` for slices of any length."""
+    tile = tile or prefill_tile(heads.size, q.dtype == torch.float32)
+    out = q.new_empty(len(q), heads.query * heads.size)
+    group = heads.query // heads.kv
+    queries = tile.rows // group
+    slices = len(batch.context_lens)
+    # Each slice has at most one tile that is not full.
+    tiles = len(q) // queries + slices
+    prefill_kernel[(heads.kv, tiles)](
+        q,
+        kv.k,
+        kv.v,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        out,
+        slices,
+        scale * LOG2E,
+        window or 0,
+        q.stride(0),
+        batch.block_tables.stride(0),
+        WINDOWED=window is not None,
+        KV_HEADS=heads.kv,
+        GROUP=group,
+        QUERIES=queries,
+        ROWS=tile.rows,
+        SIZE=heads.size,
+        PADDED=triton.next_power_of_2(heads.size),
+        BLOCK_SIZE=kv.k.shape[2],
+        KEYS=tile.keys,
+        PRECISION="ieee",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+@triton.jit
+def key_rows(tables, position, head, seen, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr):
+    """Where the keys, and the values, at some positions of a sequence start."""
+    block = tl.load(tables + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+    return ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * SIZE
+
+
+# What varies from step to step must not make another kernel.
+@triton.jit(
+    do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["tables", "contexts"]
+)
+def decode_kernel(
+    q,
+    k,
+    v,
+    tables,
+    contexts,
+    out,
+    partial,
+    stats,
+    counters,
+    scale,
+    window,
+    q_stride,
+    table_stride,
+    WINDOWED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Heads vary fastest: programs that run together read neighbouring memory.
+    head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    context = tl.load(contexts + sequence)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(context - window, 0)
+    first_tile, last_tile = first // KEYS, tl.cdiv(context, KEYS)
+    per_split = tl.cdiv(last_tile - first_tile, SPLITS)
+    begin = first_tile + split * per_split
+    end = tl.minimum(begin + per_split, last_tile)
+
+    row, column = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
+    q_at = q + sequence * q_stride + (head * GROUP + row)[:, None] * SIZE + column[None, :]
+    query = tl.load(q_at, mask=inside, other=0.0)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    table = tables + sequence * table_stride
+    for tile in range(begin, end):
+        position = tile * KEYS + tl.arange(0, KEYS)
+        seen = position < context
+        at = key_rows(table, position, head, seen, KV_HEADS, BLOCK_SIZE, SIZE)
+        if WINDOWED:
+            seen = seen & (position >= first)
+        keys = tl.load(
+            k + at[None, :] + column[:, None], mask=seen[None, :] & (column < SIZE)[:, None], other=0.0
+        )
+        values = tl.load(
+            v + at[:, None] + column[None, :], mask=seen[:, None] & (column < SIZE)[None, :], other=0.0
+        )
+        scores = tl.dot(query, keys, input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_best[:, None])
+        fade = tl.exp2(best - new_best)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        best = new_best
+
+    out_at = out + (sequence * KV_HEADS + head) * GROUP * SIZE
+    if SPLITS == 1:
+        # A context of nothing is padding, and gives zeros.
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_at + row[:, None] * SIZE + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        mine = (sequence * KV_HEADS + head) * GROUP * SPLITS
+        slot = mine + row * SPLITS + split
+        tl.store(partial + slot[:, None] * SIZE + column[None, :], acc, mask=inside)
+        tl.store(stats + 2 * slot, best, mask=row < GROUP)
+        tl.store(stats + 2 * slot + 1, total, mask=row < GROUP)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        done = tl.atomic_add(counters + sequence * KV_HEADS + head, 1, sem="acq_rel")
+        if done == SPLITS - 1:
+            tl.store(counters + sequence * KV_HEADS + head, 0)
+            for member in tl.static_range(GROUP):
+                combine(partial, stats, out_at + member * SIZE, mine + member * SPLITS, SPLITS, SIZE, PADDED)
+
+
+@triton.jit
+def combine(partial, stats, out, first, SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """One head's answer from its splits, which other programs have just written."""
+    slot, column = first + tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    best = tl.load(stats + 2 * slot, cache_modifier=".cg")
+    total = tl.load(stats + 2 * slot + 1, cache_modifier=".cg")
+    highest = tl.max(best, 0)
+    # Of padding, all splits are empty.
+    share = tl.exp2(best - tl.where(highest == -float("inf"), 0.0, highest))
+    total = tl.sum(total * share, 0)
+    parts = tl.load(
+        partial + slot[:, None] * SIZE + column[None, :],
+        mask=(column < SIZE)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    acc = tl.sum(parts * share[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + column, acc.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit
+def slice_of(tile, query_starts, slices, QUERIES: tl.constexpr):
+    """The slice whose tiles, were each but the last full, would include `tile`."""
+    low, high = 0, slices
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) // QUERIES + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["slices", "window", "table_stride"],
+    do_not_specialize_on_alignment=["tables", "query_starts", "contexts"],
+)
+def prefill_kernel(
+    q,
+    k,
+    v,
+    tables,
+    query_starts,
+    contexts,
+    out,
+    slices,
+    scale,
+    window,
+    q_stride,
+    table_stride,
+    WINDOWED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, tile = tl.program_id(0), tl.program_id(1)
+    index = slice_of(tile, query_starts, slices, QUERIES)
+    start = tl.load(query_starts + index)
+    count = tl.load(query_starts + index + 1) - start
+    first_query = (tile - (start // QUERIES + index)) * QUERIES
+    if first_query >= count:
+        return
+    context = tl.load(contexts + index)
+
+    row, column = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    query_index = first_query + row // GROUP
+    query_position = context - count + query_index
+    used = (row < QUERIES * GROUP) & (query_index < count)
+    inside = used[:, None] & (column < SIZE)[None, :]
+    token = (start + query_index).to(tl.int64)
+    head_at = (head * GROUP + row % GROUP) * SIZE
+    query = tl.load(q + (token * q_stride + head_at)[:, None] + column[None, :], mask=inside, other=0.0)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    table = tables + index.to(tl.int64) * table_stride
+
+    last = tl.minimum(context - count + first_query + QUERIES, context)
+    first_tile = 0
+    if WINDOWED:
+        first_tile = tl.maximum(context - count + first_query - window + 1, 0) // KEYS
+    for tile_index in range(first_tile, tl.cdiv(last, KEYS)):
+        position = tile_index * KEYS + tl.arange(0, KEYS)
+        known = position < last
+        at = key_rows(table, position, head, known, KV_HEADS, BLOCK_SIZE, SIZE)
+        keys = tl.load(
+            k + at[None, :] + column[:, None], mask=known[None, :] & (column < SIZE)[:, None], other=0.0
+        )
+        values = tl.load(
+            v + at[:, None] + column[None, :], mask=known[:, None] & (column < SIZE)[None, :], other=0.0
+        )
+        scores = tl.dot(query, keys, input_precision=PRECISION) * scale
+        seen = position[None, :] <= query_position[:, None]
+        if WINDOWED:
+            seen = seen & (position[None, :] > query_position[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        # A query that has seen nothing yet, because its window starts later, must not become NaN.
+        level = tl.where(new_best == -float("inf"), 0.0, new_best)
+        weights = tl.exp2(scores - level[:, None])
+        fade = tl.exp2(best - level)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        best = new_best
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_at = out + (token * (KV_HEADS * GROUP * SIZE) + head_at)[:, None] + column[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)

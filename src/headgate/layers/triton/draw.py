@@ -1,0 +1,109 @@
+"""One token per row of logits, without leaving the device: the largest logit, or the largest with Gumbel noise.
+
+The noise of (key, token id) is that of `worker.draw`, bit for bit up to the rounding of a logarithm. Two kernels: the
+best of each chunk of the vocabulary, then the best of the chunks. Nothing depends on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 2048
+
+
+class Finalists:
+    """The best of each chunk: room for `rows` rows, kept from step to step."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self.chunks = triton.cdiv(vocab, CHUNK)
+        self.sums = torch.empty(rows, self.chunks, device=device)
+        self.ids = torch.empty(rows, self.chunks, dtype=torch.int32, device=device)
+
+
+def find_finalists(
+    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, finalists: Finalists
+) -> None:
+    """The best of every chunk of `logits` [R, V]; `temperatures` are float32 with 0 for greedy, `keys` 64 bits."""
+    rows, vocab = logits.shape
+    chunk_kernel[(finalists.chunks, rows)](
+        logits,
+        temperatures,
+        keys,
+        finalists.sums,
+        finalists.ids,
+        vocab,
+        logits.stride(0),
+        finalists.chunks,
+        CHUNK=CHUNK,
+        num_warps=4,
+    )
+
+
+def draw_tokens(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The chosen ids [R], int64."""
+    finalists = Finalists(*logits.shape, logits.device)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    find_finalists(logits, temperatures, keys, finalists)
+    winner_kernel[(len(logits),)](
+        finalists.sums, finalists.ids, tokens, finalists.chunks, PADDED=triton.next_power_of_2(finalists.chunks)
+    )
+    return tokens
+
+
+@triton.jit
+def winner_of(sums, ids, row, chunks, PADDED: tl.constexpr):
+    """The best of a row's finalists; the lowest id wins a tie, as chunks lie in order of id."""
+    chunk = tl.arange(0, PADDED)
+    score = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=-float("inf"))
+    best = tl.argmax(score, 0)
+    return tl.load(ids + row * chunks + best)
+
+
+@triton.jit
+def winner_kernel(sums, ids, tokens, chunks, PADDED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(tokens + row, winner_of(sums, ids, row, chunks, PADDED).to(tl.int64))
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "keys"])
+def chunk_kernel(logits, temperatures, keys, sums, ids, vocab, stride, chunks, CHUNK: tl.constexpr):
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = token < vocab
+    score = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        score = tl.div_rn(score, tl.zeros_like(score) + temperature)
+        score += gumbel(tl.load(keys + row), token)
+        score = tl.where(inside, score, -float("inf"))
+    best, place = tl.max(score, 0, return_indices=True)
+    tl.store(sums + row * chunks + chunk, best)
+    tl.store(ids + row * chunks + chunk, chunk * CHUNK + place)
+
+
+@triton.jit
+def gumbel(key, token):
+    """Standard Gumbel noise of `token`: see `worker.draw.gumbel`."""
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    x = (token.to(tl.uint32) * 0x9E3779B9 + low) ^ high
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return -tl.log(-log_uniform((x >> 8).to(tl.int32)))
+
+
+@triton.jit
+def log_uniform(n):
+    """log((n + 1/2) / 2**24). Near 1 by what the quotient lacks to 1, which fits float32; see `worker.draw`."""
+    quotient = (n.to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    lacking = ((16777216 - n).to(tl.float32) - 0.5) * 5.9604644775390625e-08
+    # log(1 - x) = -2 atanh(x / (2 - x)): below 0.29 five terms are exact to float32.
+    z = lacking / (2.0 - lacking)
+    square = z * z
+    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9))))
+    return tl.where(lacking < 0.29, -2.0 * z * series, tl.log(quotient))

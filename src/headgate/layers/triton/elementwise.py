@@ -1,0 +1,58 @@
+"""Norms and gates: one pass over memory, one program per row or part of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+GATE_BLOCK = 1024
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add `x` into `residual`, in place, and return the norm of the sum. All are contiguous, `[rows, columns]`."""
+    out = torch.empty_like(x)
+    rows, columns = x.shape
+    if rows:
+        block = triton.next_power_of_2(columns)
+        add_rms_norm_kernel[(rows,)](
+            x, residual, weight, out, columns, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+        )
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of contiguous `[rows, gate and up side by side]`."""
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, columns)
+    if rows:
+        grid = (rows, triton.cdiv(columns, GATE_BLOCK))
+        silu_mul_kernel[grid](gate_up, out, columns, BLOCK=GATE_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def add_rms_norm_kernel(x, residual, weight, out, columns, eps, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    at = tl.program_id(0).to(tl.int64) * columns + column
+    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    # What is normed is what the stream holds, rounded.
+    held = total.to(residual.dtype.element_ty)
+    tl.store(residual + at, held, mask=inside)
+    wide = held.to(tl.float32)
+    wide *= 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / columns + eps)
+    scaled = wide.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0)
+    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    gate = tl.load(gate_up + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
+    gated = gate / (1.0 + tl.exp(-gate))
+    tl.store(out + row * columns + column, (gated * up).to(out.dtype.element_ty), mask=inside)

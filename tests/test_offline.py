@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from headgate import LLM, SamplingParams
+from headgate.errors import BrokenCheckpoint, NotAModel, OutOfMemory, RequestError
+from headgate.testing.tiny import tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, max_running=8) as llm:
+        yield llm
+        llm.engine.scheduler.check()
+        assert llm.engine.loop.idle
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm):
+    asked = ["One", "Two", [1, 2, 3]]
+    together = llm.generate(asked, GREEDY, progress=False)
+    assert [answer.token_ids for answer in together] == [
+        llm.generate(prompt, GREEDY, progress=False)[0].token_ids for prompt in asked
+    ]
+    assert [answer.prompt_token_ids for answer in together] == [
+        *map(tuple, map(llm.tokenizer.encode, asked[:2])),
+        (1, 2, 3),
+    ]
+
+
+def test_an_answer_says_how_it_ended_and_when_things_happened(llm):
+    (answer,) = llm.generate("Hello", GREEDY, progress=False)
+    assert (answer.finish_reason, answer.cause, len(answer.token_ids)) == ("length", "max_tokens", 12)
+    timings = answer.timings
+    assert timings.arrived_s <= timings.started_s < timings.first_token_s < timings.ended_s
+    assert answer.weight_versions == [(0, 12)]
+    assert answer.text == llm.tokenizer.decode(answer.token_ids)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5)]
+    assert [len(answer.token_ids) for answer in llm.generate(["a", "b"], params, progress=False)] == [1, 5]
+    with pytest.raises(RequestError, match="2 prompts and 1 sampling parameters"):
+        llm.generate(["a", "b"], params[:1])
+
+
+def test_a_stream_is_the_text_in_pieces(llm):
+    (whole,) = llm.generate("Hello", GREEDY, progress=False)
+    assert "".join(llm.stream("Hello", GREEDY)) == whole.text
+
+
+def test_a_stream_that_is_closed_leaves_nothing_behind(llm):
+    stream = llm.stream("Hello", SamplingParams(max_tokens=300, ignore_eos=True))
+    next(stream)
+    assert llm.engine.scheduler.sequences
+    stream.close()
+    assert llm.engine.loop.idle
+
+
+def test_two_streams_can_be_read_by_turns(llm):
+    first, second = llm.stream("a", GREEDY), llm.stream("b", GREEDY)
+    pieces = [(one, two) for one, two in zip(first, second, strict=False)]
+    assert len(pieces) > 2
+    first.close(), second.close()
+
+
+def test_a_stop_string_ends_the_answer_before_it(llm):
+    (whole,) = llm.generate("Hello", GREEDY, progress=False)
+    stop = whole.text[3:5]
+    (cut,) = llm.generate("Hello", GREEDY, stop=[stop], progress=False)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.cause) == ("stop", "stop_string")
+    assert llm.engine.loop.idle
+
+
+def test_log_probabilities_come_with_the_tokens_that_asked_for_them(llm):
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    (answer,) = llm.generate([[5, 6, 7, 8]], params, progress=False)
+    assert len(answer.logprobs) == 4
+    for token, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert logprobs.top_ids[0] == token and logprobs.top[0] == logprobs.token and len(logprobs.top) == 3
+    assert answer.prompt_logprobs[0] is None
+    assert all(math.isfinite(each.token) and len(each.top) == 2 for each in answer.prompt_logprobs[1:])
+    assert len(answer.prompt_logprobs) == 4
+
+
+def test_chat_goes_through_the_models_template(llm):
+    messages = [{"role": "user", "content": "Hi"}]
+    prompt = llm.tokenizer.decode(llm.render(messages), skip_special=False)
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert llm.chat(messages, GREEDY).text == llm.generate([llm.render(messages)], GREEDY, progress=False)[0].text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "the prompt is empty"),
+        ([1] * 600, GREEDY, "prompt has 600 tokens; with room for an answer this engine takes 511"),
+        (
+            [1] * 8,
+            SamplingParams(max_tokens=600),
+            "prompt has 8 tokens and max_tokens is 600; together this engine takes 512",
+        ),
+        ([999], GREEDY, "token id 999 is outside the vocabulary of 260"),
+    ],
+)
+def test_what_cannot_run_is_refused_and_the_engine_goes_on(llm, prompt, params, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate([prompt], params, progress=False)
+    assert llm.engine.loop.idle
+    assert llm.generate("Hello", GREEDY, progress=False)[0].token_ids
+
+
+def test_one_bad_prompt_among_good_ones_aborts_the_call_and_nothing_stays(llm):
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        llm.generate([[1], [999]], SamplingParams(max_tokens=200, ignore_eos=True), progress=False)
+    assert llm.engine.loop.idle
+
+
+def test_ctrl_c_ends_the_call_and_leaves_nothing_behind(llm):
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    long = SamplingParams(max_tokens=500, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello"] * 1000, long, progress=False)
+    assert llm.engine.loop.idle
+    llm.engine.scheduler.check()
+    assert llm.generate("Hello", GREEDY, progress=False)[0].token_ids
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path):
+    with LLM(tiny_model(tmp_path, tokenizer=False), max_running=2) as llm:
+        (answer,) = llm.generate([[1, 2, 3]], GREEDY, progress=False)
+        assert len(answer.token_ids) == 12 and answer.text == ""
+        with pytest.raises(RequestError, match="no tokenizer; give prompts as token ids"):
+            llm.generate("Hello", GREEDY)
+        with pytest.raises(RequestError, match="stop strings need one"):
+            llm.generate([[1]], GREEDY, stop=["x"])
+        with pytest.raises(RequestError, match="no chat template"):
+            llm.chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(NotAModel, match="holds no model"):
+        LLM(tmp_path)
+
+
+def test_a_truncated_checkpoint_is_refused(tmp_path):
+    weights = tiny_model(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(BrokenCheckpoint, match="is cut short"):
+        LLM(tmp_path)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_what_to_change(folder):
+    with pytest.raises(OutOfMemory, match=r"a context of 512 tokens needs .* lower max_context"):
+        LLM(folder, max_context=512, kv_blocks=2)
+
+
+def test_a_context_that_nobody_asked_for_is_cut_to_what_fits(folder):
+    with LLM(folder, kv_blocks=2, max_running=2) as llm:
+        assert llm.engine.info.max_context == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int4"}, "dtype must be one of"),
+        ({"block_size": 7}, "block_size must be"),
+        ({"max_running": 0}, "at least 1"),
+    ],
+)
+def test_options_are_checked_by_name(folder, options, message):
+    with pytest.raises(RequestError, match=message):
+        LLM(folder, **options)
