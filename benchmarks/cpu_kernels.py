@@ -3,8 +3,8 @@
     python benchmarks/cpu_kernels.py [--models qwen3-0.6b] [--rows 1 8 64] [--isa avx512-bf16] [--threads 2]
 
 The two floors are measured in the same run: the time to read the weights once at the read bandwidth of all threads, and
-the time of the arithmetic at the rate of multiplying what is in registers. Best of several undisturbed repeats, since the machine is
-shared; weights rotate through enough copies that none is found in a cache.
+the time of the arithmetic at the rate of multiplying what is in registers. Best of several undisturbed repeats, since
+the machine is shared; weights rotate through enough copies that none is found in a cache.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ COLD_BYTES = 1 << 29  # of rotating copies: many times any cache we meet
 READ_BYTES = 1 << 30  # of the bandwidth probe, about the model it stands for
 
 
-def best_s(work: Callable[[], object], seconds: float) -> float:
+def best_s(work: Callable[[], object], seconds: float, serial: bool = False) -> float:
     """The shortest of several undisturbed runs, or infinity if there was none.
 
-    One thread is timed by its CPU time, which neighbours on the machine do not stretch. Several threads wait for each
+    One thread (or `serial` work, too little to share) is timed by its CPU time, which neighbours on the machine do not stretch. Several threads wait for each
     other, so a run counts only if all of them had a core throughout (waiting threads spin, hence burn CPU time too);
     otherwise it tells how long the scheduler let a thread wait. Up to ten times `seconds` are spent looking for one.
     """
-    threads = torch.get_num_threads()
+    threads = 1 if serial else torch.get_num_threads()
     work()
     best, start = float("inf"), time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds or (best == float("inf") and elapsed < 10 * seconds):
@@ -81,9 +81,9 @@ class Floors:
         self._read, self._k, self._dtype = k.probe_read(READ_BYTES), k, dtype
 
     def measure(self) -> None:
-        operations = self._k.probe_multiply(self._dtype, 10_000)
+        operations = self._k.probe_multiply(self._dtype, 200_000)
         self.bytes_per_s = max(self.bytes_per_s, READ_BYTES / best_s(self._read, 0.1))
-        spent = best_s(lambda: self._k.probe_multiply(self._dtype, 10_000), 0.02)
+        spent = best_s(lambda: self._k.probe_multiply(self._dtype, 200_000), 0.02)
         self.operations_per_s = max(self.operations_per_s, operations / spent)
 
 
@@ -192,7 +192,7 @@ def time_small(k: Kernels, rows: int, seconds: float) -> dict[str, float]:
         "sample_top_p": lambda: k.sample(logits, ones, off, ones * 0.95, none, keys),
         "log_softmax_stats": lambda: k.log_softmax_stats(logits),
     }
-    return {f"{name}_us": best_s(work, seconds) * 1e6 for name, work in cases.items()}
+    return {f"{name}_us": best_s(work, seconds, serial=rows == 1) * 1e6 for name, work in cases.items()}
 
 
 def plain(value: Any) -> Any:
@@ -260,7 +260,7 @@ def main() -> None:
         "linear": models,
         "attention": attention,
         "small": {rows: time_small(k, rows, asked.seconds) for rows in (1, 32)},
-        "call_us": best_s(lambda: k.rms_norm(x, x[0], 1e-6, x), asked.seconds) * 1e6,
+        "call_us": best_s(lambda: k.rms_norm(x, x[0], 1e-6, x), asked.seconds, serial=True) * 1e6,
     }
     print(json.dumps(plain(report), indent=1))
 

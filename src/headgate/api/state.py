@@ -6,7 +6,7 @@ One `Api` per process, made once and put into `app.state.api`; nothing in it cha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -39,9 +39,7 @@ class ChunkStream(Protocol):
     def end(self, cause: Cause) -> None:
         """Ask for the end; the terminal output still comes."""
 
-    def __aiter__(self) -> ChunkStream: ...
-
-    async def __anext__(self) -> Chunk: ...
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
 
 
 class Engines(Protocol):

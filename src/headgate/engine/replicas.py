@@ -25,6 +25,7 @@ from headgate.engine.client import Chunk, EngineClient, TokenStream, connected
 from headgate.engine.process import CANNOT_START, EngineStart
 from headgate.errors import EngineDead, HeadgateError
 from headgate.protocol.message import EngineInfo
+from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,26 @@ class Replica:
         return "ready" if self.client is not None else "starting" if not self.restarts else "down"
 
 
+class MovingStream:
+    """One answer, wherever it is being made. Leaving it early aborts it, under the name in `cause`."""
+
+    def __init__(self) -> None:
+        self.cause: Cause = "client_disconnect"
+        self.ending = False
+        self.chunks: AsyncGenerator[Chunk, None]
+        self.at: tuple[EngineClient, TokenStream] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self.chunks
+
+    def end(self, cause: Cause) -> None:
+        """Ask for the end; the terminal output still comes, unless the engine dies first."""
+        self.cause, self.ending = cause, True
+        if self.at is not None:
+            client, stream = self.at
+            client.abort(stream.id, cause)
+
+
 class Replicas:
     """Use `started` to get one."""
 
@@ -69,24 +90,32 @@ class Replicas:
     # -- asking -----------------------------------------------------------------
 
     @asynccontextmanager
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[MovingStream]:
         """The answer to `request` as chunks, from whichever engine; leaving early aborts it."""
-        async with aclosing(self._chunks(request)) as chunks:
-            yield chunks
+        answer = MovingStream()
+        answer.chunks = self._chunks(request, answer)
+        async with aclosing(answer.chunks):
+            yield answer
 
-    async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, request: GenerateRequest, answer: MovingStream) -> AsyncGenerator[Chunk, None]:
         tokens, scored = list(request.generated), 0
         while True:
             client = await self._choose()
             resumed = msgspec.structs.replace(request, generated=tuple(tokens))
             try:
                 async with client.generate(resumed) as stream:
-                    async for chunk in _without_scores(stream, scored):
-                        tokens += chunk.tokens
-                        scored += len(chunk.prompt_logprobs)
-                        yield chunk
+                    answer.at = client, stream
+                    try:
+                        async for chunk in _without_scores(stream, scored):
+                            tokens += chunk.tokens
+                            scored += len(chunk.prompt_logprobs)
+                            yield chunk
+                    finally:
+                        answer.at, stream.cause = None, answer.cause
                     return
             except EngineDead as error:
+                if answer.ending:
+                    return
                 log.warning("a stream lost its engine after %d tokens and goes on elsewhere: %s", len(tokens), error)
 
     async def _choose(self) -> EngineClient:

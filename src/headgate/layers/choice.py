@@ -12,7 +12,7 @@ from headgate.layers.cpu.kernels import LANES, why_unsupported
 from headgate.layers.cpu_backend import CpuBackend
 from headgate.layers.torch_backend import DeterministicTorchBackend, TorchBackend
 
-NAMES = ("auto", "torch", "cpu")
+NAMES = ("auto", "torch", "cpu", "triton")
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +25,24 @@ def choose_backend(
         raise ValueError(f"backend {name!r} is not known; {', '.join(NAMES)} are")
     if name == "torch":
         return torch_backend(device, dtype, heads, deterministic)
+    if device.type == "cuda" and name != "cpu" and not deterministic:
+        return triton_backend(device, dtype, heads)
     kernels = cpu_kernels(device, dtype, heads)
     if isinstance(kernels, Kernels):
         return CpuBackend(kernels, dtype, heads)
-    logger.log(logging.WARNING if name == "cpu" else logging.INFO, "computing in plain torch: %s", kernels.reason)
+    logger.log(logging.WARNING if name != "auto" else logging.INFO, "computing in plain torch: %s", kernels.reason)
     return torch_backend(device, dtype, heads, deterministic)
 
 
 def torch_backend(device: torch.device, dtype: torch.dtype, heads: Heads, deterministic: bool) -> Backend:
     return (DeterministicTorchBackend if deterministic else TorchBackend)(device, dtype, heads)
+
+
+def triton_backend(device: torch.device, dtype: torch.dtype, heads: Heads) -> Backend:
+    # Only here: a machine without a GPU need not have Triton.
+    from headgate.layers.triton_backend import TritonBackend
+
+    return TritonBackend(device, dtype, heads)
 
 
 def cpu_kernels(device: torch.device, dtype: torch.dtype, heads: Heads) -> Kernels | Unavailable:

@@ -1,0 +1,121 @@
+"""The one place where an error becomes a body: `{"error": {"message", "type", "param", "code"}}`, as OpenAI writes it.
+
+Handlers raise; `error_response` is called by the gate around them. A stream that has begun can no longer change its status
+and sends `error_body` as its last event instead. A message of ours says what to do; an exception that nobody planned is
+logged with its traceback and tells the caller nothing but its request id.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from headgate.errors import EngineDead, HeadgateError, RequestError
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+RETRIED = (429, 503)
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class Unauthorized(RequestError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class QueueFull(RequestError):
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What the caller is told."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: Problem
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def status_of(error: BaseException) -> int:
+    match error:
+        case RequestError():
+            return error.status
+        case HTTPException():
+            return error.status_code
+        case EngineDead():
+            return 503
+    return 500
+
+
+def error_body(error: BaseException, request_id: str = "") -> bytes:
+    """The JSON that tells a caller about `error`; log it first if it is our own fault."""
+    status = status_of(error)
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return _encoder.encode(ErrorBody(_problem(error, kind, request_id)))
+
+
+def _problem(error: BaseException, kind: str, request_id: str) -> Problem:
+    match error:
+        case RequestError():
+            return Problem(error.message, kind, error.param, error.code)
+        case EngineDead():
+            return Problem(f"the engine of this request was lost: {error}", kind, None, "engine_lost")
+        case HeadgateError():
+            return Problem(str(error), kind, None, "internal_error")
+        case HTTPException():
+            return Problem(error.detail, kind, None, _HTTP_CODES.get(error.status_code))
+    about = f" (request {request_id})" if request_id else ""
+    return Problem(f"the server made a mistake; its log says more{about}", kind, None, "internal_error")
+
+
+_HTTP_CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed"}
+
+
+def error_response(error: BaseException, request_id: str = "") -> Response:
+    status = status_of(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if status in RETRIED:
+        headers["retry-after"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if status == 413:
+        headers["connection"] = "close"  # the rest of the body is not worth reading
+    return Response(error_body(error, request_id), status, headers, media_type="application/json")

@@ -1,0 +1,31 @@
+"""What the operator's endpoints are given: the engines as processes, the ledger and the numbers.
+
+Generation sees `Api`; health and metrics see this. One per process, in `app.state.host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headgate.api.ledger import Ledger
+from headgate.api.metrics import Metrics
+from headgate.engine.replicas import Replica
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    version: str
+    model_name: str
+    replicas: Sequence[Replica]
+    ledger: Ledger
+    metrics: Metrics
+
+
+def host_of(request: Request) -> Host:
+    host: Host = request.app.state.host
+    return host

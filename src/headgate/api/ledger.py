@@ -1,0 +1,299 @@
+"""The ledger: who is in, and what became of everyone who was.
+
+A request is *admitted* (or refused, at once and with a reason), lives as an open `Record`, and is closed exactly once,
+whichever way it leaves: all its choices finished, an error, or a client that went away. What is closed goes into the
+metrics, to the listeners (log, traces) and into a bounded history.
+
+Limits count choices, because each is a sequence in an engine: `limit` is what the engines run at once plus the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from headgate.api.errors import QueueFull
+from headgate.api.metrics import Metrics
+from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
+
+log = logging.getLogger(__name__)
+
+HISTORY = 10_000  # usage records kept for those who ask later
+LONGEST_RETRY_S = 60
+
+
+class ChoiceUsage(msgspec.Struct, frozen=True):
+    """What became of one choice. A choice that was cut has the tokens that had come until then."""
+
+    choice: int
+    finish_reason: str
+    cause: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class UsageRecord(msgspec.Struct, frozen=True):
+    """What became of one accepted request."""
+
+    request_id: str
+    tenant: str
+    kind: str  # chat, completion, response ...
+    finish_reason: str
+    cause: str
+    arrived: float  # seconds since 1970
+    first_token_s: float | None  # after its arrival
+    elapsed_s: float
+    choices: tuple[ChoiceUsage, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(choice.prompt_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(choice.cached_tokens for choice in self.choices)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.output_tokens for choice in self.choices)
+
+
+Listener = Callable[[UsageRecord], None]
+
+
+class Record:
+    """One admitted request, while it lives: `async with ledger.admit(...) as record`."""
+
+    __slots__ = (
+        "_finished",
+        "_last_s",
+        "_ledger",
+        "_outputs",
+        "arrived",
+        "arrived_s",
+        "choices",
+        "first_token_s",
+        "kind",
+        "label",
+        "progress_s",
+        "tenant",
+    )
+
+    def __init__(self, ledger: Ledger, tenant: str, label: str, kind: str, choices: int) -> None:
+        self.tenant = tenant
+        self.label = label
+        self.kind = kind
+        self.choices = choices
+        self.arrived = time.time()
+        self.arrived_s = self.progress_s = ledger.clock()
+        self.first_token_s: float | None = None  # after arrival
+        self._ledger = ledger
+        self._last_s: dict[int, float] = {}  # when each choice had its latest token
+        self._outputs: dict[int, int] = {}  # tokens so far, by choice
+        self._finished: dict[int, ChoiceUsage] = {}
+
+    def __repr__(self) -> str:
+        tokens = sum(self._outputs.values())
+        return f"<Record {self.label}: {len(self._finished)}/{self.choices} choices finished, {tokens} tokens>"
+
+    async def __aenter__(self) -> Self:
+        self._ledger._open(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ledger._close(self, error)
+
+    def first_token(self) -> None:
+        """The first token of any choice has come; said again, it changes nothing."""
+        if self.first_token_s is None:
+            self.first_token_s = self._ledger.clock() - self.arrived_s
+            self._ledger.metrics.first_token.observe(self.first_token_s)
+
+    def tokens(self, count: int, choice: int = 0) -> None:
+        """`count` tokens of `choice` have come in one chunk."""
+        if not count:
+            return
+        now_s, before_s = self._ledger.clock(), self._last_s.get(choice)
+        if before_s is None:
+            self.first_token()
+        else:
+            self._ledger.metrics.between_tokens.observe((now_s - before_s) / count, count)
+        self._last_s[choice] = self.progress_s = now_s
+        self._outputs[choice] = self._outputs.get(choice, 0) + count
+
+    def finish(
+        self,
+        choice: int,
+        finish_reason: str,
+        cause: str,
+        prompt_tokens: int,
+        cached_tokens: int,
+        output_tokens: int,
+    ) -> None:
+        """The terminal output of `choice`; the first one counts."""
+        usage = ChoiceUsage(choice, finish_reason, cause, prompt_tokens, cached_tokens, output_tokens)
+        self._finished.setdefault(choice, usage)
+
+    def usages(self, reason: str, cause: str) -> tuple[ChoiceUsage, ...]:
+        """Every choice, those without a terminal output as cut for `reason` and `cause`."""
+        return tuple(
+            self._finished.get(i) or ChoiceUsage(i, reason, cause, output_tokens=self._outputs.get(i, 0))
+            for i in range(self.choices)
+        )
+
+    @property
+    def finished(self) -> bool:
+        return len(self._finished) >= self.choices
+
+
+class Ledger:
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        limit: int,
+        listeners: Sequence[Listener] = (),
+        clock: Callable[[], float] = time.perf_counter,
+        history: int = HISTORY,
+    ) -> None:
+        self.metrics = metrics
+        self.limit = limit
+        self.clock = clock
+        self.in_flight = 0  # choices
+        self.closing = False
+        self.live: dict[str, Record] = {}
+        self._listeners = listeners
+        self._history: OrderedDict[str, UsageRecord] = OrderedDict()
+        self._longest = history
+        self._ends_s: deque[float] = deque(maxlen=64)
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __repr__(self) -> str:
+        return f"<Ledger {len(self.live)} requests, {self.in_flight}/{self.limit} choices>"
+
+    def admit(self, *, tenant: str = "", label: str | None = None, kind: str, choices: int = 1) -> Record:
+        """A place for a request, taken on entering it. `label` is the client's name for it, or one is made up."""
+        return Record(self, tenant, label or f"req-{secrets.token_hex(12)}", kind, choices)
+
+    def close(self) -> None:
+        """Refuse everyone from now on."""
+        self.closing = True
+
+    async def emptied(self) -> None:
+        """Wait until nobody is in."""
+        await self._empty.wait()
+
+    def past(self, label: str) -> UsageRecord | None:
+        """What became of the latest request of that name, if it is not too long ago."""
+        return self._history.get(label)
+
+    @property
+    def oldest_without_progress_s(self) -> float:
+        """How long the request that has waited longest has waited for its next token."""
+        return max((self.clock() - record.progress_s for record in self.live.values()), default=0.0)
+
+    # -- in and out -------------------------------------------------------------
+
+    def _open(self, record: Record) -> None:
+        try:
+            self._check(record)
+        except RequestError as error:
+            self.metrics.refused[error.code] += 1
+            raise
+        self.live[record.label] = record
+        self.in_flight += record.choices
+        self._empty.clear()
+        log.debug("%s: accepted (%s, %d choices)", record.label, record.kind, record.choices)
+
+    def _check(self, record: Record) -> None:
+        if self.closing:
+            raise Unavailable("the server is shutting down; ask another one", code="shutting_down")
+        if record.label in self.live:
+            raise DuplicateId(f"a request with the id {record.label!r} is still running", param="request_id")
+        # One that alone is more than the limit must not wait for ever: it gets in when nobody else is there.
+        if self.in_flight and self.in_flight + record.choices > self.limit:
+            raise QueueFull(
+                f"the queue is full: {self.in_flight} of {self.limit} places are taken; try again later",
+                self._retry_after_s(record.choices),
+            )
+
+    def _retry_after_s(self, choices: int) -> int:
+        """When that many places should be free, if requests go on ending as quickly as of late."""
+        if len(self._ends_s) < 2:
+            return 1
+        each_s = (self.clock() - self._ends_s[0]) / len(self._ends_s)
+        return min(max(math.ceil(each_s * choices), 1), LONGEST_RETRY_S)
+
+    def _close(self, record: Record, error: BaseException | None) -> None:
+        del self.live[record.label]
+        self.in_flight -= record.choices
+        if not self.live:
+            self._empty.set()
+        self._ends_s.append(self.clock())
+        if isinstance(error, RequestError) and not record._outputs and not record._finished:
+            self.metrics.refused[error.code] += 1  # by an engine, or because it could not be understood
+            log.debug("%s: refused: %s", record.label, error)
+            return
+        self._account(_usage(record, error, self.clock() - record.arrived_s))
+
+    def _account(self, usage: UsageRecord) -> None:
+        metrics = self.metrics
+        metrics.requests[usage.finish_reason, usage.cause] += 1
+        metrics.whole_request.observe(usage.elapsed_s)
+        for choice in usage.choices:
+            if choice.finish_reason == "abort":
+                metrics.aborts[choice.cause] += 1
+        for kind in ("prompt", "cached", "output"):
+            metrics.tokens[kind] += getattr(usage, f"{kind}_tokens")
+        self._remember(usage)
+        for listener in self._listeners:
+            listener(usage)
+
+    def _remember(self, usage: UsageRecord) -> None:
+        self._history[usage.request_id] = usage
+        self._history.move_to_end(usage.request_id)
+        while len(self._history) > self._longest:
+            self._history.popitem(last=False)
+
+
+def _usage(record: Record, error: BaseException | None, elapsed_s: float) -> UsageRecord:
+    choices = record.usages(*_why_cut(error))
+    # One that was cut says more about the request than those that were not.
+    telling = next((c for c in choices if c.finish_reason in ("abort", "error")), choices[-1])
+    return UsageRecord(
+        request_id=record.label,
+        tenant=record.tenant,
+        kind=record.kind,
+        finish_reason=telling.finish_reason,
+        cause=telling.cause,
+        arrived=record.arrived,
+        first_token_s=record.first_token_s,
+        elapsed_s=elapsed_s,
+        choices=choices,
+    )
+
+
+def _why_cut(error: BaseException | None) -> tuple[str, str]:
+    """Finish reason and cause of choices that never had a terminal output."""
+    match error:
+        case EngineDead():
+            return "abort", "engine_lost"
+        case RequestError():
+            return "error", error.code
+        # Leaving is how a handler ends when its client does.
+        case None | asyncio.CancelledError() | GeneratorExit() | OSError():
+            return "abort", "client_disconnect"
+    return "error", "internal_error"

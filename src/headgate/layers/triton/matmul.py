@@ -1,0 +1,94 @@
+"""Matrix products of a few rows: decode steps of small batches, where all the time goes to reading weights.
+
+A program owns some rows of the matrix and walks their columns, so every weight is read once, in order, and no two
+programs add to the same number. The gate of an MLP is applied where its two halves meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is cut: rows of the matrix per program, columns per step."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def small_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, cut: Cut
+) -> torch.Tensor:
+    """`x @ weight.T + bias` for at most `MAX_ROWS` contiguous rows; `gated` makes it `silu(first half) * second half`."""
+    count, columns = x.shape
+    rows = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty(count, rows)
+    small_linear_kernel[(triton.cdiv(rows, cut.rows),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        count,
+        rows,
+        COLUMNS=columns,
+        BIASED=bias is not None,
+        GATED=gated,
+        TOKENS=MAX_ROWS,
+        ROWS=cut.rows,
+        STEP=cut.columns,
+        PRECISION="ieee",
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def small_linear_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    count,
+    rows,
+    COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TOKENS)
+    owned = row < rows
+    weight_at = weight + row[:, None].to(tl.int64) * COLUMNS
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    other = tl.zeros([ROWS, TOKENS], tl.float32)
+    for first in range(0, COLUMNS, STEP):
+        column = first + tl.arange(0, STEP)
+        inside = column < COLUMNS
+        mask = owned[:, None] & inside[None, :]
+        w = tl.load(weight_at + column[None, :], mask=mask, other=0.0)
+        taken = inside[:, None] & (token < count)[None, :]
+        rows_in = tl.load(x + token[None, :] * COLUMNS + column[:, None], mask=taken, other=0.0)
+        acc = tl.dot(w, rows_in, acc, input_precision=PRECISION)
+        if GATED:
+            u = tl.load(weight_at + rows.to(tl.int64) * COLUMNS + column[None, :], mask=mask, other=0.0)
+            other = tl.dot(u, rows_in, other, input_precision=PRECISION)
+    if BIASED:
+        acc += tl.load(bias + row, mask=owned, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            other += tl.load(bias + rows + row, mask=owned, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * other
+    mask = owned[:, None] & (token < count)[None, :]
+    tl.store(out + token[None, :] * rows + row[:, None], acc.to(out.dtype.element_ty), mask=mask)
