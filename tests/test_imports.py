@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "models": {"models", "layers", "errors"},
     "worker": {"worker", "models", "layers", "transfer", "protocol", "errors", "config", "zoo"},
     "transfer": {"transfer", "protocol", "errors"},
-    "engine": {"engine", "core", "worker", "transfer", "protocol", "errors", "config"},
+    "engine": {"engine", "core", "worker", "transfer", "protocol", "errors", "config", "logs"},
     "text": {"text", "protocol", "errors", "zoo"},
     "zoo": {"zoo", "errors"},
     "api": {"api", "engine", "text", "protocol", "errors", "config"},

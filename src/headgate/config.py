@@ -1,4 +1,4 @@
-"""How an engine is set up: frozen, validated once, passed down explicitly.
+"""How an engine and a server are set up: frozen, validated once, passed down explicitly.
 
 None means "find out": from the checkpoint, the machine or the memory that is free. This module imports nothing of ours
 but the errors.
@@ -6,11 +6,18 @@ but the errors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from headgate.errors import RequestError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise RequestError(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +43,28 @@ class EngineConfig:
             _check(value is None or value >= 1, f"{name} must be at least 1")
 
 
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise RequestError(message)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    model: Path  # a folder or a GGUF file
+    model_name: str  # what clients call it
+    engine: EngineConfig = EngineConfig()
+    replicas: int = 1  # engine processes
+    host: str = "127.0.0.1"
+    max_queue: int = 1024  # choices accepted beyond those that run
+    max_body_bytes: int = 32 * 2**20
+    drain_timeout_s: float = 30.0
+    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
+    admin_key: str | None = field(default=None, repr=False)
+    log_format: str = "text"
+    log_level: str = "INFO"
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.replicas >= 1, "replicas must be at least 1")
+        _check(self.max_queue >= 0, "max_queue must be at least 0")
+        _check(self.drain_timeout_s >= 0, "drain_timeout must be at least 0")
+
+    @property
+    def most_choices(self) -> int:
+        """In flight at once; one more is refused."""
+        return self.engine.max_running * self.replicas + self.max_queue

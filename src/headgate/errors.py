@@ -11,6 +11,7 @@ HeadgateError
 │   └── BrokenCheckpoint   a tensor is missing, has the wrong shape or dtype, or a file is cut short
 ├── OutOfMemory        the machine is too small for what was asked
 └── EngineDead         the engine process is gone and cannot answer
+    └── CannotStart        it never came up, and has itself said why on standard error
 
 This module imports nothing of ours, so everyone may import it.
 """
@@ -71,4 +72,8 @@ class OutOfMemory(HeadgateError):
 
 
 class EngineDead(HeadgateError):
+    pass
+
+
+class CannotStart(EngineDead):
     pass

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
-from headgate.engine.replicas import Replica
-
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+    from headgate.api.ledger import Ledger
+    from headgate.api.metrics import Metrics
+    from headgate.engine.replicas import Replica
 
 
 @dataclass(frozen=True, kw_only=True)

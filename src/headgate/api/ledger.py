@@ -20,9 +20,11 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
+from starlette.requests import ClientDisconnect
 
 from headgate.api.errors import QueueFull
 from headgate.api.metrics import Metrics
+from headgate.api.sse import ClientGone
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -289,11 +291,13 @@ def _usage(record: Record, error: BaseException | None, elapsed_s: float) -> Usa
 def _why_cut(error: BaseException | None) -> tuple[str, str]:
     """Finish reason and cause of choices that never had a terminal output."""
     match error:
+        case BaseExceptionGroup():
+            return _why_cut(error.exceptions[0])
         case EngineDead():
             return "abort", "engine_lost"
         case RequestError():
             return "error", error.code
         # Leaving is how a handler ends when its client does.
-        case None | asyncio.CancelledError() | GeneratorExit() | OSError():
+        case None | asyncio.CancelledError() | GeneratorExit() | ClientDisconnect() | ClientGone() | OSError():
             return "abort", "client_disconnect"
     return "error", "internal_error"

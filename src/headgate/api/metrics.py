@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
-
+from headgate.api.host import host_of
 from headgate.engine.replicas import Replica
 from headgate.errors import EngineDead
 from headgate.protocol.message import EngineInfo, Pong
@@ -81,7 +81,7 @@ class Page:
     model: str
     metrics: Metrics
     in_flight: int
-    queue_limit: int
+    limit: int
     engines: Sequence[EngineView]
 
     def render(self) -> bytes:
@@ -99,7 +99,7 @@ class Page:
         build = {"version": self.version, "model": self.model}
         yield InfoMetricFamily(PREFIX + "build", "What is running.", value=build)
         yield gauge("num_requests_in_flight", "Choices accepted and not ended.", self.in_flight)
-        yield gauge("max_requests_in_flight", "Choices accepted at once before 429.", self.queue_limit)
+        yield gauge("max_requests_in_flight", "Choices accepted at once before 429.", self.limit)
 
     def _about_requests(self) -> Iterator[Metric]:
         metrics = self.metrics
@@ -188,13 +188,13 @@ async def look_at_all(replicas: Sequence[Replica], timeout_s: float) -> list[Eng
 
 
 async def metrics(request: Request) -> Response:
-    state = request.app.state
+    host = host_of(request)
     page = Page(
-        version=state.version,
-        model=state.api.model_name,
-        metrics=state.metrics,
-        in_flight=state.api.ledger.in_flight,
-        queue_limit=state.api.ledger.limit,
-        engines=await look_at_all(state.replicas, SCRAPE_TIMEOUT_S),
+        version=host.version,
+        model=host.model_name,
+        metrics=host.metrics,
+        in_flight=host.ledger.in_flight,
+        limit=host.ledger.limit,
+        engines=await look_at_all(host.replicas, SCRAPE_TIMEOUT_S),
     )
     return Response(page.render(), media_type=CONTENT_TYPE_LATEST)

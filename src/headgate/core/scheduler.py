@@ -178,7 +178,9 @@ class Scheduler:
                 continue
             if scores := result.prompt_logprobs.get(i):
                 self._tell_scores(seq, plan.starts[i], scores)
-            if samples:
+            if index in result.lost:
+                self._finish(seq, "abort", "grammar")
+            elif samples:
                 self._append(seq, token, result.logprobs.get(index))
 
     @property
@@ -255,6 +257,7 @@ class Scheduler:
             order=(request.priority, due_s, number),
             arrived_s=self.now_s,
             deadline_s=deadline_s,
+            lockstep=sampling.grammar is not None,
             ticket=request.ticket,
         )
 

@@ -39,6 +39,7 @@ class Sequence:
     started_s: float | None = None
     first_token_s: float | None = None
     cached_tokens: int | None = None  # prompt tokens found in the cache at first admission
+    lockstep: bool = False  # each token must be seen by the host before the next can be sampled
     scored: int = 1  # prompt positions whose log-probabilities are told; the first has none
 
     phase: Phase = Phase.WAITING
@@ -69,6 +70,8 @@ class Sequence:
     @property
     def todo(self) -> int:
         """Tokens that can be computed now. The last token of an answer never needs computing."""
+        if self.sampling and self.lockstep:
+            return 0
         return min(len(self.tokens) + self.sampling, self.limit - 1) - self.computed
 
     @property

@@ -37,6 +37,7 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(From
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 POLL_MS = 500
+WAKE = b""
 
 
 class EngineChannel:
@@ -77,6 +78,7 @@ class EngineChannel:
 
     def close(self, timeout_s: float = 5.0) -> None:
         self._closing.set()
+        self._sender.send(WAKE)
         self._thread.join(timeout_s)
         self._sender.close()
         self._context.destroy(linger=1000)
@@ -88,8 +90,8 @@ class EngineChannel:
         # What the loop has handed over is delivered even when we are closing.
         while not self._closing.is_set() or self._outbox.poll(0):
             ready = dict(poller.poll(POLL_MS))
-            if self._outbox in ready:
-                self._router.send_multipart(self._outbox.recv_multipart())
+            if self._outbox in ready and (frames := self._outbox.recv_multipart()) != [WAKE]:
+                self._router.send_multipart(frames)
             if self._router in ready:
                 self._receive(*self._router.recv_multipart())
 

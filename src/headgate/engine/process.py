@@ -6,7 +6,7 @@ the terminal are the parent's business. An engine that cannot start says why in 
 
 from __future__ import annotations
 
-import logging
+import os
 import signal
 import sys
 import threading
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from headgate import logs
 from headgate.config import EngineConfig
 from headgate.engine.build import Engine, build_engine
 from headgate.engine.channel import EngineChannel
@@ -21,8 +22,6 @@ from headgate.errors import HeadgateError
 from headgate.protocol.output import Outputs
 
 CANNOT_START = 3
-
-log = logging.getLogger(__name__)
 
 
 class EngineStart(msgspec.Struct, frozen=True):
@@ -32,11 +31,13 @@ class EngineStart(msgspec.Struct, frozen=True):
     address: str  # where to listen
     config: EngineConfig
     log_level: str = "INFO"
+    log_format: logs.LogFormat = "text"
+    name: str = "engine"
 
 
 def main(argument: str) -> int:
     start = msgspec.json.decode(argument, type=EngineStart)
-    logging.basicConfig(level=start.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.set_up(start.log_format, start.log_level, start.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -48,13 +49,14 @@ def main(argument: str) -> int:
 
 def serve(start: EngineStart) -> int:
     channel: EngineChannel
+    parent = Parent()
 
     def send(client: int, outputs: Outputs) -> None:
         channel.send(client, outputs)
 
     engine = build_engine(Path(start.model), start.config, send)
     channel = EngineChannel(start.address, engine.info, post=engine.loop.post, status=engine.loop.quiet)
-    threading.Thread(target=end_with_parent, args=(engine,), name="headgate-parent", daemon=True).start()
+    parent.engine = engine
     channel.start()
     try:
         engine.loop.run()
@@ -64,9 +66,20 @@ def serve(start: EngineStart) -> int:
     return 0
 
 
-def end_with_parent(engine: Engine) -> None:
-    sys.stdin.buffer.read()
-    engine.loop.close()
+class Parent:
+    """Watches the other end of our standard input from the first moment on, and ends us when it closes."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None  # once it is built
+        threading.Thread(target=self._watch, name="headgate-parent", daemon=True).start()
+
+    def _watch(self) -> None:
+        # Not through `sys.stdin`, whose lock the interpreter wants at exit.
+        while os.read(0, 4096):
+            pass
+        if self.engine is None:
+            os._exit(0)  # still loading, and nobody is waiting for it any more
+        self.engine.loop.close()
 
 
 if __name__ == "__main__":

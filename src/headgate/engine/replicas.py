@@ -23,7 +23,9 @@ import msgspec
 from headgate.config import EngineConfig
 from headgate.engine.client import Chunk, EngineClient, TokenStream, connected
 from headgate.engine.process import CANNOT_START, EngineStart
-from headgate.errors import EngineDead, HeadgateError
+from headgate.engine.tasks import lone_errors
+from headgate.errors import CannotStart, EngineDead, HeadgateError
+from headgate.logs import LogFormat
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
@@ -77,6 +79,7 @@ class Replicas:
         self._start = start
         self._client = client
         self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(count)]
+        self._streams: set[MovingStream] = set()
         self._changed = asyncio.Condition()
         self._stopping = False
 
@@ -94,8 +97,17 @@ class Replicas:
         """The answer to `request` as chunks, from whichever engine; leaving early aborts it."""
         answer = MovingStream()
         answer.chunks = self._chunks(request, answer)
-        async with aclosing(answer.chunks):
-            yield answer
+        self._streams.add(answer)
+        try:
+            async with aclosing(answer.chunks):
+                yield answer
+        finally:
+            self._streams.discard(answer)
+
+    def end_all(self, cause: Cause) -> None:
+        """Ask for the end of every stream; each still gets its terminal output."""
+        for stream in list(self._streams):
+            stream.end(cause)
 
     async def _chunks(self, request: GenerateRequest, answer: MovingStream) -> AsyncGenerator[Chunk, None]:
         tokens, scored = list(request.generated), 0
@@ -153,13 +165,11 @@ class Replicas:
     async def _live(self, replica: Replica, started: asyncio.Future[None]) -> None:
         """From the start of its process to the end of it, which always raises EngineDead."""
         async with self._process(replica) as process:
-            try:
+            with lone_errors():
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_raise_at_end(process))
                     async with connected(replica.address, self._client, START_TIMEOUT_S) as client:
                         await self._offer(replica, client, started)
-            except* EngineDead as dead:
-                raise dead.exceptions[0] from None
 
     async def _offer(self, replica: Replica, client: EngineClient, started: asyncio.Future[None]) -> None:
         """Let streams use `client`, until cancelled."""
@@ -176,9 +186,12 @@ class Replicas:
 
     @asynccontextmanager
     async def _process(self, replica: Replica) -> AsyncIterator[asyncio.subprocess.Process]:
-        argument = msgspec.json.encode(msgspec.structs.replace(self._start, address=replica.address)).decode()
+        start = msgspec.structs.replace(self._start, address=replica.address, name=f"engine {replica.index}")
+        argument = msgspec.json.encode(start).decode()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "headgate.engine.process", argument, stdin=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "headgate.engine.process", argument),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C in the terminal is for us alone
         )
         replica.pid = process.pid
         try:
@@ -207,6 +220,8 @@ async def _without_scores(stream: TokenStream, told: int) -> AsyncIterator[Chunk
 
 async def _raise_at_end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
+    if process.returncode == CANNOT_START:
+        raise CannotStart("the engine could not start; its reason is above")
     raise EngineDead(_obituary(process))
 
 
@@ -224,18 +239,25 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 def _obituary(process: asyncio.subprocess.Process) -> str:
     code = process.returncode
-    if code == CANNOT_START:
-        return "the engine could not start; its reason is above"
     if code is not None and code < 0:
         return f"the engine process was killed by signal {-code}"
     return f"the engine process ended with exit code {code}"
 
 
 @asynccontextmanager
-async def started(model: Path, config: EngineConfig, *, count: int = 1, client: int = 0) -> AsyncIterator[Replicas]:
+async def started(
+    model: Path,
+    config: EngineConfig,
+    *,
+    count: int = 1,
+    client: int = 0,
+    log_level: str = "INFO",
+    log_format: LogFormat = "text",
+) -> AsyncIterator[Replicas]:
     """`count` engines for `model`, all of them ready; raises if one cannot start."""
-    with tempfile.TemporaryDirectory(prefix="headgate-") as folder:
-        replicas = Replicas(EngineStart(str(model), "", config), count, client, Path(folder))
+    with lone_errors(), tempfile.TemporaryDirectory(prefix="headgate-") as folder:
+        start = EngineStart(str(model), "", config, log_level, log_format)
+        replicas = Replicas(start, count, client, Path(folder))
         async with asyncio.TaskGroup() as tasks:
             starts = [asyncio.get_running_loop().create_future() for _ in replicas.replicas]
             keepers = [

@@ -24,6 +24,7 @@ Cause = Literal[
     "transfer_failed",
     "engine_lost",
     "weights",
+    "grammar",  # the answer could not be kept within its grammar, or only at too high a cost
 ]
 
 

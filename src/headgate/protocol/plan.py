@@ -61,3 +61,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     logprobs: dict[int, Logprobs] = {}  # by index into `tokens`
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = {}  # by slice: of prompt tokens starts+1 ... starts+counts
+    lost: tuple[int, ...] = ()  # indices into `tokens` that mean nothing: the row's grammar could not be followed

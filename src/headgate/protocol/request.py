@@ -10,6 +10,7 @@ import math
 
 import msgspec
 
+from headgate.protocol.grammar import MAX_GRAMMAR_CHARS
 from headgate.protocol.keys import Key
 
 MAX_LOGPROBS = 20
@@ -33,6 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ignore_eos: bool = False
     logprobs: int | None = None  # 0: of the sampled token alone; k: of the k likeliest too
     prompt_logprobs: int | None = None
+    grammar: str | None = None  # what the answer must match, as `protocol.grammar` says
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
@@ -52,6 +54,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
+
+    def _check_grammar(self, grammar: str) -> None:
+        _check("grammar", 0 < len(grammar) <= MAX_GRAMMAR_CHARS, f"between 1 and {MAX_GRAMMAR_CHARS} characters long")
+        # Whoever must go on after the grammar has ended has nothing left to say.
+        _check("min_tokens", self.min_tokens == 0, "0 with a grammar, which alone says when an answer may end")
+        _check("ignore_eos", not self.ignore_eos, "false with a grammar, whose end is an EOS")
 
     @property
     def penalised(self) -> bool:

@@ -265,3 +265,27 @@ def _token_lookup(tokenizer: Tokenizer, skip_special: bool) -> Callable[[int], s
     skipped = tokenizer.special_ids if skip_special else frozenset()
     find = tokenizer.backend.id_to_token
     return lambda token_id: None if token_id in skipped else find(token_id)
+
+
+# ------------------------------------------------------------------------------------------------------- single tokens
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """What one token spells by itself, special ones too: maybe only a part of a character."""
+    return _spelling_of(tokenizer)(token_id)
+
+
+@lru_cache(maxsize=8)
+def _spelling_of(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    steps = _decoder_steps(tokenizer)
+    match [step["type"] for step in steps]:
+        case ["ByteLevel"]:
+            return _ByteLevelTable(tokenizer, skip_special=False).__getitem__
+        case ["Replace", "ByteFallback", "Fuse", *_] if _replaces_text(steps[0]):
+            pieces = _PieceTable(tokenizer, False, steps[0])
+            return lambda token_id: _piece_bytes(pieces[token_id])
+    return lambda token_id: tokenizer.decode([token_id], skip_special=False).encode()
+
+
+def _piece_bytes(piece: str | bytes | None) -> bytes:
+    return piece.encode() if isinstance(piece, str) else piece or b""

@@ -6,7 +6,9 @@ wanted, sample, write the tokens into their rows. `launch` does all of it; `Laun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +18,7 @@ from headgate.layers.backend import KV
 from headgate.layers.batch import Batch
 from headgate.protocol.plan import Logprobs, StepPlan, StepResult
 from headgate.worker.draw import Draw, draw
+from headgate.worker.grammar import Grammars
 from headgate.worker.inputs import Inputs, Layout
 from headgate.worker.logprobs import chunks, score
 from headgate.worker.rows import Rows, to_device
@@ -41,9 +44,11 @@ class Launched:
     tokens: torch.Tensor
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = field(default_factory=dict)
+    lost: Callable[[list[int]], tuple[int, ...]] = lambda tokens: ()  # tells the grammars what came
 
     def result(self) -> StepResult:
-        return StepResult(self.step, self.tokens.tolist(), self.logprobs, self.prompt_logprobs)
+        tokens = self.tokens.tolist()
+        return StepResult(self.step, tokens, self.logprobs, self.prompt_logprobs, self.lost(tokens))
 
 
 class ModelRunner:

@@ -1,8 +1,8 @@
 """From logits to tokens. Every row is judged by itself: its token never depends on who else is in the batch.
 
 The order of things, per row: logit bias; stop tokens forbidden while the answer is shorter than `min_tokens`;
-repetition penalty (prompt and answer), frequency and presence penalties (answer); then the choice, which
-`draw` spells out.
+repetition penalty (prompt and answer), frequency and presence penalties (answer); what the row's grammar does not allow is
+forbidden; then the choice, which `draw` spells out.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import numpy as np
 import torch
 
 from headgate.worker.draw import Draw, Knobs, draw, stream_keys
+from headgate.worker.grammar import Grammars
 from headgate.worker.rows import Ints, Records, Rows, to_device
 
 
 class Sampler:
     """Samples one token for each of some rows. Keeps nothing of them between calls."""
 
-    def __init__(self, rows: Rows, draw: Draw = draw) -> None:
+    def __init__(self, rows: Rows, draw: Draw = draw, grammars: Grammars | None = None) -> None:
         self._rows = rows
         self._draw = draw
+        self._grammars = grammars
         self._counts = torch.zeros(0, device=rows.tokens.device)  # see _penalise; zero between calls
 
     def sample(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> torch.Tensor:
@@ -28,6 +30,8 @@ class Sampler:
         self._add_bias(logits, rows, records)
         self._forbid_stops(logits, rows, records, positions)
         self._penalise(logits, rows, records, positions)
+        if self._grammars is not None:
+            self._grammars.forbid(logits, rows)
         return self._draw(logits, knobs_of(records, positions))
 
     def _add_bias(self, logits: torch.Tensor, rows: Ints, records: Records) -> None:

@@ -1,0 +1,122 @@
+"""The gate around every handler: names the request, asks who sent it, bounds its body, and turns what is raised into a
+response. One pure ASGI layer instead of a stack of them, because each would cost every streamed token a call.
+
+Handlers below it raise `RequestError`s and whatever starlette raises; nothing they do ends in a body that is not OpenAI's.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headgate.api.errors import BodyTooLarge, error_response, status_of
+from headgate.api.keys import Headers, Keys
+from headgate.errors import HeadgateError, RequestError
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = b"x-request-id"
+LONGEST_REQUEST_ID = 256
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int) -> None:
+        self._app = app
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no lifespan, no web sockets
+        state = scope.setdefault("state", {})
+        state["request_id"] = f"req-{secrets.token_hex(12)}"
+        answer = _Answer(state, send)
+        try:
+            headers: Headers = scope["headers"]
+            state["request_id"] = _given_id(headers) or state["request_id"]
+            caller = self._keys.caller(scope["path"], headers)
+            state["tenant"], state["admin"] = caller.tenant, caller.admin
+            await self._app(scope, self._bounded(headers, receive), answer.send)
+        except ClientDisconnect:
+            log.debug("%s: the client has gone", state["request_id"])
+        except Exception as error:
+            await self._explain(error, answer, scope, receive)
+
+    def _bounded(self, headers: Headers, receive: Receive) -> Receive:
+        """`receive`, but a body beyond the limit is refused: at once if its length is told, as it comes if not."""
+        most = self._max_body_bytes
+        length = next((value for name, value in headers if name == b"content-length"), b"0")
+        if length.isdigit() and int(length) > most:
+            raise BodyTooLarge(f"the body has {int(length)} bytes; at most {most} are taken")
+        if not any(name == b"transfer-encoding" for name, _ in headers):
+            return receive  # the HTTP parser holds the body to its length
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > most:
+                raise BodyTooLarge(f"the body has more than {most} bytes")
+            return message
+
+        return bounded
+
+    async def _explain(self, error: Exception, answer: _Answer, scope: Scope, receive: Receive) -> None:
+        if answer.started:
+            raise error  # the HTTP server logs it and breaks the connection: the one way left to say "this was not all"
+        id = str(answer.state["request_id"])
+        status = status_of(error)
+        if status >= 500 and not isinstance(error, RequestError | HTTPException):
+            trace = None if isinstance(error, HeadgateError) else error
+            log.error("%s: %s %s failed: %r", id, scope["method"], scope["path"], error, exc_info=trace)
+        else:
+            log.debug("%s: %s %s answered %d: %s", id, scope["method"], scope["path"], status, error)
+        if isinstance(error, HTTPException):
+            error = _reworded(error, scope)
+        await error_response(error, id)(scope, receive, answer.send)
+
+
+class _Answer:
+    """A response on its way out; its head gets the request's id, as it is by then."""
+
+    __slots__ = ("_send", "started", "state")
+
+    def __init__(self, state: dict[str, object], send: Send) -> None:
+        self.state = state
+        self.started = False
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if not self.started and message["type"] == "http.response.start":
+            self.started = True
+            message["headers"] = [
+                *message.get("headers", ()),
+                (REQUEST_ID, str(self.state["request_id"]).encode("latin-1", "replace")),
+            ]
+        await self._send(message)
+
+
+def _given_id(headers: Headers) -> str | None:
+    for name, value in headers:
+        if name == REQUEST_ID:
+            id = value.decode("latin-1")
+            if not (0 < len(id) <= LONGEST_REQUEST_ID and id.isascii() and id.isprintable()):
+                raise RequestError(
+                    f"must be 1 to {LONGEST_REQUEST_ID} printable ASCII characters", param="X-Request-Id"
+                )
+            return id
+    return None
+
+
+def _reworded(error: HTTPException, scope: Scope) -> HTTPException:
+    if error.status_code == 404:
+        return HTTPException(404, f"there is nothing at {scope['path']}; /openapi.json lists what there is")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return HTTPException(405, f"{scope['path']} takes {allowed}, not {scope['method']}", error.headers)
+    return error

@@ -1,0 +1,84 @@
+"""Three questions that are often mixed up.
+
+/live: does this process answer? /ready: would it take a request now? /health: do its engines move? Busy is not dead: an
+engine whose step is long answers, and says that a step is on the device. Wedged is not healthy: one that is stopped does
+not answer, and one whose loop hangs without a step says so.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.host import host_of
+from headgate.api.metrics import EngineView, look_at_all
+
+PING_TIMEOUT_S = 2.0
+QUIET_S = 5.0  # an idle loop turns at least once a second
+BUSY_S = 600.0  # no step is that long
+
+
+class EngineHealth(msgspec.Struct, frozen=True):
+    engine: int
+    state: str  # ok, busy (a long step), down (being started again), wedged
+    restarts: int
+    last_turn_s: float | None = None  # age of the last turn of its loop
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: str  # ok, degraded (some engine is down), unhealthy
+    oldest_without_progress_s: float
+    engines: list[EngineHealth]
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    ready: bool
+    reason: str = ""
+
+
+_encoder = msgspec.json.Encoder()
+
+
+async def live(request: Request) -> Response:  # noqa: ARG001
+    return _answer({"status": "ok"}, ok=True)
+
+
+async def ready(request: Request) -> Response:
+    host = host_of(request)
+    if host.ledger.closing:
+        readiness = Readiness(False, "shutting down")
+    elif not any(replica.client for replica in host.replicas):
+        readiness = Readiness(False, "no engine is ready")
+    else:
+        readiness = Readiness(True)
+    return _answer(readiness, ok=readiness.ready)
+
+
+async def health(request: Request) -> Response:
+    host = host_of(request)
+    engines = [judge(view) for view in await look_at_all(host.replicas, PING_TIMEOUT_S)]
+    status = overall({engine.state for engine in engines})
+    report = Health(status, round(host.ledger.oldest_without_progress_s, 3), engines)
+    return _answer(report, ok=status != "unhealthy")
+
+
+def judge(view: EngineView) -> EngineHealth:
+    if view.info is None:
+        return EngineHealth(view.index, "down", view.restarts)
+    if view.pong is None:
+        return EngineHealth(view.index, "wedged", view.restarts)
+    quiet_s = view.pong.quiet_s
+    state = "ok" if quiet_s < QUIET_S else "busy" if view.pong.status.busy and quiet_s < BUSY_S else "wedged"
+    return EngineHealth(view.index, state, view.restarts, round(quiet_s, 3))
+
+
+def overall(states: set[str]) -> str:
+    """An engine that is down is being started again; one that is wedged will stay so unless somebody acts."""
+    if "wedged" in states or not states & {"ok", "busy"}:
+        return "unhealthy"
+    return "degraded" if "down" in states else "ok"
+
+
+def _answer(body: object, *, ok: bool) -> Response:
+    return Response(_encoder.encode(body), 200 if ok else 503, media_type="application/json")

@@ -1,0 +1,196 @@
+"""Who is calling: API keys, each of which is a tenant, and one admin key for the calls that control the server.
+
+Without any key everybody is the tenant "" and, where only this machine can connect, the admin too. A key is looked up by
+its keyed digest: the time that takes depends on nothing that a caller could learn a key from.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from headgate.api.errors import Forbidden, Unauthorized
+from headgate.errors import RequestError
+
+ADMIN = "admin"
+
+# What anybody may read: probes and scrapers have no key.
+OPEN = frozenset(("/live", "/ready", "/health", "/metrics", "/openapi.json", "/version"))
+
+# What only the admin may call, and everything below it.
+CONTROL = (
+    "/v1/pause",
+    "/v1/resume",
+    "/v1/update_weights",
+    "/v1/sleep",
+    "/v1/wakeup",
+    "/v1/flush_cache",
+    "/pause",
+    "/resume",
+    "/sleep",
+    "/wake_up",
+    "/reset_prefix_cache",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/flush_cache",
+)
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    tenant: str
+    admin: bool
+
+
+class Keys:
+    """The keys of this server, by tenant. `exposed` says that others than this machine can connect."""
+
+    def __init__(
+        self, tenants: Mapping[str, str] | None = None, admin: str | None = None, *, exposed: bool = False
+    ) -> None:
+        self.tenants = dict(tenants or {})
+        self.admin = admin
+        self.exposed = exposed
+        self._secret = secrets.token_bytes(32)
+        self._callers: dict[bytes, tuple[str, Caller]] = {}
+        self._nobody = Caller("", admin=admin is None and not self.tenants and not exposed)
+        for name, key in self.tenants.items():
+            self._add(key, Caller(name, admin=False))
+        if admin is not None:
+            self._add(admin, Caller(ADMIN, admin=True))
+
+    def _add(self, key: str, caller: Caller) -> None:
+        digest = _digest(self._secret, key)
+        if digest in self._callers:
+            other = self._callers[digest][1].tenant
+            raise RequestError(f"{other!r} and {caller.tenant!r} have the same API key; give each its own")
+        self._callers[digest] = key, caller
+
+    def __repr__(self) -> str:  # keys stay out of logs
+        return f"<Keys of {len(self.tenants)} tenants, {'an' if self.admin else 'no'} admin key>"
+
+    @property
+    def warning(self) -> str | None:
+        """What an operator should know about a server that others can reach."""
+        if not self.exposed or self.tenants:
+            return None
+        control = "control calls need the admin key" if self.admin else "control calls are refused"
+        return f"anyone who can reach this address can use the model: there are no API keys (see --api-keys); {control}"
+
+    def caller(self, path: str, headers: Headers) -> Caller:
+        """Who sent these headers; raises unless that one may call `path`."""
+        caller = self._identify(path, headers)
+        if not caller.admin and is_control(path):
+            raise Forbidden(self._why_closed())
+        return caller
+
+    def _identify(self, path: str, headers: Headers) -> Caller:
+        key = presented(headers) if self._callers else None
+        if key is not None:
+            digest = _digest(self._secret, key)
+            expected, caller = self._callers.get(digest, ("", None))
+            if caller is not None and hmac.compare_digest(expected.encode(), key.encode()):
+                return caller
+        if not self.tenants or path in OPEN:
+            return self._nobody
+        if key is None:
+            raise Unauthorized("no API key; send it as `Authorization: Bearer KEY`", code="missing_api_key")
+        raise Unauthorized("this API key is not known here; check it for typing errors")
+
+    def _why_closed(self) -> str:
+        if self.admin is not None:
+            return "this call controls the server and needs the admin key"
+        if self.tenants:
+            return "this call controls the server; start it with --admin-key to allow it"
+        return "this server can be reached by others and has no keys; start it with --admin-key to allow control calls"
+
+
+def _digest(secret: bytes, key: str) -> bytes:
+    return blake2b(key.encode(), key=secret, digest_size=32).digest()
+
+
+def presented(headers: Headers) -> str | None:
+    """The key in `Authorization: Bearer` or, failing that, in `X-API-Key`."""
+    fallback = None
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip().decode("latin-1")
+        if name == b"x-api-key":
+            fallback = value.strip().decode("latin-1")
+    return fallback
+
+
+def is_control(path: str) -> bool:
+    path = path.rstrip("/")
+    return any(path == prefix or path.startswith(prefix + "/") for prefix in CONTROL)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------- reading keys
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Keys by tenant, from a file of `name:key` lines or a JSON object."""
+    try:
+        return parse_keys(path.read_text(), str(path))
+    except OSError as error:
+        raise RequestError(f"the API keys in {path} cannot be read: {error.strerror}") from None
+
+
+def parse_keys(text: str, where: str) -> dict[str, str]:
+    """Keys by tenant. Empty lines and lines that begin with # are skipped; commas separate as line ends do."""
+    if text.lstrip().startswith("{"):
+        return _parse_json(text, where)
+    keys: dict[str, str] = {}
+    for line in text.replace(",", "\n").splitlines():
+        if (line := line.strip()) and not line.startswith("#"):
+            name, colon, key = (part.strip() for part in line.partition(":"))
+            _check(bool(colon and name and key), where, "each line must be `name:key`")
+            _add(keys, name, key, where)
+    _check(bool(keys), where, "there is no key in it")
+    return keys
+
+
+def _parse_json(text: str, where: str) -> dict[str, str]:
+    try:
+        pairs = msgspec.json.decode(text, type=dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"API keys in {where}: {error}") from None
+    keys: dict[str, str] = {}
+    for name, key in pairs.items():
+        _add(keys, name, key, where)
+    return keys
+
+
+def _add(keys: dict[str, str], name: str, key: str, where: str) -> None:
+    _check(name not in keys, where, f"tenant {name!r} has two keys")
+    _check(name != ADMIN, where, f"a tenant cannot be called {ADMIN!r}; use --admin-key")
+    _check(key.isascii() and key.isprintable() and " " not in key, where, f"the key of {name!r} has odd characters")
+    keys[name] = key
+
+
+def _check(ok: bool, where: str, message: str) -> None:
+    if not ok:
+        raise RequestError(f"API keys in {where}: {message}")

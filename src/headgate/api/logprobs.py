@@ -1,0 +1,95 @@
+"""Log-probabilities in OpenAI's two formats: a list of entries for chat, four columns for completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headgate.protocol.plan import Logprobs
+from headgate.text.detokenizer import Detokenizer, token_bytes
+from headgate.text.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # JSON has no infinity, and a forbidden token has no other log-probability
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, ids: Sequence[int], scores: Sequence[Logprobs]) -> ChatLogprobs:
+    return ChatLogprobs([_entry(tokenizer, id, score) for id, score in zip(ids, scores, strict=True)])
+
+
+def _entry(tokenizer: Tokenizer | None, id: int, score: Logprobs) -> TokenLogprob:
+    spelled = _spelled(tokenizer, id)
+    top = [_top(tokenizer, other, value) for other, value in zip(score.top_ids, score.top, strict=True)]
+    return TokenLogprob(spelled.decode(errors="replace"), max(score.token, LOWEST), list(spelled), top)
+
+
+def _top(tokenizer: Tokenizer | None, id: int, value: float) -> TopLogprob:
+    spelled = _spelled(tokenizer, id)
+    return TopLogprob(spelled.decode(errors="replace"), max(value, LOWEST), list(spelled))
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer | None, ids: Sequence[int], scores: Sequence[Logprobs | None], offsets: Sequence[int]
+) -> CompletionLogprobs:
+    """`scores` has None for the very first token of a prompt, which nothing predicts."""
+    return CompletionLogprobs(
+        [_written(tokenizer, id) for id in ids],
+        [None if score is None else max(score.token, LOWEST) for score in scores],
+        [None if score is None else _likeliest(tokenizer, id, score) for id, score in zip(ids, scores, strict=True)],
+        list(offsets),
+    )
+
+
+def _likeliest(tokenizer: Tokenizer | None, id: int, score: Logprobs) -> dict[str, float]:
+    """By token; the token itself is always among them."""
+    top = dict(zip(score.top_ids, score.top, strict=True)) | {id: score.token}
+    return {_written(tokenizer, other): max(value, LOWEST) for other, value in top.items()}
+
+
+def _written(tokenizer: Tokenizer | None, id: int) -> str:
+    """A token as the completions API writes it; one that is not whole characters as `bytes:\\xe2\\x80`."""
+    spelled = _spelled(tokenizer, id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _spelled(tokenizer: Tokenizer | None, id: int) -> bytes:
+    return f"token_id:{id}".encode() if tokenizer is None else token_bytes(tokenizer, id)
+
+
+def prompt_offsets(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[int]:
+    """Where each token of a prompt begins in its text."""
+    if tokenizer is None:
+        return [0] * len(ids)
+    detokenizer, offsets, chars = Detokenizer(tokenizer), [], 0
+    for id in ids:
+        offsets.append(chars)
+        chars += len(detokenizer.push((id,)))
+    return offsets

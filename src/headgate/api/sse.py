@@ -1,0 +1,108 @@
+"""One HTTP exchange: a reply whose client may leave at any moment, whole or as server-sent events.
+
+An `Exchange` runs its work while it watches the connection; a client that leaves cancels the work, wherever it is. The
+response starts with the first byte of the answer, so whatever is refused before that has a proper status.
+
+Events are written straight to ASGI, one `send` each. A stream is never silent for longer than `keep_alive_s`:
+comments fill the gaps, which clients skip and proxies count as life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+COMMENT = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+class Reply:
+    """A response in the making."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._clock = asyncio.get_running_loop().time
+        self._sent_s = self._clock()
+        self.started = False
+
+    async def send_json(self, body: bytes, status: int = 200) -> None:
+        length = str(len(body)).encode()
+        await self._start(status, [(b"content-type", b"application/json"), (b"content-length", length)])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_event(self, event: bytes) -> None:
+        if not self.started:
+            await self._start(
+                200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            )
+        self._sent_s = self._clock()
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers + self._headers})
+
+    @asynccontextmanager
+    async def kept_alive(self, interval_s: float) -> AsyncIterator[None]:
+        """Send comments whenever nothing else was sent for a while."""
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self._beat(interval_s))
+            try:
+                yield
+            finally:
+                beating.cancel()
+
+    async def _beat(self, interval_s: float) -> None:
+        while True:
+            silent_s = self._clock() - self._sent_s
+            if silent_s >= interval_s:
+                await self.send_event(COMMENT)
+                silent_s = 0.0
+            await asyncio.sleep(interval_s - silent_s)
+
+
+class Exchange(Response):
+    """Answers with whatever `work` makes of the reply, unless the client leaves first."""
+
+    def __init__(self, work: Callable[[Reply], Awaitable[None]], headers: dict[str, str]) -> None:
+        # None of Response's own fields is used: it is here for its place in a route.
+        self._work = work
+        self._sent_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(_watch(receive))
+                try:
+                    await self._work(Reply(send, self._sent_headers))
+                finally:
+                    watching.cancel()
+        except BaseExceptionGroup as failures:
+            # A client that left is nobody's failure. Of several failures, the first is the reason for the others.
+            first = innermost(failures)
+            if not isinstance(first, ClientGone):
+                raise first from None
+
+
+async def _watch(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone
+
+
+def innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,204 @@
+"""The engine client against a real channel and a real loop, in threads of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from headgate.engine.channel import EngineChannel
+from headgate.engine.client import MOST_IDS, EngineClient, connected
+from headgate.errors import EngineDead, RequestError
+from headgate.protocol.message import Abort, EngineInfo, Submit
+from headgate.protocol.request import GenerateRequest, SamplingParams
+from tests.engine.test_loop import Harness, answer, prompt_of
+
+INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
+
+
+class Stage:
+    """A loop over the fake device in one thread, its channel in another, and what the channel has received."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.harness = Harness(**options)  # type: ignore[arg-type]
+        self.received: list[Submit | Abort] = []
+        self.address = f"ipc://{folder}/engine.sock"
+        self.channel = EngineChannel(self.address, INFO, post=self._post, status=self.harness.loop.quiet)
+        self.harness.loop._send = self.channel.send
+        self.thread = threading.Thread(target=self.harness.loop.run)
+
+    def _post(self, message: Submit | Abort) -> None:
+        self.received.append(message)
+        self.harness.loop.post(message)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[EngineClient]:
+        self.channel.start()
+        self.thread.start()
+        try:
+            async with connected(self.address, 3, timeout_s=10) as client:
+                yield client
+        finally:
+            self.harness.loop.close()
+            self.thread.join(5)
+            self.channel.close()
+
+    async def until_idle(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.harness.loop.idle or self.harness.loop.status.running:
+                await asyncio.sleep(0.005)
+
+
+def ask(id: int, max_tokens: int = 4) -> GenerateRequest:
+    return GenerateRequest(0, prompt_of(id), SamplingParams(max_tokens=max_tokens))
+
+
+async def collect(client: EngineClient, request: GenerateRequest) -> list[int]:
+    async with client.generate(request) as stream:
+        return [token async for chunk in stream for token in chunk.tokens]
+
+
+def test_many_streams_each_get_their_own_answer(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path)
+        async with stage.client() as client:
+            answers = await asyncio.gather(*(collect(client, ask(id)) for id in range(40)))
+            assert answers == [answer(id, 4) for id in range(40)]
+            assert client.open_streams == 0
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_gets_everything_in_one_chunk(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path)
+        async with stage.client() as client, client.generate(ask(1)) as stream:
+            await asyncio.sleep(0)  # the request leaves in the next turn of the event loop
+            await stage.until_idle()
+            await client.ping(5)  # all that was said before the pong has arrived with it
+            chunk = await anext(stream)
+            assert chunk.tokens == answer(1, 4) and chunk.ended is not None and chunk.ended.cause == "max_tokens"
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_early_sends_exactly_one_abort(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path)
+        async with stage.client() as client:
+            async with client.generate(ask(1, max_tokens=90)) as stream:
+                await anext(stream)
+            await stage.until_idle()
+        aborts = [message for message in stage.received if isinstance(message, Abort)]
+        assert len(aborts) <= 1 and stage.harness.scheduler.pool.held == 0
+
+    asyncio.run(main())
+
+
+def test_a_finished_stream_sends_no_abort(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path)
+        async with stage.client() as client:
+            await collect(client, ask(1))
+            await client.ping(5)
+        assert not any(isinstance(message, Abort) for message in stage.received)
+
+    asyncio.run(main())
+
+
+def test_a_burst_of_disconnects_is_few_messages_and_loses_none(tmp_path):
+    """Sentence 13: coalesced, at most 1,024 ids each, none lost, none twice."""
+    count = 1500
+
+    async def main() -> None:
+        stage = Stage(tmp_path, by_hand=True)
+        async with stage.client() as client:
+            tasks = [asyncio.create_task(collect(client, ask(id))) for id in range(count)]
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await client.ping(5)
+        ids = [message.ids for message in stage.received if isinstance(message, Abort)]
+        flat = [id for each in ids for id in each]
+        assert len(flat) == len(set(flat)) == count and len(ids) <= 3 and max(map(len, ids)) <= MOST_IDS
+        submits = [message for message in stage.received if isinstance(message, Submit)]
+        assert sum(len(message.requests) for message in submits) == count and len(submits) <= 3
+        stage.harness.executor.close()
+
+    asyncio.run(main())
+
+
+def test_a_refusal_is_raised_where_the_answer_is_read(tmp_path):
+    async def main() -> None:
+        async with Stage(tmp_path).client() as client:
+            with pytest.raises(RequestError, match="together this engine takes 100") as refusal:
+                await collect(client, ask(1, max_tokens=1000))
+            assert (refusal.value.status, refusal.value.param) == (400, "max_tokens")
+
+    asyncio.run(main())
+
+
+def test_when_the_engine_is_lost_every_stream_ends_and_none_opens(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path, by_hand=True)
+        async with stage.client() as client:
+            tasks = [asyncio.create_task(collect(client, ask(id))) for id in range(3)]
+            await asyncio.sleep(0.01)
+            client.lose(EngineDead("gone"))
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [str(end) for end in ends] == ["gone"] * 3
+            with pytest.raises(EngineDead, match="gone"):
+                await collect(client, ask(9))
+            with pytest.raises(EngineDead, match="gone"):
+                await client.ping(1)
+        stage.harness.executor.close()
+
+    asyncio.run(main())
+
+
+def test_a_ping_is_answered_while_a_step_runs(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path, by_hand=True)
+        async with stage.client() as client:
+            task = asyncio.create_task(collect(client, ask(1, max_tokens=1)))
+            async with asyncio.timeout(5):
+                while not (await client.ping(5)).status.busy:
+                    pass
+            stage.harness.executor.land()
+            assert await task == answer(1, 1)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_does_not_answer_is_given_up_on(tmp_path):
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with connected(f"ipc://{tmp_path}/nobody.sock", 0, timeout_s=0.05):
+                raise AssertionError("connected to nobody")
+
+    asyncio.run(main())
+
+
+def test_a_frame_that_cannot_be_read_is_dropped_and_logged(tmp_path, caplog):
+    async def main() -> None:
+        stage = Stage(tmp_path)
+        async with stage.client() as client:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                stranger.connect(stage.address)
+                for frame in (b"", b"\xc1", msgspec.msgpack.encode(["submit", "no list"]), b"\x00" * 100):
+                    stranger.send(frame)
+                stranger.send(msgspec.msgpack.encode(["ping", 1]))
+                assert stranger.poll(5000)
+            assert await collect(client, ask(1)) == answer(1, 4)
+
+    asyncio.run(main())
+    assert sum("cannot be read" in record.message for record in caplog.records) == 4

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from headgate.core.blocks import BlockPool
+from headgate.core.scheduler import Limits, Scheduler
+from headgate.engine.loop import EngineLoop
+from headgate.protocol.message import CLIENT_SHIFT, Abort, Submit
+from headgate.protocol.output import Ended, Outputs, Refused
+from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.testing.device import FakeDevice, expected_token
+from headgate.testing.executor import FakeExecutor, ManualClock
+
+VOCAB_SIZE = 1000
+
+
+class Harness:
+    """A loop over the fake device, and everything that its clients have heard."""
+
+    def __init__(self, *, by_hand: bool = False, run_ahead: int = 1, blocks: int = 32) -> None:
+        self.clock = ManualClock()
+        limits = Limits(max_context=100, max_running=4, max_batch_tokens=64, vocab_size=VOCAB_SIZE)
+        self.executor = FakeExecutor(FakeDevice(blocks, 4, 4, VOCAB_SIZE), by_hand=by_hand)
+        self.scheduler = Scheduler(BlockPool(blocks, 4), limits)
+        self.loop = EngineLoop(self.scheduler, self.executor, self.hear, run_ahead=run_ahead, clock=self.clock)
+        self.heard: dict[int, list[Outputs]] = {}
+
+    def hear(self, client: int, outputs: Outputs) -> None:
+        self.heard.setdefault(client, []).append(outputs)
+
+    def submit(self, *ids: int, max_tokens: int = 4, **fields: object) -> None:
+        self.loop.post(Submit([request(id, max_tokens, **fields) for id in ids]))
+
+    def run(self) -> None:
+        self.loop.turn()
+        while not self.loop.idle:
+            self.loop.turn()
+
+    def tokens(self, id: int) -> list[int]:
+        told = self.heard[id >> CLIENT_SHIFT]
+        return [token for each in told for i, token in zip(each.ids, each.tokens, strict=True) if i == id]
+
+    def ends(self, client: int = 0) -> list[Ended]:
+        return [ended for each in self.heard.get(client, []) for ended in each.ended]
+
+    def refusals(self) -> list[Refused]:
+        return [refused for told in self.heard.values() for each in told for refused in each.refused]
+
+
+def request(id: int, max_tokens: int = 4, **fields: object) -> GenerateRequest:
+    return GenerateRequest(id, prompt_of(id), SamplingParams(max_tokens=max_tokens), **fields)  # type: ignore[arg-type]
+
+
+def prompt_of(id: int) -> tuple[int, ...]:
+    return tuple((id * 31 + i) % VOCAB_SIZE for i in range(5))
+
+
+def answer(id: int, count: int) -> list[int]:
+    tokens = list(prompt_of(id))
+    for _ in range(count):
+        tokens.append(expected_token(tokens, 0, VOCAB_SIZE))
+    return tokens[5:]
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 3])
+def test_a_request_is_answered_token_by_token(run_ahead):
+    harness = Harness(run_ahead=run_ahead)
+    harness.submit(1, 2)
+    harness.run()
+    assert harness.tokens(1) == answer(1, 4) and harness.tokens(2) == answer(2, 4)
+    assert [ended.cause for ended in harness.ends()] == ["max_tokens", "max_tokens"]
+
+
+def test_a_step_is_told_in_one_message():
+    harness = Harness()
+    harness.submit(1, 2, 3)
+    harness.run()
+    assert [told.ids for told in harness.heard[0]] == [[1, 2, 3]] * 4
+
+
+def test_each_client_hears_only_of_its_own_requests():
+    harness = Harness()
+    theirs = 7 << CLIENT_SHIFT | 1
+    harness.submit(1, theirs)
+    harness.submit(999, prompt_too_long := 2, max_tokens=400)
+    harness.run()
+    assert harness.tokens(1) == answer(1, 4) and harness.tokens(theirs) == answer(theirs, 4)
+    assert {id for told in harness.heard[0] for id in told.ids} == {1}
+    assert {id for told in harness.heard[7] for id in told.ids} == {theirs}
+    assert [refused.id for refused in harness.refusals()] == [999, prompt_too_long]
+
+
+def test_a_refusal_says_why_and_disturbs_nobody():
+    harness = Harness()
+    harness.submit(1)
+    harness.submit(2, max_tokens=1000)
+    harness.submit(1)
+    harness.run()
+    long, twice = harness.refusals()
+    assert (long.id, long.status, long.code, long.param) == (2, 400, "context_length_exceeded", "max_tokens")
+    assert (twice.id, twice.status, twice.code) == (1, 409, "duplicate_request_id")
+    assert harness.tokens(1) == answer(1, 4)
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_told():
+    harness = Harness(by_hand=True)
+    launched: list[int] = []
+    harness.loop._send = lambda *_: launched.append(len(harness.executor.plans))
+    harness.submit(1)
+    harness.loop.turn()
+    harness.executor.land()
+    harness.loop.turn()
+    assert launched == [2]
+
+
+def test_an_abort_ends_a_request_at_once_and_its_blocks_come_home_with_the_step():
+    harness = Harness(by_hand=True)
+    harness.submit(1)
+    harness.loop.turn()
+    harness.loop.post(Abort([1, 99], "client_disconnect"))
+    harness.loop.turn()
+    assert [(ended.id, ended.finish_reason, ended.cause) for ended in harness.ends()] == [
+        (1, "abort", "client_disconnect")
+    ]
+    assert not harness.loop.idle and harness.scheduler.pool.held
+    harness.executor.land()
+    harness.loop.turn()
+    assert harness.loop.idle and not harness.scheduler.pool.held
+
+
+def test_an_idle_engine_expires_a_deadline_without_any_message():
+    harness = Harness(by_hand=True)
+    harness.submit(1, timeout_s=0.01)
+    harness.loop.turn()
+    harness.clock.now_s = 0.02
+    harness.loop.turn()
+    assert [ended.cause for ended in harness.ends()] == ["deadline"]
+
+
+def test_a_deadline_counts_from_arrival_not_from_the_last_turn():
+    harness = Harness(by_hand=True)
+    harness.clock.now_s = 1000.0
+    harness.submit(1, timeout_s=5.0)
+    harness.loop.turn()
+    assert not harness.ends()
+    assert harness.scheduler.next_deadline_s == 1005.0
+
+
+def test_a_ticket_without_a_transport_is_a_local_prefill():
+    harness = Harness()
+    keys = tuple(harness.scheduler._new_sequence(request(1)).keys(1, version=0, block_size=4))
+    harness.submit(1, ticket=Ticket("elsewhere", 1, 1, 5, 0, keys))
+    harness.run()
+    assert harness.tokens(1) == answer(1, 4) and harness.scheduler.counters.transfers_lost == 1
+
+
+def test_a_step_that_fails_ends_the_loop_with_its_error():
+    harness = Harness(by_hand=True)
+    harness.submit(1)
+    harness.loop.turn()
+    harness.executor.fail(RuntimeError("the device is on fire"))
+    with pytest.raises(RuntimeError, match="on fire"):
+        harness.loop.turn()
+
+
+def test_closing_wakes_a_sleeping_loop():
+    harness = Harness()
+    thread = threading.Thread(target=harness.loop.run)
+    thread.start()
+    harness.loop.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_the_status_tells_what_the_engine_is_doing():
+    harness = Harness(by_hand=True)
+    harness.submit(1, 2, 3, 4, 5)
+    harness.loop.turn()
+    harness.clock.now_s = 3.0
+    quiet_s, status = harness.loop.quiet()
+    assert (quiet_s, status.busy, status.running, status.waiting) == (3.0, True, 4, 1)
+    assert status.held_blocks == harness.scheduler.pool.held > 0
