@@ -101,7 +101,7 @@ def resume(llm: LLM, prompt: list[int], params: SamplingParams, generated: list[
     """The rest of an answer that was begun elsewhere."""
     heard: list[int] = []
     deliver = llm.engine.loop._send
-    llm.engine.loop._send = lambda _, outputs: heard.extend(outputs.tokens)
+    llm.engine.loop._send = lambda _, told: heard.extend(told.outputs.tokens)
     llm.engine.loop.post(Submit([GenerateRequest(10**6, tuple(prompt), params, generated=tuple(generated))]))
     llm.engine.loop.turn()
     while llm.engine.scheduler.has_any([10**6]):

@@ -27,6 +27,12 @@ MAY_IMPORT = {
     "router": {"router", "protocol", "errors", "config"},
 }
 
+# module -> what else of ours it may import
+EXCEPTIONS = {
+    # Grammars are about bytes, so whoever matches tokens with them must know which bytes a token stands for.
+    "worker/build.py": {"text"},
+}
+
 # library -> the only packages (or modules) that may import it
 ONLY_IN = {
     "torch": {"worker", "layers", "models", "transfer", "testing"},
@@ -59,7 +65,8 @@ def test_imports_point_one_way(path):
     for name in imports(path):
         top, _, rest = name.partition(".")
         if top == "headgate" and rest and package in MAY_IMPORT:
-            assert rest.split(".")[0] in MAY_IMPORT[package], f"{relative} imports {name}"
+            allowed = MAY_IMPORT[package] | EXCEPTIONS.get(str(relative), set())
+            assert rest.split(".")[0] in allowed, f"{relative} imports {name}"
         if top in ONLY_IN:
             allowed = ONLY_IN[top]
             assert package in allowed or str(relative) in allowed, f"{relative} imports {name}"

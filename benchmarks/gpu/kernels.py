@@ -22,7 +22,7 @@ from headgate.layers.backend import KV, Heads
 from headgate.layers.batch import Batch
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Scratch, Tile, decode, prefill
-from headgate.layers.triton.matmul import Cut, small_linear
+from headgate.layers.triton.matmul import Cut, small_linear, vector_linear
 
 # Compiling is most of the work: several processes, each of which compiles its share, go before the one that times.
 SHARD, SHARDS = (int(part) for part in os.environ.get("SHARD", "0/1").split("/"))
@@ -107,6 +107,9 @@ def bench_one_linear(
     row = {"kernel": "linear", "model": model, "matrix": name, "rows": len(x), "floor_us": floor}
     results.append(row | {"cut": "cublas", "us": time_us([lambda w=w: F.linear(x, w) for w in weights])})
     expected = plain(weights[0])
+    if len(x) == 1:
+        bench_vector(results, row, x, weights, gated, expected)
+        return
     for n, k, warps, stages in product((16, 32, 64), (128, 256), (4, 8), (3, 5)):
         cut = Cut(n, k, warps, stages)
         if n * k * 2 * stages * (2 if gated else 1) + 16 * k * 2 * stages > 220_000 or (n == 16 and warps == 8):
@@ -119,6 +122,30 @@ def bench_one_linear(
             results.append(row | {"cut": str(cut), "us": us, "error": error(out, expected)})
         except Exception as failure:
             results.append(row | {"cut": str(cut), "failure": repr(failure)[:200]})
+
+
+def bench_vector(
+    results: list[dict[str, Any]],
+    row: dict[str, Any],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    gated: bool,
+    expected: torch.Tensor,
+) -> None:
+    for rows_each, step, warps in product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8)):
+        if not 2048 <= rows_each * step <= 16384 or step > x.shape[1] or not mine():
+            continue
+
+        def run(w: torch.Tensor, r: int = rows_each, s: int = step, n: int = warps) -> torch.Tensor:
+            return vector_linear(x, w, None, gated=gated, rows_each=r, step=s, warps=n)
+
+        cut = f"vector rows={rows_each} step={step} warps={warps}"
+        try:
+            out = run(weights[0])
+            us = time_us([lambda w=w: run(w) for w in weights])
+            results.append(row | {"cut": cut, "us": us, "error": error(out, expected)})
+        except Exception as failure:
+            results.append(row | {"cut": cut, "failure": repr(failure)[:200]})
 
 
 def paged(
@@ -246,7 +273,9 @@ def print_best(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
-    for bench in (bench_linear, bench_decode, bench_prefill):
+    chosen = os.environ.get("BENCHES", "linear decode prefill").split()
+    benches = {"linear": bench_linear, "decode": bench_decode, "prefill": bench_prefill}
+    for bench in map(benches.__getitem__, chosen):
         bench(results)
         if len(sys.argv) > 1 and SHARDS == 1:
             Path(sys.argv[1], "kernels.json").write_text(json.dumps(results, indent=1))

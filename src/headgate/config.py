@@ -24,7 +24,7 @@ def _check(ok: bool, message: str) -> None:
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:1 ...
     dtype: str = "auto"  # the checkpoint's
-    backend: str = "auto"  # auto, torch (the reference), cpu (compiled kernels)
+    backend: str = "auto"  # auto, torch (the reference), cpu (compiled kernels), triton
     deterministic: bool = False  # the bits of an answer never depend on what else runs
     max_context: int | None = None  # tokens of prompt and answer together
     max_running: int = 256  # sequences that run at once
@@ -33,6 +33,7 @@ class EngineConfig:
     block_size: int = 32  # tokens per KV block
     memory_fraction: float = 0.5  # of the memory that the weights leave free, for KV
     run_ahead: int | None = None  # steps on the device at once
+    graphs: bool = True  # decode steps as CUDA graphs, where there is CUDA
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")

@@ -8,7 +8,8 @@ HeadgateError
 ├── ModelError         the model folder cannot be served
 │   ├── NotAModel          no config, no weights, or not a folder at all
 │   ├── UnsupportedModel   a real checkpoint of a kind we do not know
-│   └── BrokenCheckpoint   a tensor is missing, has the wrong shape or dtype, or a file is cut short
+│   ├── BrokenCheckpoint   a tensor is missing, has the wrong shape or dtype, or a file is cut short
+│   └── HalfWritten        an update broke off after its first write; only a full one makes the model usable again
 ├── OutOfMemory        the machine is too small for what was asked
 └── EngineDead         the engine process is gone and cannot answer
     └── CannotStart        it never came up, and has itself said why on standard error
@@ -64,6 +65,10 @@ class UnsupportedModel(ModelError):
 
 
 class BrokenCheckpoint(ModelError):
+    pass
+
+
+class HalfWritten(ModelError):
     pass
 
 

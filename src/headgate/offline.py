@@ -27,10 +27,12 @@ from tqdm import tqdm
 from headgate.config import EngineConfig
 from headgate.engine.build import Engine, build_engine
 from headgate.errors import RequestError
-from headgate.protocol.message import Abort, Submit
+from headgate.protocol.command import Command, Denied, Result
+from headgate.protocol.message import Abort, Answer, Call, Submit, Told
 from headgate.protocol.output import Cause, Ended, Outputs, Refused, Timings
 from headgate.protocol.plan import Logprobs
 from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.text.constraints import checked
 from headgate.text.detokenizer import Detokenizer
 from headgate.text.stops import StopStrings
 from headgate.text.template import ChatTemplate, load_template
@@ -63,6 +65,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """`options` are those of `headgate.config.EngineConfig`."""
         self._mail: dict[int, _Answer] = {}
+        self._answers: dict[int, Result] = {}
         self._ids = count(1)
         files = find_model(None if model is None else str(model))
         self.tokenizer: Tokenizer | None = load_tokenizer(files.path)
@@ -118,6 +121,18 @@ class LLM:
         # The template writes the special tokens itself.
         return self.tokenizer.encode(self.template.render(messages, **template), add_special=False)
 
+    def call(self, command: Command) -> Result:
+        """Carry out a control command (`headgate.protocol.command`) on the engine."""
+        number = next(self._ids)
+        self.engine.loop.post(Call(0, number, command))
+        while number not in self._answers:
+            with interrupts_deferred(self.engine.loop.wake):
+                self.engine.loop.turn()
+        result = self._answers.pop(number)
+        if isinstance(result, Denied):
+            raise RequestError(result.message, code=result.code)
+        return result
+
     # -- running ----------------------------------------------------------------
 
     def _run(self, answers: Sequence[_Answer]) -> Iterator[None]:
@@ -147,7 +162,13 @@ class LLM:
         while self.engine.scheduler.has_any(answers):
             self.engine.loop.turn()
 
-    def _deliver(self, client: int, outputs: Outputs) -> None:
+    def _deliver(self, client: int, message: Told | Answer) -> None:
+        if isinstance(message, Answer):
+            self._answers[message.number] = message.result
+        else:
+            self._hear(message.outputs)
+
+    def _hear(self, outputs: Outputs) -> None:
         for i, (id, token) in enumerate(zip(outputs.ids, outputs.tokens, strict=True)):
             if answer := self._mail.get(id):
                 answer.hear_token(token, outputs.version, outputs.logprobs.get(i))
@@ -163,6 +184,8 @@ class LLM:
         ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         if stop and self.tokenizer is None:
             raise RequestError("this model has no tokenizer; stop strings need one", param="stop")
+        if params.grammar is not None:
+            checked(params.grammar)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         return _Answer(tuple(ids), params, self.tokenizer, stop)

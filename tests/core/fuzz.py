@@ -12,12 +12,14 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Flow, Limits, Scheduler
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import RequestError
 from headgate.protocol.output import Ended, Outputs
-from headgate.protocol.plan import Fetch, Logprobs, StepPlan
+from headgate.protocol.plan import Fetch, Logprobs, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
 from headgate.testing.device import FakeDevice, expected_entries, expected_token, score
 
@@ -130,8 +132,19 @@ class Engine:
             self.device.launch(plan)
             self.scheduler.check()
         if len(self.device) and (len(self.device) == self.depth or self.rng.random() < 0.7):
-            self.scheduler.commit(self.device.land())
+            self.scheduler.commit(self.land())
         return fetches
+
+    def land(self) -> StepResult:
+        """What the device says; now and then, that it could not keep an answer within its grammar."""
+        plan, sequences = self.scheduler._launched[0]
+        result = self.device.land()
+        sampling = [seq for seq, samples in zip(sequences, plan.samples, strict=True) if samples]
+        lost = [i for i, seq in enumerate(sampling) if seq.request.sampling.grammar and self.rng.random() < 0.03]
+        for i in lost:
+            result.tokens[i] = -1
+            self.clients[sampling[i].id].aborted = True
+        return msgspec.structs.replace(result, lost=tuple(lost))
 
     def _schedule(self) -> StepPlan | None:
         scheduler = self.scheduler
@@ -142,6 +155,7 @@ class Engine:
             assert flow is not Flow.FROZEN, "scheduled while frozen"
             assert sum(plan.counts) <= scheduler.limits.max_batch_tokens and len(set(plan.rows)) == len(plan.rows)
         self._judge_admission(fresh, flow)
+        self._judge_lockstep()
         if plan is None and flow is Flow.DRAIN and not (scheduler.running or scheduler.leaving or scheduler.leases):
             assert scheduler.drained, "draining leaves the preempted behind"
         return plan
@@ -151,6 +165,13 @@ class Engine:
         left = [seq for seq in fresh if seq.phase is Phase.WAITING]
         assert not admitted or flow is Flow.RUN, "admitted while draining"
         assert not admitted or not left or max(s.order for s in admitted) < min(s.order for s in left), "out of order"
+
+    def _judge_lockstep(self) -> None:
+        unseen: set[Sequence] = set()
+        for plan, sequences in self.scheduler._launched:
+            assert unseen.isdisjoint(sequences), "went on before its token was seen"
+            sampling = [seq for seq, samples in zip(sequences, plan.samples, strict=True) if samples]
+            unseen |= {seq for seq in sampling if seq.request.sampling.grammar}
 
     def hear(self, outputs: Outputs) -> list[tuple[Client, Ticket]]:
         """Pass outputs on to the clients; returns the tickets that came with them."""
@@ -238,10 +259,12 @@ class World:
         rng = self.rng
         prompt = self.prompt(engine)
         max_tokens = rng.choice([None, *range(1, 9)])
+        free = rng.random() < 0.8
         sampling = SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=rng.choice([0, 0, 0, min(3, max_tokens or 3)]),
-            ignore_eos=max_tokens is not None and rng.random() < 0.2,
+            min_tokens=rng.choice([0, 0, 0, min(3, max_tokens or 3)]) if free else 0,
+            ignore_eos=free and max_tokens is not None and rng.random() < 0.2,
+            grammar=None if free else "start: /.*/",
             stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 2]))),
             prompt_logprobs=0 if rng.random() < 0.1 else None,
         )

@@ -217,11 +217,20 @@ MUTANTS = [
     scheduler("a scored prompt is computed whole", "            return []  # every", "            pass  # every"),
     scheduler("a position is scored once", "fresh = scores[max(0, seq.scored - (start + 1)) :]", "fresh = scores"),
     scheduler("the terminal output comes once", "        del self.sequences[seq.id]\n", ""),
+    scheduler("a grammar needs a tokenizer", " and not self.limits.takes_grammars:", " and False:"),
+    scheduler("a grammar means lockstep", "lockstep=sampling.grammar is not None,", "lockstep=False,"),
+    scheduler(
+        "a token that broke its grammar is not told", "            if index in result.lost:", "            if False:"
+    ),
     scheduler("the oldest step lands first", "self._launched.popleft()", "self._launched.pop()"),
     sequence(
         "the last token is never computed",
         "min(len(self.tokens) + self.sampling, self.limit - 1) - self.computed",
         "len(self.tokens) + self.sampling - self.computed",
+    ),
+    sequence("lockstep waits for the token", "        if self.sampling and self.lockstep:", "        if False:"),
+    sequence(
+        "lockstep waits for tokens alone", "if self.sampling and self.lockstep:", "if self.holds and self.lockstep:"
     ),
     sequence("keys are rooted in the version", "root_key(version, self", "root_key(0, self"),
     sequence(

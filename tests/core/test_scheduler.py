@@ -633,6 +633,54 @@ def test_kv_that_lands_after_a_weight_change_is_not_used(recompute):
     assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
 
 
+GRAMMAR = SamplingParams(max_tokens=4, grammar="start: /.*/")
+
+
+def test_a_sequence_with_a_grammar_waits_until_its_token_is_seen():
+    engine = Engine()
+    engine.add(1, sampling=GRAMMAR)
+    engine.add(2)
+    assert engine.launch().rows == [0, 1]
+    assert engine.launch().rows == [1], "only the free one runs ahead"
+    engine.land()
+    assert engine.launch().rows == [0, 1]
+    while len(engine.device):
+        engine.land()
+    engine.run()
+    assert engine.tokens[1] == engine.answer(prompt_of(1), 4)
+    assert engine.tokens[2] == engine.answer(prompt_of(2), 4)
+
+
+def test_a_prompt_under_a_grammar_is_computed_ahead_like_any_other():
+    engine = Engine(budget=5)
+    engine.add(1, prompt=12, sampling=GRAMMAR)
+    assert [engine.launch().counts for _ in range(3)] == [[5], [5], [2]]
+    assert engine.launch() is None
+
+
+def test_a_token_that_broke_its_grammar_ends_the_request_and_is_not_told():
+    engine = Engine()
+    engine.add(1, sampling=GRAMMAR)
+    engine.add(2)
+    engine.step()
+    engine.launch()
+    engine.scheduler.commit(msgspec.structs.replace(engine.device.land(), lost=(0,)))
+    engine.listen()
+    assert (engine.ended[1].finish_reason, engine.ended[1].cause) == ("abort", "grammar")
+    assert engine.tokens[1] == engine.answer(prompt_of(1), 1)
+    engine.run()
+    assert engine.tokens[2] == engine.answer(prompt_of(2), 4)
+    assert engine.pool.available == 32
+
+
+def test_an_engine_that_takes_no_grammars_refuses_them():
+    engine = Engine(takes_grammars=False)
+    with pytest.raises(RequestError, match="no tokenizer that a grammar could be matched with") as refused:
+        engine.add(1, sampling=GRAMMAR)
+    assert refused.value.param == "response_format"
+    engine.add(1)
+
+
 def test_a_request_is_checked_when_it_is_made():
     with pytest.raises(ValueError, match="the prompt is empty"):
         GenerateRequest(1, ())

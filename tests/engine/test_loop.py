@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 
 import pytest
 
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Limits, Scheduler
 from headgate.engine.loop import EngineLoop
-from headgate.protocol.message import CLIENT_SHIFT, Abort, Submit
+from headgate.protocol.command import Command, Result
+from headgate.protocol.message import CLIENT_SHIFT, Abort, Answer, Call, Submit, Told
 from headgate.protocol.output import Ended, Outputs, Refused
 from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
 from headgate.testing.device import FakeDevice, expected_token
@@ -24,11 +26,29 @@ class Harness:
         limits = Limits(max_context=100, max_running=4, max_batch_tokens=64, vocab_size=VOCAB_SIZE)
         self.executor = FakeExecutor(FakeDevice(blocks, 4, 4, VOCAB_SIZE), by_hand=by_hand)
         self.scheduler = Scheduler(BlockPool(blocks, 4), limits)
-        self.loop = EngineLoop(self.scheduler, self.executor, self.hear, run_ahead=run_ahead, clock=self.clock)
+        self.loop = EngineLoop(
+            self.scheduler,
+            self.executor,
+            self.hear,
+            load_weights=self.executor.load_weights,
+            run_ahead=run_ahead,
+            clock=self.clock,
+        )
         self.heard: dict[int, list[Outputs]] = {}
+        self.answers: dict[int, Result] = {}
+        self.numbers = count(1)
 
-    def hear(self, client: int, outputs: Outputs) -> None:
-        self.heard.setdefault(client, []).append(outputs)
+    def hear(self, client: int, message: Told | Answer) -> None:
+        if isinstance(message, Answer):
+            self.answers[message.number] = message.result
+        else:
+            self.heard.setdefault(client, []).append(message.outputs)
+
+    def call(self, command: Command) -> int:
+        """Post a command; its result will be in `answers` under the number that this returns."""
+        number = next(self.numbers)
+        self.loop.post(Call(0, number, command))
+        return number
 
     def submit(self, *ids: int, max_tokens: int = 4, **fields: object) -> None:
         self.loop.post(Submit([request(id, max_tokens, **fields) for id in ids]))

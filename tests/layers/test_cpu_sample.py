@@ -140,12 +140,13 @@ def test_draws_follow_the_probabilities(k):
     assert ((share - probabilities).abs() < 4 * (probabilities / rows).sqrt()).all()
 
 
-def test_the_largest_uniform_gives_finite_noise_and_no_certain_winner(k):
-    key = 15340575  # entry 0 hashes to 24 ones, where u is so close to 1 that float32 would round it up
-    assert gumbel(key, 1).item() == pytest.approx(17.3287, abs=1e-4)
-    logits = torch.tensor([[0.0, 40.0]])
-    assert sample(k, logits, [(1.0, 0, 1.0, 0.0, key)]) == [1]
-    assert sample(k, logits - torch.tensor([0.0, 39.0]), [(1.0, 0, 1.0, 0.0, key)]) == [0]
+def test_noise_is_exact_where_float32_cannot_hold_the_uniform_number(k):
+    # Entry 0 hashes to n = 2^24 - 2. float32 rounds (n + 1/2) / 2^24, and its noise would be 15.94, not 16.23.
+    key = 55329103
+    first, second = gumbel(key, 2).tolist()
+    assert first == pytest.approx(16.2299, abs=1e-3)
+    for total, winner in ((16.1, 0), (16.2, 0), (16.26, 1)):
+        assert sample(k, torch.tensor([[0.0, total - second]]), [(1.0, 0, 1.0, 0.0, key)]) == [winner]
 
 
 def test_a_row_is_drawn_alike_alone_and_among_others(k):

@@ -29,6 +29,8 @@ from headgate.protocol.request import GenerateRequest, SamplingParams
         ("stop_token_ids", (-1,), "stop_token_ids must be token ids"),
         ("logprobs", 21, "logprobs must be between 0 and 20"),
         ("prompt_logprobs", -1, "prompt_logprobs must be between 0 and 20"),
+        ("grammar", "", "grammar must be between 1 and 262144 characters long"),
+        ("grammar", "x" * (2**18 + 1), "grammar must be between 1 and 262144 characters long"),
     ],
 )
 def test_a_value_outside_its_range_is_refused_by_name(field, value, message):
@@ -39,6 +41,12 @@ def test_a_value_outside_its_range_is_refused_by_name(field, value, message):
 def test_min_tokens_may_not_exceed_max_tokens():
     with pytest.raises(ValueError, match="min_tokens"):
         SamplingParams(max_tokens=2, min_tokens=3)
+
+
+@pytest.mark.parametrize("field", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_a_grammar_alone_says_when_an_answer_ends(field):
+    with pytest.raises(ValueError, match="with a grammar"):
+        SamplingParams(grammar="start: /a/", **field)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def test_a_request_that_makes_no_sense_is_refused(fields, message):
 
 
 def test_a_request_survives_the_wire():
-    sampling = SamplingParams(temperature=0.5, stop_token_ids=(3,), logit_bias={7: -1.0})
+    sampling = SamplingParams(temperature=0.5, stop_token_ids=(3,), logit_bias={7: -1.0}, grammar="start: /a/")
     request = GenerateRequest(2**40, (1, 2), sampling, generated=(5,), timeout_s=1.5, salt="a")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GenerateRequest) == request
 

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headgate.api.state import Api
+from headgate.api.sse import innermost
+from headgate.api.state import Api, ChunkStream
 from headgate.engine.client import Chunk
 from headgate.errors import EngineDead
 from headgate.protocol.output import Cause, Ended, FinishReason
@@ -79,13 +80,7 @@ class Speech:
     def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
         request = job.request
         self._job = job
-        self._detokenizer = tokenizer and Detokenizer(
-            tokenizer,
-            prompt_ids=request.prompt,
-            generated=request.generated,
-            delivered_chars=job.delivered_chars,
-            skip_special=job.skip_special,
-        )
+        self._detokenizer = None if tokenizer is None else _detokenizer(job, tokenizer)
         self._stops = StopStrings(job.stop, include_stop=job.include_stop)
         self._scored = request.sampling.logprobs is not None
         self._by_token = self._scored or bool(job.stop)
@@ -100,7 +95,7 @@ class Speech:
     def hear(self, chunk: Chunk) -> Piece:
         ended = chunk.ended
         if self.stopped:
-            return Piece(finish=ended and self.finish(ended))
+            return Piece(finish=None if ended is None else self.finish(ended))
         piece = Piece("", chunk.tokens, chunk.versions, chunk.logprobs, [], chunk.prompt_logprobs)
         if self._detokenizer is not None:
             spoken = chunk.tokens
@@ -152,6 +147,16 @@ class Speech:
         return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
 
+def _detokenizer(job: Job, tokenizer: Tokenizer) -> Detokenizer:
+    return Detokenizer(
+        tokenizer,
+        prompt_ids=job.request.prompt,
+        generated=job.request.generated,
+        delivered_chars=job.delivered_chars,
+        skip_special=job.skip_special,
+    )
+
+
 def _cut(piece: Piece, tokens: int) -> None:
     del piece.tokens[tokens:], piece.versions[tokens:], piece.logprobs[tokens:]
 
@@ -161,24 +166,29 @@ Tell = Callable[[Job, Piece], Awaitable[None]]
 
 async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
     """Make one choice, telling its pieces as they come."""
-    speech, ending = Speech(job, api.tokenizer), False
+    speech = Speech(job, api.tokenizer)
     try:
         async with api.engines.generate(job.request) as stream:
-            async for chunk in stream:
-                piece = speech.hear(chunk)
-                if piece.tokens:
-                    record.tokens(len(piece.tokens))
-                if piece.finish is None and speech.stopped and not ending:
-                    ending = True
-                    stream.end("stop_string")
-                if piece.finish is not None:
-                    note(record, job, piece.finish)
-                    return await tell(job, piece)
-                if piece.tokens or piece.text or piece.prompt_logprobs:
-                    await tell(job, piece)
+            await _listen(stream, speech, record, job, tell)
     except EngineDead:
         note(record, job, speech.lost())
         raise
+
+
+async def _listen(stream: ChunkStream, speech: Speech, record: Record, job: Job, tell: Tell) -> None:
+    async for chunk in stream:
+        ending = speech.stopped
+        piece = speech.hear(chunk)
+        if piece.tokens:
+            record.tokens(len(piece.tokens), job.index)
+        if piece.finish is not None:
+            note(record, job, piece.finish)
+            await tell(job, piece)
+            return
+        if speech.stopped and not ending:
+            stream.end("stop_string")  # the terminal output still comes, and says what was cached
+        if piece.tokens or piece.text or piece.prompt_logprobs:
+            await tell(job, piece)
     # The engine died after the stop string, before it could confirm the end.
     last = Piece(finish=speech.finish())
     note(record, job, speech.finish())
@@ -205,7 +215,7 @@ async def run_all(api: Api, record: Record, jobs: Sequence[Job], tell: Tell) -> 
             for job in jobs:
                 tasks.create_task(run(api, record, job, tell))
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        raise innermost(failures) from None
 
 
 async def collect(api: Api, record: Record, jobs: Sequence[Job]) -> list[Piece]:

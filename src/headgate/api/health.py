@@ -40,7 +40,7 @@ class Readiness(msgspec.Struct, frozen=True):
 _encoder = msgspec.json.Encoder()
 
 
-async def live(request: Request) -> Response:  # noqa: ARG001
+async def live(request: Request) -> Response:
     return _answer({"status": "ok"}, ok=True)
 
 

@@ -32,6 +32,8 @@ def check_choices(count: int, most: int) -> None:
 
 def make_jobs(body: Generation, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Job]:
     """The choices of all prompts, those of the first prompt first."""
+    if body.generated_token_ids and len(prompts) * n > 1:
+        raise RequestError("generated_token_ids goes with one choice only", param="generated_token_ids")
     stop = getattr(body, "stop", None) or ()
     seeds = _seeds(sampling.seed)
     return [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -89,7 +89,9 @@ class Keys:
         if not self.exposed or self.tenants:
             return None
         control = "control calls need the admin key" if self.admin else "control calls are refused"
-        return f"anyone who can reach this address can use the model: there are no API keys (see --api-keys); {control}"
+        return (
+            f"anyone who can reach this address can use the model: there are no API keys (see --api-keys); {control}"
+        )
 
     def caller(self, path: str, headers: Headers) -> Caller:
         """Who sent these headers; raises unless that one may call `path`."""
@@ -116,7 +118,9 @@ class Keys:
             return "this call controls the server and needs the admin key"
         if self.tenants:
             return "this call controls the server; start it with --admin-key to allow it"
-        return "this server can be reached by others and has no keys; start it with --admin-key to allow control calls"
+        return (
+            "this server can be reached by others and has no keys; start it with --admin-key to allow control calls"
+        )
 
 
 def _digest(secret: bytes, key: str) -> bytes:
@@ -161,34 +165,31 @@ def read_keys(path: Path) -> dict[str, str]:
 
 def parse_keys(text: str, where: str) -> dict[str, str]:
     """Keys by tenant. Empty lines and lines that begin with # are skipped; commas separate as line ends do."""
-    if text.lstrip().startswith("{"):
-        return _parse_json(text, where)
     keys: dict[str, str] = {}
-    for line in text.replace(",", "\n").splitlines():
-        if (line := line.strip()) and not line.startswith("#"):
-            name, colon, key = (part.strip() for part in line.partition(":"))
-            _check(bool(colon and name and key), where, "each line must be `name:key`")
-            _add(keys, name, key, where)
+    for name, key in _json_pairs(text, where) if text.lstrip().startswith("{") else _line_pairs(text, where):
+        _check(bool(name and key), where, "a name or a key is empty")
+        _check(name not in keys, where, f"tenant {name!r} has two keys")
+        _check(name != ADMIN, where, f"a tenant cannot be called {ADMIN!r}; use --admin-key")
+        _check(key.isascii() and key.isprintable() and " " not in key, where, f"the key of {name!r} has odd characters")
+        keys[name] = key
+    # An empty file must not open the server to everyone.
     _check(bool(keys), where, "there is no key in it")
     return keys
 
 
-def _parse_json(text: str, where: str) -> dict[str, str]:
+def _line_pairs(text: str, where: str) -> Iterator[tuple[str, str]]:
+    for line in map(str.strip, text.replace(",", "\n").splitlines()):
+        if line and not line.startswith("#"):
+            name, colon, key = line.partition(":")
+            _check(bool(colon), where, "each line must be `name:key`")
+            yield name.strip(), key.strip()
+
+
+def _json_pairs(text: str, where: str) -> Iterator[tuple[str, str]]:
     try:
-        pairs = msgspec.json.decode(text, type=dict[str, str])
+        yield from msgspec.json.decode(text, type=dict[str, str]).items()
     except msgspec.MsgspecError as error:
         raise RequestError(f"API keys in {where}: {error}") from None
-    keys: dict[str, str] = {}
-    for name, key in pairs.items():
-        _add(keys, name, key, where)
-    return keys
-
-
-def _add(keys: dict[str, str], name: str, key: str, where: str) -> None:
-    _check(name not in keys, where, f"tenant {name!r} has two keys")
-    _check(name != ADMIN, where, f"a tenant cannot be called {ADMIN!r}; use --admin-key")
-    _check(key.isascii() and key.isprintable() and " " not in key, where, f"the key of {name!r} has odd characters")
-    keys[name] = key
 
 
 def _check(ok: bool, where: str, message: str) -> None:

@@ -61,7 +61,16 @@ def completion_logprobs(
         [_written(tokenizer, id) for id in ids],
         [None if score is None else max(score.token, LOWEST) for score in scores],
         [None if score is None else _likeliest(tokenizer, id, score) for id, score in zip(ids, scores, strict=True)],
-        list(offsets),
+        list(offsets[: len(ids)]),
+    )
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
+
 from headgate.api.host import host_of
 from headgate.engine.replicas import Replica
 from headgate.errors import EngineDead
@@ -27,8 +28,48 @@ from headgate.protocol.message import EngineInfo, Pong
 PREFIX = "headgate:"
 SCRAPE_TIMEOUT_S = 1.0  # an engine that takes longer is shown as down, and the page still comes
 
-FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+FIRST_TOKEN_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+BETWEEN_TOKENS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+)
 WHOLE_REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 
@@ -114,11 +155,15 @@ class Page:
         yield requests
         yield by_label("requests_refused", "Requests refused before they were accepted.", "code", metrics.refused)
         yield by_label("aborts", "Choices that ended before they were done.", "cause", metrics.aborts)
-        yield by_label("tokens", "Tokens of ended choices; cached ones are among the prompt's.", "kind", metrics.tokens)
+        yield by_label(
+            "tokens", "Tokens of ended choices; cached ones are among the prompt's.", "kind", metrics.tokens
+        )
 
     def _about_engines(self) -> Iterator[Metric]:
         pongs = {view.index: view.pong.status for view in self.engines if view.pong is not None}
-        yield by_engine("engine_up", "Whether the engine answers.", {v.index: v.pong is not None for v in self.engines})
+        yield by_engine(
+            "engine_up", "Whether the engine answers.", {v.index: v.pong is not None for v in self.engines}
+        )
         restarts = {view.index: view.restarts for view in self.engines}
         yield by_engine("engine_restarts", "Times the engine was started again.", restarts, total=True)
         for name, help, field_name, total in _STATUS:
@@ -164,7 +209,7 @@ def by_label(name: str, help: str, label: str, counts: Counter[str]) -> Metric:
     return family
 
 
-def by_engine(name: str, help: str, values: dict[int, int] | dict[int, float], *, total: bool = False) -> Metric:
+def by_engine(name: str, help: str, values: Mapping[int, float], *, total: bool = False) -> Metric:
     kind = CounterMetricFamily if total else GaugeMetricFamily
     family = kind(PREFIX + name, help, labels=("engine",))
     for index, value in values.items():

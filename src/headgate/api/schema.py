@@ -20,7 +20,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Size = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[!-~]+$(?!\n)")]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=32)] | None
 Object = dict[str, Any]
@@ -78,7 +78,7 @@ class Sampled(Generation, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Count | None = None
     stop: Stop = None
     seed: Seed | None = None
-    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stream_options: StreamOptions | None = None
@@ -156,16 +156,11 @@ def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
         raise RequestError("prompt is empty; give text or token ids", param="prompt")
     if isinstance(prompt[0], int):
         return [convert(prompt, TokenIds, "prompt")]
-    return convert(prompt, list[str | TokenIds], "prompt")
+    prompts: list[str | list[int]] = convert(prompt, list[str | TokenIds], "prompt")
+    return prompts
 
 
 # ----------------------------------------------------------------------------------------------------------- responses
-
-
-class InputPart(msgspec.Struct, kw_only=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class InputItem(msgspec.Struct, kw_only=True):
@@ -173,11 +168,11 @@ class InputItem(msgspec.Struct, kw_only=True):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[InputPart] | None = None
+    content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    output: str | list[Part] | None = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -234,7 +229,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 T = TypeVar("T")
 
-_PATH = re.compile(r" - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 

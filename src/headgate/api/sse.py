@@ -27,16 +27,17 @@ class ClientGone(Exception):
 class Reply:
     """A response in the making."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._headers = headers
         self._clock = asyncio.get_running_loop().time
         self._sent_s = self._clock()
         self.started = False
+        self.ended = False
 
     async def send_json(self, body: bytes, status: int = 200) -> None:
         length = str(len(body)).encode()
         await self._start(status, [(b"content-type", b"application/json"), (b"content-length", length)])
+        self.ended = True
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_event(self, event: bytes) -> None:
@@ -47,22 +48,27 @@ class Reply:
         self._sent_s = self._clock()
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b""})
+    async def end(self, event: bytes) -> None:
+        """Send the last event."""
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": event})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers + self._headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     @asynccontextmanager
     async def kept_alive(self, interval_s: float) -> AsyncIterator[None]:
         """Send comments whenever nothing else was sent for a while."""
-        async with asyncio.TaskGroup() as tasks:
-            beating = tasks.create_task(self._beat(interval_s))
-            try:
-                yield
-            finally:
-                beating.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beating = tasks.create_task(self._beat(interval_s))
+                try:
+                    yield
+                finally:
+                    beating.cancel()
+        except BaseExceptionGroup as failures:
+            raise innermost(failures) from None
 
     async def _beat(self, interval_s: float) -> None:
         while True:
@@ -76,17 +82,15 @@ class Reply:
 class Exchange(Response):
     """Answers with whatever `work` makes of the reply, unless the client leaves first."""
 
-    def __init__(self, work: Callable[[Reply], Awaitable[None]], headers: dict[str, str]) -> None:
-        # None of Response's own fields is used: it is here for its place in a route.
-        self._work = work
-        self._sent_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    def __init__(self, work: Callable[[Reply], Awaitable[None]]) -> None:
+        self._work = work  # none of Response's own fields is used: it is a base for its place in a route alone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(_watch(receive))
                 try:
-                    await self._work(Reply(send, self._sent_headers))
+                    await self._work(Reply(send))
                 finally:
                     watching.cancel()
         except BaseExceptionGroup as failures:

@@ -19,6 +19,7 @@ from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
 from headgate.text.template import ChatTemplate
 from headgate.text.tokenizer import Tokenizer
+from headgate.text.tools import ToolFormat
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -65,6 +66,7 @@ class Api:
     created: int  # when the model was loaded, in seconds since 1970
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
+    tool_format: ToolFormat = ToolFormat.HERMES  # how the model writes tool calls
     settings: ApiSettings = ApiSettings()
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text"))
 

@@ -45,6 +45,7 @@ class Limits:
     max_batch_tokens: int  # tokens of one step
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    takes_grammars: bool = True  # the device can hold an answer to one
     patience_s: float = 60.0  # a request without a deadline queues as if it had to be done by then
     lease_s: float = 30.0
     engine: str = "local"  # how tickets name us
@@ -268,6 +269,11 @@ class Scheduler:
         if (largest := max(request.prompt + request.generated)) >= self.limits.vocab_size:
             raise RequestError(
                 f"token id {largest} is outside the vocabulary of {self.limits.vocab_size}", param="prompt"
+            )
+        if request.sampling.grammar is not None and not self.limits.takes_grammars:
+            raise RequestError(
+                "this model has no tokenizer that a grammar could be matched with; ask for plain text",
+                param="response_format",
             )
         prompt_len, max_tokens, most = len(request.prompt), request.sampling.max_tokens, self.max_context
         if prompt_len >= most:

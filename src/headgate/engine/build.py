@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,8 @@ from headgate.config import EngineConfig
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Limits, Scheduler
 from headgate.engine.loop import EngineLoop
-from headgate.protocol.message import EngineInfo
-from headgate.protocol.output import Outputs
-from headgate.worker.build import build_worker
+from headgate.protocol.message import Answer, EngineInfo, Told
+from headgate.worker.build import build_worker, open_model
 from headgate.worker.executor import Executor
 
 
@@ -31,7 +31,7 @@ class Engine:
         self.executor.close()
 
 
-def build_engine(model: Path, config: EngineConfig, send: Callable[[int, Outputs], None]) -> Engine:
+def build_engine(model: Path, config: EngineConfig, send: Callable[[int, Told | Answer], None]) -> Engine:
     """An engine for the model in `model`, a folder or a GGUF file; `send` takes what it has to say to a client."""
     worker = build_worker(model, config)
     spec = worker.spec
@@ -41,7 +41,12 @@ def build_engine(model: Path, config: EngineConfig, send: Callable[[int, Outputs
         max_batch_tokens=worker.max_batch_tokens,
         vocab_size=spec.vocab,
         eos_token_ids=spec.eos_ids,
+        takes_grammars=worker.takes_grammars,
     )
+
+    def load_weights(path: str) -> Future[None]:
+        return worker.executor.load_weights(open_model(Path(path))[1])
+
     scheduler = Scheduler(BlockPool(worker.num_blocks, config.block_size), limits)
     info = EngineInfo(
         max_context=scheduler.max_context,
@@ -54,5 +59,5 @@ def build_engine(model: Path, config: EngineConfig, send: Callable[[int, Outputs
         backend=worker.backend,
         dtype=worker.dtype,
     )
-    loop = EngineLoop(scheduler, worker.executor, send, run_ahead=worker.run_ahead)
+    loop = EngineLoop(scheduler, worker.executor, send, load_weights=load_weights, run_ahead=worker.run_ahead)
     return Engine(info, loop, worker.executor)

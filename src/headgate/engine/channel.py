@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from headgate.protocol.message import (
     PROTOCOL,
+    Answer,
     EngineInfo,
     EngineStatus,
     FromClient,
@@ -28,7 +29,6 @@ from headgate.protocol.message import (
     Told,
     Welcome,
 )
-from headgate.protocol.output import Outputs
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ class EngineChannel:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, client: int, outputs: Outputs) -> None:
+    def send(self, client: int, message: Told | Answer) -> None:
         """Called by the step loop only."""
-        self._sender.send_multipart((_identity(client), _encoder.encode(Told(outputs))))
+        self._sender.send_multipart((_identity(client), _encoder.encode(message)))
 
     def close(self, timeout_s: float = 5.0) -> None:
         self._closing.set()

@@ -1,4 +1,4 @@
-"""Talking to one engine from the event loop: `generate` and `ping`.
+"""Talking to one engine from the event loop: `generate` and `call(command)`, and `ping` beside them.
 
 Rules: leaving a stream before its terminal output sends exactly one abort. Requests and aborts that pile up within one
 turn of the event loop travel as one message (at most `MOST_IDS` ids each); a lone one leaves at once, no timer involved.
@@ -13,15 +13,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 
 from headgate.engine.channel import ClientChannel
 from headgate.errors import EngineDead, RequestError
+from headgate.protocol.command import Command, Result
 from headgate.protocol.message import (
     CLIENT_SHIFT,
     PROTOCOL,
     Abort,
+    Answer,
+    Call,
     EngineInfo,
     Hello,
     Ping,
@@ -37,6 +41,7 @@ from headgate.protocol.request import GenerateRequest
 log = logging.getLogger(__name__)
 
 MOST_IDS = 1024
+CALL_TIMEOUT_S = 60.0  # longer than any command's own timeout by default
 
 
 @dataclass(slots=True)
@@ -115,8 +120,11 @@ class EngineClient:
         self.info = info
         self.lost: EngineDead | None = None
         self._channel = channel
+        self._client = client
         self._base = client << CLIENT_SHIFT
         self._ids = count(1)
+        self._calls = count(1)
+        self._answers: dict[int, asyncio.Future[Result]] = {}
         self._pings = count(1)
         self._streams: dict[int, TokenStream] = {}
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
@@ -152,6 +160,21 @@ class EngineClient:
         finally:
             del self._pongs[number]
 
+    async def call(self, command: Command, timeout_s: float = CALL_TIMEOUT_S) -> Result:
+        """Have the engine carry out `command`; EngineDead or TimeoutError when it does not answer."""
+        if self.lost is not None:
+            raise self.lost
+        number = next(self._calls)
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            # What was submitted before the command reaches the engine before it.
+            self._send_submits()
+            self._channel.send(Call(self._client, number, command))
+            return await asyncio.wait_for(answer, timeout_s)
+        finally:
+            del self._answers[number]
+
     def abort(self, id: int, cause: Cause) -> None:
         """End a stream from our side; its terminal output will come through it."""
         if not self._aborts:
@@ -165,8 +188,11 @@ class EngineClient:
                 case Told(outputs):
                     self._deliver(outputs)
                 case Pong() as pong:
-                    if waiter := self._pongs.get(pong.number):
+                    if (waiter := self._pongs.get(pong.number)) and not waiter.done():
                         waiter.set_result(pong)
+                case Answer(number, result):
+                    if (call := self._answers.get(number)) and not call.done():
+                        call.set_result(result)
                 case Welcome():
                     log.warning("an engine introduced itself again; it must have restarted")
 
@@ -176,6 +202,10 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
+        waits: list[asyncio.Future[Any]] = [*self._answers.values(), *self._pongs.values()]
+        for waiting in waits:
+            if not waiting.done():
+                waiting.set_exception(error)
 
     # -- out --------------------------------------------------------------------
 

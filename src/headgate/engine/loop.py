@@ -15,10 +15,11 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from headgate.core.scheduler import Scheduler
+from headgate.engine.control import Control
 from headgate.engine.post import sort_by_client
-from headgate.errors import RequestError
-from headgate.protocol.message import Abort, EngineStatus, Message, Submit
-from headgate.protocol.output import Outputs, Refused
+from headgate.errors import NotAModel, RequestError
+from headgate.protocol.message import Abort, Answer, Call, EngineStatus, Message, Submit, Told
+from headgate.protocol.output import Refused
 from headgate.protocol.plan import StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest
 from headgate.worker.executor import Executor
@@ -32,8 +33,9 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        send: Callable[[int, Outputs], None],
+        send: Callable[[int, Told | Answer], None],
         *,
+        load_weights: Callable[[str], Future[None]] | None = None,
         run_ahead: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -47,6 +49,7 @@ class EngineLoop:
         self._steps: deque[Future[StepResult]] = deque()
         self._refused: list[Refused] = []
         self._closed = False
+        self.control = Control(scheduler, load_weights=load_weights or _no_weights, tell=self._tell, wake=self.wake)
 
     def post(self, message: Message) -> None:
         """Hand the loop a message; may be called from any thread, and never blocks."""
@@ -74,6 +77,7 @@ class EngineLoop:
         self._commit()
         self._launch()
         self._tell()
+        self._answer()
         self.status = self._look()
 
     def quiet(self) -> tuple[float, EngineStatus]:
@@ -100,6 +104,7 @@ class EngineLoop:
             counters.preemptions,
             counters.prompt_tokens,
             counters.cached_tokens,
+            self.control.state,
         )
 
     # -- in ---------------------------------------------------------------------
@@ -114,7 +119,8 @@ class EngineLoop:
         return [message for message in messages if message is not None]
 
     def _sleep_s(self) -> float:
-        return min(max(self.scheduler.next_deadline_s - self._clock(), 0), IDLE_S)
+        next_s = min(self.scheduler.next_deadline_s, self.control.next_deadline_s)
+        return min(max(next_s - self._clock(), 0), IDLE_S)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -123,9 +129,12 @@ class EngineLoop:
                     self._submit(request)
             case Abort(ids, cause):
                 self.scheduler.abort(ids, cause)
+            case Call(client, number, command):
+                self.control.start(client, number, command)
 
     def _submit(self, request: GenerateRequest) -> None:
         try:
+            self.control.refuse_if_rejecting()
             self.scheduler.add(request)
         except RequestError as error:
             self._refused.append(Refused(request.id, error.status, error.code, error.message, error.param))
@@ -156,4 +165,14 @@ class EngineLoop:
         outputs.refused, self._refused = self._refused, []
         if outputs:
             for client, share in sort_by_client(outputs):
-                self._send(client, share)
+                self._send(client, Told(share))
+
+    def _answer(self) -> None:
+        for job, result in self.control.advance():
+            # A command may have ended sequences; its clients hear that before its caller does.
+            self._tell()
+            self._send(job.client, Answer(job.number, result))
+
+
+def _no_weights(path: str) -> Future[None]:
+    raise NotAModel("this engine cannot load weights")

@@ -15,24 +15,11 @@ from pathlib import Path
 import msgspec
 
 from headgate import logs
-from headgate.config import EngineConfig
 from headgate.engine.build import Engine, build_engine
 from headgate.engine.channel import EngineChannel
+from headgate.engine.start import CANNOT_START, EngineStart
 from headgate.errors import HeadgateError
-from headgate.protocol.output import Outputs
-
-CANNOT_START = 3
-
-
-class EngineStart(msgspec.Struct, frozen=True):
-    """What a parent tells the engine it starts."""
-
-    model: str  # a folder or a GGUF file
-    address: str  # where to listen
-    config: EngineConfig
-    log_level: str = "INFO"
-    log_format: logs.LogFormat = "text"
-    name: str = "engine"
+from headgate.protocol.message import Answer, Told
 
 
 def main(argument: str) -> int:
@@ -51,8 +38,8 @@ def serve(start: EngineStart) -> int:
     channel: EngineChannel
     parent = Parent()
 
-    def send(client: int, outputs: Outputs) -> None:
-        channel.send(client, outputs)
+    def send(client: int, message: Told | Answer) -> None:
+        channel.send(client, message)
 
     engine = build_engine(Path(start.model), start.config, send)
     channel = EngineChannel(start.address, engine.info, post=engine.loop.post, status=engine.loop.quiet)

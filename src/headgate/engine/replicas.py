@@ -22,7 +22,7 @@ import msgspec
 
 from headgate.config import EngineConfig
 from headgate.engine.client import Chunk, EngineClient, TokenStream, connected
-from headgate.engine.process import CANNOT_START, EngineStart
+from headgate.engine.start import CANNOT_START, EngineStart
 from headgate.engine.tasks import lone_errors
 from headgate.errors import CannotStart, EngineDead, HeadgateError
 from headgate.logs import LogFormat

@@ -1,8 +1,8 @@
 """What a grammar may be: the agreement between the edge, which writes grammars, and the worker, which enforces them.
 
 A grammar is text in llguidance's own form, either its JSON (`{"grammars": [{"json_schema": ...}]}`) or Lark with its
-extensions. `headgate.text.constraints` makes them from schemas, patterns and tools, so nobody else needs to know. The limits
-below bound what one grammar can cost; both sides set the same, so that the edge refuses what a worker would give up on.
+extensions. `headgate.text.constraints` makes them from schemas, patterns and tools, so nobody else needs to know. The
+limits below bound what one grammar can cost; both sides set the same, so the edge refuses what a worker would give up on.
 """
 
 from __future__ import annotations

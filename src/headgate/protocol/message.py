@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headgate.protocol.command import Command, Result, State
 from headgate.protocol.output import Cause, Outputs
 from headgate.protocol.request import GenerateRequest
 
@@ -37,6 +38,14 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
     ids: list[int]
     cause: Cause
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """A command, answered by an `Answer` of the same number."""
+
+    client: int
+    number: int
+    command: Command
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -72,6 +81,7 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    state: State = "running"
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -89,6 +99,11 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
     outputs: Outputs
 
 
-Message = Submit | Abort  # for the step loop
-FromClient = Hello | Submit | Abort | Ping
-FromEngine = Welcome | Pong | Told
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    number: int
+    result: Result
+
+
+Message = Submit | Abort | Call  # for the step loop
+FromClient = Hello | Submit | Abort | Call | Ping
+FromEngine = Welcome | Pong | Told | Answer

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from headgate.config import EngineConfig
-from headgate.errors import OutOfMemory
+from headgate.errors import ModelError, OutOfMemory
+from headgate.layers.backend import KV
 from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of
+from headgate.text.tokenizer import load_tokenizer
 from headgate.worker.draw import draw, fastest_draw
-from headgate.worker.executor import Executor, LocalExecutor
+from headgate.worker.executor import Executor, LocalExecutor, PipelinedExecutor
 from headgate.worker.gguf import GGUFWeights
+from headgate.worker.grammar import Grammars, read_vocabulary
 from headgate.worker.memory import GIB, free_bytes
 from headgate.worker.rows import Rows
 from headgate.worker.runner import ModelRunner
 from headgate.worker.weights import SafetensorsFolder, WeightSource, load_weights
 from headgate.zoo.gguf import hub_config, read_gguf
 
+if TYPE_CHECKING:
+    from headgate.worker.graphs import DecodeGraphs
+
 # A step of a CPU is long: fewer tokens keep running streams flowing, and there is nothing to hide behind it.
 CPU_BATCH_TOKENS, CPU_RUN_AHEAD = 512, 1
 GPU_BATCH_TOKENS, GPU_RUN_AHEAD = 8192, 2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class Worker:
     max_context: int
     max_batch_tokens: int
     run_ahead: int
+    takes_grammars: bool
 
 
 def build_worker(path: Path, config: EngineConfig) -> Worker:
@@ -48,7 +60,10 @@ def build_worker(path: Path, config: EngineConfig) -> Worker:
         backend=config.backend,
         deterministic=config.deterministic,
     )
-    load_weights(model, source, progress=True)
+    with ThreadPoolExecutor(1) as aside:
+        # A second for a large vocabulary, hidden behind the weights.
+        grammars = aside.submit(read_grammars, path, spec)
+        load_weights(model, source, progress=True)
     num_blocks, max_context = size_kv(model, device, config)
     on_gpu = device.type == "cuda"
     max_batch_tokens = config.max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
@@ -60,15 +75,18 @@ def build_worker(path: Path, config: EngineConfig) -> Worker:
         eos_ids=spec.eos_ids,
         device=device,
     )
+    kv = model.allocate_kv(num_blocks, config.block_size)
     runner = ModelRunner(
         model,
-        model.allocate_kv(num_blocks, config.block_size),
+        kv,
         rows,
         max_tokens=max_batch_tokens,
         draw=draw if config.backend == "torch" else fastest_draw(device),
+        grammars=grammars.result(),
+        graphs=capture_graphs(model, kv, rows) if config.graphs and model.backend.name == "triton" else None,
     )
     return Worker(
-        executor=LocalExecutor(runner),
+        executor=PipelinedExecutor(runner) if on_gpu else LocalExecutor(runner),
         spec=spec,
         device=str(device),
         backend=model.backend.name,
@@ -77,7 +95,17 @@ def build_worker(path: Path, config: EngineConfig) -> Worker:
         max_context=max_context,
         max_batch_tokens=max_batch_tokens,
         run_ahead=config.run_ahead or (GPU_RUN_AHEAD if on_gpu else CPU_RUN_AHEAD),
+        takes_grammars=grammars.result() is not None,
     )
+
+
+def capture_graphs(model: DenseModel, kv: list[KV], rows: Rows) -> DecodeGraphs:
+    # Only here: a machine without a GPU need not have Triton.
+    from headgate.worker.graphs import DecodeGraphs
+
+    graphs = DecodeGraphs(model, kv, rows)
+    graphs.capture_usual()
+    return graphs
 
 
 def choose_device(name: str) -> torch.device:
@@ -90,6 +118,19 @@ def open_model(path: Path) -> tuple[ModelSpec, WeightSource]:
     if path.is_file():
         return spec_of(Config(str(path), hub_config(read_gguf(path)))), GGUFWeights(path)
     return read_spec(path), SafetensorsFolder(path)
+
+
+def read_grammars(path: Path, spec: ModelSpec) -> Grammars | None:
+    """What holds answers to a grammar; None without a tokenizer that says which bytes each token stands for."""
+    try:
+        tokenizer = load_tokenizer(path)
+    except ModelError as error:
+        log.warning("this model takes no grammars: %s", error)
+        return None
+    if tokenizer is None:
+        return None
+    vocabulary = read_vocabulary(tokenizer.backend.to_str(), vocab_size=spec.vocab, eos_ids=spec.eos_ids)
+    return None if vocabulary is None else Grammars(vocabulary)
 
 
 def size_kv(model: DenseModel, device: torch.device, config: EngineConfig) -> tuple[int, int]:

@@ -4,8 +4,8 @@ The random stream of a row is a function of (seed, position) alone, position bei
 token to sample: not of call order, batch, engine or how often the sequence was resumed (invariant 10). Every sum is
 exact or per element, so a row chooses the same, to the bit, alone and in any batch.
 
-`draw` is the definition, in torch, for any device. The CPU kernels do the same without sorting; `fastest_draw` is where
-one or the other is taken. They may differ where two sums lie within the rounding of a logarithm.
+`draw` is the definition, in torch, for any device. The CPU and the Triton kernels do the same; `fastest_draw` is where one
+of them is taken. They may differ where two sums lie within the rounding of a logarithm.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fastest_draw(device: torch.device) -> Draw:
     """What draws on `device`; compiles the CPU kernels if this is their first use."""
     if device.type == "cpu" and isinstance(kernels := load_kernels(), Kernels):
         return draw_with(kernels)
-    return draw
+    return draw_on_gpu if device.type == "cuda" else draw
 
 
 def draw_with(kernels: Kernels) -> Draw:
@@ -65,6 +65,22 @@ def draw_with(kernels: Kernels) -> Draw:
         return kernels.sample(logits, *map(torch.from_numpy, columns))
 
     return draw_on_cpu
+
+
+def draw_on_gpu(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
+    """As `draw`; `logits` are spoiled."""
+    # Only here: a machine without a GPU need not have Triton.
+    from headgate.layers.triton.draw import draw_tokens
+
+    device = logits.device
+    choosy = np.flatnonzero((knobs.temperature > 0) & knobs.choosy)
+    if choosy.size:
+        which = to_device(choosy, device)
+        some = logits.index_select(0, which)
+        scaled = some / to_device(knobs.temperature[choosy], device)[:, None]
+        some.masked_fill_(scaled < _lowest_kept(scaled, knobs[choosy]), -torch.inf)
+        logits.index_copy_(0, which, some)
+    return draw_tokens(logits, to_device(knobs.temperature, device), to_device(knobs.key.view(np.int64), device))
 
 
 def stream_keys(seeds: npt.NDArray[np.uint64], positions: Ints) -> npt.NDArray[np.uint64]:

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-from headgate.errors import EngineDead
+from headgate.errors import EngineDead, HalfWritten
 from headgate.protocol.plan import StepPlan, StepResult
-from headgate.worker.runner import ModelRunner
+from headgate.worker.runner import Launched, ModelRunner
 from headgate.worker.weights import WeightSource, load_weights, verify
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,11 @@ class Executor(Protocol):
         """Have the device run `plan` after all plans launched before. Never blocks."""
 
     def load_weights(self, source: WeightSource) -> Future[None]:
-        """Replace the weights after all plans launched before. A checkpoint that does not fit changes nothing."""
+        """Replace the weights after all plans launched before.
+
+        A checkpoint that does not fit changes nothing. One that breaks off after the first write raises HalfWritten,
+        and every step fails until another load succeeds.
+        """
 
     def close(self) -> None:
         """Finish the step that runs, fail those that wait, and let go of the device."""
@@ -84,10 +88,14 @@ class LocalExecutor:
             future.set_result(result)
 
     def _run(self, plan: StepPlan) -> StepResult:
+        return self._guard(plan, lambda: self._runner.run(plan))
+
+    def _guard(self, step: StepPlan | Launched, work: Callable[[], T]) -> T:
+        """Do a part of `step`, if nothing before it has failed."""
         if failure := self._failed_step or self._failed_load:
-            raise EngineDead(f"step {plan.step} cannot run after {failure!r}") from failure
+            raise EngineDead(f"step {step.step} cannot run after {failure!r}") from failure
         try:
-            return self._runner.run(plan)
+            return work()
         except BaseException as error:
             self._failed_step = error
             raise
@@ -100,5 +108,53 @@ class LocalExecutor:
             load_weights(model, source)
         except BaseException as error:
             self._failed_load = error
-            raise
+            raise HalfWritten(str(error)) from error
         self._failed_load = None
+
+
+class PipelinedExecutor(LocalExecutor):
+    """For a device that works by itself: one thread gives it steps, another waits for them to land.
+
+    So the next step is on the device before this one has landed. What was begun is settled by the second thread, in
+    launch order, however it ends.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._landing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lander = threading.Thread(target=self._land, name="headgate-landing", daemon=True)
+        self._lander.start()
+        super().__init__(runner)
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        begun: Future[Launched] = self._submit(lambda: self._begin(plan))
+        future: Future[StepResult] = Future()
+        future.set_running_or_notify_cancel()
+        begun.add_done_callback(lambda _: self._hand_over(begun, future))
+        return future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        super().close(timeout_s)
+        self._landing.put(None)
+        self._lander.join(timeout_s)
+
+    def _begin(self, plan: StepPlan) -> Launched:
+        return self._guard(plan, lambda: self._runner.launch(plan))
+
+    def _hand_over(self, begun: Future[Launched], future: Future[StepResult]) -> None:
+        if self._lander.is_alive():
+            self._landing.put(lambda: self._finish(begun, future))
+        else:  # closed: nothing can land any more
+            self._finish(begun, future)
+
+    def _land(self) -> None:
+        while job := self._landing.get():
+            job()
+
+    def _finish(self, begun: Future[Launched], future: Future[StepResult]) -> None:
+        try:
+            launched = begun.result()
+            result = self._guard(launched, launched.result)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)

@@ -66,6 +66,10 @@ class Grammars:
             if join.sampling.grammar is not None:
                 self._matchers[join.row] = self._matcher(join, join.sampling.grammar)
 
+    def hold_any(self, rows: Ints) -> bool:
+        """Whether one of these rows has a matcher."""
+        return bool(self._matchers) and any(row in self._matchers for row in rows.tolist())
+
     def forbid(self, logits: torch.Tensor, rows: Ints) -> None:
         """Set to -inf what the grammars of `rows` do not allow next in `logits` [R, V]."""
         held = [(i, matcher) for i, row in enumerate(rows.tolist()) if (matcher := self._matchers.get(row))]

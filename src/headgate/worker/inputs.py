@@ -17,7 +17,7 @@ import torch
 
 from headgate.layers.batch import Batch
 from headgate.protocol.plan import StepPlan
-from headgate.worker.rows import Ints, Rows
+from headgate.worker.rows import Ints, Rows, pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,10 @@ class _Staging:
 
     def __init__(self, columns: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self._columns = columns
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(columns * length, dtype=dtype, pin_memory=pinned)
+        self._host = torch.zeros(columns * length, dtype=dtype)
         self._numpy: npt.NDArray[np.int64] = self._host.numpy()
         # On the CPU both sides are the same memory, and an upload costs nothing.
-        self._device = torch.zeros_like(self._host, device=device) if pinned else self._host
+        self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
 
     def host(self, length: int) -> npt.NDArray[np.int64]:
         return self._numpy[: self._columns * length].reshape(self._columns, length)
@@ -135,5 +134,6 @@ class _Staging:
     def upload(self, length: int) -> torch.Tensor:
         size = self._columns * length
         if self._device is not self._host:
-            self._device[:size].copy_(self._host[:size], non_blocking=True)
+            # The next step is laid out before this one has run: what it reads must be its own.
+            self._device[:size].copy_(pinned(self._host[:size]), non_blocking=True)
         return self._device[:size].view(self._columns, length)

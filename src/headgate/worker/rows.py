@@ -47,7 +47,19 @@ GREEDY_BELOW = 1e-5
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    """`values` on `device`, without waiting for what runs there."""
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host if device.type == "cpu" else pinned(host).to(device, non_blocking=True)
+
+
+def upload(values: npt.NDArray[Any], out: torch.Tensor) -> None:
+    """Copy `values` to where they are wanted on a device, without waiting for what runs there."""
+    out.copy_(pinned(torch.from_numpy(values)), non_blocking=True)
+
+
+def pinned(host: torch.Tensor) -> torch.Tensor:
+    """A copy that the device can read by itself. Torch gives its memory to nobody else before the device has."""
+    return host.pin_memory()
 
 
 class Rows:
@@ -80,9 +92,30 @@ class Rows:
         """Seat the sequences that join with this plan, and lengthen the tables that grow."""
         for join in plan.joins:
             self._seat(join)
+        if plan.joins:
+            self._write_texts(plan.joins)
         added = [(join.row, join.blocks) for join in plan.joins] + list(plan.grown)
         if added:
             self._extend_tables(added)
+
+    def grow_in_place(self, plan: StepPlan) -> Ints:
+        """Apply the plan of a decode step, but for blocks that the device can add: see `layers.triton.step`.
+
+        Returns for each slice the block that its table must grow by at the slice's own position, or -1.
+        """
+        grown = np.full(len(plan.rows), -1, dtype=np.int64)
+        place = {row: i for i, row in enumerate(plan.rows)} if plan.grown else {}
+        in_place = all(
+            len(blocks) == 1 and plan.starts[place[row]] == self._blocks[row] * self.block_size
+            for row, blocks in plan.grown
+        )
+        if plan.joins or not in_place:
+            self.apply(plan)
+            return grown
+        for row, (block,) in plan.grown:
+            grown[place[row]] = block
+            self._blocks[row] += 1
+        return grown
 
     def write_tokens(self, rows: Ints, positions: Ints, tokens: torch.Tensor) -> None:
         """Append sampled tokens on the device; a later step reads them there."""
@@ -91,11 +124,18 @@ class Rows:
 
     def _seat(self, join: Join) -> None:
         row, params = join.row, join.sampling
-        self.tokens[row, : len(join.tokens)] = torch.from_numpy(np.array(join.tokens, dtype=np.int32))
         self.sampling[row] = _record(params, join.prompt_len, self.vocab_size)
         self.stop_ids[row] = self._known(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
         self.bias[row] = self._known_bias(params.logit_bias)
         self._blocks[row] = 0
+
+    def _write_texts(self, joins: tuple[Join, ...]) -> None:
+        firsts = [join.row * self.tokens.shape[1] for join in joins]
+        where = [np.arange(first, first + len(join.tokens)) for first, join in zip(firsts, joins, strict=True)]
+        texts = [np.array(join.tokens, dtype=np.int32) for join in joins]
+        device = self.tokens.device
+        index, values = to_device(np.concatenate(where), device), to_device(np.concatenate(texts), device)
+        self.tokens.view(-1).index_copy_(0, index, values)
 
     def _known(self, ids: tuple[int, ...]) -> Ints:
         """Those of `ids` that the model can produce; to forbid or favour any other changes nothing."""

@@ -9,31 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from headgate.layers.backend import KV
-from headgate.layers.batch import Batch
 from headgate.protocol.plan import Logprobs, StepPlan, StepResult
 from headgate.worker.draw import Draw, draw
 from headgate.worker.grammar import Grammars
 from headgate.worker.inputs import Inputs, Layout
 from headgate.worker.logprobs import chunks, score
-from headgate.worker.rows import Rows, to_device
+from headgate.worker.model import Model
+from headgate.worker.rows import Ints, Rows, to_device
 from headgate.worker.sampler import Sampler
-from headgate.worker.weights import Loadable
+
+if TYPE_CHECKING:  # a machine without a GPU need not have Triton
+    from headgate.worker.graphs import DecodeGraphs
 
 
-class Model(Loadable, Protocol):
-    """What the runner needs of a network."""
-
-    def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
-        """Hidden states [T, hidden]; writes the KV of the batch."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of some hidden states [R, hidden]: [R, vocab] float32, the caller's to spoil."""
+def nobody_asks(tokens: list[int]) -> tuple[int, ...]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +37,48 @@ class Launched:
     """A step that the device has been given. Its tokens may still be on their way."""
 
     step: int
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # on the host
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = field(default_factory=dict)
-    lost: Callable[[list[int]], tuple[int, ...]] = lambda tokens: ()  # tells the grammars what came
+    tell: Callable[[list[int]], tuple[int, ...]] = nobody_asks  # which tokens came; returns which are lost
+    landed: torch.cuda.Event | None = None  # when `tokens` are there
 
     def result(self) -> StepResult:
+        if self.landed is not None:
+            self.landed.synchronize()
         tokens = self.tokens.tolist()
-        return StepResult(self.step, tokens, self.logprobs, self.prompt_logprobs, self.lost(tokens))
+        return StepResult(self.step, tokens, self.logprobs, self.prompt_logprobs, self.tell(tokens))
 
 
 class ModelRunner:
-    def __init__(self, model: Model, kv: list[KV], rows: Rows, *, max_tokens: int, draw: Draw = draw) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: list[KV],
+        rows: Rows,
+        *,
+        max_tokens: int,
+        draw: Draw = draw,
+        grammars: Grammars | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self.model = model
         self.kv = kv
         self.rows = rows
+        self._grammars = grammars
+        self._graphs = graphs
         self._inputs = Inputs(rows, max_tokens=max_tokens)
-        self._sampler = Sampler(rows, draw)
+        self._sampler = Sampler(rows, draw, grammars)
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
+        if self._grammars is not None:
+            self._grammars.apply(plan)
+        if self._graphs is not None and self._graphs.takes(plan):
+            return self._replay(plan, self._graphs)
         self.rows.apply(plan)
         if not plan.rows:
             return Launched(plan.step, torch.empty(0, dtype=torch.int64))
@@ -71,15 +86,43 @@ class ModelRunner:
         hidden = self.model(self._inputs.gather(layout), self.kv)
         prompt_logprobs = self._score_prompts(layout, hidden)
         tokens, logprobs = self._sample(layout, hidden)
-        return Launched(plan.step, tokens, logprobs, prompt_logprobs)
+        sampled = layout.rows[layout.sampling]
+        return self._launched(plan.step, sampled, tokens, logprobs, prompt_logprobs)
+
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> Launched:
+        """A decode step as a graph, and what the graph does not know to do to its logits."""
+        done = graphs.replay(plan)
+        rows, positions = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64) + 1
+        tokens, logprobs = done.tokens[: len(rows)], dict[int, Logprobs]()
+        if self._sampler.adjusts(rows, positions) or self.rows.sampling["logprobs"][rows].max() >= 0:
+            tokens, logprobs = self._choose(done.logits[: len(rows)], rows, positions)
+        return self._launched(plan.step, rows, tokens, logprobs, {})
+
+    def _launched(
+        self,
+        step: int,
+        rows: Ints,
+        tokens: torch.Tensor,
+        logprobs: dict[int, Logprobs],
+        prompt_logprobs: dict[int, tuple[Logprobs, ...]],
+    ) -> Launched:
+        tell = nobody_asks if self._grammars is None else partial(self._grammars.advance, rows)
+        landed = None
+        if self.rows.tokens.is_cuda:
+            tokens, landed = tokens.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            landed.record()
+        return Launched(step, tokens, logprobs, prompt_logprobs, tell, landed)
 
     def _sample(self, layout: Layout, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[int, Logprobs]]:
         """A token after each slice that samples, written into its row; and what was asked about it."""
         if not layout.sampling.size:
             return torch.empty(0, dtype=torch.int64), {}
         rows, positions = layout.rows[layout.sampling], layout.ends[layout.sampling]
-        logits = self._last_logits(layout, hidden)
+        return self._choose(self._last_logits(layout, hidden), rows, positions)
 
+    def _choose(
+        self, logits: torch.Tensor, rows: Ints, positions: Ints
+    ) -> tuple[torch.Tensor, dict[int, Logprobs]]:
         wanted = self.rows.sampling["logprobs"][rows]
         scored = np.flatnonzero(wanted >= 0)
         # Before sampling, which spoils the logits.

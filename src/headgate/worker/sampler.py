@@ -34,6 +34,16 @@ class Sampler:
             self._grammars.forbid(logits, rows)
         return self._draw(logits, knobs_of(records, positions))
 
+    def adjusts(self, rows: Ints, positions: Ints) -> bool:
+        """Whether any of these rows wants more than the largest logit, or the largest with noise."""
+        records = self._rows.sampling[rows]
+        return bool(
+            np.any(records["biased"] | records["penalised"])
+            or np.any(positions - records["prompt_len"] < records["min_tokens"])
+            or np.any(knobs_of(records, positions).choosy)
+            or (self._grammars is not None and self._grammars.hold_any(rows))
+        )
+
     def _add_bias(self, logits: torch.Tensor, rows: Ints, records: Records) -> None:
         biased = np.flatnonzero(records["biased"])
         if not biased.size:

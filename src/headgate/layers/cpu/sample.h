@@ -192,10 +192,9 @@ HG_INLINE float top_p_threshold(const ScaledRow& row, float highest, const Histo
         const Bucket bucket(row, highest, histogram, b);
         float threshold = least;
         for (int64_t i = 0; i < bucket.size; ++i) {
-            if (i == 0 || bucket.values[i] != bucket.values[i - 1]) {
-                if (!(larger < wanted)) return max32(threshold, least);
-                threshold = bucket.values[i];
-            }
+            // A threshold is a value, so its equals are kept with it.
+            if (!(larger < wanted)) return max32(threshold, least);
+            threshold = bucket.values[i];
             larger += mass_of(bucket.values[i], highest);
         }
         // Rounding can put the end of the mass just behind this bucket: go on with the next one.

@@ -20,6 +20,7 @@ LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
 # Keys that make a split worth its while, and programs that keep the device busy.
 SPLIT_KEYS, BUSY = 64, 528
+LONG = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,20 @@ class Tile:
     stages: int
 
 
-def decode_tile(size: int, wide: bool) -> Tile:
-    """`wide` is float32."""
+def decode_tile(size: int, wide: bool, max_context: int) -> Tile:
+    """The fastest on an H200, by `benchmarks/gpu/kernels.py`; `wide` is float32."""
     if wide:
         return Tile(16, 32, 4, 1)
-    return Tile(16, 64 if size <= 128 else 32, 4, 3)
+    if size > 128:
+        return Tile(16, 32, 4, 3)
+    # Long and uneven contexts want large tiles, short ones more programs at once.
+    return Tile(16, 128, 4, 3) if max_context > LONG else Tile(16, 64, 2, 3)
 
 
 def prefill_tile(size: int, wide: bool) -> Tile:
     if wide:
         return Tile(32, 32, 4, 1)
-    return Tile(128, 64, 8, 3) if size <= 128 else Tile(64, 32, 8, 2)
+    return Tile(64, 64, 4, 2) if size <= 128 else Tile(64, 32, 8, 2)
 
 
 def splits_for(batch: int, kv_heads: int, max_context: int) -> int:
@@ -59,15 +63,17 @@ class Scratch:
         self.partial = torch.empty(0, device=device)
         self.stats = torch.empty(0, device=device)
         self.counters = torch.empty(0, dtype=torch.int32, device=device)
+        self._outgrown: list[torch.Tensor] = []
 
     def reserve(self, batch: int, heads: Heads, splits: int) -> None:
-        """Room for a step, grown if need be. Not while a graph is captured, which remembers where it was."""
+        """Room for a step, grown if need be, before a graph is captured. What was outgrown stays: graphs point to it."""
         rows = batch * heads.query * splits
         if rows * heads.size > self.partial.numel():
+            self._outgrown += (self.partial, self.stats)
             self.partial = torch.empty(rows * heads.size, device=self.device)
-        if 2 * rows > self.stats.numel():
             self.stats = torch.empty(2 * rows, device=self.device)
         if batch * heads.kv > self.counters.numel():
+            self._outgrown.append(self.counters)
             self.counters = torch.zeros(batch * heads.kv, dtype=torch.int32, device=self.device)
 
 
@@ -86,7 +92,7 @@ def decode(
     """`[S, heads * size]` for one query per slice."""
     slices = len(q)
     splits = splits or splits_for(slices, heads.kv, batch.max_context)
-    tile = tile or decode_tile(heads.size, q.dtype == torch.float32)
+    tile = tile or decode_tile(heads.size, q.dtype == torch.float32, batch.max_context)
     if splits > 1:
         scratch.reserve(slices, heads, splits)
     out = q.new_empty(slices, heads.query * heads.size)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 MAX_ROWS = 16
+# Numbers of a matrix that a program of `vector_linear` reads at once, and threads that do it.
+VECTOR_TILE, VECTOR_WARPS = 8192, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,79 @@ def small_linear(
         num_stages=cut.stages,
     )
     return out
+
+
+def vector_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    rows_each: int | None = None,
+    step: int | None = None,
+    warps: int = VECTOR_WARPS,
+) -> torch.Tensor:
+    """As `small_linear`, for a single row: no matrix units, and all of a program's loads in flight at once."""
+    columns = x.shape[1]
+    rows = weight.shape[0] // 2 if gated else weight.shape[0]
+    step = step or min(triton.next_power_of_2(columns), 1024)
+    rows_each = rows_each or VECTOR_TILE // step
+    out = x.new_empty(1, rows)
+    vector_linear_kernel[(triton.cdiv(rows, rows_each),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        COLUMNS=columns,
+        BIASED=bias is not None,
+        GATED=gated,
+        ROWS=rows_each,
+        STEP=step,
+        num_warps=warps,
+    )
+    return out
+
+
+@triton.jit
+def vector_linear_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    owned = row < rows
+    weight_at = weight + row[:, None].to(tl.int64) * COLUMNS
+    sums = tl.zeros([ROWS, STEP], tl.float32)
+    gated_sums = tl.zeros([ROWS, STEP], tl.float32)
+    for first in tl.static_range(0, COLUMNS, STEP):
+        column = first + tl.arange(0, STEP)
+        inside = column < COLUMNS
+        mask = owned[:, None] & inside[None, :]
+        w = tl.load(weight_at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        if GATED:
+            u_at = weight_at + rows.to(tl.int64) * COLUMNS + column[None, :]
+            u = tl.load(u_at, mask=mask, other=0.0, eviction_policy="evict_first")
+        numbers = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        sums += w.to(tl.float32) * numbers
+        if GATED:
+            gated_sums += u.to(tl.float32) * numbers
+    acc = tl.sum(sums, 1)
+    if BIASED:
+        acc += tl.load(bias + row, mask=owned, other=0.0).to(tl.float32)
+    if GATED:
+        other = tl.sum(gated_sums, 1)
+        if BIASED:
+            other += tl.load(bias + rows + row, mask=owned, other=0.0).to(tl.float32)
+        acc = acc / (1.0 + tl.exp(-acc)) * other
+    tl.store(out + row, acc.to(out.dtype.element_ty), mask=owned)
 
 
 @triton.jit(do_not_specialize=["count"])

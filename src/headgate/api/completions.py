@@ -1,0 +1,170 @@
+"""POST /v1/completions: text or token ids in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.constraints import constraint_for
+from headgate.api.errors import Problem
+from headgate.api.generation import Finish, Job, Piece
+from headgate.api.jobs import check_choices, make_jobs, sampling_params
+from headgate.api.logprobs import CompletionLogprobs, completion_logprobs, joined, prompt_offsets
+from headgate.api.prompts import text_prompt
+from headgate.api.schema import CompletionRequest, prompts_of, read_body, refuse
+from headgate.api.serve import Call, Dialect, exchange
+from headgate.api.sse import DONE
+from headgate.api.state import LONG_TEXT, Api, api_of
+from headgate.api.usage import Usage, usage_of
+from headgate.api.wire import (
+    Choice,
+    EventFrame,
+    cut_problem,
+    cut_short,
+    encode,
+    error_event,
+    extras,
+    finish_reason,
+    usage_asked,
+)
+from headgate.errors import HeadgateError, RequestError
+from headgate.protocol.plan import Logprobs
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionChoice(Choice, kw_only=True):
+    """A whole answer, or a piece of one."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    error: Problem | UnsetType = UNSET  # why the answer was cut short, for those who asked for strict values
+
+
+async def completions(request: Request) -> Response:
+    body = await read_body(request, CompletionRequest)
+    refuse(body, "suffix")
+    api, prompts, n = api_of(request), prompts_of(body.prompt), body.n or 1
+    check_choices(len(prompts) * n, api.settings.max_choices)
+    if body.best_of is not None and body.best_of != n:
+        raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
+    return exchange(request, body, "completion", len(prompts) * n, partial(prepare, api, body, prompts))
+
+
+async def prepare(
+    api: Api, body: CompletionRequest, prompts: Sequence[str | list[int]], call: Call
+) -> tuple[list[Job], Dialect]:
+    grammar = None
+    if body.response_format is not None:
+        grammar = await api.off_loop(LONG_TEXT, partial(constraint_for, response_format=body.response_format))
+    sampling = sampling_params(
+        body,
+        max_tokens=body.max_tokens or max(DEFAULT_MAX_TOKENS, body.min_tokens or 0),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        grammar=grammar,
+    )
+    add_special = body.add_special_tokens is not False
+    read = [await text_prompt(api, prompt, add_special=add_special, echo=bool(body.echo)) for prompt in prompts]
+    return make_jobs(body, read, sampling, body.n or 1), CompletionDialect(api, body, call)
+
+
+class CompletionDialect:
+    def __init__(self, api: Api, body: CompletionRequest, call: Call) -> None:
+        self._api, self._body, self._call = api, body, call
+        self._id = call.id("cmpl-")
+        self._finishes: dict[int, Finish] = {}
+        self._scores: dict[int, list[Logprobs]] = {}  # of the prompts of streams that have not begun
+        self._begun: dict[int, tuple[bytes, bytes]] = {}  # by choice, what stands around the text of a piece
+        self._plain = body.logprobs is None and not (body.return_token_ids or body.return_weight_versions)
+        head = {"id": self._id, "object": "text_completion", "created": call.created, "model": api.model_name}
+        self._frame = EventFrame(head, with_usage=usage_asked(body))
+
+    # -- streams ----------------------------------------------------------------
+
+    def event(self, job: Job, piece: Piece) -> bytes:
+        begun = self._begun.get(job.index)
+        if begun is not None and self._plain and piece.finish is None:
+            # What is done for nearly every token: keep it short.
+            return begun[0] + encode(piece.text) + begun[1] if piece.text else b""
+        return self._full_event(job, piece, first=begun is None)
+
+    def _full_event(self, job: Job, piece: Piece, *, first: bool) -> bytes:
+        if first:
+            if self._waits_for_scores(job, piece):
+                return b""
+            self._begun[job.index] = self._frame.around(
+                b'{"index":%d,"text":' % job.index, b',"logprobs":null,"finish_reason":null}'
+            )
+        choice = self._choice(job, piece, first=first)
+        error = cut_short(piece.finish) if piece.finish and self._call.strict else None
+        return self._frame.event(choice) + (error_event(error) if error else b"")
+
+    def _waits_for_scores(self, job: Job, piece: Piece) -> bool:
+        """An echoed prompt is told with the first token: only then are its log-probabilities complete."""
+        piece.prompt_logprobs = self._scores.setdefault(job.index, []) + piece.prompt_logprobs
+        self._scores[job.index] = piece.prompt_logprobs
+        return not piece.tokens and piece.finish is None
+
+    def closing(self) -> bytes:
+        usage = self._frame.usage(self._usage()) if usage_asked(self._body) else b""
+        return usage + DONE
+
+    def failure(self, error: HeadgateError) -> bytes:
+        return error_event(error)
+
+    # -- whole answers ----------------------------------------------------------
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Piece]) -> bytes:
+        choices = [self._choice(job, answer, first=True) for job, answer in zip(jobs, answers, strict=True)]
+        completion = Completion(
+            id=self._id,
+            created=self._call.created,
+            model=self._api.model_name,
+            choices=choices,
+            usage=self._usage(),
+            error=cut_problem(self._finishes.values()) if self._call.strict else UNSET,
+        )
+        return encode(completion)
+
+    # -- both -------------------------------------------------------------------
+
+    def _choice(self, job: Job, piece: Piece, *, first: bool) -> CompletionChoice:
+        if piece.finish is not None:
+            self._finishes[job.index] = piece.finish
+        echoed = job.prompt_text or ""
+        return CompletionChoice(
+            index=job.index,
+            text=echoed + piece.text if first else piece.text,
+            logprobs=None if self._body.logprobs is None else self._logprobs(job, piece, first=first),
+            finish_reason=finish_reason(piece.finish, strict=self._call.strict),
+            **extras(self._body, job, piece, first=first),
+        )
+
+    def _logprobs(self, job: Job, piece: Piece, *, first: bool) -> CompletionLogprobs:
+        tokenizer, echoed = self._api.tokenizer, len(job.prompt_text or "")
+        offsets = [echoed + offset for offset in piece.offsets]
+        answer = completion_logprobs(tokenizer, piece.tokens, piece.logprobs, offsets)
+        if not first or job.prompt_text is None:
+            return answer
+        prompt = job.request.prompt
+        scores = [None, *piece.prompt_logprobs]
+        told = completion_logprobs(tokenizer, prompt[: len(scores)], scores, prompt_offsets(tokenizer, prompt))
+        return joined(told, answer)
+
+    def _usage(self) -> Usage:
+        return usage_of([finish for _, finish in sorted(self._finishes.items())], self._body.n or 1)

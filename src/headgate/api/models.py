@@ -1,0 +1,41 @@
+"""GET /v1/models: the one model that is served."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.serve import check_model
+from headgate.api.state import Api, api_of
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "headgate"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[Model]
+
+
+async def list_models(request: Request) -> Response:
+    return _answer(ModelList(data=[_model(api_of(request))]))
+
+
+async def show_model(request: Request) -> Response:
+    api = api_of(request)
+    check_model(api, request.path_params["model"])
+    return _answer(_model(api))
+
+
+def _model(api: Api) -> Model:
+    return Model(id=api.model_name, created=api.created, max_model_len=api.engines.info.max_context)
+
+
+def _answer(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,177 @@
+"""GET /openapi.json: every endpoint with its body, its answers and its errors, from the types that are really used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.chat import ChatCompletion
+from headgate.api.completions import Completion
+from headgate.api.errors import ErrorBody
+from headgate.api.health import Health, Readiness
+from headgate.api.host import host_of
+from headgate.api.models import Model, ModelList
+from headgate.api.responses import ResponseObject
+from headgate.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from headgate.api.tokenize import Detokenized, Tokenized
+
+ERRORS = {
+    400: "The request cannot be understood or is out of range; `param` names the field",
+    401: "No API key, or one that is not known",
+    403: "The key does not allow this call",
+    404: "There is no such thing",
+    409: "A request with the same id is still running",
+    413: "The body is too large",
+    429: "The queue is full; `Retry-After` says when to try again",
+    500: "The server made a mistake",
+    503: "Not now: shutting down, paused, or the engine was lost; `Retry-After` says when to try again",
+}
+ANY = (400, 401, 403, 500)  # a bad X-Request-Id, keys, our bugs
+POSTED = (*ANY, 404, 413)
+GENERATED = (*POSTED, 409, 429, 503)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    method: str
+    path: str
+    summary: str
+    answer: Any = None  # a type, or None for plain text
+    body: Any = None
+    errors: tuple[int, ...] = ANY
+    streams: bool = False
+    unwell: bool = False  # also answers 503 in its own words
+
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/v1/chat/completions",
+        summary="The next message of a conversation",
+        body=ChatRequest,
+        answer=ChatCompletion,
+        errors=GENERATED,
+        streams=True,
+    ),
+    Operation(
+        method="post",
+        path="/v1/completions",
+        summary="What comes after a text",
+        body=CompletionRequest,
+        answer=Completion,
+        errors=GENERATED,
+        streams=True,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses",
+        summary="The next message of a conversation, as OpenAI's newer API says it; nothing is stored",
+        body=ResponsesRequest,
+        answer=ResponseObject,
+        errors=GENERATED,
+        streams=True,
+    ),
+    Operation(
+        method="post",
+        path="/tokenize",
+        summary="The token ids of a text or of a conversation",
+        body=TokenizeRequest,
+        answer=Tokenized,
+        errors=POSTED,
+    ),
+    Operation(
+        method="post",
+        path="/detokenize",
+        summary="The text of token ids",
+        body=DetokenizeRequest,
+        answer=Detokenized,
+        errors=POSTED,
+    ),
+    Operation(method="get", path="/v1/models", summary="The models that are served", answer=ModelList),
+    Operation(
+        method="get", path="/v1/models/{model}", summary="One model that is served", answer=Model, errors=(*ANY, 404)
+    ),
+    Operation(method="get", path="/live", summary="Whether the process answers", answer=dict[str, str]),
+    Operation(
+        method="get", path="/ready", summary="Whether a request would be taken now", answer=Readiness, unwell=True
+    ),
+    Operation(method="get", path="/health", summary="Whether the engines move", answer=Health, unwell=True),
+    Operation(method="get", path="/metrics", summary="Numbers for Prometheus"),
+    Operation(method="get", path="/openapi.json", summary="This description", answer=dict[str, Any]),
+)
+
+
+async def openapi(request: Request) -> Response:
+    return Response(_description(host_of(request).version), media_type="application/json")
+
+
+@cache
+def _description(version: str) -> bytes:
+    return msgspec.json.encode(describe(version))
+
+
+def describe(version: str) -> dict[str, Any]:
+    schemas, components = msgspec.json.schema_components(_types(), ref_template="#/components/schemas/{name}")
+    named = dict(zip(map(repr, _types()), schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Headgate", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _types() -> list[Any]:
+    used = [kind for operation in OPERATIONS for kind in (operation.body, operation.answer) if kind is not None]
+    return [*dict.fromkeys(used), ErrorBody]
+
+
+def _operation(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "operationId": f"{operation.method}{operation.path}".replace("/", "_")
+        .replace(".", "_")
+        .replace("{model}", "one"),
+        "responses": _responses(operation, named),
+    }
+    if operation.body is not None:
+        content = {"application/json": {"schema": named[repr(operation.body)]}}
+        described["requestBody"] = {"required": True, "content": content}
+    if "{model}" in operation.path:
+        described["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    return described
+
+
+def _responses(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if operation.answer is not None:
+        content = {"application/json": {"schema": named[repr(operation.answer)]}}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    if operation.unwell:
+        responses["503"] = {"description": "No", "content": content}
+    error = {"application/json": {"schema": named[repr(ErrorBody)]}}
+    for status in sorted(operation.errors):
+        responses[str(status)] = {"description": ERRORS[status], "content": error}
+    return responses

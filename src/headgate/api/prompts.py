@@ -1,0 +1,95 @@
+"""Messages and texts to prompts: what a client sends, checked, rendered by the model's template and tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headgate.api.jobs import Prompt
+from headgate.api.schema import Message, Object, Part
+from headgate.api.state import Api
+from headgate.errors import RequestError
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+async def chat_prompt(
+    api: Api,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Object] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    variables: Object | None = None,
+) -> Prompt:
+    """The prompt that the model's chat template makes of `messages`."""
+    template, tokenizer = api.template, api.words
+    if template is None:
+        raise RequestError("this model has no chat template; use /v1/completions", code="no_chat_template")
+    plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    goes_on = bool(continue_final_message)
+    options: dict[str, Any] = {
+        "add_generation_prompt": not goes_on if add_generation_prompt is None else add_generation_prompt,
+        "continue_final_message": goes_on,
+    }
+
+    def render() -> tuple[int, ...]:
+        text = template.render(plain, tools=tools or None, **_own(variables, options), **options)
+        return tuple(tokenizer.encode(text, add_special=False))
+
+    return Prompt(await api.off_loop(sum(len(message["content"]) for message in plain), render))
+
+
+def _own(variables: Object | None, taken: Object) -> Object:
+    """Variables for the template, none of which may stand in for what a body says elsewhere."""
+    for name in variables or ():
+        if name in taken or name in ("self", "messages", "tools", "documents"):
+            raise RequestError(f"{name} is not a variable of its own", param="chat_template_kwargs")
+    return variables or {}
+
+
+def plain_message(message: Message, where: str) -> dict[str, Any]:
+    """A message as templates know it: text content, no more roles than there were when they were written."""
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        raise RequestError(f"a message of the {message.role} needs content", param=f"{where}.content")
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": text_of(message.content, f"{where}.content"),
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+    return plain
+
+
+def text_of(content: str | Sequence[Part] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: Part, where: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in (*TEXT_PARTS, "refusal"):
+        raise RequestError(
+            f"{where} is of type {part.type!r}; this model takes text only", param=where, code="unsupported_content"
+        )
+    if text is None:
+        raise RequestError(f"{where} has no text", param=where)
+    return text
+
+
+async def text_prompt(
+    api: Api, prompt: str | Sequence[int], *, add_special: bool = True, echo: bool = False
+) -> Prompt:
+    """A prompt given as text or token ids."""
+    if isinstance(prompt, str):
+        tokenizer = api.words
+        ids = await api.off_loop(len(prompt), lambda: tuple(tokenizer.encode(prompt, add_special=add_special)))
+        return Prompt(ids, prompt if echo else None)
+    text = api.words.decode(prompt, skip_special=False) if echo else None
+    return Prompt(tuple(prompt), text)

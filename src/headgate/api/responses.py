@@ -1,0 +1,212 @@
+"""POST /v1/responses: the same as chat, in the words of OpenAI's newer API. Stateless: nothing is stored.
+
+A request is translated into a chat request; what is said here is only how the answer is told. An answer is a list of
+items, messages and function calls; in a stream each is opened, grows by deltas, and is closed before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.chat import chat_jobs
+from headgate.api.generation import Finish, Job, Piece
+from headgate.api.logprobs import TokenLogprob, chat_logprobs
+from headgate.api.response_events import CallItem, Events, MessageItem, OutputItem
+from headgate.api.response_input import as_chat
+from headgate.api.schema import ChatRequest, Object, ResponsesRequest, read_body
+from headgate.api.serve import Call, Dialect, exchange
+from headgate.api.state import Api, api_of
+from headgate.api.tool_calls import Parsers, read_calls
+from headgate.api.usage import PromptDetails, VersionSpan, version_spans
+from headgate.api.wire import cut_short, encode
+from headgate.errors import HeadgateError
+from headgate.text.tools import CallDelta
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class Incomplete(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str = "in_progress"
+    error: ResponseError | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    temperature: float | None
+    text: Object
+    tool_choice: str | Object
+    tools: list[Object]
+    top_p: float | None
+    truncation: str = "disabled"
+    store: bool = False
+    metadata: Any
+    usage: ResponseUsage | None = None
+    # ours, when asked or ended
+    cause: str | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
+
+
+async def responses(request: Request) -> Response:
+    body = await read_body(request, ResponsesRequest)
+    return exchange(request, body, "response", 1, partial(prepare, api_of(request), body))
+
+
+async def prepare(api: Api, body: ResponsesRequest, call: Call) -> tuple[list[Job], Dialect]:
+    chat = as_chat(body)
+    return await chat_jobs(api, chat), ResponsesDialect(api, body, chat, call)
+
+
+class ResponsesDialect:
+    def __init__(self, api: Api, body: ResponsesRequest, chat: ChatRequest, call: Call) -> None:
+        self._body, self._strict, self._tokenizer = body, call.strict, api.tokenizer
+        self._response = _new_response(body, call, api.model_name)
+        self._parsers = Parsers(chat.tools, chat.tool_choice, api.tool_format, seed=self._response.id)
+        self._scored = bool(chat.logprobs)
+        self._all = Piece()  # what ends up in the response itself
+        self._begun = False
+        self._events = Events(call.id(""))
+
+    # -- streams ----------------------------------------------------------------
+
+    def event(self, job: Job, piece: Piece) -> bytes:
+        events = b"" if self._begun else self._beginning()
+        self._note(job, piece)
+        text, calls = self._split(job, piece)
+        scores = self._scores(piece)
+        if text or scores or (piece.finish and not calls and not self._events.items):
+            events += self._events.say(text, scores)
+        for call in calls:
+            events += self._events.call(call)
+        return events
+
+    def _beginning(self) -> bytes:
+        self._begun = True
+        opening = (
+            self._events.about_response(f"response.{name}", self._response) for name in ("created", "in_progress")
+        )
+        return b"".join(opening)
+
+    def closing(self) -> bytes:
+        events = self._events.close()
+        self._complete()
+        return events + self._events.about_response(f"response.{self._response.status}", self._response)
+
+    def failure(self, error: HeadgateError) -> bytes:
+        return self._events.error(error)
+
+    # -- whole answers ----------------------------------------------------------
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Piece]) -> bytes:
+        for job, answer in zip(jobs, answers, strict=True):
+            self.event(job, answer)
+        self._events.close()
+        self._complete()
+        return encode(self._response)
+
+    # -- both -------------------------------------------------------------------
+
+    def _note(self, job: Job, piece: Piece) -> None:
+        if self._body.return_token_ids or self._body.return_weight_versions:
+            self._all.tokens += piece.tokens
+            self._all.versions += piece.versions
+        if self._body.return_token_ids:
+            self._response.prompt_token_ids = job.request.prompt
+        self._all.finish = piece.finish
+
+    def _split(self, job: Job, piece: Piece) -> tuple[str, list[CallDelta]]:
+        parser = self._parsers.get(job.index)
+        if parser is None:
+            return piece.text, []
+        return read_calls(parser, piece.text, final=piece.finish is not None)
+
+    def _scores(self, piece: Piece) -> list[TokenLogprob]:
+        if not self._scored:
+            return []
+        return chat_logprobs(self._tokenizer, piece.tokens, piece.logprobs).content
+
+    def _complete(self) -> None:
+        response, finish, body = self._response, self._all.finish, self._body
+        assert finish is not None
+        response.output = list(self._events.items)
+        response.status = "completed" if finish.reason == "stop" else "incomplete"
+        response.incomplete_details = self._why_incomplete(finish)
+        response.error = self._why_cut(finish)
+        response.usage = _usage(finish)
+        response.cause = finish.cause
+        if body.return_token_ids:
+            response.completion_token_ids = self._all.tokens
+        if body.return_weight_versions:
+            response.weight_versions = version_spans(self._all.versions)
+
+    def _why_incomplete(self, finish: Finish) -> Incomplete | None:
+        if finish.reason == "stop":
+            return None
+        return Incomplete("max_output_tokens" if finish.reason == "length" or self._strict else finish.reason)
+
+    def _why_cut(self, finish: Finish) -> ResponseError | None:
+        error = cut_short(finish)
+        return ResponseError("server_error" if self._strict else finish.cause, str(error)) if error else None
+
+
+def _new_response(body: ResponsesRequest, call: Call, model: str) -> ResponseObject:
+    return ResponseObject(
+        id=call.id("resp_"),
+        created_at=call.created,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        model=model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        text={"format": (body.text and body.text.format) or {"type": "text"}},
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_p=1.0 if body.top_p is None else body.top_p,
+        metadata=body.metadata or {},
+    )
+
+
+def _usage(finish: Finish) -> ResponseUsage:
+    return ResponseUsage(
+        finish.prompt_tokens,
+        PromptDetails(finish.cached_tokens),
+        finish.output_tokens,
+        OutputDetails(),
+        finish.prompt_tokens + finish.output_tokens,
+    )
+
+
+__all__ = ["CallItem", "MessageItem", "ResponseObject", "responses"]

@@ -1,0 +1,108 @@
+"""The way of every generating request: named, admitted, prepared, run, and told in a dialect of the API.
+
+A dialect turns pieces into bytes and knows nothing of engines or connections; this module knows nothing of formats.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.requests import Request
+
+from headgate.api.errors import NotFound
+from headgate.api.generation import Job, Piece, collect, run_all
+from headgate.api.schema import Generation
+from headgate.api.sse import Exchange, Reply
+from headgate.api.state import Api, api_of
+from headgate.errors import HeadgateError
+
+if TYPE_CHECKING:
+    from headgate.api.ledger import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who asks, under which name, and how."""
+
+    tenant: str
+    request_id: str
+    stream: bool
+    strict: bool  # only values that OpenAI has
+    created: int
+
+    def id(self, prefix: str) -> str:
+        return prefix + self.request_id.removeprefix("req-")
+
+
+class Dialect(Protocol):
+    """One request's answer, in one API's words: `whole`, or as events and then `closing` or `failure`."""
+
+    def event(self, job: Job, piece: Piece) -> bytes:
+        """Nothing, if the piece says nothing."""
+
+    def closing(self) -> bytes: ...
+
+    def failure(self, error: HeadgateError) -> bytes: ...
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Piece]) -> bytes: ...
+
+
+Prepare = Callable[[Call], Awaitable[tuple[list[Job], Dialect]]]
+
+
+def exchange(request: Request, body: Generation, kind: str, choices: int, prepare: Prepare) -> Exchange:
+    """The response to `request`: `prepare` makes jobs and their dialect, once the request is admitted."""
+    api = api_of(request)
+    check_model(api, body.model)
+    if body.request_id is not None:
+        request.state.request_id = body.request_id  # the response's header follows it
+    call = Call(
+        request.state.tenant,
+        request.state.request_id,
+        stream=bool(body.stream),
+        strict=request.headers.get("x-openai-strict", "").lower() == "true",
+        created=int(time.time()),
+    )
+    return Exchange(partial(_serve, api, call, kind, choices, prepare))
+
+
+def check_model(api: Api, name: str | None) -> None:
+    if name and name != api.model_name:
+        raise NotFound(
+            f"the model {name!r} is not served here; ask for {api.model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare, reply: Reply) -> None:
+    try:
+        async with api.ledger.admit(tenant=call.tenant, label=call.request_id, kind=kind, choices=choices) as record:
+            jobs, dialect = await prepare(call)
+            if call.stream:
+                await _stream(api, record, jobs, dialect, reply)
+            else:
+                await reply.send_json(dialect.whole(jobs, await collect(api, record, jobs)))
+    except HeadgateError:
+        if not reply.ended:
+            raise
+
+
+async def _stream(api: Api, record: Record, jobs: Sequence[Job], dialect: Dialect, reply: Reply) -> None:
+    try:
+        async with reply.kept_alive(api.settings.keep_alive_s):
+            await run_all(api, record, jobs, partial(_tell, reply, dialect))
+        await reply.end(dialect.closing())
+    except HeadgateError as error:
+        if reply.started:  # and there is no status left to say it with
+            await reply.end(dialect.failure(error))
+        raise
+
+
+async def _tell(reply: Reply, dialect: Dialect, job: Job, piece: Piece) -> None:
+    if event := dialect.event(job, piece):
+        await reply.send_event(event)

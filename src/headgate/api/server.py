@@ -1,0 +1,303 @@
+"""The life of a server process: take the port, start the engines, serve, drain, end.
+
+Stopping, in order: no new connections and no new requests; those in flight may finish until the deadline; then they are
+aborted and their clients get what there is, with cause `shutdown`; then the engines are closed. A second signal makes the
+deadline now. Nothing here waits without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import get_args
+
+import uvicorn
+import uvloop
+
+from headgate.api.app import build_app
+from headgate.api.host import Host
+from headgate.api.keys import Keys, is_loopback
+from headgate.api.ledger import Ledger, UsageRecord
+from headgate.api.metrics import Metrics
+from headgate.api.state import Api
+from headgate.api.traces import tracing
+from headgate.config import ServerConfig
+from headgate.engine.replicas import Replicas, started
+from headgate.errors import HeadgateError
+from headgate.logs import LogFormat
+from headgate.protocol.message import EngineInfo
+from headgate.text.template import load_template
+from headgate.text.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 5.0  # for clients to be told, after everything has been aborted
+BACKLOG = 4096
+
+
+class PortTaken(HeadgateError):
+    pass
+
+
+def take_port(host: str, port: int) -> socket.socket:
+    """A socket with that address, not listening yet: clients that come while the model loads are refused, not kept."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise HeadgateError(f"{host!r} is not an address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(error, host, port) from None
+    return listener
+
+
+def _cannot_listen(error: OSError, host: str, port: int) -> HeadgateError:
+    if error.errno == errno.EADDRINUSE:
+        return PortTaken(f"port {port} on {host} is taken; choose another with --port, or stop what listens there")
+    if error.errno == errno.EACCES:
+        return HeadgateError(f"port {port} needs more rights than this user has; choose one above 1023 with --port")
+    return HeadgateError(f"cannot listen on {host}, port {port}: {error.strerror}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What there is to tell about a server that now takes requests."""
+
+    config: ServerConfig
+    info: EngineInfo
+    url: str
+    chat: bool  # the model has a chat template
+    warning: str | None
+
+
+Announce = Callable[[Ready], None]
+
+
+def run_server(config: ServerConfig, listener: socket.socket, version: str, announce: Announce) -> None:
+    """Serve until a signal comes; raises HeadgateError if it cannot."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(serve(config, listener, version, announce))
+        except* HeadgateError as group:
+            raise _first(group) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def serve(config: ServerConfig, listener: socket.socket, version: str, announce: Announce) -> None:
+    with StopSignals() as signals:
+        try:
+            await _serve(config, listener, version, announce, signals)
+        except asyncio.CancelledError:
+            if not signals.seen:
+                raise
+            log.info("stopped before the engines were ready")
+
+
+async def _serve(
+    config: ServerConfig, listener: socket.socket, version: str, announce: Announce, signals: StopSignals
+) -> None:
+    keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
+    tokenizer, template = load_tokenizer(config.model), load_template(config.model)
+    url = _url(listener)
+    log.info("starting %d engine%s for %s", config.replicas, "s" * (config.replicas > 1), config.model_name)
+    with tracing(config.otlp_endpoint, config.model_name, version) as trace:
+        async with started(
+            config.model,
+            config.engine,
+            count=config.replicas,
+            log_level=config.log_level,
+            log_format=_log_format(config.log_format),
+        ) as engines:
+            metrics = Metrics()
+            listeners = [log_usage] if trace is None else [log_usage, trace]
+            ledger = Ledger(metrics, limit=config.most_choices, listeners=listeners)
+            api = Api(
+                engines=engines,
+                ledger=ledger,
+                model_name=config.model_name,
+                created=int(time.time()),
+                tokenizer=tokenizer,
+                template=template,
+            )
+            host = Host(
+                version=version,
+                model_name=config.model_name,
+                replicas=engines.replicas,
+                ledger=ledger,
+                metrics=metrics,
+            )
+            app = build_app(api, host, keys, config.max_body_bytes)
+            ready = Ready(config, engines.info, url, template is not None, keys.warning)
+            server = HttpServer(app, listener, partial(announce, ready))
+            await _run(server, Drain(server, ledger, engines, config.drain_timeout_s), signals)
+
+
+async def _run(server: HttpServer, drain: Drain, signals: StopSignals) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.serve())
+        signals.on_stop = drain.hurry
+        await signals.first()
+        await drain.run()
+
+
+class Drain:
+    """Letting requests end by themselves until the deadline, then ending them."""
+
+    def __init__(self, server: HttpServer, ledger: Ledger, engines: Replicas, timeout_s: float) -> None:
+        self._server = server
+        self._ledger = ledger
+        self._engines = engines
+        self._deadline = asyncio.timeout(timeout_s)
+        self._timeout_s = timeout_s
+        self._running = False
+
+    def hurry(self) -> None:
+        """Make the deadline now; before the drain has begun it changes nothing."""
+        if self._running:
+            self._deadline.reschedule(asyncio.get_running_loop().time())
+
+    async def run(self) -> None:
+        ledger = self._ledger
+        ledger.close()
+        self._server.stop_accepting()
+        log.info("stopping: %d requests may finish within %g s", len(ledger.live), self._timeout_s)
+        try:
+            async with self._deadline:
+                self._running = True
+                await ledger.emptied()
+        except TimeoutError:
+            log.warning("aborting %d requests that are still running", len(ledger.live))
+            await self._abort()
+        finally:
+            self._running = False
+        await self._server.close(LAST_WORDS_S)
+
+    async def _abort(self) -> None:
+        self._engines.end_all("shutdown")
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._ledger.emptied()
+        except TimeoutError:
+            log.warning("%d clients did not read their last words", len(self._ledger.live))
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn on a socket of ours, with signals left to us and an end that has a deadline."""
+
+    def __init__(self, app: object, listener: socket.socket, announce: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http="httptools",
+                lifespan="off",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=75,  # longer than common proxies keep theirs
+                timeout_graceful_shutdown=None,
+            )
+        )
+        self._listener = listener
+        self._announce = announce
+        self._ended = asyncio.Event()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().serve([self._listener])
+        finally:
+            self._ended.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        host, port = self._listener.getsockname()[:2]
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            raise _cannot_listen(error, host, port) from None
+        self._announce()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop_accepting(self) -> None:
+        self.should_exit = True
+
+    async def close(self, timeout_s: float) -> None:
+        """Wait for the last bytes to leave, then break the connections that are still open."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        except TimeoutError:
+            self.force_exit = True
+            for task in list(self.server_state.tasks):
+                task.cancel()
+            await self._ended.wait()
+
+
+class StopSignals:
+    """Ctrl-C and SIGTERM. While nothing is being served they end the task that made this."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.on_stop: Callable[[], None] | None = None  # called for every signal
+        self._first = asyncio.Event()
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._heard)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    async def first(self) -> None:
+        await self._first.wait()
+
+    def _heard(self) -> None:
+        self.seen += 1
+        self._first.set()
+        if self.on_stop is not None:
+            self.on_stop()
+        elif self._task is not None and self.seen == 1:
+            self._task.cancel()
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _log_format(name: str) -> LogFormat:
+    return next(known for known in get_args(LogFormat) if known == name)
+
+
+def log_usage(usage: UsageRecord) -> None:
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug(
+            "%s: %s after %.3f s (%s), %d + %d tokens, %d cached",
+            *(usage.request_id, usage.finish_reason, usage.elapsed_s, usage.cause),
+            *(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
+            extra={"fields": {"request_id": usage.request_id, "tenant": usage.tenant}},
+        )

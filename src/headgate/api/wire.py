@@ -1,0 +1,97 @@
+"""What chat and completions have in common in their answers: extra fields of a choice, and how an event is put together.
+
+The head of every event of a stream (id, object, created, model) is encoded once, and so is the frame around a delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headgate.api.errors import ErrorBody, Problem, error_body
+from headgate.api.generation import Finish, Job, Piece
+from headgate.api.schema import Sampled
+from headgate.api.usage import Usage, VersionSpan, version_spans
+from headgate.errors import HeadgateError, Unavailable
+
+encode = msgspec.json.Encoder().encode
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """What the choices of both APIs have in common; from `cause` on, what OpenAI's have not."""
+
+    index: int
+    finish_reason: str | None
+    cause: str | UnsetType = UNSET  # why it ended, when it has
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
+
+
+def extras(body: Sampled, job: Job, piece: Piece, *, first: bool) -> dict[str, Any]:
+    """For a whole answer or a piece of one; the prompt comes with the first."""
+    fields: dict[str, Any] = {}
+    if piece.finish is not None:
+        fields["cause"] = piece.finish.cause
+    if body.return_token_ids:
+        fields["completion_token_ids"] = piece.tokens
+        if first:
+            fields["prompt_token_ids"] = job.request.prompt
+    if body.return_weight_versions:
+        fields["weight_versions"] = version_spans(piece.versions)
+    return fields
+
+
+def finish_reason(finish: Finish | None, *, strict: bool, called: bool = False) -> str | None:
+    """As OpenAI says it; `abort` is ours, and `length` comes closest."""
+    if finish is None:
+        return None
+    if finish.reason == "stop":
+        return "tool_calls" if called else "stop"
+    if strict and finish.reason == "abort":
+        return "length"
+    return finish.reason
+
+
+def cut_short(finish: Finish) -> HeadgateError | None:
+    """What a client that knows no `abort` is told about one."""
+    if finish.reason != "abort":
+        return None
+    return Unavailable(
+        f"the answer was cut short after {finish.output_tokens} tokens ({finish.cause})", code=finish.cause
+    )
+
+
+def cut_problem(finishes: Iterable[Finish]) -> Problem | UnsetType:
+    """The same, of the first choice that was cut."""
+    errors = (error for finish in finishes if (error := cut_short(finish)))
+    return next((msgspec.json.decode(error_body(error), type=ErrorBody).error for error in errors), UNSET)
+
+
+def error_event(error: HeadgateError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+class EventFrame:
+    """The constant parts of a stream's events."""
+
+    def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
+        self._opening = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._closing = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+
+    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """What stands before and after the one part of a choice that changes."""
+        return self._opening + before, after + self._closing
+
+    def event(self, choice: msgspec.Struct) -> bytes:
+        return self._opening + encode(choice) + self._closing
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._opening + b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+def usage_asked(body: Sampled) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)

@@ -1,0 +1,270 @@
+"""Control: pause, resume, new weights, stop-and-wait. Each command is a little program that runs between steps.
+
+A command is a generator: it does what it can, and yields while its postcondition does not hold yet. The loop advances
+all of them once per turn, after clients have been told what happened, and keeps stepping meanwhile; so an abort never
+waits for a pause nor a pause for an abort.
+
+The engine is in one state: running → pausing → paused → (updating → paused | quarantined) → running. Admission
+(`rejecting`) and scheduling (the scheduler's `flow`) are apart: from the first instant of a pause new requests are refused
+or queued, while what runs is ended, finished or held as the mode says. A resume cancels a pause that is still under way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from headgate.core.scheduler import Flow, Scheduler
+from headgate.core.sequence import Sequence
+from headgate.errors import HalfWritten, ModelError, RequestError, Unavailable
+from headgate.protocol.command import (
+    Command,
+    Denied,
+    Flush,
+    Flushed,
+    Look,
+    Pause,
+    PauseMode,
+    Result,
+    Resume,
+    Seen,
+    Sighted,
+    State,
+    StateTold,
+    Stop,
+    UpdateWeights,
+)
+from headgate.protocol.output import Cause
+
+log = logging.getLogger(__name__)
+
+Program = Generator[None, None, Result]
+
+# How long a pause that had to force requests out waits for the device to let go of them.
+FORCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    client: int
+    number: int
+    program: Program
+
+
+class Control:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        load_weights: Callable[[str], Future[None]],
+        tell: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.state: State = "running"
+        self.mode: PauseMode | None = None
+        self.rejecting = False
+        self._scheduler = scheduler
+        self._load_weights = load_weights
+        self._tell = tell
+        self._wake = wake
+        self._jobs: list[Job] = []
+        self._done: list[tuple[Job, Result]] = []  # at once, but answered only after clients have been told
+        self._deadlines: dict[int, float] = {}  # of waiting programs, by the id of their wait
+
+    def refuse_if_rejecting(self) -> None:
+        if self.rejecting:
+            raise Unavailable(f"the engine is {self.state} and takes no new requests; try again later", code="paused")
+
+    @property
+    def next_deadline_s(self) -> float:
+        return min(self._deadlines.values(), default=float("inf"))
+
+    # -- running programs -------------------------------------------------------
+
+    def start(self, client: int, number: int, command: Command) -> None:
+        """Begin a command; what it does at once is done when this returns."""
+        job = Job(client, number, self._run(command))
+        if (result := _advance(job)) is None:
+            self._jobs.append(job)
+        else:
+            self._done.append((job, result))
+
+    def advance(self) -> Iterator[tuple[Job, Result]]:
+        """Give every command a turn; yields those whose postcondition now holds."""
+        self._settle()
+        done, self._done = self._done, []
+        yield from done
+        for job in list(self._jobs):
+            if (result := _advance(job)) is not None:
+                self._jobs.remove(job)
+                yield job, result
+
+    def _run(self, command: Command) -> Program:
+        begun = self._begin(command)
+        if isinstance(begun, Generator):
+            return (yield from begun)
+        return begun
+
+    def _begin(self, command: Command) -> Program | Result:
+        match command:
+            case Stop():
+                return self._stop(command)
+            case Pause():
+                return self._pause(command)
+            case Resume():
+                return self._resume()
+            case UpdateWeights():
+                return self._update(command)
+            case Flush():
+                return Flushed(self._scheduler.pool.flush())
+            case Look():
+                return Sighted([self._seen(seq) for seq in self._scheduler.sequences.values()])
+
+    def _until(self, holds: Callable[[], bool], deadline_s: float) -> Generator[None, None, bool]:
+        """Yield until `holds()`, or until the deadline; says whether it holds."""
+        wait = id(holds)
+        self._deadlines[wait] = deadline_s
+        try:
+            while not holds():
+                if self._scheduler.now_s >= deadline_s:
+                    return False
+                yield
+            return True
+        finally:
+            del self._deadlines[wait]
+
+    # -- the commands -----------------------------------------------------------
+
+    def _stop(self, stop: Stop) -> Program:
+        began_s = self._scheduler.now_s
+        ended = self._end(list(self._scheduler.sequences) if stop.ids is None else stop.ids, stop.cause)
+        yield  # the clients' terminal outputs go first
+        yield from self._until(lambda: not self._scheduler.has_any(ended), began_s + stop.timeout_s)
+        return self._told(began_s, ended=ended)
+
+    def _pause(self, pause: Pause) -> Program:
+        if self.state in ("updating", "quarantined"):
+            raise _conflict(f"the engine is {self.state}, which is paused enough")
+        began_s = self._scheduler.now_s
+        ended = self._enter_pause(pause)
+        yield
+        paused = yield from self._until(lambda: self.state != "pausing", began_s + pause.timeout_s)
+        forced = [] if paused else self._force_out()
+        if forced:
+            yield from self._until(lambda: self.state != "pausing", self._scheduler.now_s + FORCE_S)
+        return self._told(began_s, ended=ended, forced=forced)
+
+    def _enter_pause(self, pause: Pause) -> dict[int, int]:
+        """What a pause does in its first instant; returns what it ended. Asking again changes nothing."""
+        self.rejecting = not pause.queue
+        if self.state == "paused" and self.mode in (pause.mode, "abort"):
+            return {}
+        self.state, self.mode = "pausing", pause.mode
+        self._scheduler.pause(Flow.DRAIN if pause.mode == "drain" else Flow.FROZEN)
+        return self._end(list(self._scheduler.sequences), "pause") if pause.mode == "abort" else {}
+
+    def _force_out(self) -> list[int]:
+        """A drain has run out of time: end what has started and is not done."""
+        started = [seq.id for seq in self._scheduler.sequences.values() if seq.started_s is not None]
+        if self.mode != "drain":
+            return []  # nothing to end: only the device can still hold something
+        self._end(started, "pause")
+        return started
+
+    def _settle(self) -> None:
+        """Finish a pause whose condition now holds."""
+        scheduler = self._scheduler
+        if self.state != "pausing":
+            return
+        if self.mode == "drain" and scheduler.drained:
+            scheduler.pause(Flow.FROZEN)
+        if scheduler.quiesced and not (self.mode == "abort" and scheduler.leaving):
+            self.state = "paused"
+            log.info("paused (%s): %r", self.mode, scheduler)
+
+    def _resume(self) -> Result:
+        if self.state in ("updating", "quarantined"):
+            raise _conflict(f"the engine is {self.state}; a full weight update must succeed first")
+        self.state, self.mode, self.rejecting = "running", None, False
+        self._scheduler.resume()
+        return self._told(self._scheduler.now_s)
+
+    def _update(self, update: UpdateWeights) -> Program:
+        if self.state not in ("paused", "quarantined"):
+            raise _conflict(f"the engine is {self.state}; pause it before changing its weights", code="not_paused")
+        began_s, before = self._scheduler.now_s, self.state
+        self.state = "updating"
+        try:
+            loading = self._load_weights(update.path)
+            loading.add_done_callback(lambda _: self._wake())
+            while not loading.done():
+                yield
+            loading.result()
+        except HalfWritten as error:
+            self.state = "quarantined"
+            raise _conflict(
+                f"the update broke off and the weights are unusable: {error}", code="quarantined"
+            ) from error
+        except ModelError as error:
+            self.state = before
+            raise RequestError(
+                f"the weights are refused and nothing has changed: {error}", code="bad_weights"
+            ) from error
+        self._change_weights(update)
+        return self._told(began_s)
+
+    def _change_weights(self, update: UpdateWeights) -> None:
+        # Everything made by the old weights is told before the version changes.
+        self._tell()
+        version = self._scheduler.version + 1 if update.version is None else update.version
+        self._scheduler.weights_changed(version, recompute=update.recompute)
+        self.state = "paused"
+        log.info("weights are now version %d", version)
+
+    # -- parts ------------------------------------------------------------------
+
+    def _end(self, ids: list[int], cause: Cause) -> dict[int, int]:
+        sequences = self._scheduler.sequences
+        ended = {id: sequences[id].output_len for id in ids if id in sequences}
+        self._scheduler.abort(list(ended), cause)
+        return ended
+
+    def _told(
+        self, began_s: float, *, ended: dict[int, int] | None = None, forced: list[int] | None = None
+    ) -> StateTold:
+        scheduler = self._scheduler
+        return StateTold(
+            self.state,
+            self.mode,
+            self.rejecting,
+            scheduler.version,
+            ended or {},
+            forced or [],
+            [seq.id for seq in scheduler.leaving],
+            scheduler.now_s - began_s,
+        )
+
+    def _seen(self, seq: Sequence) -> Seen:
+        age_s = self._scheduler.now_s - seq.arrived_s
+        phase = "preempted" if seq.preempted else seq.phase.name.lower()
+        return Seen(seq.id, phase, seq.prompt_len, seq.output_len, len(seq.blocks), age_s, seq.request.priority)
+
+
+def _advance(job: Job) -> Result | None:
+    """One more turn for a command; its result when it is done."""
+    try:
+        next(job.program)
+    except StopIteration as done:
+        result: Result = done.value
+        return result
+    except RequestError as error:
+        return Denied(error.status, error.code, error.message)
+    return None
+
+
+def _conflict(message: str, code: str = "conflict") -> RequestError:
+    error = RequestError(message, code=code)
+    error.status = 409
+    return error

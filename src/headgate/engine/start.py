@@ -1,0 +1,21 @@
+"""What a parent tells an engine process, and how that one says that it cannot. No torch: parents need none."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headgate.config import EngineConfig
+from headgate.logs import LogFormat
+
+CANNOT_START = 3  # exit code
+
+
+class EngineStart(msgspec.Struct, frozen=True):
+    """What a parent tells the engine it starts."""
+
+    model: str  # a folder or a GGUF file
+    address: str  # where to listen
+    config: EngineConfig
+    log_level: str = "INFO"
+    log_format: LogFormat = "text"
+    name: str = "engine"

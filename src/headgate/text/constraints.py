@@ -1,0 +1,111 @@
+"""Grammars for `SamplingParams.grammar`: what an answer must look like, said in terms of JSON, patterns or tools.
+
+    SamplingParams(grammar=json_schema({"type": "object", "properties": {"age": {"type": "integer"}}}))
+
+Every function here returns a grammar that an engine can enforce, or raises a RequestError that says what is wrong with what
+it was given. JSON is written as people write it: white space between values is one space, or a new line and its
+indentation, so that no answer can be blank for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+
+from headgate.errors import RequestError
+from headgate.protocol.grammar import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARS
+
+# Takes the place of what a schema may say under this key. A keyword that is not enforced is refused, never ignored.
+_OPTIONS = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False}}
+
+Schema = Mapping[str, Any] | bool
+
+
+def json_schema(schema: Schema, *, param: str = "grammar") -> str:
+    """An answer that is one JSON value, valid against `schema`."""
+    return checked(f"start: {schema_rule(schema, param=param)}", param=param)
+
+
+def json_object() -> str:
+    """An answer that is a JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str, *, param: str = "grammar") -> str:
+    """An answer that `pattern` matches from its first character to its last."""
+    return checked(f"start: /{regex_to_lark(pattern, '')}/", param=param)
+
+
+def choice(answers: Iterable[str], *, param: str = "grammar") -> str:
+    """An answer that is one of `answers`."""
+    if not (literals := [literal(answer) for answer in answers]):
+        raise RequestError("there must be something to choose from", param=param)
+    return checked(f"start: {' | '.join(literals)}", param=param)
+
+
+# --------------------------------------------------------------------------------------------- parts of other grammars
+
+
+def schema_rule(schema: Schema, *, param: str) -> str:
+    """`schema` as the right-hand side of a rule."""
+    if not isinstance(schema, Mapping | bool):
+        raise RequestError("a JSON schema is an object or a boolean", param=param)
+    root = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    try:
+        return f"%json {json.dumps(root | _OPTIONS, allow_nan=False)}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"the schema is not JSON: {error}", param=param) from error
+
+
+def literal(text: str) -> str:
+    """`text`, exactly, as a part of a rule."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+# ------------------------------------------------------------------------------------------------------- what is refused
+
+
+def checked(grammar: str, *, param: str = "grammar") -> str:
+    """`grammar`, if an engine could enforce it. Bounded by the engine's own limits: a tenth of a second at worst."""
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param=param
+        )
+    if complaint := _complaint(grammar):
+        raise RequestError(f"the grammar cannot be enforced: {complaint}", param=param)
+    return grammar
+
+
+@lru_cache(maxsize=256)
+def _complaint(grammar: str) -> str:
+    """What is wrong with `grammar`, in the words of the library that would enforce it."""
+    limits = LLParserLimits(**GRAMMAR_LIMITS)
+    matcher = LLMatcher(_any_bytes(), grammar, log_level=0, limits=limits)
+    # A grammar that compiles may still have no first token, such as a schema that only refers to itself.
+    matcher.compute_bitmask()
+    error = matcher.get_error().removesuffix("<non-verbose/>")
+    # The caller knows a schema and not the grammar around it, so where in the grammar is of no use.
+    error = re.sub(r"(?m)^(at )?\d+\(\d+\): |\n +\d+ \|.*(\n *\^)?", "", error).strip()
+    return "nothing can match it" if error.startswith("NoExtension") else error
+
+
+class _Bytes:
+    """A vocabulary of all bytes: whether a grammar makes sense does not depend on the model's tokens."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@lru_cache(maxsize=1)
+def _any_bytes() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()))

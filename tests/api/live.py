@@ -1,0 +1,120 @@
+"""A real server for tests: engine processes on a tiny model, and the API in a thread, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headgate.api.app import build_app
+from headgate.api.host import Host
+from headgate.api.keys import Keys
+from headgate.api.ledger import Ledger
+from headgate.api.metrics import Metrics
+from headgate.api.server import HttpServer
+from headgate.api.state import Api, ApiSettings
+from headgate.config import EngineConfig
+from headgate.engine.replicas import Replicas, started
+from headgate.protocol.message import EngineStatus
+from headgate.text.template import load_template
+from headgate.text.tokenizer import load_tokenizer
+
+MODEL = "tiny"
+
+
+@dataclass(eq=False)
+class LiveServer:
+    url: str
+    api: Api
+    host: Host
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.http as http:
+            return http.post(path, json=body, **options)
+
+    def events(self, path: str, body: Any, **options: Any) -> list[str]:
+        """The `data` of every event of a stream."""
+        with self.http as http, http.stream("POST", path, json=body | {"stream": True}, **options) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+        return [line.removeprefix("data: ") for line in lines]
+
+    def status(self) -> EngineStatus:
+        client = self.host.replicas[0].client
+        assert client is not None
+        return asyncio.run_coroutine_threadsafe(client.ping(5), self.loop).result(10).status
+
+
+def eventually(true: Callable[[], bool], timeout_s: float = 10) -> bool:
+    until_s = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@contextmanager
+def live_server(model: Path, *, settings: ApiSettings | None = None, **engine: Any) -> Iterator[LiveServer]:
+    """Serve `model` until the block ends."""
+    ready: list[LiveServer] = []
+    failed: list[BaseException] = []
+    known = threading.Event()
+    stop: list[Callable[[], None]] = []
+
+    async def serve() -> None:
+        async with started(model, EngineConfig(**engine)) as engines:
+            await run(engines)
+
+    async def run(engines: Replicas) -> None:
+        metrics = Metrics()
+        ledger = Ledger(metrics, limit=1000)
+        api = Api(
+            engines=engines,
+            ledger=ledger,
+            model_name=MODEL,
+            created=1,
+            tokenizer=load_tokenizer(model),
+            template=load_template(model),
+            settings=settings or ApiSettings(),
+        )
+        host = Host(version="0", model_name=MODEL, replicas=engines.replicas, ledger=ledger, metrics=metrics)
+        listener = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = HttpServer(build_app(api, host, Keys(), 1 << 20), listener, known.set)
+        ready.append(LiveServer(url, api, host, asyncio.get_running_loop()))
+        stop.append(partial(asyncio.get_running_loop().call_soon_threadsafe, server.stop_accepting))
+        await server.serve()
+
+    def main() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            failed.append(error)
+            known.set()
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    try:
+        assert known.wait(60)
+        if failed:
+            raise failed[0]
+        yield ready[0]
+    finally:
+        for call in stop:
+            call()
+        thread.join(30)

@@ -1,0 +1,46 @@
+"""Busy is not dead, wedged is not healthy (sentence 50), judged without processes; `test_server` has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from headgate.api.health import judge, overall
+from headgate.api.metrics import EngineView
+from headgate.protocol.message import EngineInfo, EngineStatus, Pong
+
+INFO = EngineInfo(512, 260, (0,), 64, 32, 8, "cpu", "torch", "float32")
+
+
+def view(quiet_s: float, *, busy: bool) -> EngineView:
+    return EngineView(0, 0, INFO, Pong(1, quiet_s, EngineStatus(0.0, busy)))
+
+
+@pytest.mark.parametrize(
+    ("engine", "state"),
+    [
+        (view(0.5, busy=False), "ok"),
+        (view(0.5, busy=True), "ok"),
+        (view(60, busy=True), "busy"),  # a long prefill
+        (view(60, busy=False), "wedged"),  # the loop hangs, and no step is there to wait for
+        (view(3600, busy=True), "wedged"),  # no step is that long
+        (EngineView(0, 0, INFO, None), "wedged"),  # does not answer
+        (EngineView(0, 1, None, None), "down"),  # is being started again
+    ],
+)
+def test_what_an_engine_says_of_itself(engine, state):
+    assert judge(engine).state == state
+
+
+@pytest.mark.parametrize(
+    ("states", "status"),
+    [
+        ({"ok"}, "ok"),
+        ({"ok", "busy"}, "ok"),
+        ({"busy"}, "ok"),
+        ({"ok", "down"}, "degraded"),
+        ({"down"}, "unhealthy"),
+        ({"ok", "wedged"}, "unhealthy"),
+    ],
+)
+def test_a_server_is_as_healthy_as_its_engines(states, status):
+    assert overall(states) == status

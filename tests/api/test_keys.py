@@ -1,0 +1,134 @@
+"""Who may call what."""
+
+from __future__ import annotations
+
+import pytest
+
+from headgate.api.errors import Forbidden, Unauthorized
+from headgate.api.keys import CONTROL, OPEN, Caller, Keys, is_loopback, parse_keys, presented, read_keys
+from headgate.errors import RequestError
+
+CHAT = "/v1/chat/completions"
+PAUSE = "/v1/pause"
+
+
+def bearer(key: str) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", f"Bearer {key}".encode())]
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys({"alice": "ka", "bob": "kb"}, admin="root")
+
+
+def test_each_key_is_a_tenant(keys):
+    assert keys.caller(CHAT, bearer("ka")) == Caller("alice", admin=False)
+    assert keys.caller(CHAT, bearer("kb")) == Caller("bob", admin=False)
+    assert keys.caller(CHAT, bearer("root")) == Caller("admin", admin=True)
+
+
+def test_either_header_carries_a_key_and_authorization_wins(keys):
+    other = [(b"x-api-key", b"kb")]
+    assert keys.caller(CHAT, other).tenant == "bob"
+    assert keys.caller(CHAT, [*other, *bearer("ka")]).tenant == "alice"
+    assert presented([(b"authorization", b"Basic abc")]) is None
+    assert presented([(b"authorization", b"bearer  x ")]) == "x"
+
+
+@pytest.mark.parametrize("wrong", ["", "k", "ka ", "kaa", "KA", "ka\xff"])
+def test_a_wrong_key_is_refused(keys, wrong):
+    headers = [(b"x-api-key", wrong.encode("latin-1"))]
+    if wrong.strip() == "ka":
+        assert keys.caller(CHAT, headers).tenant == "alice"  # spaces around a header's value do not count
+        return
+    with pytest.raises(Unauthorized):
+        keys.caller(CHAT, headers)
+
+
+def test_no_key_is_refused_except_for_probes(keys):
+    with pytest.raises(Unauthorized) as refusal:
+        keys.caller(CHAT, [])
+    assert refusal.value.code == "missing_api_key"
+    for path in OPEN:
+        assert keys.caller(path, []) == Caller("", admin=False)
+
+
+@pytest.mark.parametrize("path", [*CONTROL, "/v1/pause/", "/v1/update_weights/x"])
+def test_control_is_closed_to_tenants_and_open_to_the_admin(keys, path):
+    assert keys.caller(path, bearer("root")).admin
+    with pytest.raises(Forbidden):
+        keys.caller(path, bearer("ka"))
+
+
+def test_a_name_that_only_begins_like_a_control_call_is_not_one(keys):
+    assert keys.caller("/v1/pauses", bearer("ka")).tenant == "alice"
+
+
+def test_without_keys_this_machine_may_do_everything():
+    assert Keys().caller(PAUSE, []) == Caller("", admin=True)
+    assert Keys().warning is None
+
+
+def test_without_keys_an_exposed_server_refuses_control_and_warns():
+    keys = Keys(exposed=True)
+    assert keys.caller(CHAT, []) == Caller("", admin=False)
+    with pytest.raises(Forbidden, match="--admin-key"):
+        keys.caller(PAUSE, [])
+    assert "control calls are refused" in keys.warning
+
+
+def test_with_tenants_alone_nobody_controls():
+    keys = Keys({"alice": "ka"}, exposed=True)
+    with pytest.raises(Forbidden, match="--admin-key"):
+        keys.caller(PAUSE, bearer("ka"))
+    assert keys.warning is None
+
+
+def test_with_an_admin_key_alone_generation_is_open_and_control_is_not():
+    keys = Keys(admin="root")
+    assert keys.caller(CHAT, []) == Caller("", admin=False)
+    assert keys.caller(PAUSE, bearer("root")).admin
+    with pytest.raises(Forbidden):
+        keys.caller(PAUSE, [])
+
+
+def test_two_names_for_one_key_are_refused():
+    with pytest.raises(RequestError, match="same API key"):
+        Keys({"a": "k", "b": "k"})
+    with pytest.raises(RequestError, match="same API key"):
+        Keys({"a": "k"}, admin="k")
+
+
+def test_keys_stay_out_of_the_repr(keys):
+    assert "ka" not in repr(keys) and "root" not in repr(keys)
+
+
+def test_keys_are_read_from_lines_commas_or_json(tmp_path):
+    expected = {"alice": "k:1", "bob": "k2"}
+    assert parse_keys("# people\nalice:k:1\n\n bob : k2 \n", "x") == expected
+    assert parse_keys("alice:k:1,bob:k2", "x") == expected
+    file = tmp_path / "keys"
+    file.write_text('{"alice": "k:1", "bob": "k2"}')
+    assert read_keys(file) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "# none", "alice", "alice:", ":k", "a:1\na:2", "admin:1", "a:ü", "{}", '{"a": 1}', '{"a": ""}', "{"],
+)
+def test_keys_that_make_no_sense_are_refused_by_the_file_they_are_in(text):
+    with pytest.raises(RequestError, match="the-file"):
+        parse_keys(text, "the-file")
+
+
+def test_a_key_file_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(RequestError, match="cannot be read"):
+        read_keys(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.8.8.8", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_what_counts_as_this_machine(host, loopback):
+    assert is_loopback(host) == loopback

@@ -1,0 +1,211 @@
+"""Admission and accounting: everyone who gets in is counted once on the way out (sentences 46, 47, 53)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from headgate.api.errors import QueueFull
+from headgate.api.ledger import Ledger, UsageRecord
+from headgate.api.metrics import Metrics
+from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ended() -> list[UsageRecord]:
+    return []
+
+
+@pytest.fixture
+def ledger(clock, ended) -> Ledger:
+    return Ledger(Metrics(), limit=4, listeners=[ended.append], clock=clock, history=8)
+
+
+def finish(record, choice=0, reason="stop", cause="eos", output_tokens=3):
+    record.finish(choice, reason, cause, prompt_tokens=10, cached_tokens=4, output_tokens=output_tokens)
+
+
+async def test_a_finished_request_is_accounted_with_its_times_and_tokens(ledger, clock, ended):
+    async with ledger.admit(tenant="alice", label="a", kind="chat") as record:
+        clock.now_s += 0.5
+        record.tokens(1)
+        clock.now_s += 0.4
+        record.tokens(2)
+        finish(record)
+    (usage,) = ended
+    assert (usage.request_id, usage.tenant, usage.kind) == ("a", "alice", "chat")
+    assert (usage.finish_reason, usage.cause) == ("stop", "eos")
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (10, 4, 3)
+    assert usage.first_token_s == pytest.approx(0.5) and usage.elapsed_s == pytest.approx(0.9)
+    assert ledger.metrics.tokens == {"prompt": 10, "cached": 4, "output": 3}
+    assert sum(ledger.metrics.between_tokens.counts) == 2
+    assert ledger.metrics.between_tokens.sum == pytest.approx(0.4)
+    assert ledger.past("a") is usage and ledger.in_flight == 0 and not ledger.live
+
+
+async def test_choices_have_their_own_pace(ledger, clock):
+    async with ledger.admit(kind="chat", choices=2) as record:
+        for _ in range(3):
+            for choice in (0, 1):
+                clock.now_s += 0.1
+                record.tokens(1, choice)
+    assert ledger.metrics.between_tokens.sum == pytest.approx(0.2 * 4)
+
+
+async def test_leaving_without_an_end_is_a_disconnect_with_the_tokens_so_far(ledger, ended):
+    async with ledger.admit(kind="chat", choices=2) as record:
+        record.tokens(5, 0)
+        finish(record, 1)
+    assert (ended[0].finish_reason, ended[0].cause) == ("abort", "client_disconnect")
+    assert [choice.output_tokens for choice in ended[0].choices] == [5, 3]
+    assert ledger.metrics.aborts == {"client_disconnect": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "cause"),
+    [
+        (asyncio.CancelledError(), "abort", "client_disconnect"),
+        (EngineDead("gone"), "abort", "engine_lost"),
+        (Unavailable("lost", code="engine_lost"), "error", "engine_lost"),
+        (ZeroDivisionError(), "error", "internal_error"),
+        (BaseExceptionGroup("", [asyncio.CancelledError()]), "abort", "client_disconnect"),
+    ],
+)
+async def test_an_error_says_why_a_request_was_cut(ledger, ended, error, reason, cause):
+    with pytest.raises(type(error)):
+        async with ledger.admit(kind="chat") as record:
+            record.tokens(1)
+            raise error
+    assert (ended[0].finish_reason, ended[0].cause) == (reason, cause)
+
+
+async def test_a_request_that_an_engine_refuses_was_never_accepted(ledger, ended):
+    with pytest.raises(RequestError):
+        async with ledger.admit(kind="chat"):
+            raise RequestError("too long", code="context_length_exceeded")
+    assert not ended and ledger.metrics.refused == {"context_length_exceeded": 1}
+    assert ledger.in_flight == 0
+
+
+async def test_beyond_the_limit_is_429_at_once_with_a_time_to_retry(ledger):
+    async with ledger.admit(kind="chat", choices=3):
+        async with ledger.admit(kind="chat"):
+            with pytest.raises(QueueFull) as refusal:
+                async with ledger.admit(kind="chat"):
+                    pass
+        async with ledger.admit(kind="chat"):
+            assert ledger.in_flight == 4
+    assert (refusal.value.status, refusal.value.code) == (429, "queue_full")
+    assert refusal.value.retry_after_s >= 1
+
+
+async def test_the_time_to_retry_follows_how_quickly_requests_end(ledger, clock):
+    for _ in range(10):
+        async with ledger.admit(kind="chat"):
+            clock.now_s += 7
+    async with ledger.admit(kind="chat", choices=4):
+        with pytest.raises(QueueFull) as refusal:
+            async with ledger.admit(kind="chat"):
+                pass
+    assert 6 <= refusal.value.retry_after_s <= 7
+
+
+async def test_a_request_larger_than_the_limit_gets_in_alone(ledger):
+    async with ledger.admit(kind="chat", choices=9):
+        assert ledger.in_flight == 9
+        with pytest.raises(QueueFull):
+            async with ledger.admit(kind="chat"):
+                pass
+
+
+async def test_a_duplicate_of_a_live_id_is_409_and_a_later_one_is_fine(ledger):
+    async with ledger.admit(label="a", kind="chat"):
+        with pytest.raises(DuplicateId):
+            async with ledger.admit(label="a", kind="chat"):
+                pass
+    async with ledger.admit(label="a", kind="chat"):
+        assert "a" in ledger.live
+
+
+async def test_closing_refuses_newcomers_and_lets_the_others_end(ledger):
+    async with ledger.admit(kind="chat"):
+        ledger.close()
+        with pytest.raises(Unavailable) as refusal:
+            async with ledger.admit(kind="chat"):
+                pass
+        waiting = asyncio.ensure_future(ledger.emptied())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 1)
+    assert refusal.value.code == "shutting_down"
+
+
+async def test_the_history_is_bounded_and_forgets_the_oldest(ledger):
+    for i in range(20):
+        async with ledger.admit(label=str(i), kind="chat") as record:
+            finish(record)
+    assert ledger.past("11") is None and ledger.past("12") is not None
+
+
+async def test_every_request_is_accounted_once_whatever_happens(ledger, ended):
+    chance = random.Random(5)
+    accepted = refused = 0
+
+    async def one() -> None:
+        nonlocal accepted, refused
+        choices = chance.randint(1, 3)
+        try:
+            async with ledger.admit(kind="chat", choices=choices) as record:
+                accepted += 1
+                for choice in range(choices):
+                    record.tokens(chance.randint(0, 3), choice)
+                    await asyncio.sleep(0)
+                    if chance.random() < 0.7:
+                        finish(record, choice, *chance.choice([("stop", "eos"), ("abort", "api_abort")]))
+                if chance.random() < 0.2:
+                    raise EngineDead("gone")
+        except QueueFull:
+            refused += 1
+        except EngineDead:
+            pass
+
+    for _ in range(50):
+        await asyncio.gather(*(one() for _ in range(10)))
+    metrics = ledger.metrics
+    assert accepted + refused == 500 and refused > 50
+    assert sum(metrics.requests.values()) == len(ended) == accepted == sum(metrics.whole_request.counts)
+    assert metrics.refused["queue_full"] == refused
+    assert metrics.tokens["output"] == sum(usage.output_tokens for usage in ended)
+    assert sum(metrics.aborts.values()) == sum(c.finish_reason == "abort" for usage in ended for c in usage.choices)
+    assert ledger.in_flight == 0 and not ledger.live
+
+
+async def test_the_oldest_request_without_progress_shows(ledger, clock):
+    assert ledger.oldest_without_progress_s == 0
+    async with ledger.admit(kind="chat") as record:
+        clock.now_s += 3
+        assert ledger.oldest_without_progress_s == 3
+        record.tokens(1)
+        assert ledger.oldest_without_progress_s == 0

@@ -1,0 +1,301 @@
+"""The server as a process, on a tiny model: probes, limits, keys, dying engines, and the ways to stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headgate.testing.tiny import tiny_model
+from tests.api.serving import Served, clean_environment, command, events, metric_values, serving, wait_until
+
+LONG = 6000  # tokens: seconds of work, so that something can happen meanwhile
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=16384)
+
+
+@pytest.fixture(scope="module")
+def pair(model) -> Iterator[Served]:
+    """Two engines behind one API."""
+    with serving(model, "--replicas", 2, "--kv-blocks", 2048) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def guarded(model, tmp_path_factory) -> Iterator[Served]:
+    """One engine with keys, that runs one answer and lets none wait."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("alice:ka\nbob:kb\n")
+    arguments = ("--api-keys", keys, "--max-running", 1, "--max-queue", 0, "--kv-blocks", 1024)
+    with serving(model, *arguments, HEADGATE_ADMIN_KEY="root") as served:
+        yield served
+
+
+def ask(prompt: str = "hello", max_tokens: int = 8, **more: object) -> dict[str, object]:
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+@contextmanager
+def streaming(client: httpx.Client, body: dict[str, object]) -> Iterator[Iterator[dict]]:
+    """A stream whose first event has come."""
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}) as response:
+        assert response.status_code == 200, response.read()
+        stream = events(response)
+        first = next(stream)
+        yield _chain(first, stream)
+
+
+def _chain(first: dict, rest: Iterator[dict]) -> Iterator[dict]:
+    yield first
+    yield from rest
+
+
+def tokens_of(stream: Iterator[dict]) -> tuple[list[int], dict]:
+    """All tokens of a stream, and its last choice."""
+    tokens: list[int] = []
+    last: dict = {}
+    for event in stream:
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            tokens += choice.get("completion_token_ids") or choice.get("token_ids") or []
+            last = choice if choice["finish_reason"] else last
+    return tokens, last
+
+
+def error_of(response: httpx.Response) -> dict:
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+# ----------------------------------------------------------------------------------------------- probes and paths
+
+
+def test_the_ready_line_for_machines_says_what_runs(pair):
+    assert pair.ready["model"] == "tiny" and pair.ready["dtype"] == "float32"
+    assert pair.ready["kv_blocks"] == 2048 and pair.ready["max_context"] == 16384 and pair.ready["replicas"] == 2
+
+
+def test_probes_are_green(pair):
+    with pair.client() as client:
+        assert client.get("/live").status_code == 200
+        assert client.get("/ready").json()["ready"] is True
+        health = client.get("/health").json()
+    assert health["status"] == "ok" and [engine["state"] for engine in health["engines"]] == ["ok", "ok"]
+
+
+def test_what_is_not_there_is_404_and_the_wrong_method_is_405_in_openais_shape(pair):
+    with pair.client() as client:
+        missing, wrong = client.get("/v2/nothing"), client.delete("/v1/chat/completions")
+    assert missing.status_code == 404 and error_of(missing)["code"] == "not_found"
+    assert wrong.status_code == 405 and error_of(wrong)["code"] == "method_not_allowed"
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_a_request_keeps_the_id_it_came_with_and_gets_one_otherwise(pair):
+    with pair.client() as client:
+        assert client.get("/live", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+        assert client.get("/live").headers["x-request-id"].startswith("req-")
+        bad = client.get("/live", headers={"X-Request-Id": "x" * 300})
+    assert bad.status_code == 400 and error_of(bad)["param"] == "X-Request-Id"
+
+
+def test_a_body_beyond_the_limit_is_413_told_or_not(pair):
+    piece = b"x" * 2**20
+    with pair.client() as client:
+        told = client.post("/v1/completions", headers={"Content-Length": str(2**30)}, content=b"{}")
+        untold = client.post("/v1/completions", content=(piece for _ in range(40)))
+    assert told.status_code == 413 and error_of(told)["code"] == "body_too_large"
+    assert untold.status_code == 413 and error_of(untold)["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": 1e999}'])
+def test_a_body_that_is_no_request_is_the_callers_mistake(pair, body):
+    with pair.client() as client:
+        response = client.post("/v1/completions", content=body)
+    assert response.status_code in (400, 422) and error_of(response)["type"] == "invalid_request_error"
+
+
+def test_a_duplicate_of_a_live_id_is_409(pair):
+    with pair.client() as client, streaming(client, ask(max_tokens=LONG, request_id="twice")):
+        assert error_of(client.post("/v1/completions", json=ask(request_id="twice")))["code"] == "duplicate_request_id"
+
+
+def test_metrics_add_up(pair):
+    def look(client: httpx.Client) -> dict[str, float]:
+        return metric_values(client.get("/metrics").text)
+
+    def total(values: dict[str, float], name: str) -> float:
+        return sum(value for key, value in values.items() if key.startswith(name + "{"))
+
+    with pair.client() as client:
+        # Whatever an earlier test left running has ended.
+        before = wait_until(lambda: (v := look(client))["headgate:num_requests_in_flight"] == 0 and v)
+        usages = [client.post("/v1/completions", json=ask(f"{i} hello", n=2)).json()["usage"] for i in range(3)]
+        with streaming(client, ask(max_tokens=LONG)):
+            pass  # the client leaves
+        after = wait_until(lambda: (v := look(client))["headgate:num_requests_in_flight"] == 0 and v)
+        idle = wait_until(lambda: total(v := look(client), "headgate:num_requests_running") == 0 and v)
+
+    def grown(name: str) -> float:
+        return after.get(name, 0) - before.get(name, 0)
+
+    assert grown('headgate:requests_total{cause="max_tokens",finish_reason="length"}') == 3
+    assert grown('headgate:requests_total{cause="client_disconnect",finish_reason="abort"}') == 1
+    assert grown('headgate:aborts_total{cause="client_disconnect"}') == 1
+    assert grown("headgate:e2e_request_latency_seconds_count") == 4
+    assert grown("headgate:time_to_first_token_seconds_count") == 4
+    assert grown('headgate:tokens_total{kind="output"}') >= sum(usage["completion_tokens"] for usage in usages)
+    assert idle['headgate:engine_up{engine="0"}'] == idle['headgate:engine_up{engine="1"}'] == 1
+    assert total(idle, "headgate:kv_blocks_held") == total(idle, "headgate:num_requests_waiting") == 0
+
+
+# ---------------------------------------------------------------------------------------------- engines in trouble
+
+
+def test_a_stopped_engine_turns_health_red_within_5_s_and_green_again(pair):
+    """Sentence 50."""
+    pid = pair.engine_pids()[0]
+    with pair.client() as client:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            red = wait_until(lambda: (r := client.get("/health")).status_code == 503 and r, timeout_s=5)
+            assert {engine["state"] for engine in red.json()["engines"]} == {"ok", "wedged"}
+            assert client.get("/live").status_code == 200
+            values = metric_values(client.get("/metrics").text)
+            assert values['headgate:engine_up{engine="0"}'] == 0
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: client.get("/health").status_code == 200, timeout_s=5)
+
+
+def test_a_stream_whose_engine_is_killed_goes_on_in_the_other_one(pair):
+    with pair.client() as client:
+        with streaming(client, ask("a long story", 1500)) as stream:
+            expected, _ = tokens_of(stream)
+        assert len(expected) == 1500
+        with streaming(client, ask("a long story", 1500)) as stream:
+            values = metric_values(client.get("/metrics").text)
+            busy = next(i for i in (0, 1) if values[f'headgate:num_requests_running{{engine="{i}"}}'])
+            os.kill(pair.engine_pids()[busy], signal.SIGKILL)
+            tokens, last = tokens_of(stream)
+        assert tokens == expected and last["finish_reason"] == "length"
+        assert client.get("/ready").status_code == 200
+        wait_until(lambda: client.get("/health").json()["status"] == "ok", timeout_s=30)
+    assert any("goes on elsewhere" in message for message in pair.messages())
+
+
+# ---------------------------------------------------------------------------------------------------- keys, limits
+
+
+def test_keys_open_what_they_should(guarded):
+    with guarded.client() as nobody, guarded.client("ka") as alice, guarded.client("root") as admin:
+        assert nobody.get("/health").status_code == nobody.get("/metrics").status_code == 200
+        refused = nobody.post("/v1/completions", json=ask())
+        assert refused.status_code == 401 and error_of(refused)["type"] == "authentication_error"
+        assert error_of(guarded.client("wrong").get("/v1/models"))["code"] == "invalid_api_key"
+        assert alice.get("/v1/models").status_code == 200
+        assert nobody.get("/v1/models", headers={"X-API-Key": "kb"}).status_code == 200
+        assert alice.post("/v1/completions", json=ask()).status_code == 200
+        assert alice.post("/v1/pause").status_code == 403
+        assert admin.post("/v1/pause").status_code != 403
+
+
+def test_tenants_do_not_share_cached_prefixes(guarded):
+    prompt = "the same words for everyone, long enough to fill more than a block of tokens " * 2
+
+    def cached(key: str) -> int:
+        with guarded.client(key) as client:
+            usage = client.post("/v1/completions", json=ask(prompt)).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("ka") == 0
+    assert cached("ka") > 0
+    assert cached("kb") == 0
+
+
+def test_beyond_queue_and_concurrency_is_429_with_a_time_to_retry(guarded):
+    with guarded.client("ka") as client, streaming(client, ask(max_tokens=LONG)):
+        full = client.post("/v1/completions", json=ask())
+    assert full.status_code == 429 and error_of(full)["code"] == "queue_full"
+    assert int(full.headers["retry-after"]) >= 1
+
+
+def test_keys_are_in_no_log(guarded):
+    assert not any(key in json.dumps(line) for line in guarded.log for key in ("Bearer", '"root"', '"ka"'))
+
+
+# --------------------------------------------------------------------------------------------------------- stopping
+
+
+def test_sigterm_lets_streams_finish_refuses_new_ones_and_exits_with_0(guarded):
+    """The last test with this server."""
+    with guarded.client("ka") as client, streaming(client, ask(max_tokens=1000)) as stream:
+        guarded.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: any("stopping" in message for message in guarded.messages()))
+        wait_until(lambda: refuses(guarded))
+        tokens, last = tokens_of(stream)
+    assert len(tokens) == 1000 and last["finish_reason"] == "length"
+    assert guarded.process.wait(20) == 0
+    assert "Traceback" not in json.dumps(guarded.log)
+
+
+def refuses(served: Served) -> bool:
+    try:
+        with served.client() as other:
+            other.get("/live")
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_the_deadline_of_a_drain_ends_streams_with_what_they_have(pair):
+    """The last test with this server; a second signal makes the deadline now."""
+    with pair.client() as client, streaming(client, ask(max_tokens=LONG)) as stream:
+        pair.process.send_signal(signal.SIGINT)
+        wait_until(lambda: any("stopping" in message for message in pair.messages()))
+        pair.process.send_signal(signal.SIGINT)
+        tokens, last = tokens_of(stream)
+    assert 0 < len(tokens) < LONG
+    assert (last["finish_reason"], last["cause"]) == ("abort", "shutdown")
+    assert pair.process.wait(20) == 0
+
+
+def test_a_person_gets_a_block_with_a_command_that_works_when_pasted(model):
+    process = subprocess.Popen(
+        command("serve", model, "--port", 0, "--drain-timeout", 0),
+        *(-1, None, None, subprocess.PIPE, subprocess.PIPE),
+        text=True,
+        env=clean_environment(),
+    )
+    told: list[str] = []
+    draining = threading.Thread(target=lambda: told.extend(process.stderr))
+    draining.start()
+    try:
+        block = []
+        for line in process.stdout:
+            block.append(line.strip())
+            if line.strip().startswith("curl "):
+                break
+        text = "\n".join(block)
+        assert all(word in text for word in ("tiny", "float32", "16384 tokens", "KV cache", "http://127.0.0.1:"))
+        answer = subprocess.run(block[-1], shell=True, capture_output=True, text=True, timeout=30)
+        assert answer.returncode == 0 and "data: [DONE]" in answer.stdout
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+        draining.join()
+        process.stdout.close()
+        process.stderr.close()
+    assert "Traceback" not in "".join(told)

@@ -1,0 +1,314 @@
+"""Pause, resume, new weights and stop-and-wait, on the fake device. Numbers cite docs/lifecycle.md."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from headgate.errors import BrokenCheckpoint, HalfWritten
+from headgate.protocol.command import (
+    Denied,
+    Flush,
+    Flushed,
+    Look,
+    Pause,
+    Resume,
+    Sighted,
+    StateTold,
+    Stop,
+    UpdateWeights,
+)
+from headgate.protocol.message import Abort
+from tests.engine.test_loop import Harness, answer
+
+
+def busy(**options: object) -> Harness:
+    """Six requests for four rows: four run, two wait, and a step is on the device."""
+    harness = Harness(by_hand=True, **options)  # type: ignore[arg-type]
+    harness.submit(1, 2, 3, 4, 5, 6, max_tokens=6)
+    harness.loop.turn()
+    return harness
+
+
+def land(harness: Harness, steps: int = 1) -> None:
+    for _ in range(steps):
+        harness.executor.land()
+        harness.loop.turn()
+
+
+def finish(harness: Harness) -> None:
+    while len(harness.executor.device):
+        land(harness)
+
+
+# -- stop and wait ------------------------------------------------------------------
+
+
+def test_3_a_stop_is_answered_when_blocks_are_free_and_clients_were_told():
+    harness = busy()
+    number = harness.call(Stop([1, 5, 99], "api_abort"))
+    harness.loop.turn()
+    assert {ended.id for ended in harness.ends()} == {1, 5}
+    assert number not in harness.answers, "the running step still holds blocks of 1"
+    land(harness)
+    told = harness.answers[number]
+    assert isinstance(told, StateTold) and told.ended == {1: 0, 5: 0} and not told.held
+    finish(harness)
+    assert harness.tokens(2) == answer(2, 6)
+
+
+def test_3_a_stop_whose_time_is_up_says_what_is_still_held():
+    harness = busy()
+    number = harness.call(Stop([1], "api_abort", timeout_s=2.0))
+    harness.loop.turn()
+    harness.clock.now_s = 2.0
+    harness.loop.turn()
+    assert harness.answers[number].held == [1]
+    finish(harness)
+
+
+def test_stopping_all_means_all_that_are_live_at_that_moment():
+    harness = busy()
+    number = harness.call(Stop(None, "api_abort"))
+    harness.submit(7)
+    harness.loop.turn()
+    land(harness)
+    assert set(harness.answers[number].ended) == {1, 2, 3, 4, 5, 6}
+    finish(harness)
+    assert harness.tokens(7) == answer(7, 4)
+
+
+def test_6_a_stop_on_a_paused_engine_is_immediate():
+    harness = busy()
+    harness.call(Pause("freeze"))
+    harness.loop.turn()
+    land(harness)
+    number = harness.call(Stop([1, 5], "api_abort"))
+    harness.loop.turn()
+    assert set(harness.answers[number].ended) == {1, 5} and not harness.answers[number].held
+
+
+# -- pause and resume ---------------------------------------------------------------
+
+
+def test_18_23_an_aborting_pause_gives_every_client_its_part_and_leaves_nothing():
+    harness = busy()
+    land(harness)
+    number = harness.call(Pause("abort"))
+    harness.loop.turn()
+    assert harness.loop.control.state == "pausing"
+    land(harness)
+    told = harness.answers[number]
+    assert (told.state, told.mode) == ("paused", "abort")
+    assert told.ended == {1: 1, 2: 1, 3: 1, 4: 1, 5: 0, 6: 0}
+    assert {ended.cause for ended in harness.ends()} == {"pause"}
+    assert harness.loop.idle and harness.scheduler.pool.held == 0
+
+
+def test_19_from_the_first_instant_of_a_pause_new_requests_are_refused():
+    harness = busy()
+    harness.call(Pause("drain"))
+    harness.submit(7)
+    harness.loop.turn()
+    (refused,) = harness.refusals()
+    assert (refused.id, refused.status, refused.code) == (7, 503, "paused")
+    finish(harness)
+
+
+def test_19_or_queued_as_asked_and_run_after_the_resume():
+    harness = busy()
+    harness.call(Pause("abort", queue=True))
+    harness.submit(7)
+    harness.loop.turn()
+    land(harness)
+    assert not harness.refusals() and len(harness.scheduler.waiting) == 1
+    harness.call(Resume())
+    harness.loop.turn()
+    finish(harness)
+    assert harness.tokens(7) == answer(7, 4)
+
+
+def test_18_a_draining_pause_finishes_what_has_started_and_keeps_the_rest():
+    harness = busy()
+    number = harness.call(Pause("drain"))
+    harness.loop.turn()
+    finish(harness)
+    assert harness.answers[number].state == "paused"
+    assert {ended.id for ended in harness.ends()} == {1, 2, 3, 4}
+    harness.call(Resume())
+    harness.loop.turn()
+    finish(harness)
+    assert harness.tokens(5) == answer(5, 6)
+
+
+def test_20_a_drain_whose_time_is_up_forces_the_rest_out_and_names_them():
+    harness = busy()
+    number = harness.call(Pause("drain", timeout_s=1.0))
+    harness.loop.turn()
+    harness.clock.now_s = 1.0
+    harness.loop.turn()
+    land(harness)
+    told = harness.answers[number]
+    assert told.state == "paused" and told.forced == [1, 2, 3, 4]
+    assert {ended.id: ended.cause for ended in harness.ends()} == dict.fromkeys([1, 2, 3, 4], "pause")
+
+
+def test_18_a_freeze_keeps_everything_and_goes_on_as_if_nothing_had_happened():
+    harness = busy()
+    number = harness.call(Pause("freeze"))
+    harness.loop.turn()
+    land(harness)
+    assert harness.answers[number].state == "paused" and not harness.ends()
+    for _ in range(3):
+        harness.loop.wake()
+        harness.loop.turn()
+    assert len(harness.executor.device) == 0
+    harness.call(Resume())
+    harness.loop.turn()
+    finish(harness)
+    assert [harness.tokens(id) for id in range(1, 7)] == [answer(id, 6) for id in range(1, 7)]
+
+
+@pytest.mark.parametrize("mode", ["abort", "drain", "freeze"])
+def test_24_pausing_and_resuming_twice_is_as_once(mode):
+    harness = Harness()
+    for _ in range(2):
+        first, second = harness.call(Pause(mode)), harness.call(Pause(mode))
+        harness.loop.turn()
+        harness.loop.wake()
+        harness.loop.turn()
+        assert harness.answers[first].state == harness.answers[second].state == "paused"
+        first, second = harness.call(Resume()), harness.call(Resume())
+        harness.loop.turn()
+        assert harness.answers[first].state == harness.answers[second].state == "running"
+
+
+def test_24_a_resume_cancels_a_pause_under_way():
+    harness = busy()
+    number = harness.call(Pause("drain"))
+    harness.loop.turn()
+    harness.call(Resume())
+    harness.loop.turn()
+    harness.loop.wake()
+    harness.loop.turn()
+    assert harness.answers[number].state == "running"
+    finish(harness)
+    assert harness.tokens(6) == answer(6, 6)
+
+
+def test_24_an_abort_pause_overtakes_a_drain():
+    harness = busy()
+    drain = harness.call(Pause("drain"))
+    harness.loop.turn()
+    abort = harness.call(Pause("abort"))
+    harness.loop.turn()
+    land(harness)
+    assert harness.answers[drain].state == harness.answers[abort].state == "paused"
+    assert harness.loop.idle
+
+
+def test_17_aborts_and_pauses_in_any_order_never_wait_for_each_other():
+    harness = busy()
+    numbers = [
+        harness.call(c) for c in (Stop([1], "api_abort"), Pause("abort"), Stop(None, "api_abort"), Pause("freeze"))
+    ]
+    harness.loop.post(Abort([2], "client_disconnect"))
+    harness.loop.turn()
+    land(harness)
+    assert all(number in harness.answers for number in numbers)
+    assert len(harness.ends()) == 6 and harness.loop.idle
+
+
+# -- weights ------------------------------------------------------------------------
+
+
+def paused(mode: str = "freeze") -> Harness:
+    harness = busy()
+    land(harness)
+    harness.call(Pause(mode))
+    harness.loop.turn()
+    finish(harness)
+    assert harness.loop.control.state == "paused"
+    return harness
+
+
+def test_25_weights_are_refused_unless_paused():
+    harness = Harness()
+    number = harness.call(UpdateWeights("path"))
+    harness.loop.turn()
+    denied = harness.answers[number]
+    assert isinstance(denied, Denied) and (denied.status, denied.code) == (409, "not_paused")
+
+
+def test_27_new_weights_make_the_next_version_and_tokens_carry_it():
+    harness = paused()
+    number = harness.call(UpdateWeights("path"))
+    harness.loop.turn()
+    harness.loop.turn()
+    assert (harness.answers[number].state, harness.answers[number].version) == ("paused", 1)
+    harness.call(Resume())
+    harness.loop.turn()
+    finish(harness)
+    versions = [told.version for told in harness.heard[0] for _ in told.tokens]
+    assert versions == sorted(versions) and set(versions) == {0, 1}
+    assert len(harness.ends()) == 6
+
+
+@pytest.mark.parametrize(
+    ("failure", "state", "code"),
+    [
+        (BrokenCheckpoint("tensor x is missing"), "paused", "bad_weights"),
+        (HalfWritten("cut off"), "quarantined", "quarantined"),
+    ],
+)
+def test_25_a_failed_update_leaves_the_old_weights_or_a_quarantined_engine(failure, state, code):
+    harness = paused()
+    failed: Future[None] = Future()
+    failed.set_exception(failure)
+    harness.loop.control._load_weights = lambda _: failed
+    number = harness.call(UpdateWeights("path"))
+    harness.loop.turn()
+    denied = harness.answers[number]
+    assert denied.code == code and str(failure) in denied.message and harness.loop.control.state == state
+    number = harness.call(Resume())
+    harness.loop.turn()
+    assert isinstance(harness.answers[number], Denied) == (state == "quarantined")
+
+
+def test_25_a_full_update_ends_the_quarantine():
+    harness = paused()
+    harness.loop.control.state = "quarantined"
+    number = harness.call(Pause("abort"))
+    update = harness.call(UpdateWeights("path", version=7))
+    harness.loop.turn()
+    assert isinstance(harness.answers[number], Denied)
+    assert (harness.answers[update].state, harness.answers[update].version) == ("paused", 7)
+
+
+# -- looking ------------------------------------------------------------------------
+
+
+def test_what_is_in_flight_can_be_seen():
+    harness = busy()
+    land(harness)
+    number = harness.call(Look())
+    harness.clock.now_s = 3.0
+    harness.loop.turn()
+    seen = harness.answers[number]
+    assert isinstance(seen, Sighted)
+    assert [(each.id, each.phase, each.output_tokens) for each in seen.sequences] == [
+        *((id, "running", 1) for id in (1, 2, 3, 4)),
+        *((id, "waiting", 0) for id in (5, 6)),
+    ]
+    assert seen.sequences[0].age_s == 3.0 and seen.sequences[0].blocks > 0
+    finish(harness)
+
+
+def test_flushing_tells_how_many_blocks_were_dropped():
+    harness = Harness()
+    harness.submit(1)
+    harness.run()
+    number = harness.call(Flush())
+    harness.loop.turn()
+    assert harness.answers[number] == Flushed(2)
