@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test test-all test-gpu check coverage fuzz mutants clean
+.PHONY: serve test test-all test-gpu check coverage fuzz mutants clean
+
+# A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
+serve: $(READY)
+	@exec $(BIN)/headgate serve $(ARGS)
 
 test: check coverage
 	$(BIN)/python -m pytest -m "not slow and not gpu"

@@ -60,4 +60,103 @@ def test_answers_are_valid_against_200_random_schemas(llm):
         if answer.finish_reason == "stop":
             complete += 1
             jsonschema.validate(json.loads(answer.text), schema, cls=jsonschema.Draft202012Validator)
-    assert complete >= 198
+    assert complete == 200
+
+
+CROWDED = {"max_running": 32, "kv_blocks": 9, "block_size": 16, "max_context": 144, "max_batch_tokens": 33}
+COUNT = 100
+
+
+def mixed(i: int) -> SamplingParams:
+    """With a grammar and without, and with all else that touches logits."""
+    grammars = [json_schema(PERSON), None, regex("([a-f]{3}-){4}\\d+x"), choice(["yes, indeed", "no"]), json_object()]
+    kinds = [{}, {"top_k": 20}, {"repetition_penalty": 1.3, "top_p": 0.9}, {"logit_bias": {7: 5.0, 40: -50.0}}]
+    return SamplingParams(seed=i, max_tokens=COUNT, grammar=grammars[i % 5], **kinds[i % 4])
+
+
+def test_tokens_are_the_same_alone_in_a_batch_preempted_and_resumed_from_any_split(llm, folder):
+    params = [mixed(i) for i in range(20)]
+    asked = [[i, *range(i)] for i in range(20)]
+    alone = [llm.generate([prompt], each, progress=False)[0] for prompt, each in zip(asked, params, strict=True)]
+    batch = llm.generate(asked, params, progress=False)
+    assert [answer.token_ids for answer in batch] == [answer.token_ids for answer in alone]
+    with LLM(folder, dtype="float32", run_ahead=3, **CROWDED) as crowded:
+        squeezed = crowded.generate(asked, params, progress=False)
+        assert crowded.engine.scheduler.counters.preemptions > 0
+        for i, answer in enumerate(squeezed):
+            assert answer.token_ids == alone[i].token_ids, "preempted and recomputed in chunks"
+        for split in range(1, len(alone[0].token_ids)):
+            rest = resume(crowded, asked[0], params[0], alone[0].token_ids[:split])
+            assert rest == alone[0].token_ids[split:], f"moved to another engine after {split} tokens"
+
+
+def resume(llm: LLM, prompt: list[int], params: SamplingParams, generated: list[int]) -> list[int]:
+    """The rest of an answer that was begun elsewhere."""
+    heard: list[int] = []
+    deliver = llm.engine.loop._send
+    llm.engine.loop._send = lambda _, told: heard.extend(told.outputs.tokens)
+    llm.engine.loop.post(Submit([GenerateRequest(10**6, tuple(prompt), params, generated=tuple(generated))]))
+    llm.engine.loop.turn()
+    while llm.engine.scheduler.has_any([10**6]):
+        llm.engine.loop.turn()
+    llm.engine.loop._send = deliver
+    return heard
+
+
+def test_an_answer_ends_by_itself_where_its_grammar_does(llm):
+    params = [SamplingParams(seed=i, grammar=choice(["yes", "no", "yes and no"])) for i in range(20)]
+    said = answers(llm, params)
+    assert {answer.text for answer in said} == {"yes", "no", "yes and no"}
+    assert all((answer.finish_reason, answer.cause) == ("stop", "eos") for answer in said)
+
+
+def test_what_is_forbidden_stays_forbidden_whatever_the_bias(llm):
+    wanted = llm.tokenizer.encode("z")[0]
+    params = SamplingParams(seed=0, logit_bias={wanted: 1e30}, grammar=regex("[a-c]{20}"))
+    (answer,) = llm.generate("Hi", params, progress=False)
+    assert re.fullmatch("[a-c]{20}", answer.text)
+
+
+def test_greedy_answers_obey_too(llm):
+    (answer,) = llm.generate("Hi", SamplingParams(temperature=0, grammar=regex("\\d{5}")), progress=False)
+    assert re.fullmatch("\\d{5}", answer.text)
+
+
+def test_log_probabilities_are_those_of_the_model_and_not_of_the_grammar(llm):
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    free = llm.generate("Hi", params, progress=False)[0]
+    held = llm.generate("Hi", msgspec.structs.replace(params, grammar=regex("z")), progress=False)[0]
+    assert held.text == "z" and held.logprobs[0].top_ids == free.logprobs[0].top_ids
+
+
+def test_an_answer_that_becomes_too_complex_is_aborted_and_its_neighbours_go_on(llm):
+    # After the brace, all properties of all alternatives may come next: more than a matcher is allowed to weigh.
+    wide = [{"type": "object", "properties": {f"k{j}": {"type": "integer"} for j in range(50)}}] * 50
+    schema = {"type": "array", "prefixItems": [{"type": "boolean"}, {"anyOf": wide}], "minItems": 2, "items": False}
+    beside = answers(llm, [mixed(i) for i in range(3)])
+    lost, *others = answers(llm, [SamplingParams(seed=0, grammar=json_schema(schema)), mixed(1), mixed(2)])
+    assert (lost.finish_reason, lost.cause) == ("abort", "grammar")
+    assert re.fullmatch(r"\[\s*(true|false)\s*,\s*", lost.text), "all that was said before is told"
+    assert [other.token_ids for other in others] == [other.token_ids for other in beside[1:]]
+
+
+@pytest.mark.parametrize("grammar", ["no grammar at all", '{"grammars": [{"json_schema": {"type": "wat"}}]}'])
+def test_an_engine_outlives_a_grammar_that_nobody_checked(llm, grammar):
+    assert resume(llm, [1, 2, 3], SamplingParams(seed=0, grammar=grammar), []) == []
+    assert llm.generate("Hi", mixed(0), progress=False)[0].finish_reason == "stop"
+
+
+def test_tokens_from_elsewhere_that_break_the_grammar_are_not_continued(llm):
+    assert resume(llm, [1, 2, 3], SamplingParams(seed=0, grammar=regex("[a-c]+")), llm.tokenizer.encode("abz")) == []
+
+
+def test_a_grammar_that_cannot_be_enforced_is_refused_before_anything_runs(llm):
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        llm.generate("Hi", SamplingParams(grammar="start: <what"))
+
+
+def test_a_model_without_a_tokenizer_refuses_grammars_and_serves_the_rest(tmp_path):
+    with LLM(tiny_model(tmp_path, tokenizer=False)) as llm:
+        with pytest.raises(RequestError, match="no tokenizer that a grammar could be matched with"):
+            llm.generate([1, 2, 3], SamplingParams(grammar=json_object()))
+        assert llm.generate([1, 2, 3], SamplingParams(max_tokens=2), progress=False)

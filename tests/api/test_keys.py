@@ -114,7 +114,21 @@ def test_keys_are_read_from_lines_commas_or_json(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "# none", "alice", "alice:", ":k", "a:1\na:2", "admin:1", "a:ü", "{}", '{"a": 1}', '{"a": ""}', "{"],
+    [
+        "",
+        "# none",
+        "alice",
+        "alice:",
+        ":k",
+        "a:1\na:2",
+        "admin:1",
+        "a:ü",
+        "{}",
+        '{"a:b": "k"}',
+        '{"a": 1}',
+        '{"a": ""}',
+        "{",
+    ],
 )
 def test_keys_that_make_no_sense_are_refused_by_the_file_they_are_in(text):
     with pytest.raises(RequestError, match="the-file"):

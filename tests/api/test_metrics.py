@@ -11,7 +11,9 @@ from headgate.protocol.message import EngineInfo, EngineStatus, Pong
 from tests.api.serving import metric_values
 
 INFO = EngineInfo(512, 260, (0,), 64, 32, 8, "cpu", "torch", "float32")
-STATUS = EngineStatus(0.0, busy=True, version=3, running=2, waiting=5, held_blocks=16, prompt_tokens=90, cached_tokens=32)
+STATUS = EngineStatus(
+    0.0, busy=True, version=3, running=2, waiting=5, held_blocks=16, prompt_tokens=90, cached_tokens=32
+)
 
 # Dashboards and alerts are written against these.
 NAMES = {

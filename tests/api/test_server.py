@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -36,9 +37,9 @@ def pair(model) -> Iterator[Served]:
 def guarded(model, tmp_path_factory) -> Iterator[Served]:
     """One engine with keys, that runs one answer and lets none wait."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("alice:ka\nbob:kb\n")
+    keys.write_text("alice:key-of-alice\nbob:key-of-bob\n")
     arguments = ("--api-keys", keys, "--max-running", 1, "--max-queue", 0, "--kv-blocks", 1024)
-    with serving(model, *arguments, HEADGATE_ADMIN_KEY="root") as served:
+    with serving(model, *arguments, HEADGATE_ADMIN_KEY="key-of-root") as served:
         yield served
 
 
@@ -113,11 +114,22 @@ def test_a_request_keeps_the_id_it_came_with_and_gets_one_otherwise(pair):
 
 def test_a_body_beyond_the_limit_is_413_told_or_not(pair):
     piece = b"x" * 2**20
+    assert answer_to(pair, b"Content-Length: 1073741824\r\n\r\n").startswith(b"HTTP/1.1 413 ")
+    chunks = b"".join(b"100000\r\n%b\r\n" % piece for _ in range(33))
+    answer = answer_to(pair, b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+    assert answer.startswith(b"HTTP/1.1 413 ") and b'"body_too_large"' in answer
     with pair.client() as client:
-        told = client.post("/v1/completions", headers={"Content-Length": str(2**30)}, content=b"{}")
-        untold = client.post("/v1/completions", content=(piece for _ in range(40)))
-    assert told.status_code == 413 and error_of(told)["code"] == "body_too_large"
-    assert untold.status_code == 413 and error_of(untold)["code"] == "body_too_large"
+        assert client.get("/live").status_code == 200
+
+
+def answer_to(served: Served, rest: bytes) -> bytes:
+    url = httpx.URL(served.url)
+    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + rest)
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(65536)
+        return answer
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": 1e999}'])
@@ -129,7 +141,9 @@ def test_a_body_that_is_no_request_is_the_callers_mistake(pair, body):
 
 def test_a_duplicate_of_a_live_id_is_409(pair):
     with pair.client() as client, streaming(client, ask(max_tokens=LONG, request_id="twice")):
-        assert error_of(client.post("/v1/completions", json=ask(request_id="twice")))["code"] == "duplicate_request_id"
+        assert (
+            error_of(client.post("/v1/completions", json=ask(request_id="twice")))["code"] == "duplicate_request_id"
+        )
 
 
 def test_metrics_add_up(pair):
@@ -200,13 +214,15 @@ def test_a_stream_whose_engine_is_killed_goes_on_in_the_other_one(pair):
 
 
 def test_keys_open_what_they_should(guarded):
-    with guarded.client() as nobody, guarded.client("ka") as alice, guarded.client("root") as admin:
+    clients = map(guarded.client, (None, "wrong", "key-of-alice", "key-of-root"))
+    with ExitStack() as stack:
+        nobody, stranger, alice, admin = map(stack.enter_context, clients)
         assert nobody.get("/health").status_code == nobody.get("/metrics").status_code == 200
         refused = nobody.post("/v1/completions", json=ask())
         assert refused.status_code == 401 and error_of(refused)["type"] == "authentication_error"
-        assert error_of(guarded.client("wrong").get("/v1/models"))["code"] == "invalid_api_key"
+        assert error_of(stranger.get("/v1/models"))["code"] == "invalid_api_key"
         assert alice.get("/v1/models").status_code == 200
-        assert nobody.get("/v1/models", headers={"X-API-Key": "kb"}).status_code == 200
+        assert nobody.get("/v1/models", headers={"X-API-Key": "key-of-bob"}).status_code == 200
         assert alice.post("/v1/completions", json=ask()).status_code == 200
         assert alice.post("/v1/pause").status_code == 403
         assert admin.post("/v1/pause").status_code != 403
@@ -220,20 +236,20 @@ def test_tenants_do_not_share_cached_prefixes(guarded):
             usage = client.post("/v1/completions", json=ask(prompt)).json()["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"]
 
-    assert cached("ka") == 0
-    assert cached("ka") > 0
-    assert cached("kb") == 0
+    assert cached("key-of-alice") == 0
+    assert cached("key-of-alice") > 0
+    assert cached("key-of-bob") == 0
 
 
 def test_beyond_queue_and_concurrency_is_429_with_a_time_to_retry(guarded):
-    with guarded.client("ka") as client, streaming(client, ask(max_tokens=LONG)):
+    with guarded.client("key-of-alice") as client, streaming(client, ask(max_tokens=LONG)):
         full = client.post("/v1/completions", json=ask())
     assert full.status_code == 429 and error_of(full)["code"] == "queue_full"
     assert int(full.headers["retry-after"]) >= 1
 
 
 def test_keys_are_in_no_log(guarded):
-    assert not any(key in json.dumps(line) for line in guarded.log for key in ("Bearer", '"root"', '"ka"'))
+    assert len(guarded.log) > 10 and "key-of-" not in json.dumps(guarded.log)
 
 
 # --------------------------------------------------------------------------------------------------------- stopping
@@ -241,7 +257,7 @@ def test_keys_are_in_no_log(guarded):
 
 def test_sigterm_lets_streams_finish_refuses_new_ones_and_exits_with_0(guarded):
     """The last test with this server."""
-    with guarded.client("ka") as client, streaming(client, ask(max_tokens=1000)) as stream:
+    with guarded.client("key-of-alice") as client, streaming(client, ask(max_tokens=1000)) as stream:
         guarded.process.send_signal(signal.SIGTERM)
         wait_until(lambda: any("stopping" in message for message in guarded.messages()))
         wait_until(lambda: refuses(guarded))

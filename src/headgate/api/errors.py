@@ -116,6 +116,4 @@ def error_response(error: BaseException, request_id: str = "") -> Response:
         headers["retry-after"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if status == 413:
-        headers["connection"] = "close"  # the rest of the body is not worth reading
     return Response(error_body(error, request_id), status, headers, media_type="application/json")

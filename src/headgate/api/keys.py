@@ -168,9 +168,12 @@ def parse_keys(text: str, where: str) -> dict[str, str]:
     keys: dict[str, str] = {}
     for name, key in _json_pairs(text, where) if text.lstrip().startswith("{") else _line_pairs(text, where):
         _check(bool(name and key), where, "a name or a key is empty")
+        _check(":" not in name, where, f"the name {name!r} has a colon in it")
         _check(name not in keys, where, f"tenant {name!r} has two keys")
         _check(name != ADMIN, where, f"a tenant cannot be called {ADMIN!r}; use --admin-key")
-        _check(key.isascii() and key.isprintable() and " " not in key, where, f"the key of {name!r} has odd characters")
+        _check(
+            key.isascii() and key.isprintable() and " " not in key, where, f"the key of {name!r} has odd characters"
+        )
         keys[name] = key
     # An empty file must not open the server to everyone.
     _check(bool(keys), where, "there is no key in it")

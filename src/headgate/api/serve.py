@@ -60,6 +60,9 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
     check_model(api, body.model)
     if body.request_id is not None:
         request.state.request_id = body.request_id  # the response's header follows it
+    if tenant := request.state.tenant:
+        # Whatever salt a tenant names, it finds its own prefixes alone.
+        body.cache_salt = f"{tenant}:{body.cache_salt or ''}"
     call = Call(
         request.state.tenant,
         request.state.request_id,

@@ -7,12 +7,14 @@ head of a block is one run of memory. Works in bfloat16, float16 and float32, wh
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from headgate.layers.backend import KV, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Scratch, decode, prefill
 from headgate.layers.triton.elementwise import add_rms_norm, silu_mul
+from headgate.layers.triton.matmul import MAX_ROWS, MIN_WIDTH, small_linear, vector_linear
 from headgate.layers.triton.rope import rope_and_write
 
 
@@ -25,12 +27,26 @@ class TritonBackend(TorchBackend):
 
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         if self.dtype == torch.float32 or not x.is_cuda:
-            return self.linear(x, matrix, None).float()
+            return F.linear(x, matrix.data).float()
         # The product is summed in float32 anyway; rounding it first would make ties.
         return torch.mm(x, matrix.data.t(), out_dtype=torch.float32)
 
+    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) == 1:
+            return vector_linear(x, matrix.data, bias)
+        if self.beats_cublas(x, matrix.rows):
+            return small_linear(x, matrix.data, bias)
+        return F.linear(x, matrix.data, bias)
+
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        return silu_mul(self.linear(x, matrix, bias))
+        if len(x) == 1:
+            return vector_linear(x, matrix.data, bias, gated=True)
+        if self.beats_cublas(x, matrix.rows):
+            return small_linear(x, matrix.data, bias, gated=True)
+        return silu_mul(F.linear(x, matrix.data, bias))
+
+    def beats_cublas(self, x: torch.Tensor, rows: int) -> bool:
+        return 0 < len(x) <= MAX_ROWS and rows >= MIN_WIDTH and self.dtype.itemsize == 2 and self.scratch.roomy
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return add_rms_norm(x, residual, weight, eps)

@@ -86,7 +86,9 @@ def _complaint(grammar: str) -> str:
     """What is wrong with `grammar`, in the words of the library that would enforce it."""
     limits = LLParserLimits(**GRAMMAR_LIMITS)
     matcher = LLMatcher(_any_bytes(), grammar, log_level=0, limits=limits)
-    # A grammar that compiles may still have no first token, such as a schema that only refers to itself.
+    # A grammar that compiles may still fail at once: one that only refers to itself has no first token, and one with
+    # thousands of ways to go on after the first brace is too much for a matcher.
+    matcher.consume_tokens(matcher.compute_ff_tokens())
     matcher.compute_bitmask()
     error = matcher.get_error().removesuffix("<non-verbose/>")
     # The caller knows a schema and not the grammar around it, so where in the grammar is of no use.

@@ -37,6 +37,7 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._limits = limits or Limits()
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
+        self.source = "\n".join(named.values())  # all of them, for whoever asks what they teach the model
         sandbox = Sandbox(now)
         self._templates = {name: sandbox.load(name, source) for name, source in named.items()}
 

@@ -88,12 +88,12 @@ class LocalExecutor:
             future.set_result(result)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        return self._guard(plan, lambda: self._runner.run(plan))
+        return self._guard(plan.step, self._failed_step or self._failed_load, lambda: self._runner.run(plan))
 
-    def _guard(self, step: StepPlan | Launched, work: Callable[[], T]) -> T:
-        """Do a part of `step`, if nothing before it has failed."""
-        if failure := self._failed_step or self._failed_load:
-            raise EngineDead(f"step {step.step} cannot run after {failure!r}") from failure
+    def _guard(self, step: int, failure: BaseException | None, work: Callable[[], T]) -> T:
+        """Do a part of a step, unless something before it has failed."""
+        if failure is not None:
+            raise EngineDead(f"step {step} cannot run after {failure!r}") from failure
         try:
             return work()
         except BaseException as error:
@@ -138,7 +138,7 @@ class PipelinedExecutor(LocalExecutor):
         self._lander.join(timeout_s)
 
     def _begin(self, plan: StepPlan) -> Launched:
-        return self._guard(plan, lambda: self._runner.launch(plan))
+        return self._guard(plan.step, self._failed_step or self._failed_load, lambda: self._runner.launch(plan))
 
     def _hand_over(self, begun: Future[Launched], future: Future[StepResult]) -> None:
         if self._lander.is_alive():
@@ -153,7 +153,7 @@ class PipelinedExecutor(LocalExecutor):
     def _finish(self, begun: Future[Launched], future: Future[StepResult]) -> None:
         try:
             launched = begun.result()
-            result = self._guard(launched, launched.result)
+            result = self._guard(launched.step, self._failed_step, launched.result)
         except BaseException as error:
             future.set_exception(error)
         else:

@@ -48,7 +48,11 @@ def read_vocabulary(tokenizer_json: str, *, vocab_size: int, eos_ids: tuple[int,
 
 
 class Grammars:
-    """The matchers of some rows. Only the thread that runs the rows' steps may call it."""
+    """The matchers of some rows.
+
+    `apply` and `forbid` are called by the thread that launches steps, `advance` by the one that lands them. Lockstep
+    keeps the two from touching the same matcher at once.
+    """
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         self._vocabulary = vocabulary
@@ -106,7 +110,8 @@ class Grammars:
         return masks
 
     def _consume(self, matcher: LLMatcher, token: int) -> bool:
-        if matcher.consume_token(token):
+        # In its error a matcher still takes an EOS, which would make a broken answer look complete.
+        if matcher.consume_token(token) and not matcher.is_error():
             return True
         log.info("an answer was ended by its grammar: %s", matcher.get_error())
         return False

@@ -33,26 +33,34 @@ class Tile:
     stages: int
 
 
-def decode_tile(size: int, wide: bool, max_context: int) -> Tile:
-    """The fastest on an H200, by `benchmarks/gpu/kernels.py`; `wide` is float32."""
-    if wide:
+def decode_tile(size: int, dtype: torch.dtype, max_context: int, roomy: bool) -> Tile:
+    """The fastest on an H200, by `benchmarks/gpu/kernels.py`; `roomy` devices have its shared memory."""
+    if dtype == torch.float32:
         return Tile(16, 32, 4, 1)
-    if size > 128:
-        return Tile(16, 32, 4, 3)
+    if size > 128 or not roomy:
+        return Tile(16, 32, 4, 2)
     # Long and uneven contexts want large tiles, short ones more programs at once.
     return Tile(16, 128, 4, 3) if max_context > LONG else Tile(16, 64, 2, 3)
 
 
-def prefill_tile(size: int, wide: bool) -> Tile:
-    if wide:
+def prefill_tile(size: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
         return Tile(32, 32, 4, 1)
     return Tile(64, 64, 4, 2) if size <= 128 else Tile(64, 32, 8, 2)
 
 
 def splits_for(batch: int, kv_heads: int, max_context: int) -> int:
     """Into how many runs to cut each sequence: a power of two, one when there are sequences enough."""
-    most = min(triton.cdiv(max_context, SPLIT_KEYS), max(1, BUSY // (batch * kv_heads)), MAX_SPLITS)
+    most = min(-(-max_context // SPLIT_KEYS), max(1, BUSY // (batch * kv_heads)), MAX_SPLITS)
     return 1 << (most.bit_length() - 1)
+
+
+def is_roomy(device: torch.device) -> bool:
+    """Whether a program can have the shared memory of a Hopper: 227 KiB."""
+    if device.type != "cuda":
+        return False
+    # mypy's torch does not know this one.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)) >= 227 * 1024
 
 
 class Scratch:
@@ -60,6 +68,7 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.roomy = is_roomy(device)
         self.partial = torch.empty(0, device=device)
         self.stats = torch.empty(0, device=device)
         self.counters = torch.empty(0, dtype=torch.int32, device=device)
@@ -92,7 +101,7 @@ def decode(
     """`[S, heads * size]` for one query per slice."""
     slices = len(q)
     splits = splits or splits_for(slices, heads.kv, batch.max_context)
-    tile = tile or decode_tile(heads.size, q.dtype == torch.float32, batch.max_context)
+    tile = tile or decode_tile(heads.size, q.dtype, batch.max_context, scratch.roomy)
     if splits > 1:
         scratch.reserve(slices, heads, splits)
     out = q.new_empty(slices, heads.query * heads.size)
@@ -138,7 +147,7 @@ def prefill(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """`[T, heads * size]` for slices of any length."""
-    tile = tile or prefill_tile(heads.size, q.dtype == torch.float32)
+    tile = tile or prefill_tile(heads.size, q.dtype)
     out = q.new_empty(len(q), heads.query * heads.size)
     group = heads.query // heads.kv
     queries = tile.rows // group

@@ -43,7 +43,7 @@ def find_finalists(
 
 def draw_tokens(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The chosen ids [R], int64."""
-    finalists = Finalists(*logits.shape, logits.device)
+    finalists = Finalists(len(logits), logits.shape[1], logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     find_finalists(logits, temperatures, keys, finalists)
     winner_kernel[(len(logits),)](

@@ -1,0 +1,202 @@
+"""What does one streamed token cost the API process? CPU time from the engine's message to the bytes on the socket.
+
+    python benchmarks/api_overhead.py [--streams 64] [--tokens 500] [--step-ms 10] [--path /v1/chat/completions]
+
+Three processes: a scripted engine that says one token per stream and step over the real channel, the API as `headgate
+serve` runs it, and a client that reads as fast as it can. Only the API's CPU time counts, of all its threads; what it
+spends on `--tokens 1` (admission, template, tokenising, the end) is measured apart and told per request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import queue
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from headgate.api.app import build_app
+from headgate.api.host import Host
+from headgate.api.keys import Keys
+from headgate.api.ledger import Ledger
+from headgate.api.metrics import Metrics
+from headgate.api.server import HttpServer
+from headgate.api.state import Api
+from headgate.config import EngineConfig
+from headgate.engine.channel import EngineChannel
+from headgate.engine.client import connected
+from headgate.engine.process import EngineStart
+from headgate.engine.replicas import Replicas
+from headgate.protocol.message import Abort, EngineInfo, EngineStatus, Message, Submit, Told
+from headgate.protocol.output import Ended, Outputs, Timings
+from headgate.testing.tiny import tiny_model
+from headgate.text.template import load_template
+from headgate.text.tokenizer import load_tokenizer
+
+INFO = EngineInfo(8192, 260, (256,), 4096, 32, 4096, "none", "scripted", "none")
+
+
+# -- the engine ------------------------------------------------------------------
+
+
+class ScriptedEngine:
+    """Says a letter per stream and step, until each has what it asked for."""
+
+    def __init__(self, address: str, step_s: float) -> None:
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._left: dict[int, int] = {}
+        self._step_s = step_s
+        status = EngineStatus(0.0, False)
+        self._channel = EngineChannel(address, INFO, post=self._inbox.put, status=lambda: (0.0, status))
+
+    def run(self) -> None:
+        self._channel.start()
+        while True:
+            while not self._inbox.empty() or not self._left:
+                self._take(self._inbox.get())
+            time.sleep(self._step_s)
+            self._step()
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Submit(requests):
+                self._left |= {request.id: request.sampling.max_tokens or 1 for request in requests}
+            case Abort(ids, _):
+                for id in ids:
+                    self._left.pop(id, None)
+
+    def _step(self) -> None:
+        ids = list(self._left)
+        outputs = Outputs(ids=ids, tokens=[64 + id % 26 for id in ids])
+        for id in ids:
+            self._left[id] -= 1
+            if not self._left[id]:
+                del self._left[id]
+                outputs.ended.append(Ended(id, "length", "max_tokens", 16, 0, 1, Timings(0, 0, 0, 0)))
+        self._channel.send(0, Told(outputs))
+
+
+# -- the client ------------------------------------------------------------------
+
+
+async def read_streams(port: int, path: str, streams: int, tokens: int) -> int:
+    """Ask for `streams` answers at once, read them whole, and count their events."""
+    body = json.dumps(request_body(path, tokens)).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    async def read() -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + body)
+        answer = await reader.read(-1)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:500]
+        return answer.count(b"data: ")
+
+    return sum(await asyncio.gather(*(read() for _ in range(streams))))
+
+
+def request_body(path: str, tokens: int) -> dict[str, Any]:
+    common = {"stream": True, "temperature": 0}
+    if path.endswith("chat/completions"):
+        return common | {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": tokens}
+    if path.endswith("responses"):
+        return common | {"input": "Say something.", "max_output_tokens": tokens}
+    return common | {"prompt": "Say something.", "max_tokens": tokens}
+
+
+# -- the API ---------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(address: str, model: Path) -> AsyncIterator[int]:
+    """The API in front of the engine at `address`; gives its port."""
+    async with connected(address, 0, 30) as client:
+        engines = Replicas(EngineStart("", "", EngineConfig()), 1, 0, model)
+        engines.replicas[0].client = client
+        metrics = Metrics()
+        ledger = Ledger(metrics, limit=100_000)
+        api = Api(
+            engines=engines,
+            ledger=ledger,
+            model_name="scripted",
+            created=0,
+            tokenizer=load_tokenizer(model),
+            template=load_template(model),
+        )
+        host = Host(version="0", model_name="scripted", replicas=engines.replicas, ledger=ledger, metrics=metrics)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        up = asyncio.Event()
+        server = HttpServer(build_app(api, host, Keys(), 1 << 20), listener, up.set)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve())
+            await up.wait()
+            yield listener.getsockname()[1]
+            server.stop_accepting()
+
+
+async def measured(port: int, options: argparse.Namespace, tokens: int) -> dict[str, float]:
+    before_s, began_s, user_s = time.process_time(), time.perf_counter(), os.times().user
+    process = await me("client", port, options.path, options.streams, tokens)
+    said, _ = await process.communicate()
+    cpu_s, wall_s = time.process_time() - before_s, time.perf_counter() - began_s
+    return {"cpu_s": cpu_s, "user_s": os.times().user - user_s, "wall_s": wall_s, "events": json.loads(said)}
+
+
+async def me(*arguments: object) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, __file__, *map(str, arguments), stdout=asyncio.subprocess.PIPE
+    )
+
+
+async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        model, address = tiny_model(Path(folder) / "model"), f"ipc://{folder}/engine.sock"
+        engine = await me("engine", address, options.step_ms / 1000)
+        try:
+            async with serving(address, model) as port:
+                await measured(port, options, 20)  # warm
+                short = await measured(port, options, 1)
+                long = await measured(port, options, options.tokens)
+        finally:
+            engine.kill()
+            await engine.wait()
+    tokens = options.streams * (options.tokens - 1)
+    return {
+        "path": options.path,
+        "streams": options.streams,
+        "tokens_per_stream": options.tokens,
+        "step_ms": options.step_ms,
+        "us_per_token": round((long["cpu_s"] - short["cpu_s"]) / tokens * 1e6, 2),
+        "of_which_user_us": round((long["user_s"] - short["user_s"]) / tokens * 1e6, 2),
+        "us_per_request": round(short["cpu_s"] / options.streams * 1e6, 1),
+        "events_per_token": round(long["events"] / (options.streams * options.tokens), 3),
+        "tokens_per_s": round(tokens / long["wall_s"]),
+    }
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["engine", address, step_s]:
+            return ScriptedEngine(address, float(step_s)).run()
+        case ["client", port, path, streams, tokens]:
+            return print(uvloop.run(read_streams(int(port), path, int(streams), int(tokens))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--step-ms", type=float, default=10)
+    parser.add_argument("--path", default="/v1/chat/completions")
+    return print(json.dumps(uvloop.run(benchmark(parser.parse_args())), indent=2))
+
+
+if __name__ == "__main__":
+    main()

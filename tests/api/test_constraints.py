@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+
+from headgate.api.constraints import constraint_for
+from headgate.errors import RequestError
+from headgate.text.constraints import _any_bytes, json_object, json_schema
+from headgate.text.tools import ToolFormat, parse_calls
+
+PERSON = {
+    "type": "object",
+    "properties": {"age": {"type": "integer"}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Århus", 'the "moon"']}},
+}
+
+
+def tool(name: str, parameters: object = None) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", WEATHER), tool("now")]
+SCHEMAS = {"weather": WEATHER, "now": {"maxProperties": 0}}
+
+
+def say(grammar: str, rng: random.Random) -> str:
+    """Something that `grammar` allows, chosen byte by byte."""
+    matcher = LLMatcher(_any_bytes(), grammar)
+    said = bytearray()
+    while not matcher.is_stopped():
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [token for token in range(257) if mask >> token & 1]
+        token = rng.choice(allowed)
+        assert matcher.consume_token(token)
+        if token == 256:
+            break
+        said.append(token)
+    return said.decode()
+
+
+def allows(grammar: str | None, text: str) -> bool:
+    matcher = LLMatcher(_any_bytes(), grammar or "start: /(?s:.*)/", log_level=0)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "auto"},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tool_choice": "none"},
+        {"tools": []},
+    ],
+)
+def test_where_nothing_is_demanded_anything_may_be_said(body):
+    assert constraint_for(**body) is None
+
+
+def test_a_response_format_is_the_grammar_of_its_schema():
+    named = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
+    assert constraint_for(response_format=named) == json_schema(PERSON)
+    assert constraint_for(response_format={"type": "json_schema", "name": "person", "schema": PERSON}) == json_schema(
+        PERSON
+    )
+    assert constraint_for(response_format={"type": "json_object"}) == json_object()
+    assert constraint_for(response_format=named, tools=TOOLS, tool_choice="none") == json_schema(PERSON)
+
+
+@pytest.mark.parametrize("format", ToolFormat)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_required_call_is_always_one_that_can_be_read_and_obeyed(format, parallel):
+    grammar = constraint_for(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel, format=format)
+    rng, counts = random.Random(0), set()
+    for _ in range(40):
+        content, calls = parse_calls(say(grammar, rng), format, names=SCHEMAS, seed="r")
+        assert content == "" and calls
+        counts.add(len(calls))
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+    assert (counts == {1}) == (not parallel or format is ToolFormat.LLAMA)
+
+
+@pytest.mark.parametrize("name", [{"function": {"name": "now"}}, {"name": "now"}])
+def test_a_named_function_is_the_one_that_is_called(name):
+    grammar = constraint_for(tools=TOOLS, tool_choice={"type": "function", **name}, parallel_tool_calls=False)
+    said = say(grammar, random.Random(0))
+    assert "".join(said.split()) == '<tool_call>{"name":"now","arguments":{}}</tool_call>'
+
+
+def test_beside_a_response_format_the_model_may_answer_or_call():
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    grammar = constraint_for(response_format=schema, tools=TOOLS)
+    assert allows(grammar, '{"age": 7}')
+    assert allows(grammar, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert not allows(grammar, "Hello")
+    assert not allows(constraint_for(response_format=schema, tools=TOOLS, tool_choice="required"), '{"age": 7}')
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object or json_schema"),
+        ({"response_format": {}}, "response_format.type", "text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "needs a schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 7}}},
+            "response_format.json_schema.schema",
+            "an object or a boolean",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wat"}}}},
+            "response_format",
+            "Invalid type: wat",
+        ),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "only tools of type function"),
+        ({"tools": [{"type": "function", "function": 1}]}, "tools[0].function", "is an object"),
+        ({"tools": [*TOOLS, tool("")]}, "tools[2].function.name", "between 1 and 64"),
+        ({"tools": [tool("x" * 65)]}, "tools[0].function.name", "between 1 and 64"),
+        ({"tools": [tool("x", 5)]}, "tools[0].function.parameters", "JSON schema"),
+        ({"tools": [tool("x", {"a": {1}})], "tool_choice": "required"}, "tools[0].function.parameters", "not JSON"),
+        ({"tools": [tool("x", {"type": "wat"})], "tool_choice": "required"}, "tools", "Invalid type: wat"),
+        ({"tools": TOOLS * 65}, "tools", "at most 128"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "no tool is",
+        ),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "auto, none, required"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "auto, none, required"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(body, param, message):
+    with pytest.raises(RequestError, match=message) as refused:
+        constraint_for(**body)
+    assert refused.value.param == param

@@ -1,0 +1,270 @@
+"""Each Triton kernel against the reference backend: on a GPU, and on small shapes in Triton's interpreter.
+
+Inputs are drawn afresh, the cache is scattered, table entries past a sequence's end point nowhere, and memory that a
+kernel must write is poisoned first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headgate.layers.backend import KV, Heads, Rotary
+from headgate.layers.batch import Batch
+from headgate.layers.rotary import Rope
+from headgate.layers.torch_backend import TorchBackend
+from headgate.worker.draw import Knobs, draw, stream_keys
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+INTERPRETED = pytest.mark.skipif(
+    HAS_GPU or importlib.util.find_spec("triton") is None, reason="needs Triton, and no GPU beside its interpreter"
+)
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=INTERPRETED)]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+POSITIONS = 4096
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    torch.manual_seed(random.randrange(2**31))
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def dtypes(device):
+    """Torch's CPU cannot hold what the interpreter makes of the others."""
+    return [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16, torch.float32]
+
+
+def triton_backend(device, dtype, heads):
+    from headgate.layers.triton_backend import TritonBackend
+
+    return TritonBackend(device, dtype, heads)
+
+
+def assert_close(found, expected, dtype):
+    found, expected = found.double().cpu(), expected.double().cpu()
+    assert torch.isfinite(found).all()
+    error = (found - expected).norm() / expected.norm()
+    assert error < TOLERANCE[dtype], f"off by {error:.2e}"
+
+
+class Case:
+    """Slices of (queries, context) over a scattered cache, for both backends."""
+
+    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=True):
+        self.heads, self.dtype = heads, dtype
+        self.plain, self.fast = TorchBackend(device, dtype, heads), triton_backend(device, dtype, heads)
+        blocks = [-(-context // block_size) for _, context in slices]
+        free = random.sample(range(sum(blocks) + 3), sum(blocks))
+        tables = [[free.pop() for _ in range(count)] for count in blocks]
+        nowhere = [[*table, *[-(10**6)] * (max(blocks) - len(table))] for table in tables]
+        places = [(s, p) for s, (queries, context) in enumerate(slices) for p in range(context - queries, context)]
+        self.batch = Batch(
+            tokens=torch.zeros(len(places), dtype=torch.int64, device=device),
+            positions=torch.tensor([p for _, p in places], device=device),
+            slots=torch.tensor([tables[s][p // block_size] * block_size + p % block_size for s, p in places]).to(device),
+            query_starts=torch.tensor([0, *(q for q, _ in slices)]).cumsum(0).int().to(device),
+            context_lens=torch.tensor([c for _, c in slices], dtype=torch.int32, device=device),
+            block_tables=torch.tensor(nowhere, dtype=torch.int32, device=device),
+            max_query=max(q for q, _ in slices),
+            max_context=max(c for _, c in slices),
+        )
+        shape = (sum(blocks) + 3, block_size, heads.kv, heads.size)
+        content = KV(*(torch.randn(shape, device=device).to(dtype) for _ in range(2)))
+        self.every = torch.arange(len(content.k), device=device)
+        self.plain_kv, self.fast_kv = (b.allocate_kv(shape[0], block_size) for b in (self.plain, self.fast))
+        self.plain.write_blocks(self.plain_kv, self.every, content)
+        self.fast.write_blocks(self.fast_kv, self.every, content)
+        cos, sin = (table.to(device) for table in Rope(10000.0).tables(heads.size, POSITIONS))
+        norms = [torch.randn(heads.size, device=device).to(dtype) for _ in range(2)] if normed else [None, None]
+        self.rotary = Rotary(cos, sin, *norms, 1e-6)
+        self.qkv = torch.randn(len(places), (heads.query + 2 * heads.kv) * heads.size, device=device).to(dtype)
+
+    def check_rope(self):
+        expected = self.plain.rope_and_write(self.qkv.clone(), self.batch, self.rotary, self.plain_kv)
+        found = self.fast.rope_and_write(self.qkv.clone(), self.batch, self.rotary, self.fast_kv)
+        assert_close(found, expected, self.dtype)
+        read = (b.read_blocks(kv, self.every) for b, kv in ((self.plain, self.plain_kv), (self.fast, self.fast_kv)))
+        for one, other in zip(*read, strict=True):
+            assert_close(other, one, self.dtype)
+
+    def check_attention(self, window=None, splits=None):
+        from headgate.layers.triton.attention import decode
+
+        q = torch.randn(len(self.qkv), self.heads.query, self.heads.size, device=self.qkv.device).to(self.dtype)
+        scale = self.heads.size**-0.5
+        expected = self.plain.attention(q, self.plain_kv, self.batch, scale, window)
+        for _ in range(2):  # twice, for the second run meets what the first left behind
+            if splits is None:
+                found = self.fast.attention(q, self.fast_kv, self.batch, scale, window)
+            else:
+                scratch = self.fast.scratch
+                found = decode(q, self.fast_kv, self.batch, scale, window, self.heads, scratch, splits=splits)
+            assert_close(found, expected, self.dtype)
+
+
+SHAPES = [Heads(4, 2, 64), Heads(4, 4, 80), Heads(6, 2, 96), Heads(16, 8, 128), Heads(14, 2, 64), Heads(4, 1, 256)]
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_queries_and_keys_are_normed_and_turned_and_kv_written(device, dtypes, heads):
+    for dtype in dtypes:
+        for normed in (True, False):
+            Case(device, dtype, heads, [(3, 3), (1, 40), (5, 37)], normed=normed).check_rope()
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 50])
+def test_decode_attends_like_the_reference(device, dtypes, heads, window):
+    far = 300 if device.type == "cuda" else 70
+    for dtype in dtypes:
+        slices = [(1, 1), (1, far), (1, 33), (1, 64)]
+        Case(device, dtype, heads, slices, block_size=random.choice((16, 32, 64))).check_attention(window)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8, 64])
+def test_any_number_of_splits_gives_the_same(device, dtypes, splits):
+    if device.type == "cpu":
+        splits = min(splits, 8)
+    for dtype in dtypes:
+        slices = [(1, 1), (1, 150), (1, 33)]
+        for window in (None, 40):
+            Case(device, dtype, Heads(4, 2, 64), slices).check_attention(window, splits)
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 20])
+def test_prefill_attends_like_the_reference(device, dtypes, heads, window):
+    most = 300 if device.type == "cuda" else 40
+    for dtype in dtypes:
+        slices = [(7, 7), (1, most), (most // 2, most), (3, 40), (most, most)]
+        Case(device, dtype, heads, slices, block_size=random.choice((16, 32, 64))).check_attention(window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [Heads(16, 8, 128), Heads(32, 8, 128)], ids=str)
+def test_long_contexts_and_large_batches_attend_like_the_reference(heads):
+    cuda = torch.device("cuda")
+    Case(cuda, torch.bfloat16, heads, [(1, 4000)]).check_attention()
+    Case(cuda, torch.bfloat16, heads, [(1, random.randint(1, 2000)) for _ in range(200)]).check_attention()
+    Case(cuda, torch.bfloat16, heads, [(random.randint(1, 400), random.randint(400, 2000)) for _ in range(9)]).check_attention()
+
+
+def test_a_context_of_nothing_is_padding_and_gives_zeros(device):
+    case = Case(device, torch.float32, Heads(4, 2, 64), [(1, 20), (1, 30)])
+    case.batch.context_lens[1] = 0
+    q = torch.randn(2, 4, 64, device=device)
+    found = case.fast.attention(q, case.fast_kv, case.batch, 0.1, None)
+    assert not found[1].any() and found[0].all()
+
+
+def test_a_negative_slot_is_written_nowhere(device):
+    case = Case(device, torch.float32, Heads(4, 2, 64), [(1, 20), (1, 30)])
+    before = [cache.clone() for cache in case.fast_kv]
+    case.batch.slots.fill_(-1)
+    case.fast.rope_and_write(case.qkv, case.batch, case.rotary, case.fast_kv)
+    assert all(torch.equal(old, new) for old, new in zip(before, case.fast_kv, strict=True))
+
+
+@pytest.mark.parametrize("columns", [64, 100, 1024, 5120])
+def test_norms_and_gates_are_those_of_the_reference(device, dtypes, columns):
+    for dtype in dtypes:
+        plain, fast = (backend(device, dtype, Heads(4, 2, 64)) for backend in (TorchBackend, triton_backend))
+        x, residual, gate_up = (torch.randn(5, size, device=device).to(dtype) for size in (columns, columns, 2 * columns))
+        weight = torch.randn(columns, device=device).to(dtype)
+        sums = residual.clone(), residual.clone()
+        expected = plain.add_rms_norm(x, sums[0], weight, 1e-6)
+        assert_close(fast.add_rms_norm(x, sums[1], weight, 1e-6), expected, dtype)
+        assert torch.equal(*sums)
+
+        from headgate.layers.triton.elementwise import silu_mul
+
+        gate, up = gate_up.chunk(2, -1)
+        assert_close(silu_mul(gate_up), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("rows", [50, 3072])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_a_few_rows_are_those_of_the_reference(device, dtypes, count, rows, biased):
+    columns = 1000 if device.type == "cuda" else 72
+    rows = rows if device.type == "cuda" else 50
+    for dtype in dtypes:
+        plain, fast = (backend(device, dtype, Heads(4, 2, 64)) for backend in (TorchBackend, triton_backend))
+        weight = (torch.randn(2 * rows, columns, device=device) / columns**0.5).to(dtype)
+        x, bias = torch.randn(count, columns, device=device).to(dtype), torch.randn(2 * rows, device=device).to(dtype)
+        matrix = plain.gate_up_matrix(rows, columns)
+        plain.pack_gate_up(matrix, weight, 0)
+        given = bias if biased else None
+        assert_close(fast.linear(x, matrix, given), plain.linear(x, matrix, given), dtype)
+        assert_close(fast.gate_up(x, matrix, given), plain.gate_up(x, matrix, given), dtype)
+        logits = fast.logits(x, matrix)
+        assert logits.dtype == torch.float32
+        assert_close(logits, x.double() @ weight.double().T, dtype)
+
+
+@pytest.mark.parametrize("vocab", [97, 5000])
+def test_tokens_are_drawn_as_the_definition_says(device, vocab):
+    from headgate.layers.triton.draw import draw_tokens
+
+    rows = 40
+    logits = torch.randn(rows, vocab, device=device) * 3
+    logits[0, 5] = logits[0, 80] = 100.0  # a tie, which the lowest id wins
+    temperature = np.array([0.0, 0.3, 1.0, 2.5] * (rows // 4), dtype=np.float32)
+    seeds = np.random.default_rng(random.randrange(2**31)).integers(0, 2**64, rows, dtype=np.uint64)
+    key = stream_keys(seeds, np.arange(rows, dtype=np.int64))
+    off = np.zeros(rows, dtype=np.int32), np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.float32)
+    expected = draw(logits.clone(), Knobs(temperature, *off, key))
+    columns = (torch.from_numpy(column).to(device) for column in (temperature, key.view(np.int64)))
+    found = draw_tokens(logits, *columns)
+    assert found[0] == 5
+    assert torch.equal(found, expected)
+
+
+def test_a_step_opens_from_rows_and_closes_into_them(device):
+    from headgate.layers.triton.draw import Finalists
+    from headgate.layers.triton.step import Paging, Told, close_step, open_step
+
+    block_size, nowhere = 16, -(10**6)
+    paging = Paging(
+        torch.randint(100, (6, 65), dtype=torch.int32, device=device),
+        torch.randint(50, (6, 4), dtype=torch.int32, device=device),
+        block_size,
+    )
+    tokens_before = paging.tokens.clone()
+    # Row 4 at position 20; row 1 at position 32, where its table grows by block 77; padding.
+    bits = int(np.float32(0.7).view(np.int32))
+    columns = torch.tensor([[4, 1, -1], [20, 32, -1], [-1, 77, -1], [0, bits, 0], [5, 6, 7]], device=device)
+    longs = [torch.full((3,), nowhere, device=device) for _ in range(4)]
+    contexts = torch.full((3,), nowhere, dtype=torch.int32, device=device)
+    tables = torch.full((3, 4), nowhere, dtype=torch.int32, device=device)
+    batch = Batch(*longs[:3], torch.arange(4, dtype=torch.int32, device=device), contexts, tables, 1, 64)
+    told = Told(torch.full((3,), -1.0, device=device), longs[3])
+    open_step(columns, paging, batch, told)
+
+    assert paging.tables[1, 2] == 77
+    assert batch.tokens[:2].tolist() == [int(paging.tokens[4, 20]), int(paging.tokens[1, 32])]
+    assert batch.positions[:2].tolist() == [20, 32]
+    assert batch.slots.tolist() == [int(paging.tables[4, 1]) * block_size + 4, 77 * block_size, -1]
+    assert contexts.tolist() == [21, 33, 0]
+    assert tables[0, :2].tolist() == paging.tables[4, :2].tolist()
+    assert tables[1, :3].tolist() == paging.tables[1, :3].tolist()
+    assert told.keys.tolist() == [5, 6, 7]
+    assert told.temperatures[:2].tolist() == [0.0, pytest.approx(0.7)]
+
+    logits = torch.randn(3, 60, device=device)
+    drawn = torch.full((3,), nowhere, device=device)
+    greedy = Told(torch.zeros(3, device=device), told.keys)
+    close_step(columns, paging, logits, greedy, Finalists(3, 60, device), drawn)
+    assert torch.equal(drawn, logits.argmax(-1))
+    tokens_before[4, 21], tokens_before[1, 33] = drawn[0], drawn[1]
+    assert torch.equal(paging.tokens, tokens_before)
