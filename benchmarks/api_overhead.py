@@ -35,11 +35,10 @@ from headgate.api.state import Api
 from headgate.config import EngineConfig
 from headgate.engine.channel import EngineChannel
 from headgate.engine.client import connected
-from headgate.engine.process import EngineStart
 from headgate.engine.replicas import Replicas
+from headgate.engine.start import EngineStart
 from headgate.protocol.message import Abort, EngineInfo, EngineStatus, Message, Submit, Told
 from headgate.protocol.output import Ended, Outputs, Timings
-from headgate.testing.tiny import tiny_model
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
 
@@ -84,6 +83,12 @@ class ScriptedEngine:
                 del self._left[id]
                 outputs.ended.append(Ended(id, "length", "max_tokens", 16, 0, 1, Timings(0, 0, 0, 0)))
         self._channel.send(0, Told(outputs))
+
+
+def write_model(folder: str) -> None:
+    from headgate.testing.tiny import tiny_model  # numpy starts threads, which would count as the API's
+
+    tiny_model(folder)
 
 
 # -- the client ------------------------------------------------------------------
@@ -133,7 +138,7 @@ async def serving(address: str, model: Path) -> AsyncIterator[int]:
             tokenizer=load_tokenizer(model),
             template=load_template(model),
         )
-        host = Host(version="0", model_name="scripted", replicas=engines.replicas, ledger=ledger, metrics=metrics)
+        host = Host("0", "scripted", engines.replicas, ledger)
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         up = asyncio.Event()
         server = HttpServer(build_app(api, host, Keys(), 1 << 20), listener, up.set)
@@ -160,7 +165,8 @@ async def me(*arguments: object) -> asyncio.subprocess.Process:
 
 async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        model, address = tiny_model(Path(folder) / "model"), f"ipc://{folder}/engine.sock"
+        model, address = Path(folder) / "model", f"ipc://{folder}/engine.sock"
+        await (await me("model", model)).wait()
         engine = await me("engine", address, options.step_ms / 1000)
         try:
             async with serving(address, model) as port:
@@ -186,6 +192,8 @@ async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     match sys.argv[1:]:
+        case ["model", folder]:
+            return write_model(folder)
         case ["engine", address, step_s]:
             return ScriptedEngine(address, float(step_s)).run()
         case ["client", port, path, streams, tokens]:

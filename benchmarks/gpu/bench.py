@@ -21,9 +21,9 @@ from typing import Any
 START_S = time.perf_counter()
 
 import torch  # noqa: E402
+from benchmarks.checkpoint import SHAPES  # noqa: E402
 
 import headgate.worker.build as worker_build  # noqa: E402
-from benchmarks.checkpoint import SHAPES  # noqa: E402
 from headgate.config import EngineConfig  # noqa: E402
 from headgate.engine.build import Engine, build_engine  # noqa: E402
 from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of  # noqa: E402
@@ -184,7 +184,9 @@ def measure(shape: str, repeats: int, began_s: float) -> list[Row]:
     # Other prompts each time, for their KV stays in the cache; the first is the issue's, with its number of tokens.
     seeds = iter([0, *range(100, 200)])
     works["mixed, tokens/s"] = lambda: mixed(clients, next(seeds))
-    floor = floors(build_model(spec_of(Config("bench", config)), device="meta", dtype=torch.bfloat16, backend="torch"))
+    floor = floors(
+        build_model(spec_of(Config("bench", config)), device="meta", dtype=torch.bfloat16, backend="torch")
+    )
     decode(clients, 8, rng)  # whatever is compiled at the first step of its kind
     rows = [Row(shape, "start to ready, s", ready_s, VLLM[shape]["start to ready, s"], None, [ready_s])]
     for work, run in works.items():
@@ -223,7 +225,11 @@ def main() -> None:
 
 def save(rows: list[Row], folder: Path) -> None:
     name = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": [asdict(row) for row in rows],
+    }
     path = folder / f"{name}-{time.strftime('%Y-%m-%d')}-{'-'.join(dict.fromkeys(row.shape for row in rows))}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
 

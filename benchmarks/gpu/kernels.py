@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def bench_one_linear(
             continue
         try:
             out = small_linear(x, weights[0], None, gated=gated, cut=cut)
-            us = time_us([lambda w=w: small_linear(x, w, None, gated=gated, cut=cut) for w in weights])
+            us = time_us([partial(small_linear, x, w, None, gated=gated, cut=cut) for w in weights])
             results.append(row | {"cut": str(cut), "us": us, "error": error(out, expected)})
         except Exception as failure:
             results.append(row | {"cut": str(cut), "failure": repr(failure)[:200]})
@@ -245,9 +246,7 @@ def bench_prefill(results: list[dict[str, Any]]) -> None:
             tile = Tile(rows, keys, warps, stages)
             try:
                 out = prefill(q, kvs[0], batch, 128**-0.5, None, heads, tile=tile)
-                us = time_us(
-                    [lambda kv=kv, t=tile: prefill(q, kv, batch, 128**-0.5, None, heads, tile=t) for kv in kvs], 5
-                )
+                us = time_us([partial(prefill, q, kv, batch, 128**-0.5, None, heads, tile=tile) for kv in kvs], 5)
                 results.append(row | {"cut": str(tile), "us": us, "error": error(out, expected)})
             except Exception as failure:
                 results.append(row | {"cut": str(tile), "failure": repr(failure)[:200]})

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.checkpoint import SHAPES
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.checkpoint import SHAPES
 from headgate.layers.batch import Batch
 from headgate.models import Config, DenseModel, build_model, spec_of
 from headgate.testing.tiny import tiny_config
@@ -83,8 +83,10 @@ def profile_batch(shape: str, model: DenseModel, kv: list[Any], slices: int) -> 
         if event.device_time > 0:
             kernels[event.name[:70]].append(event.device_time)
     table = sorted(((sum(times), len(times), name) for name, times in kernels.items()), reverse=True)
-    print(f"{shape} batch {slices}: {ms:.3f} ms; first {compiled_s:.1f} s, capture {captured_s:.2f} s,"
-          f" replay call {replay_host_us:.0f} us; {sum(n for _, n, _ in table)} kernels")
+    print(
+        f"{shape} batch {slices}: {ms:.3f} ms; first {compiled_s:.1f} s, capture {captured_s:.2f} s,"
+        f" replay call {replay_host_us:.0f} us; {sum(n for _, n, _ in table)} kernels"
+    )
     for total, count, name in table[:12]:
         print(f"   {total:8.1f} us {count:4d} x {total / count:7.2f}  {name}")
     return {"shape": shape, "batch": slices, "ms": ms, "kernels": table}

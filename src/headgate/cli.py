@@ -198,12 +198,14 @@ def ready_block(ready: Ready) -> str:
 
 def curl(ready: Ready) -> str:
     """A command that can be pasted into a shell."""
-    path, body = "/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 32}'
+    # Small models lose the thread at OpenAI's default temperature of 1.
+    settings = '"temperature": 0.2, "max_tokens": 100, "stream": true'
+    path, body = "/v1/completions", f'{{"prompt": "Once upon a time", {settings}}}'
     if ready.chat:
-        path = "/v1/chat/completions"
-        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
+        question = '{"role": "user", "content": "What is the capital of France?"}'
+        path, body = "/v1/chat/completions", f'{{"messages": [{question}], {settings}}}'
     key = ' -H "Authorization: Bearer $KEY"' if ready.config.api_keys else ""
-    return f"curl -N {ready.url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    return f"curl -sN {ready.url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
 # ------------------------------------------------------------------------------------------------------ bench serve

@@ -1,7 +1,7 @@
 """How an engine and a server are set up: frozen, validated once, passed down explicitly.
 
 None means "find out": from the checkpoint, the machine or the memory that is free. This module imports nothing of ours
-but the errors.
+but errors and logs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headgate.errors import RequestError
+from headgate.logs import LogFormat
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -56,7 +57,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
     admin_key: str | None = field(default=None, repr=False)
-    log_format: str = "text"
+    log_format: LogFormat = "text"
     log_level: str = "INFO"
     otlp_endpoint: str | None = None
 

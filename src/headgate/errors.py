@@ -9,6 +9,7 @@ HeadgateError
 │   ├── NotAModel          no config, no weights, or not a folder at all
 │   ├── UnsupportedModel   a real checkpoint of a kind we do not know
 │   ├── BrokenCheckpoint   a tensor is missing, has the wrong shape or dtype, or a file is cut short
+│   ├── SourceLost         weights that were promised did not come: a file vanished, a trainer died or never came
 │   └── HalfWritten        an update broke off after its first write; only a full one makes the model usable again
 ├── OutOfMemory        the machine is too small for what was asked
 └── EngineDead         the engine process is gone and cannot answer
@@ -65,6 +66,10 @@ class UnsupportedModel(ModelError):
 
 
 class BrokenCheckpoint(ModelError):
+    pass
+
+
+class SourceLost(ModelError):
     pass
 
 

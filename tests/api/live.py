@@ -92,7 +92,7 @@ def live_server(model: Path, *, settings: ApiSettings | None = None, **engine: A
             template=load_template(model),
             settings=settings or ApiSettings(),
         )
-        host = Host(version="0", model_name=MODEL, replicas=engines.replicas, ledger=ledger, metrics=metrics)
+        host = Host("0", MODEL, engines.replicas, ledger)
         listener = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = HttpServer(build_app(api, host, Keys(), 1 << 20), listener, known.set)

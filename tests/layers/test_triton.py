@@ -1,6 +1,6 @@
 """Each Triton kernel against the reference backend: on a GPU, and on small shapes in Triton's interpreter.
 
-Inputs are drawn afresh, the cache is scattered, table entries past a sequence's end point nowhere, and memory that a
+The cache is scattered, table entries past a sequence's end point nowhere, and memory that a
 kernel must write is poisoned first.
 """
 
@@ -34,7 +34,8 @@ POSITIONS = 4096
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    torch.manual_seed(random.randrange(2**31))
+    torch.manual_seed(7)
+    random.seed(7)
     return torch.device(request.param)
 
 
@@ -71,7 +72,9 @@ class Case:
         self.batch = Batch(
             tokens=torch.zeros(len(places), dtype=torch.int64, device=device),
             positions=torch.tensor([p for _, p in places], device=device),
-            slots=torch.tensor([tables[s][p // block_size] * block_size + p % block_size for s, p in places]).to(device),
+            slots=torch.tensor([tables[s][p // block_size] * block_size + p % block_size for s, p in places]).to(
+                device
+            ),
             query_starts=torch.tensor([0, *(q for q, _ in slices)]).cumsum(0).int().to(device),
             context_lens=torch.tensor([c for _, c in slices], dtype=torch.int32, device=device),
             block_tables=torch.tensor(nowhere, dtype=torch.int32, device=device),
@@ -154,9 +157,12 @@ def test_prefill_attends_like_the_reference(device, dtypes, heads, window):
 @pytest.mark.parametrize("heads", [Heads(16, 8, 128), Heads(32, 8, 128)], ids=str)
 def test_long_contexts_and_large_batches_attend_like_the_reference(heads):
     cuda = torch.device("cuda")
+    torch.manual_seed(7)
+    random.seed(7)
     Case(cuda, torch.bfloat16, heads, [(1, 4000)]).check_attention()
     Case(cuda, torch.bfloat16, heads, [(1, random.randint(1, 2000)) for _ in range(200)]).check_attention()
-    Case(cuda, torch.bfloat16, heads, [(random.randint(1, 400), random.randint(400, 2000)) for _ in range(9)]).check_attention()
+    chunks = [(random.randint(1, 400), random.randint(400, 2000)) for _ in range(9)]
+    Case(cuda, torch.bfloat16, heads, chunks).check_attention()
 
 
 def test_a_context_of_nothing_is_padding_and_gives_zeros(device):
@@ -179,7 +185,9 @@ def test_a_negative_slot_is_written_nowhere(device):
 def test_norms_and_gates_are_those_of_the_reference(device, dtypes, columns):
     for dtype in dtypes:
         plain, fast = (backend(device, dtype, Heads(4, 2, 64)) for backend in (TorchBackend, triton_backend))
-        x, residual, gate_up = (torch.randn(5, size, device=device).to(dtype) for size in (columns, columns, 2 * columns))
+        x, residual, gate_up = (
+            torch.randn(5, size, device=device).to(dtype) for size in (columns, columns, 2 * columns)
+        )
         weight = torch.randn(columns, device=device).to(dtype)
         sums = residual.clone(), residual.clone()
         expected = plain.add_rms_norm(x, sums[0], weight, 1e-6)
@@ -220,7 +228,7 @@ def test_tokens_are_drawn_as_the_definition_says(device, vocab):
     logits = torch.randn(rows, vocab, device=device) * 3
     logits[0, 5] = logits[0, 80] = 100.0  # a tie, which the lowest id wins
     temperature = np.array([0.0, 0.3, 1.0, 2.5] * (rows // 4), dtype=np.float32)
-    seeds = np.random.default_rng(random.randrange(2**31)).integers(0, 2**64, rows, dtype=np.uint64)
+    seeds = np.random.default_rng(7).integers(0, 2**64, rows, dtype=np.uint64)
     key = stream_keys(seeds, np.arange(rows, dtype=np.int64))
     off = np.zeros(rows, dtype=np.int32), np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.float32)
     expected = draw(logits.clone(), Knobs(temperature, *off, key))

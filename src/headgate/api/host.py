@@ -1,4 +1,4 @@
-"""What the operator's endpoints are given: the engines as processes, the ledger and the numbers.
+"""What the operator's endpoints are given: the engines as processes, and the ledger with its numbers.
 
 Generation sees `Api`; health and metrics see this. One per process, in `app.state.host`.
 """
@@ -13,17 +13,15 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from headgate.api.ledger import Ledger
-    from headgate.api.metrics import Metrics
     from headgate.engine.replicas import Replica
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Host:
     version: str
     model_name: str
     replicas: Sequence[Replica]
     ledger: Ledger
-    metrics: Metrics
 
 
 def host_of(request: Request) -> Host:

@@ -237,7 +237,7 @@ async def metrics(request: Request) -> Response:
     page = Page(
         version=host.version,
         model=host.model_name,
-        metrics=host.metrics,
+        metrics=host.ledger.metrics,
         in_flight=host.ledger.in_flight,
         limit=host.ledger.limit,
         engines=await look_at_all(host.replicas, SCRAPE_TIMEOUT_S),

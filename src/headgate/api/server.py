@@ -14,10 +14,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
 
 import uvicorn
 import uvloop
@@ -32,10 +31,10 @@ from headgate.api.traces import tracing
 from headgate.config import ServerConfig
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError
-from headgate.logs import LogFormat
 from headgate.protocol.message import EngineInfo
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
+from headgate.text.tools import format_of
 
 log = logging.getLogger(__name__)
 
@@ -113,19 +112,10 @@ async def _serve(
 ) -> None:
     keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
     tokenizer, template = load_tokenizer(config.model), load_template(config.model)
-    url = _url(listener)
     log.info("starting %d engine%s for %s", config.replicas, "s" * (config.replicas > 1), config.model_name)
     with tracing(config.otlp_endpoint, config.model_name, version) as trace:
-        async with started(
-            config.model,
-            config.engine,
-            count=config.replicas,
-            log_level=config.log_level,
-            log_format=_log_format(config.log_format),
-        ) as engines:
-            metrics = Metrics()
-            listeners = [log_usage] if trace is None else [log_usage, trace]
-            ledger = Ledger(metrics, limit=config.most_choices, listeners=listeners)
+        async with _engines(config) as engines:
+            ledger = Ledger(Metrics(), limit=config.most_choices, listeners=[log_usage, *filter(None, [trace])])
             api = Api(
                 engines=engines,
                 ledger=ledger,
@@ -133,18 +123,23 @@ async def _serve(
                 created=int(time.time()),
                 tokenizer=tokenizer,
                 template=template,
+                tool_format=format_of(template.source if template else None),
             )
-            host = Host(
-                version=version,
-                model_name=config.model_name,
-                replicas=engines.replicas,
-                ledger=ledger,
-                metrics=metrics,
-            )
+            host = Host(version, config.model_name, engines.replicas, ledger)
             app = build_app(api, host, keys, config.max_body_bytes)
-            ready = Ready(config, engines.info, url, template is not None, keys.warning)
+            ready = Ready(config, engines.info, _url(listener), template is not None, keys.warning)
             server = HttpServer(app, listener, partial(announce, ready))
             await _run(server, Drain(server, ledger, engines, config.drain_timeout_s), signals)
+
+
+def _engines(config: ServerConfig) -> AbstractAsyncContextManager[Replicas]:
+    return started(
+        config.model,
+        config.engine,
+        count=config.replicas,
+        log_level=config.log_level,
+        log_format=config.log_format,
+    )
 
 
 async def _run(server: HttpServer, drain: Drain, signals: StopSignals) -> None:
@@ -287,10 +282,6 @@ def _url(listener: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _log_format(name: str) -> LogFormat:
-    return next(known for known in get_args(LogFormat) if known == name)
 
 
 def log_usage(usage: UsageRecord) -> None:

@@ -241,6 +241,18 @@ class Scheduler:
             for seq in list(self.running):
                 self._preempt(seq)
 
+    @property
+    def lends_kv(self) -> bool:
+        """Somebody besides running sequences counts on KV: a lease, a transfer, or what it leaves behind."""
+        return bool(len(self.leases) or self._fetching or self.leaving)
+
+    def kv_lost(self) -> None:
+        """The content of all blocks is gone. What ran keeps its tokens and computes them again."""
+        assert self.quiesced and not self.lends_kv
+        for seq in list(self.running):
+            self._preempt(seq)
+        self.pool.flush()
+
     # -- admission --------------------------------------------------------------
 
     def _new_sequence(self, request: GenerateRequest) -> Sequence:

@@ -25,8 +25,8 @@ def choose_backend(
         raise ValueError(f"backend {name!r} is not known; {', '.join(NAMES)} are")
     if name == "torch":
         return torch_backend(device, dtype, heads, deterministic)
-    if device.type == "cuda" and name != "cpu" and not deterministic:
-        return triton_backend(device, dtype, heads)
+    if device.type == "cuda" and name != "cpu":
+        return triton_backend(device, dtype, heads, deterministic)
     kernels = cpu_kernels(device, dtype, heads)
     if isinstance(kernels, Kernels):
         return CpuBackend(kernels, dtype, heads)
@@ -38,11 +38,11 @@ def torch_backend(device: torch.device, dtype: torch.dtype, heads: Heads, determ
     return (DeterministicTorchBackend if deterministic else TorchBackend)(device, dtype, heads)
 
 
-def triton_backend(device: torch.device, dtype: torch.dtype, heads: Heads) -> Backend:
+def triton_backend(device: torch.device, dtype: torch.dtype, heads: Heads, deterministic: bool) -> Backend:
     # Only here: a machine without a GPU need not have Triton.
-    from headgate.layers.triton_backend import TritonBackend
+    from headgate.layers.triton_backend import DeterministicTritonBackend, TritonBackend
 
-    return TritonBackend(device, dtype, heads)
+    return (DeterministicTritonBackend if deterministic else TritonBackend)(device, dtype, heads)
 
 
 def cpu_kernels(device: torch.device, dtype: torch.dtype, heads: Heads) -> Kernels | Unavailable:

@@ -31,7 +31,7 @@ class Linear:
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         row = 0
         for name, rows in self.parts.items():
-            yield f"{name}.weight", Parameter((rows, self.matrix.columns), partial(self.pack, row))
+            yield f"{name}.weight", Parameter((rows, self.matrix.columns), partial(self.pack, row), self.matrix.data)
             if self.bias is not None:
                 yield f"{name}.bias", plain(self.bias[row : row + rows])
             row += rows
@@ -75,4 +75,4 @@ class Unembedding:
         self.backend.pack(self.matrix, weight, 0)
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        yield "weight", Parameter((self.matrix.rows, self.matrix.columns), self.pack)
+        yield "weight", Parameter((self.matrix.rows, self.matrix.columns), self.pack, self.matrix.data)

@@ -15,6 +15,7 @@ class Parameter:
 
     shape: tuple[int, ...]
     write: Callable[[torch.Tensor], object]
+    home: torch.Tensor  # what it lies in, perhaps with others
 
 
 class Layer(Protocol):
@@ -23,7 +24,7 @@ class Layer(Protocol):
 
 
 def plain(tensor: torch.Tensor) -> Parameter:
-    return Parameter(tuple(tensor.shape), tensor.copy_)
+    return Parameter(tuple(tensor.shape), tensor.copy_, tensor)
 
 
 def under(prefix: str, layer: Layer) -> Iterator[tuple[str, Parameter]]:

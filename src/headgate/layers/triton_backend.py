@@ -14,7 +14,7 @@ from headgate.layers.batch import Batch
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Scratch, decode, prefill
 from headgate.layers.triton.elementwise import add_rms_norm, silu_mul
-from headgate.layers.triton.matmul import MAX_ROWS, MIN_WIDTH, small_linear, vector_linear
+from headgate.layers.triton.matmul import MAX_ROWS, MIN_WIDTH, invariant_cut, small_linear, vector_linear
 from headgate.layers.triton.rope import rope_and_write
 
 
@@ -68,4 +68,25 @@ class TritonBackend(TorchBackend):
     def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         if batch.max_query == 1:
             return decode(q, kv, batch, scale, window, self.heads, self.scratch)
+        return prefill(q, kv, batch, scale, window, self.heads)
+
+
+class DeterministicTritonBackend(TritonBackend):
+    """One order of summing for everything: no library, no splits, and one attention kernel for slices of any length.
+
+    Norms, gates and turning are done row by row in any case.
+    """
+
+    name = "triton, deterministic"
+
+    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        return small_linear(x, matrix.data, bias, cut=invariant_cut(len(x), x.dtype))
+
+    def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return small_linear(x, matrix.data, None, cut=invariant_cut(len(x), x.dtype), out_dtype=torch.float32)
+
+    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        return silu_mul(self.linear(x, matrix, bias))
+
+    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         return prefill(q, kv, batch, scale, window, self.heads)

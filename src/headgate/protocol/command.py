@@ -12,7 +12,10 @@ import msgspec
 from headgate.protocol.output import Cause
 
 PauseMode = Literal["abort", "drain", "freeze"]
-State = Literal["running", "pausing", "paused", "updating", "quarantined"]
+State = Literal["running", "pausing", "paused", "updating", "quarantined"]  # updating: weights or memory move
+Tag = Literal["weights", "kv_cache"]  # what can sleep
+
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -37,12 +40,57 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
     pass
 
 
+class Files(msgspec.Struct, frozen=True, array_like=True, tag="files"):
+    """Weights in files that the engine can read: a folder, a `.safetensors` or a GGUF file; shared memory is a folder too."""
+
+    path: str
+    checksum: dict[str, str] | None = None  # SHA-256 in hex by file name; all of them match before a byte is written
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True, tag="group"):
+    """Weights that a trainer (rank 0) broadcasts; see `headgate.weights.send_weights`."""
+
+    init_method: str  # tcp://HOST:PORT, where the trainer listens
+    world_size: int  # the trainer and all engines
+    rank: int = 1  # of this engine; behind one address, of the first, and the others follow
+    timeout_s: float = 300.0  # for all of it, from joining to the last tensor
+
+    def __post_init__(self) -> None:
+        host, _, port = self.init_method.removeprefix("tcp://").rpartition(":")
+        if not self.init_method.startswith("tcp://") or not host or not port.isdecimal():
+            raise ValueError(f"init_method must be tcp://HOST:PORT, not {self.init_method!r}")
+        if not 1 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not one of an engine in a group of {self.world_size}; 0 is the trainer")
+        if not self.timeout_s > 0:
+            raise ValueError("timeout_s must be above 0")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.init_method.removeprefix("tcp://").rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+Source = Files | Group
+
+
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
     """Load new weights into a paused engine. `recompute` throws old KV away; otherwise running answers keep theirs."""
 
-    path: str
+    source: Source
     version: int | None = None  # None: one more than now
     recompute: bool = True
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
+    """Give a paused engine's memory back. Running sequences of a freeze keep their tokens and compute their KV anew."""
+
+    tags: tuple[Tag, ...] = TAGS
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
+    """Take memory again. Weights are read from where they last came from; where they cannot be, send them again."""
+
+    tags: tuple[Tag, ...] = TAGS
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
@@ -53,7 +101,7 @@ class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """Tell what is in flight, as of one moment."""
 
 
-Command = Stop | Pause | Resume | UpdateWeights | Flush | Look
+Command = Stop | Pause | Resume | UpdateWeights | Flush | Look | Sleep | Wake
 
 
 class StateTold(msgspec.Struct, frozen=True, array_like=True, tag="state"):
@@ -67,6 +115,7 @@ class StateTold(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     forced: list[int] = []  # of those, the ones that ran out of time
     held: list[int] = []  # ids that still own something
     elapsed_s: float = 0.0
+    asleep: tuple[Tag, ...] = ()  # what has given its memory back
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):

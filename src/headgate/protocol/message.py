@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headgate.protocol.command import Command, Result, State
+from headgate.protocol.command import Command, Result, State, Tag
 from headgate.protocol.output import Cause, Outputs
 from headgate.protocol.request import GenerateRequest
 
@@ -82,6 +82,7 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     state: State = "running"
+    asleep: tuple[Tag, ...] = ()
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

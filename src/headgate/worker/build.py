@@ -83,7 +83,7 @@ def build_worker(path: Path, config: EngineConfig) -> Worker:
         max_tokens=max_batch_tokens,
         draw=draw if config.backend == "torch" else fastest_draw(device),
         grammars=grammars.result(),
-        graphs=capture_graphs(model, kv, rows) if config.graphs and model.backend.name == "triton" else None,
+        graphs=capture_graphs(model, kv, rows) if config.graphs and model.backend.name.startswith("triton") else None,
     )
     return Worker(
         executor=PipelinedExecutor(runner) if on_gpu else LocalExecutor(runner),

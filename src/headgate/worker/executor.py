@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from headgate.errors import EngineDead, HalfWritten
+from headgate.protocol.command import TAGS, Tag
 from headgate.protocol.plan import StepPlan, StepResult
 from headgate.worker.runner import Launched, ModelRunner
-from headgate.worker.weights import WeightSource, load_weights, verify
+from headgate.worker.sleep import Sleeper
+from headgate.worker.weights import WeightSource, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +30,21 @@ class Executor(Protocol):
         """Have the device run `plan` after all plans launched before. Never blocks."""
 
     def load_weights(self, source: WeightSource) -> Future[None]:
-        """Replace the weights after all plans launched before.
+        """Replace the weights after all plans launched before, and wake them if they sleep.
 
         A checkpoint that does not fit changes nothing. One that breaks off after the first write raises HalfWritten,
         and every step fails until another load succeeds.
         """
+
+    @property
+    def asleep(self) -> tuple[Tag, ...]:
+        """What has given its memory back. No step can run meanwhile."""
+
+    def sleep(self, tags: Collection[Tag]) -> Future[None]:
+        """Give memory back, and lose what was in it."""
+
+    def wake_kv(self) -> Future[None]:
+        """Take the memory of the KV cache again, all zero; OutOfMemory if it cannot be had."""
 
     def close(self) -> None:
         """Finish the step that runs, fail those that wait, and let go of the device."""
@@ -46,6 +58,7 @@ class LocalExecutor:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failed_step: BaseException | None = None  # nothing runs after it
         self._failed_load: BaseException | None = None  # nothing runs until another load succeeds
+        self._asleep: dict[Tag, Sleeper] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="headgate-device", daemon=True)
         self._thread.start()
@@ -55,6 +68,16 @@ class LocalExecutor:
 
     def load_weights(self, source: WeightSource) -> Future[None]:
         return self._submit(lambda: self._load(source))
+
+    @property
+    def asleep(self) -> tuple[Tag, ...]:
+        return tuple(tag for tag in TAGS if tag in self._asleep)
+
+    def sleep(self, tags: Collection[Tag]) -> Future[None]:
+        return self._submit(lambda: self._sleep(tags))
+
+    def wake_kv(self) -> Future[None]:
+        return self._submit(self._wake_kv)
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._closed = True
@@ -88,7 +111,7 @@ class LocalExecutor:
             future.set_result(result)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        return self._guard(plan.step, self._failed_step or self._failed_load, lambda: self._runner.run(plan))
+        return self._guard(plan.step, self._obstacle(), lambda: self._runner.run(plan))
 
     def _guard(self, step: int, failure: BaseException | None, work: Callable[[], T]) -> T:
         """Do a part of a step, unless something before it has failed."""
@@ -100,16 +123,39 @@ class LocalExecutor:
             self._failed_step = error
             raise
 
+    def _obstacle(self) -> BaseException | None:
+        """Why no step can run."""
+        asleep = EngineDead(f"{' and '.join(self.asleep)} went to sleep") if self._asleep else None
+        return self._failed_step or self._failed_load or asleep
+
     def _load(self, source: WeightSource) -> None:
-        model = self._runner.model
-        # Refused here, the model is untouched and goes on; what fails later leaves it half written.
-        verify(dict(model.parameters()), source.metadata())
+        sleeper = self._asleep.get("weights", Sleeper(()))
+        sleeper.take_again()
         try:
-            load_weights(model, source)
-        except BaseException as error:
+            load_weights(self._runner.model, source)
+        except HalfWritten as error:
             self._failed_load = error
-            raise HalfWritten(str(error)) from error
+            self._asleep.pop("weights", None)
+            raise
+        except BaseException:
+            sleeper.give_back()
+            raise
         self._failed_load = None
+        self._asleep.pop("weights", None)
+
+    def _sleep(self, tags: Collection[Tag]) -> None:
+        runner = self._runner
+        runner.forget_graphs()
+        for tag in set(tags) - self._asleep.keys():
+            homes = (parameter.home for _, parameter in runner.model.parameters())
+            caches = (cache for layer in runner.kv for cache in layer)
+            self._asleep[tag] = Sleeper(homes if tag == "weights" else caches)
+            self._asleep[tag].give_back()
+
+    def _wake_kv(self) -> None:
+        if sleeper := self._asleep.get("kv_cache"):
+            sleeper.take_again()
+            del self._asleep["kv_cache"]
 
 
 class PipelinedExecutor(LocalExecutor):
@@ -138,7 +184,7 @@ class PipelinedExecutor(LocalExecutor):
         self._lander.join(timeout_s)
 
     def _begin(self, plan: StepPlan) -> Launched:
-        return self._guard(plan.step, self._failed_step or self._failed_load, lambda: self._runner.launch(plan))
+        return self._guard(plan.step, self._obstacle(), lambda: self._runner.launch(plan))
 
     def _hand_over(self, begun: Future[Launched], future: Future[StepResult]) -> None:
         if self._lander.is_alive():

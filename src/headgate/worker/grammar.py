@@ -39,12 +39,14 @@ def read_vocabulary(tokenizer_json: str, *, vocab_size: int, eos_ids: tuple[int,
     ends = [token for token in eos_ids if token < vocab_size]
     if not ends:
         return None  # nothing could ever end an answer
-    try:
-        known = LLTokenizer(tokenizer_json).vocab_size
-        return LLTokenizer(tokenizer_json, n_vocab=max(known, vocab_size), eos_token=ends)
-    except ValueError as error:
-        log.warning("this model takes no grammars: %s", error)
-        return None
+    # Models pad their vocabularies; a few know fewer tokens than their tokenizers.
+    for size in (vocab_size, None):
+        try:
+            return LLTokenizer(tokenizer_json, n_vocab=size, eos_token=ends)
+        except ValueError as error:
+            complaint = error
+    log.warning("this model takes no grammars: %s", complaint)
+    return None
 
 
 class Grammars:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,9 +37,13 @@ FIRST_CONTEXT, NEXT_CONTEXT = 1024, 4
 READY_CONTEXT = 4096
 
 
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
-    graph: torch.cuda.CUDAGraph
+    replay: Replay
     columns: torch.Tensor  # [COLUMNS, size]
     logits: torch.Tensor  # [size, vocab], good until the next replay of any graph
     tokens: torch.Tensor  # [size]
@@ -47,14 +52,14 @@ class Captured:
 class DecodeGraphs:
     """Graphs of `model` over `rows`, captured when they are first needed."""
 
-    def __init__(self, model: Model, kv: list[KV], rows: Rows) -> None:
+    def __init__(self, model: Model, kv: list[KV], rows: Rows, record: Record | None = None) -> None:
         self._model = model
         self._kv = kv
         self._rows = rows
         self._sizes = batch_sizes(rows.max_rows)
         self._contexts = context_classes(rows.max_context)
         self._captured: dict[tuple[int, int], Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._record = record or Recorder()
         self._buffers = Buffers(rows)
 
     def takes(self, plan: StepPlan) -> bool:
@@ -68,7 +73,7 @@ class DecodeGraphs:
         context = self._contexts[bisect_left(self._contexts, max(plan.starts) + 1)]
         captured = self._captured.get((size, context)) or self._capture(size, context)
         upload(self._columns(plan, size), captured.columns)
-        captured.graph.replay()
+        captured.replay()
         return captured
 
     @torch.inference_mode()
@@ -80,6 +85,10 @@ class DecodeGraphs:
             for size in reversed(self._sizes):
                 self._capture(size, context)
         log.info("captured %d graphs in %.1f s", len(self._captured), time.perf_counter() - start)
+
+    def forget(self) -> None:
+        """The weights or the cache are about to move: capture anew what is needed next."""
+        self._captured.clear()
 
     def _columns(self, plan: StepPlan, size: int) -> npt.NDArray[np.int64]:
         """What `open_step` is told of each slice."""
@@ -106,11 +115,24 @@ class DecodeGraphs:
             return logits
 
         step()  # compiles what is new; all slices are padding, so it changes nothing
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = step()
-        captured = self._captured[size, context] = Captured(graph, columns, logits, tokens)
+        replay, logits = self._record(step)
+        captured = self._captured[size, context] = Captured(replay, columns, logits, tokens)
         return captured
+
+
+class Recorder:
+    """Makes graphs that share their memory, for only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        """How to run `step` again, and the tensor that its result will be in."""
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: another may wait for a step that has been launched.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = step()
+        return graph.replay, result
 
 
 class Buffers:

@@ -54,7 +54,8 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 def upload(values: npt.NDArray[Any], out: torch.Tensor) -> None:
     """Copy `values` to where they are wanted on a device, without waiting for what runs there."""
-    out.copy_(pinned(torch.from_numpy(values)), non_blocking=True)
+    host = torch.from_numpy(values)
+    out.copy_(pinned(host) if out.is_cuda else host, non_blocking=True)
 
 
 def pinned(host: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,11 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
+    def forget_graphs(self) -> None:
+        """The weights or the cache are about to move."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         if self._grammars is not None:
@@ -120,9 +125,7 @@ class ModelRunner:
         rows, positions = layout.rows[layout.sampling], layout.ends[layout.sampling]
         return self._choose(self._last_logits(layout, hidden), rows, positions)
 
-    def _choose(
-        self, logits: torch.Tensor, rows: Ints, positions: Ints
-    ) -> tuple[torch.Tensor, dict[int, Logprobs]]:
+    def _choose(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> tuple[torch.Tensor, dict[int, Logprobs]]:
         wanted = self.rows.sampling["logprobs"][rows]
         scored = np.flatnonzero(wanted >= 0)
         # Before sampling, which spoils the logits.

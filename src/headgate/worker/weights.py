@@ -2,17 +2,21 @@
 
 `load_weights` verifies all that a source declares before it writes anything, so a checkpoint that does not fit is
 refused with the model untouched. Tensors are then written one at a time; at no moment does a second copy of the model
-exist. A source that breaks *while* it delivers leaves the model half written: the caller must load again before
-computing anything.
+exist, unless the source keeps one. A source that breaks *while* it delivers leaves the model half written (HalfWritten):
+the caller must load again before computing anything.
+
+Files are read, never mapped: someone who cuts a mapped file short while we look at it would end the process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import mmap
+import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from tqdm import tqdm
 
-from headgate.errors import BrokenCheckpoint, NotAModel
+from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, SourceLost
 from headgate.layers.parameter import Parameter
 
 DTYPES = {
@@ -37,6 +41,7 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+CHUNK = 4 * 2**20  # bytes that a file is read in to be hashed
 CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -46,7 +51,10 @@ class TensorInfo(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a folder, shared memory, a process group."""
+    """Where weights come from: a folder, shared memory, a process group.
+
+    One that is a context manager is entered for as long as it is loaded from, and hears at its exit what went wrong.
+    """
 
     def metadata(self) -> Mapping[str, TensorInfo]:
         """Every tensor that iteration will give."""
@@ -60,15 +68,33 @@ class Loadable(Protocol):
 
 
 def load_weights(model: Loadable, source: WeightSource, *, progress: bool = False) -> None:
-    """Fill `model` from `source`: all of it, or BrokenCheckpoint before the first write."""
-    parameters = dict(model.parameters())
-    verify(parameters, source.metadata())
+    """Fill `model` from `source`: all of it, or a ModelError before the first write, or HalfWritten after it."""
+    try:
+        with ExitStack() as opened:
+            if isinstance(source, AbstractContextManager):
+                opened.enter_context(source)
+            parameters = dict(model.parameters())
+            verify(parameters, source.metadata())
+            write(parameters, watched(source, len(parameters), progress))
+    except ModelError:
+        raise
+    except Exception as error:  # whatever it is, it came before the first write
+        raise SourceLost(f"the weights cannot be read: {error}") from error
+
+
+def write(parameters: Mapping[str, Parameter], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Fill all of `parameters`. What fails before anything is written is passed on as it is."""
     missing = set(parameters)
-    for name, tensor in watched(source, len(parameters), progress):
-        if name in parameters:
-            parameters[name].write(tensor)
-            missing.discard(name)
-    refuse_missing(missing)
+    try:
+        for name, tensor in tensors:
+            if name in parameters:
+                missing.discard(name)
+                parameters[name].write(tensor)
+        refuse_missing(missing)
+    except BaseException as error:
+        if len(missing) == len(parameters):
+            raise
+        raise HalfWritten(str(error)) from error
 
 
 def verify(parameters: Mapping[str, Parameter], found: Mapping[str, TensorInfo]) -> None:
@@ -120,34 +146,67 @@ def watched(source: WeightSource, total: int, progress: bool) -> Iterator[tuple[
     return iter(tqdm(source, desc="loading weights", total=total, unit="tensor", disable=hidden, leave=False))
 
 
+class OpenFile:
+    """A file that stays the same file while we have it, whoever renames or removes it meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceLost(f"{path} cannot be opened: {error.strerror}") from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, start: int, count: int) -> bytes:
+        """Up to `count` bytes."""
+        return os.pread(self._descriptor, count, start)
+
+    def fill(self, buffer: memoryview, start: int) -> bool:
+        """Read into all of `buffer`; False if the file ends before."""
+        done = 0
+        while done < len(buffer):
+            if not (count := os.preadv(self._descriptor, [buffer[done:]], start + done)):
+                return False
+            done += count
+        return True
+
+    def sha256(self) -> str:
+        digest, buffer, done = hashlib.sha256(), memoryview(bytearray(CHUNK)), 0
+        while count := os.preadv(self._descriptor, [buffer], done):
+            digest.update(buffer[:count])
+            done += count
+        return digest.hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor in a file: what it is, and where its bytes lie."""
 
     info: TensorInfo
-    path: Path
+    file: OpenFile
     start: int
     end: int
 
-    def map(self) -> torch.Tensor:
-        """A view of the file. Each tensor has a mapping of its own, so its pages go when the tensor does."""
-        if self.start == self.end:
-            return torch.empty(self.info.shape, dtype=self.info.dtype)
-        aligned = self.start - self.start % mmap.ALLOCATIONGRANULARITY
-        with self.path.open("rb") as file:
-            # Copy on write, because torch warns of buffers that it cannot write to. Nobody writes.
-            pages = mmap.mmap(file.fileno(), self.end - aligned, offset=aligned, access=mmap.ACCESS_COPY)
-        count = math.prod(self.info.shape)
-        view = torch.frombuffer(pages, dtype=self.info.dtype, count=count, offset=self.start - aligned)
-        return view.view(self.info.shape)
+    def read(self, name: str) -> torch.Tensor:
+        data = torch.empty(self.end - self.start, dtype=torch.uint8)
+        if not self.file.fill(memoryview(data.numpy()), self.start):
+            raise SourceLost(f"{self.file.path} was cut short while tensor {name} was read from it")
+        return data.view(self.info.dtype).view(self.info.shape)
 
 
-class SafetensorsFolder:
-    """The weights of a Hugging Face folder: `model.safetensors`, or the files that its index names."""
+class SafetensorsFiles:
+    """The tensors of some safetensors files, whose SHA-256 is checked first where `checksum` names one."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.files = weight_files(self.folder)
+    def __init__(self, files: list[Path], checksum: Mapping[str, str] | None = None) -> None:
+        self.files = files
+        self.checksum = checksum or {}
         self._stored: dict[str, Stored] | None = None
 
     def metadata(self) -> Mapping[str, TensorInfo]:
@@ -155,15 +214,36 @@ class SafetensorsFolder:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, stored in self._tensors().items():
-            yield name, stored.map()
+            yield name, stored.read(name)
 
     def __repr__(self) -> str:
-        return f"<SafetensorsFolder {self.folder}, {len(self._tensors())} tensors>"
+        return f"<{type(self).__name__} {self.files[0].parent}, {len(self.files)} files>"
 
     def _tensors(self) -> dict[str, Stored]:
         if self._stored is None:
-            self._stored = {name: stored for path in self.files for name, stored in read_header(path).items()}
+            refuse_unknown_files(self.checksum, self.files)
+            opened = [OpenFile(path) for path in self.files]
+            self._stored = {name: stored for file in opened for name, stored in read_header(file).items()}
+            for file in opened:
+                refuse_checksum(file, self.checksum.get(file.path.name))
         return self._stored
+
+
+class SafetensorsFolder(SafetensorsFiles):
+    """The weights of a Hugging Face folder: `model.safetensors`, or the files that its index names."""
+
+    def __init__(self, folder: str | Path, checksum: Mapping[str, str] | None = None) -> None:
+        super().__init__(weight_files(Path(folder)), checksum)
+
+
+def refuse_unknown_files(checksum: Mapping[str, str], files: list[Path]) -> None:
+    if unknown := checksum.keys() - {path.name for path in files}:
+        raise BrokenCheckpoint(f"there is a checksum for {min(unknown)}, and no such file")
+
+
+def refuse_checksum(file: OpenFile, expected: str | None) -> None:
+    if expected is not None and (found := file.sha256()) != expected.lower():
+        raise BrokenCheckpoint(f"{file.path} has SHA-256 {found}; {expected.lower()} was promised")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -187,17 +267,15 @@ def indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(file: OpenFile) -> dict[str, Stored]:
     """What a safetensors file says it holds, checked against the size of the file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 + length:
-            raise BrokenCheckpoint(f"{path} is cut short or corrupt: {size} bytes cannot hold its header")
-        header = file.read(length)
-    tensors = parse_header(path, header)
+    path, size = file.path, file.size
+    length = int.from_bytes(file.read(0, 8), "little")
+    if size < 8 + length:
+        raise BrokenCheckpoint(f"{path} is cut short or corrupt: {size} bytes cannot hold its header")
+    tensors = parse_header(path, file.read(8, length))
     data = 8 + length
-    stored = {name: locate(path, name, entry, data) for name, entry in tensors.items()}
+    stored = {name: locate(file, name, entry, data) for name, entry in tensors.items()}
     for name, tensor in stored.items():
         if tensor.end > size:
             raise BrokenCheckpoint(f"{path} is cut short: {size} bytes, but tensor {name} ends at {tensor.end}")
@@ -215,7 +293,8 @@ def parse_header(path: Path, header: bytes) -> dict[str, Any]:
     return tensors
 
 
-def locate(path: Path, name: str, entry: dict[str, Any], data: int) -> Stored:
+def locate(file: OpenFile, name: str, entry: dict[str, Any], data: int) -> Stored:
+    path = file.path
     try:
         info = TensorInfo(DTYPES[entry["dtype"]], tuple(entry["shape"]))
         start, end = entry["data_offsets"]
@@ -224,4 +303,4 @@ def locate(path: Path, name: str, entry: dict[str, Any], data: int) -> Stored:
     if start < 0 or end - start != math.prod(info.shape) * info.dtype.itemsize:
         kind = f"{list(info.shape)} of {type_name(info.dtype)}"
         raise BrokenCheckpoint(f"{path} has a corrupt header: bytes {start} to {end} for tensor {name}, {kind}")
-    return Stored(info, path, data + start, data + end)
+    return Stored(info, file, data + start, data + end)

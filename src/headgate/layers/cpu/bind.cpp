@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "crew.h"
 #include "table.h"
 
 namespace headgate {
@@ -61,9 +62,7 @@ Kernels kernels_for(const std::string& isa) {
 }
 
 void run_on_all(int threads, void (*body)(void*), void* argument) {
-    at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) body(argument);
-    });
+    Crew::get().run(threads, body, argument);
 }
 
 Runtime runtime() { return {at::in_parallel_region() ? 1 : at::get_num_threads(), run_on_all}; }

@@ -191,9 +191,7 @@ def key_rows(tables, position, head, seen, KV_HEADS: tl.constexpr, BLOCK_SIZE: t
 
 
 # What varies from step to step must not make another kernel.
-@triton.jit(
-    do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["tables", "contexts"]
-)
+@triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["tables", "contexts"])
 def decode_kernel(
     q,
     k,
@@ -244,12 +242,8 @@ def decode_kernel(
         at = key_rows(table, position, head, seen, KV_HEADS, BLOCK_SIZE, SIZE)
         if WINDOWED:
             seen = seen & (position >= first)
-        keys = tl.load(
-            k + at[None, :] + column[:, None], mask=seen[None, :] & (column < SIZE)[:, None], other=0.0
-        )
-        values = tl.load(
-            v + at[:, None] + column[None, :], mask=seen[:, None] & (column < SIZE)[None, :], other=0.0
-        )
+        keys = tl.load(k + at[None, :] + column[:, None], mask=seen[None, :] & (column < SIZE)[:, None], other=0.0)
+        values = tl.load(v + at[:, None] + column[None, :], mask=seen[:, None] & (column < SIZE)[None, :], other=0.0)
         scores = tl.dot(query, keys, input_precision=PRECISION) * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
@@ -369,12 +363,8 @@ def prefill_kernel(
         position = tile_index * KEYS + tl.arange(0, KEYS)
         known = position < last
         at = key_rows(table, position, head, known, KV_HEADS, BLOCK_SIZE, SIZE)
-        keys = tl.load(
-            k + at[None, :] + column[:, None], mask=known[None, :] & (column < SIZE)[:, None], other=0.0
-        )
-        values = tl.load(
-            v + at[:, None] + column[None, :], mask=known[:, None] & (column < SIZE)[None, :], other=0.0
-        )
+        keys = tl.load(k + at[None, :] + column[:, None], mask=known[None, :] & (column < SIZE)[:, None], other=0.0)
+        values = tl.load(v + at[:, None] + column[None, :], mask=known[:, None] & (column < SIZE)[None, :], other=0.0)
         scores = tl.dot(query, keys, input_precision=PRECISION) * scale
         seen = position[None, :] <= query_position[:, None]
         if WINDOWED:

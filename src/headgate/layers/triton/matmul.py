@@ -1,4 +1,5 @@
-"""Matrix products of a few rows: decode steps of small batches, where all the time goes to reading weights.
+"""Matrix products of our own: for a few rows, where all the time goes to reading weights, and for any number of rows
+when a row's bits must not depend on how many there are.
 
 A program owns some rows of the matrix and walks their columns, so every weight is read once, in order, and no two
 programs add to the same number. The gate of an MLP is applied where its two halves meet.
@@ -21,12 +22,13 @@ VECTOR_TILE, VECTOR_WARPS = 8192, 4
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut: rows of the matrix per program, columns per step."""
+    """How a product is cut: rows of the matrix and of the other factor per program, columns per step."""
 
     rows: int
     columns: int
     warps: int
     stages: int
+    tokens: int = MAX_ROWS
 
 
 def cut_for(rows: int, columns: int, gated: bool) -> Cut:
@@ -36,6 +38,15 @@ def cut_for(rows: int, columns: int, gated: bool) -> Cut:
     return Cut(64, 256, 4, 5) if columns > 2048 else Cut(32, 128, 4, 5)
 
 
+def invariant_cut(count: int, dtype: torch.dtype) -> Cut:
+    """Cuts that all reduce in the same order, for they all use the same matrix instruction: 64 rows, 16 columns."""
+    if dtype == torch.float32:
+        return Cut(64, 32, 4, 2, tokens=16 if count <= 16 else 64)
+    if count <= 16:
+        return Cut(64, 128, 4, 5, tokens=16)
+    return Cut(128, 64, 8, 4, tokens=64) if count <= 64 else Cut(128, 64, 8, 4, tokens=128)
+
+
 def small_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -43,13 +54,14 @@ def small_linear(
     *,
     gated: bool = False,
     cut: Cut | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` for at most `MAX_ROWS` contiguous rows; `gated` makes it `silu(first half) * second half`."""
+    """`x @ weight.T + bias` of contiguous rows; `gated` makes it `silu(first half) * second half`."""
     count, columns = x.shape
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     cut = cut or cut_for(rows, columns, gated)
-    out = x.new_empty(count, rows)
-    small_linear_kernel[(triton.cdiv(rows, cut.rows),)](
+    out = x.new_empty(count, rows, dtype=out_dtype or x.dtype)
+    linear_kernel[(triton.cdiv(rows, cut.rows), triton.cdiv(count, cut.tokens))](
         x,
         weight,
         weight if bias is None else bias,
@@ -59,7 +71,7 @@ def small_linear(
         COLUMNS=columns,
         BIASED=bias is not None,
         GATED=gated,
-        TOKENS=MAX_ROWS,
+        TOKENS=cut.tokens,
         ROWS=cut.rows,
         STEP=cut.columns,
         PRECISION="ieee",
@@ -143,7 +155,7 @@ def vector_linear_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def small_linear_kernel(
+def linear_kernel(
     x,
     weight,
     bias,
@@ -158,7 +170,8 @@ def small_linear_kernel(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    row, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TOKENS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     owned = row < rows
     weight_at = weight + row[:, None].to(tl.int64) * COLUMNS
     acc = tl.zeros([ROWS, TOKENS], tl.float32)

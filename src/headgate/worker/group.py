@@ -1,0 +1,276 @@
+"""Weights over the network: a trainer (rank 0) broadcasts, engines receive. Both sides of the exchange are here.
+
+Every part of it is a collective of all ranks:
+
+1. the trainer broadcasts a header, JSON: which tensors will come, in their order
+2. everyone tells everyone whether it takes them; one objection ends the exchange for all, with its reason
+3. the trainer broadcasts the tensors as raw bytes, packed in buckets that both sides work out from the header
+4. everyone tells everyone that it has them all
+
+A group of our own is made for each exchange, beside any default group there may be. All waits end at one deadline, and a
+rank that dies is noticed at once, by its connections. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headgate.errors import BrokenCheckpoint, SourceLost
+from headgate.protocol.command import Group
+from headgate.worker.weights import TensorInfo, type_name
+
+FORMAT = 1
+BUCKET = 64 * 2**20  # bytes; a larger tensor has a bucket of its own
+ALIGN = 16  # bytes; any dtype can be viewed at such an offset
+VERDICT = 1024  # bytes of UTF-8; none is consent
+MARGIN = 256 * 2**20  # bytes that staging leaves free
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    size: int
+    starts: dict[str, int]  # by tensor
+
+
+def pack_buckets(tensors: Mapping[str, TensorInfo], most: int = BUCKET) -> list[Bucket]:
+    """Which tensors travel together, and where in the bucket each begins."""
+    buckets = [Bucket(0, {})]
+    for name, info in tensors.items():
+        start = -(-buckets[-1].size // ALIGN) * ALIGN
+        if buckets[-1].starts and start + size_of(info) > most:
+            buckets.append(Bucket(0, {}))
+            start = 0
+        buckets[-1] = Bucket(start + size_of(info), buckets[-1].starts | {name: start})
+    return [bucket for bucket in buckets if bucket.starts]
+
+
+def size_of(info: TensorInfo) -> int:
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+# -- the header ------------------------------------------------------------------------
+
+
+def encode_header(tensors: Mapping[str, TensorInfo]) -> bytes:
+    entries = [{"name": name, "dtype": type_name(i.dtype), "shape": list(i.shape)} for name, i in tensors.items()]
+    return json.dumps({"headgate": FORMAT, "tensors": entries}).encode()
+
+
+def decode_header(header: bytes) -> dict[str, TensorInfo]:
+    try:
+        content = json.loads(header)
+        if content["headgate"] != FORMAT:
+            raise ValueError(f"format {content['headgate']}")
+        return dict(decode_entry(entry) for entry in content["tensors"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpoint(f"the trainer's header is not one that we know: {error!r}") from error
+
+
+def decode_entry(entry: dict[str, Any]) -> tuple[str, TensorInfo]:
+    dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
+    if not isinstance(dtype, torch.dtype) or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError(f"tensor {entry['name']} of {entry['dtype']} {entry['shape']}")
+    return entry["name"], TensorInfo(dtype, shape)
+
+
+# -- the group -------------------------------------------------------------------------
+
+
+class Circle:
+    """All ranks of one exchange, from joining to leaving. Raises SourceLost when one is gone or time is up."""
+
+    def __init__(self, address: tuple[str, int], world_size: int, rank: int, timeout_s: float) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._deadline_s = time.monotonic() + timeout_s
+        with lost("the group could not be joined"):
+            self._store = dist.TCPStore(
+                *(*address, None, rank == 0), timeout=self._left(), wait_for_workers=False, multi_tenant=False
+            )
+            self._group = dist.ProcessGroupGloo(self._named_store(), rank, world_size, self._options(address))  # type: ignore[arg-type]
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """From rank 0 into the `data` of all others."""
+        if not data.numel():
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = 0, self._left()
+        with lost("the broadcast broke off"):
+            self._group.broadcast([data], options).wait()
+
+    def broadcast_bytes(self, data: bytes = b"") -> bytes:
+        """What rank 0 gives, whose length the others do not know."""
+        length = torch.tensor([len(data)])
+        self.broadcast(length)
+        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0:
+            buffer = as_bytes(data)
+        self.broadcast(buffer)
+        return buffer.numpy().tobytes()
+
+    def poll(self, objection: str = "") -> dict[int, str]:
+        """Tell all what we object to, if anything, and hear their objections, by rank."""
+        mine = as_bytes(objection.encode()[:VERDICT].ljust(VERDICT, b"\0"))
+        heard = [torch.empty_like(mine) for _ in range(self.world_size)]
+        options = dist.AllgatherOptions()
+        options.timeout = self._left()
+        with lost("another rank of the group is gone"):
+            self._group.allgather([heard], [mine], options).wait()
+        told = (each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in heard)
+        return {rank: objection for rank, objection in enumerate(told) if objection}
+
+    def leave(self) -> None:
+        """Go, and if we are the trainer, who keeps the meeting place, go last."""
+        with suppress(Exception):
+            if self.rank:
+                self._store.set(f"left/{self.rank}", b"")
+            else:
+                self._store.wait([f"left/{rank}" for rank in range(1, self.world_size)], self._left())
+        self.__dict__.clear()  # closes the connections, whoever still looks at us
+
+    def _left(self) -> timedelta:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise SourceLost("the time for this exchange is up")
+        return timedelta(seconds=max(left_s, 0.001))
+
+    def _named_store(self) -> dist.Store:
+        return dist.PrefixStore("headgate", self._store)
+
+    def _options(self, address: tuple[str, int]) -> dist.ProcessGroupGloo.Options:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(address))]
+        options._timeout = self._left()
+        return options  # type: ignore[no-any-return]
+
+
+def own_address(peer: tuple[str, int]) -> str:
+    """The address under which `peer` sees us. Sends nothing."""
+    family = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)
+        return str(probe.getsockname()[0])
+
+
+def as_bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+@contextmanager
+def lost(what: str) -> Iterator[None]:
+    """What torch says of a broken connection, as SourceLost."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        reason = str(error).partition(" This is typically")[0].rpartition("] ")[2] or str(error)
+        raise SourceLost(f"{what}: {reason}") from error
+
+
+# -- the engine's side -----------------------------------------------------------------
+
+
+class GroupWeights:
+    """A `WeightSource`. Tensors are given out when all have arrived, if memory allows; otherwise as they arrive."""
+
+    def __init__(self, group: Group, room: Callable[[], int]) -> None:
+        """`room` says how many bytes could be allocated now."""
+        self._group = group
+        self._room = room
+        self._circle: Circle | None = None
+        self._tensors: dict[str, TensorInfo] = {}
+        self._accepted = False
+
+    def __repr__(self) -> str:
+        return f"<GroupWeights {self._group.init_method}, rank {self._group.rank} of {self._group.world_size}>"
+
+    def __enter__(self) -> GroupWeights:
+        group = self._group
+        self._circle = Circle(group.address, group.world_size, group.rank, group.timeout_s)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        circle, self._circle = self._joined, None
+        if not self._accepted:
+            # The trainer waits for our verdict, and learns from it what it should have sent.
+            with suppress(SourceLost):
+                circle.poll(str(error) or repr(error))
+        circle.leave()
+
+    @property
+    def _joined(self) -> Circle:
+        assert self._circle is not None, "tensors come only while the source is entered"
+        return self._circle
+
+    def metadata(self) -> Mapping[str, TensorInfo]:
+        if not self._tensors:
+            self._tensors = decode_header(self._joined.broadcast_bytes())
+        return self._tensors
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._accepted = True
+        self._agree()
+        buckets = pack_buckets(self.metadata())
+        incoming = self._receive(buckets)
+        if sum(bucket.size for bucket in buckets) * 1.05 + MARGIN <= self._room():
+            staged = deque(incoming)
+            self._agree()
+            while staged:
+                yield staged.popleft()
+        else:
+            yield from incoming
+            self._agree()
+
+    def _receive(self, buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in buckets:
+            data = torch.empty(bucket.size, dtype=torch.uint8)
+            self._joined.broadcast(data)
+            for name, start in bucket.starts.items():
+                info = self._tensors[name]
+                yield name, data[start : start + size_of(info)].view(info.dtype).view(info.shape)
+
+    def _agree(self) -> None:
+        for rank, objection in self._joined.poll().items():
+            raise SourceLost(f"rank {rank} refuses: {objection}")
+
+
+# -- the trainer's side ----------------------------------------------------------------
+
+
+def offer(circle: Circle, tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """Send `tensors` to all engines; says who objects, by rank. Without objections all have all of them."""
+    infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    circle.broadcast_bytes(encode_header(infos))
+    if objections := circle.poll():
+        return objections
+    for bucket in pack_buckets(infos):
+        circle.broadcast(fill_bucket(bucket, tensors))
+    return circle.poll()
+
+
+def fill_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    parts = [(start, raw(tensors[name])) for name, start in bucket.starts.items()]
+    if len(parts) == 1:
+        return parts[0][1]
+    data = torch.zeros(bucket.size, dtype=torch.uint8)
+    for start, part in parts:
+        data[start : start + len(part)] = part
+    return data
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor`, without a copy if it lies in one piece in host memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

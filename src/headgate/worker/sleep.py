@@ -1,0 +1,67 @@
+"""Sleeping memory: tensors that keep their shape and place in the model while their pages go back to the machine.
+
+What was in them is lost; awake again they are all zero. On the CPU their addresses stay valid all the time. On a GPU they
+change, so whatever has remembered one (a graph) must forget it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable
+
+import torch
+
+from headgate.errors import OutOfMemory
+from headgate.worker.memory import GIB, free_bytes
+
+MADV_DONTNEED = 4
+
+
+class Sleeper:
+    """The memory of some tensors."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self._storages)
+
+    def give_back(self) -> None:
+        for storage, size in self._storages:
+            if storage.device.type == "cpu":
+                drop_pages(storage.data_ptr(), size)
+            else:
+                storage.resize_(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def take_again(self) -> None:
+        """OutOfMemory, and nothing taken, if someone else has it now."""
+        for device in {storage.device for storage, _ in self._storages}:
+            if self.size > (free := free_bytes(device)):
+                need = f"{self.size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free"
+                raise OutOfMemory(f"waking needs {need}; free some and wake again")
+        for storage, size in self._storages:
+            if storage.device.type != "cpu":  # pages of the machine come by themselves when they are touched
+                storage.resize_(size)
+                storage.fill_(0)
+
+
+def drop_pages(address: int, size: int) -> None:
+    """Give whole pages of private memory back to the machine; they read as zeros until someone writes."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    # The ends of the range share their pages with others, so they are cleared and stay.
+    if first >= last:
+        ctypes.memset(address, 0, size)
+        return
+    ctypes.memset(address, 0, first - address)
+    ctypes.memset(last, 0, address + size - last)
+    if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "the machine does not take memory back")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,97 @@
+"""Where a worker's weights come from: opens what an update names, and reads the last of it again after a sleep.
+
+Weights can be read again if they lie in files that have not changed since; what came over the network is gone with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headgate.errors import SourceLost
+from headgate.protocol.command import Files, Group, Source, Tag
+from headgate.worker.executor import Executor
+from headgate.worker.gguf import GGUFWeights
+from headgate.worker.group import GroupWeights
+from headgate.worker.memory import free_bytes
+from headgate.worker.stamps import Stamps, stamps
+from headgate.worker.weights import SafetensorsFiles, SafetensorsFolder, WeightSource
+
+
+def open_source(source: Source) -> WeightSource:
+    match source:
+        case Files(path, checksum):
+            return open_files(Path(path), checksum)
+        case Group():
+            return GroupWeights(source, lambda: free_bytes(torch.device("cpu")))
+
+
+def open_files(path: Path, checksum: dict[str, str] | None = None) -> WeightSource:
+    if path.suffix == ".safetensors":
+        return SafetensorsFiles([path], checksum)
+    if path.is_file():
+        return GGUFWeights(path, checksum)
+    return SafetensorsFolder(path, checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What was loaded, and how to know it again."""
+
+    source: Source
+    stamps: Stamps
+
+    def open_again(self) -> WeightSource:
+        if isinstance(self.source, Group):
+            raise SourceLost("the weights came from a trainer and cannot be read again; send them with an update")
+        path = Path(self.source.path)
+        if not self.stamps or stamps(path) != self.stamps:
+            raise SourceLost(f"{path} is not what was loaded from it any more; send the weights with an update")
+        return open_files(path)
+
+
+def origin_of(source: Source) -> Origin:
+    return Origin(source, stamps(source.path) if isinstance(source, Files) else {})
+
+
+class Supply:
+    """One update, sleep or wake at a time; the caller sees to that."""
+
+    def __init__(self, executor: Executor, origin: Origin) -> None:
+        self._executor = executor
+        self._origin = origin  # of the weights that the model holds, or held before it went to sleep
+        self._update: tuple[Origin, Future[None]] | None = None  # the last one begun
+
+    @property
+    def asleep(self) -> tuple[Tag, ...]:
+        return self._executor.asleep
+
+    def load_weights(self, source: Source) -> Future[None]:
+        self._origin = self._last_origin()
+        # Stamped before it is read: what changes meanwhile is then not taken for the same.
+        origin = origin_of(source)
+        loading = self._executor.load_weights(open_source(source))
+        self._update = origin, loading
+        return loading
+
+    def sleep(self, tags: Collection[Tag]) -> Future[None]:
+        return self._executor.sleep(tags)
+
+    def wake_kv(self) -> Future[None]:
+        return self._executor.wake_kv()
+
+    def wake_weights(self) -> Future[None]:
+        """Read the weights again from where they last came from; SourceLost if they are not there any more."""
+        self._origin = self._last_origin()
+        self._update = None
+        return self._executor.load_weights(self._origin.open_again())
+
+    def _last_origin(self) -> Origin:
+        if self._update is None:
+            return self._origin
+        origin, loading = self._update
+        return self._origin if loading.exception() else origin

@@ -1,0 +1,143 @@
+"""The engine on a GPU gives what it gives on a CPU: whole models, in float32, whatever happens to a request."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from headgate.offline import LLM
+from headgate.protocol.request import SamplingParams
+from headgate.testing.tiny import tiny_model
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+MODELS = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 320, "head_dim": 80},
+    "mistral": {"sliding_window": 20},
+    "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
+    "qwen3": {"head_dim": 64, "tie_word_embeddings": False},
+}
+ADJUSTED = [
+    {"top_k": 5},
+    {"top_p": 0.7},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"logit_bias": {7: 4.0, 9: -50.0}},
+    {"min_tokens": 10},
+    {},
+]
+
+
+def prompts(*lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(length)] for length in lengths]
+
+
+def answers(folder, asked, params, **options):
+    with LLM(folder, **({"dtype": "float32", "kv_blocks": 200} | options)) as llm:
+        return [answer.token_ids for answer in llm.generate(asked, params, progress=False)]
+
+
+def on_cpu(folder, asked, params, **options):
+    return answers(folder, asked, params, device="cpu", backend="torch", **options)
+
+
+def on_gpu(folder, asked, params, **options):
+    return answers(folder, asked, params, device="cuda", **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_greedy_answers_in_float32_are_those_of_the_cpu(tmp_path, architecture):
+    folder = tiny_model(tmp_path, architecture, **MODELS[architecture])
+    asked = prompts(1, 5, 16, 31, 64, 100, 200)
+    assert on_gpu(folder, asked, GREEDY) == on_cpu(folder, asked, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "options", [{"graphs": False}, {"max_batch_tokens": 48}, {"run_ahead": 1}, {"block_size": 16}]
+)
+def test_how_steps_are_run_does_not_change_answers(folder, options):
+    asked = prompts(*range(1, 60, 2))
+    assert on_gpu(folder, asked, GREEDY, **options) == on_gpu(folder, asked, GREEDY)
+
+
+def test_seeded_and_adjusted_answers_are_those_of_the_cpu(folder):
+    asked = prompts(*range(3, 3 + len(ADJUSTED)))
+    params = [SamplingParams(max_tokens=24, temperature=0.8, seed=i, **each) for i, each in enumerate(ADJUSTED)]
+    expected = on_cpu(folder, asked, params)
+    assert on_gpu(folder, asked, params) == expected
+    assert on_gpu(folder, asked, params, graphs=False) == expected
+
+
+def test_a_plain_sampler_among_adjusted_ones_gets_what_it_gets_alone(folder):
+    asked = prompts(20, 30)
+    plain = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
+    choosy = SamplingParams(max_tokens=24, temperature=1.0, seed=4, top_k=3)
+    assert on_gpu(folder, asked, [plain, choosy])[0] == on_gpu(folder, asked[:1], plain)[0]
+
+
+def test_preempted_requests_end_as_if_nothing_had_happened(folder):
+    asked, params = prompts(*[40] * 8), SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    expected = on_gpu(folder, asked, params)
+    with LLM(folder, device="cuda", dtype="float32", kv_blocks=16, block_size=16) as llm:
+        found = [answer.token_ids for answer in llm.generate(asked, params, progress=False)]
+        assert llm.engine.scheduler.counters.preemptions > 0
+    assert found == expected
+
+
+def test_leaving_a_stream_frees_its_blocks_and_disturbs_nobody(folder):
+    (left, stays), params = prompts(40, 50), SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    with LLM(folder, device="cuda", dtype="float32", kv_blocks=64) as llm:
+        expected = llm.generate([stays], params, progress=False)[0].token_ids
+        stream = llm.stream(left, params)
+        next(stream)
+        stream.close()
+        assert llm.engine.scheduler.pool.held == 0
+        assert llm.generate([stays], params, progress=False)[0].token_ids == expected
+        llm.engine.scheduler.check()
+
+
+def test_a_prefix_hit_gives_the_same_answer(folder):
+    asked = prompts(100)
+    with LLM(folder, device="cuda", dtype="float32", kv_blocks=64) as llm:
+        first, again = (llm.generate(asked, GREEDY, progress=False)[0] for _ in range(2))
+    assert again.cached_tokens > 0
+    assert again.token_ids == first.token_ids
+
+
+def test_log_probabilities_in_bfloat16_are_close_to_those_in_float32(folder):
+    asked, params = prompts(60), SamplingParams(max_tokens=1, temperature=0, logprobs=1, prompt_logprobs=0)
+    with LLM(folder, device="cpu", dtype="float32", backend="torch", kv_blocks=64) as llm:
+        expected = llm.generate(asked, params, progress=False)[0]
+    with LLM(folder, device="cuda", dtype="bfloat16", kv_blocks=64) as llm:
+        found = llm.generate(asked, params, progress=False)[0]
+    one, other = (torch.tensor([each.token for each in a.prompt_logprobs[1:]]) for a in (expected, found))
+    assert (one - other).abs().mean() < 0.1
+    assert abs(expected.logprobs[0].token - found.logprobs[0].token) < 0.2
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    """Large enough that the order of summing shows in bfloat16."""
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64}
+    return tiny_model(tmp_path_factory.mktemp("wide"), "qwen3", dtype="bfloat16", **shape)
+
+
+def test_deterministic_answers_do_not_depend_on_company_chunks_or_preemption(wide_folder):
+    asked = prompts(*range(5, 133, 2))
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    options = {"dtype": "bfloat16", "deterministic": True, "block_size": 16}
+    with LLM(wide_folder, device="cuda", kv_blocks=1000, **options) as llm:
+        assert llm.engine.info.backend == "triton, deterministic"
+        alone = [llm.generate([each], params, progress=False)[0].token_ids for each in asked]
+    assert on_gpu(wide_folder, asked, params, **options | {"kv_blocks": 1000}) == alone
+    assert on_gpu(wide_folder, asked, params, **options | {"kv_blocks": 1000, "max_batch_tokens": 100}) == alone
+    assert on_gpu(wide_folder, asked, params, **options | {"kv_blocks": 100}) == alone
