@@ -137,16 +137,14 @@ def bench_vector(
         if not 2048 <= rows_each * step <= 16384 or step > x.shape[1] or not mine():
             continue
 
-        def run(w: torch.Tensor, r: int = rows_each, s: int = step, n: int = warps) -> torch.Tensor:
-            return vector_linear(x, w, None, gated=gated, rows_each=r, step=s, warps=n)
-
-        cut = f"vector rows={rows_each} step={step} warps={warps}"
+        cut = Cut(rows_each, step, warps, 1)
+        run = partial(vector_linear, x, bias=None, gated=gated, cut=cut)
         try:
             out = run(weights[0])
-            us = time_us([lambda w=w: run(w) for w in weights])
-            results.append(row | {"cut": cut, "us": us, "error": error(out, expected)})
+            us = time_us([partial(run, w) for w in weights])
+            results.append(row | {"cut": str(cut), "us": us, "error": error(out, expected)})
         except Exception as failure:
-            results.append(row | {"cut": cut, "failure": repr(failure)[:200]})
+            results.append(row | {"cut": str(cut), "failure": repr(failure)[:200]})
 
 
 def paged(

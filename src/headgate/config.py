@@ -6,6 +6,7 @@ but errors and logs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from headgate.errors import RequestError
 from headgate.logs import LogFormat
 
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -35,9 +37,11 @@ class EngineConfig:
     memory_fraction: float = 0.5  # of the memory that the weights leave free, for KV
     run_ahead: int | None = None  # steps on the device at once
     graphs: bool = True  # decode steps as CUDA graphs, where there is CUDA
+    crash_folder: str | None = None  # where an engine that dies of a bug leaves its last plans; None: a temporary one
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        _check(bool(DEVICE.fullmatch(self.device)), f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         _check(self.block_size in (16, 32, 64), "block_size must be 16, 32 or 64")
         _check(0 < self.memory_fraction <= 1, "memory_fraction must be above 0 and at most 1")
         for name in ("max_context", "max_running", "max_batch_tokens", "kv_blocks", "run_ahead"):

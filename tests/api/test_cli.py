@@ -71,6 +71,7 @@ def test_too_little_memory_is_one_sentence(tmp_path):
         (["--port", "99999"], "--port"),
         (["--max-running", "0"], "max_running"),
         (["--replicas", "0"], "replicas"),
+        (["--device", "gpu"], "device"),
         (["--api-keys", "/nowhere/keys"], "/nowhere/keys"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
     ],

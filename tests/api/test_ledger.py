@@ -77,10 +77,13 @@ async def test_choices_have_their_own_pace(ledger, clock):
 
 async def test_leaving_without_an_end_is_a_disconnect_with_the_tokens_so_far(ledger, ended):
     async with ledger.admit(kind="chat", choices=2) as record:
+        record.prompt(10, 0)
+        record.prompt(10, 1)
         record.tokens(5, 0)
         finish(record, 1)
     assert (ended[0].finish_reason, ended[0].cause) == ("abort", "client_disconnect")
     assert [choice.output_tokens for choice in ended[0].choices] == [5, 3]
+    assert [choice.prompt_tokens for choice in ended[0].choices] == [10, 10]
     assert ledger.metrics.aborts == {"client_disconnect": 1}
 
 

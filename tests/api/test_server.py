@@ -171,6 +171,10 @@ def test_metrics_add_up(pair):
     assert grown("headgate:e2e_request_latency_seconds_count") == 4
     assert grown("headgate:time_to_first_token_seconds_count") == 4
     assert grown('headgate:tokens_total{kind="output"}') >= sum(usage["completion_tokens"] for usage in usages)
+    looked_up = total(idle, "headgate:prefix_cache_queries_total") - total(
+        before, "headgate:prefix_cache_queries_total"
+    )
+    assert grown('headgate:tokens_total{kind="prompt"}') == looked_up
     assert idle['headgate:engine_up{engine="0"}'] == idle['headgate:engine_up{engine="1"}'] == 1
     assert total(idle, "headgate:kv_blocks_held") == total(idle, "headgate:num_requests_waiting") == 0
 

@@ -9,6 +9,7 @@ import pytest
 from headgate.errors import BrokenCheckpoint, HalfWritten
 from headgate.protocol.command import (
     Denied,
+    Files,
     Flush,
     Flushed,
     Look,
@@ -235,7 +236,7 @@ def paused(mode: str = "freeze") -> Harness:
 
 def test_25_weights_are_refused_unless_paused():
     harness = Harness()
-    number = harness.call(UpdateWeights("path"))
+    number = harness.call(UpdateWeights(Files("path")))
     harness.loop.turn()
     denied = harness.answers[number]
     assert isinstance(denied, Denied) and (denied.status, denied.code) == (409, "not_paused")
@@ -243,7 +244,7 @@ def test_25_weights_are_refused_unless_paused():
 
 def test_27_new_weights_make_the_next_version_and_tokens_carry_it():
     harness = paused()
-    number = harness.call(UpdateWeights("path"))
+    number = harness.call(UpdateWeights(Files("path")))
     harness.loop.turn()
     harness.loop.turn()
     assert (harness.answers[number].state, harness.answers[number].version) == ("paused", 1)
@@ -266,8 +267,8 @@ def test_25_a_failed_update_leaves_the_old_weights_or_a_quarantined_engine(failu
     harness = paused()
     failed: Future[None] = Future()
     failed.set_exception(failure)
-    harness.loop.control._load_weights = lambda _: failed
-    number = harness.call(UpdateWeights("path"))
+    harness.executor.load_weights = lambda _: failed
+    number = harness.call(UpdateWeights(Files("path")))
     harness.loop.turn()
     denied = harness.answers[number]
     assert denied.code == code and str(failure) in denied.message and harness.loop.control.state == state
@@ -280,7 +281,7 @@ def test_25_a_full_update_ends_the_quarantine():
     harness = paused()
     harness.loop.control.state = "quarantined"
     number = harness.call(Pause("abort"))
-    update = harness.call(UpdateWeights("path", version=7))
+    update = harness.call(UpdateWeights(Files("path"), version=7))
     harness.loop.turn()
     assert isinstance(harness.answers[number], Denied)
     assert (harness.answers[update].state, harness.answers[update].version) == ("paused", 7)

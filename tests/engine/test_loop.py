@@ -30,7 +30,7 @@ class Harness:
             self.scheduler,
             self.executor,
             self.hear,
-            load_weights=self.executor.load_weights,
+            supply=self.executor,
             run_ahead=run_ahead,
             clock=self.clock,
         )

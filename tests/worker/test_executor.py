@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from headgate.errors import BrokenCheckpoint, EngineDead
+from headgate.errors import BrokenCheckpoint, EngineDead, HalfWritten
 from headgate.layers.batch import Batch
 from headgate.protocol.plan import StepResult
 from headgate.protocol.request import SamplingParams
@@ -184,7 +184,7 @@ def test_weights_that_do_not_fit_change_nothing():
 def test_weights_that_break_off_stop_all_steps_until_others_are_loaded():
     with running(hash_runner()) as executor:
         before = first_token(executor, 0)
-        with pytest.raises(ConnectionError):
+        with pytest.raises(HalfWritten, match="the sender is gone"):
             executor.load_weights(Weights(3, breaks=True)).result(DEADLINE_S)
         with pytest.raises(EngineDead, match="the sender is gone"):
             first_token(executor, 1)

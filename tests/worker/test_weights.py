@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headgate.errors import BrokenCheckpoint, NotAModel
+from headgate.errors import BrokenCheckpoint, HalfWritten, NotAModel
 from headgate.layers.choice import available_backends
 from headgate.models import build_model, read_spec
 from headgate.testing.tiny import tiny_config, tiny_model, tiny_tensors, write_shard
@@ -119,7 +119,7 @@ def test_a_dtype_that_holds_no_weights_is_refused(model, folder):
 def test_a_source_that_breaks_its_promise_is_noticed(model, folder):
     promised = tensors_of(folder)
     given = {name: tensor for name, tensor in promised.items() if name != NORM}
-    with pytest.raises(BrokenCheckpoint, match=f"lacks tensor {NORM}"):
+    with pytest.raises(HalfWritten, match=f"lacks tensor {NORM}"):
         load_weights(model, Given(given, promised))
 
 

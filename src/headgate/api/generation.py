@@ -109,15 +109,16 @@ class Speech:
             piece.finish = self.finish(ended)
         return piece
 
-    def finish(self, ended: Ended | None = None) -> Finish:
+    def finish(self, ended: Ended) -> Finish:
         """How it ended: by a stop string if there was one, else as the engine says."""
-        cached_tokens = ended.cached_tokens if ended else 0
-        if ended is None or self.stopped:
-            return Finish("stop", "stop_string", len(self._job.request.prompt), cached_tokens, self._output_tokens)
-        return Finish(ended.finish_reason, ended.cause, ended.prompt_tokens, cached_tokens, ended.output_tokens)
+        if self.stopped:
+            return Finish("stop", "stop_string", ended.prompt_tokens, ended.cached_tokens, self._output_tokens)
+        return Finish(ended.finish_reason, ended.cause, ended.prompt_tokens, ended.cached_tokens, ended.output_tokens)
 
-    def lost(self) -> Finish:
-        return Finish("abort", "engine_lost", len(self._job.request.prompt), 0, self._output_tokens)
+    def cut(self, cause: Cause) -> Finish:
+        """How it ended, if the engine did not live to say so."""
+        reason: FinishReason = "stop" if self.stopped else "abort"
+        return Finish(reason, cause, len(self._job.request.prompt), 0, self._output_tokens)
 
     def _say_each(self, piece: Piece, spoken: Sequence[int]) -> str:
         """Token by token, so that a stop string cuts the piece after the token that completed it."""
@@ -166,12 +167,13 @@ Tell = Callable[[Job, Piece], Awaitable[None]]
 
 async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
     """Make one choice, telling its pieces as they come."""
+    record.prompt(len(job.request.prompt), job.index)
     speech = Speech(job, api.tokenizer)
     try:
         async with api.engines.generate(job.request) as stream:
             await _listen(stream, speech, record, job, tell)
     except EngineDead:
-        note(record, job, speech.lost())
+        note(record, job, speech.cut("engine_lost"))
         raise
 
 
@@ -189,10 +191,10 @@ async def _listen(stream: ChunkStream, speech: Speech, record: Record, job: Job,
             stream.end("stop_string")  # the terminal output still comes, and says what was cached
         if piece.tokens or piece.text or piece.prompt_logprobs:
             await tell(job, piece)
-    # The engine died after the stop string, before it could confirm the end.
-    last = Piece(finish=speech.finish())
-    note(record, job, speech.finish())
-    await tell(job, last)
+    # The engine died after it had been told to end this, and before it could confirm.
+    finish = speech.cut(stream.cause)
+    note(record, job, finish)
+    await tell(job, Piece(finish=finish))
 
 
 def note(record: Record, job: Job, finish: Finish) -> None:

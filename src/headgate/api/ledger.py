@@ -81,6 +81,7 @@ class Record:
         "_last_s",
         "_ledger",
         "_outputs",
+        "_prompts",
         "arrived",
         "arrived_s",
         "choices",
@@ -101,6 +102,7 @@ class Record:
         self.first_token_s: float | None = None  # after arrival
         self._ledger = ledger
         self._last_s: dict[int, float] = {}  # when each choice had its latest token
+        self._prompts: dict[int, int] = {}  # tokens, by choice
         self._outputs: dict[int, int] = {}  # tokens so far, by choice
         self._finished: dict[int, ChoiceUsage] = {}
 
@@ -116,6 +118,10 @@ class Record:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ledger._close(self, error)
+
+    def prompt(self, count: int, choice: int = 0) -> None:
+        """The prompt of `choice` goes to an engine now; it counts even if no terminal output is ever heard."""
+        self._prompts[choice] = count
 
     def first_token(self) -> None:
         """The first token of any choice has come; said again, it changes nothing."""
@@ -151,7 +157,10 @@ class Record:
     def usages(self, reason: str, cause: str) -> tuple[ChoiceUsage, ...]:
         """Every choice, those without a terminal output as cut for `reason` and `cause`."""
         return tuple(
-            self._finished.get(i) or ChoiceUsage(i, reason, cause, output_tokens=self._outputs.get(i, 0))
+            self._finished.get(i)
+            or ChoiceUsage(
+                *(i, reason, cause), prompt_tokens=self._prompts.get(i, 0), output_tokens=self._outputs.get(i, 0)
+            )
             for i in range(self.choices)
         )
 

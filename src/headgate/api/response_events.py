@@ -77,13 +77,14 @@ class Events:
             events += self._about_item(kind, item_id=item.id, delta=delta.arguments)
         return events
 
-    def close(self) -> bytes:
+    def close(self, status: str = "completed") -> bytes:
         """End the open item, if there is one."""
         match self._last_open():
             case MessageItem() as item:
+                item.status = status
                 return self._close_message(item)
             case CallItem() as item:
-                item.status = "completed"
+                item.status = status
                 kind = "response.function_call_arguments.done"
                 done = self._about_item(kind, item_id=item.id, name=item.name, arguments=item.arguments)
                 return done + self._about_item("response.output_item.done", item=item)
@@ -102,7 +103,6 @@ class Events:
 
     def _close_message(self, item: MessageItem) -> bytes:
         part = item.content[0]
-        item.status = "completed"
         done = self._about_part("response.output_text.done", item, text=part.text, logprobs=part.logprobs)
         done += self._about_part("response.content_part.done", item, part=part)
         return done + self._about_item("response.output_item.done", item=item)

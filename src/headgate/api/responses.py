@@ -18,7 +18,7 @@ from starlette.responses import Response
 from headgate.api.chat import chat_jobs
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.logprobs import TokenLogprob, chat_logprobs
-from headgate.api.response_events import CallItem, Events, MessageItem, OutputItem
+from headgate.api.response_events import Events, OutputItem
 from headgate.api.response_input import as_chat
 from headgate.api.schema import ChatRequest, Object, ResponsesRequest, read_body
 from headgate.api.serve import Call, Dialect, exchange
@@ -121,8 +121,7 @@ class ResponsesDialect:
         return b"".join(opening)
 
     def closing(self) -> bytes:
-        events = self._events.close()
-        self._complete()
+        events = self._complete()
         return events + self._events.about_response(f"response.{self._response.status}", self._response)
 
     def failure(self, error: HeadgateError) -> bytes:
@@ -133,7 +132,6 @@ class ResponsesDialect:
     def whole(self, jobs: Sequence[Job], answers: Sequence[Piece]) -> bytes:
         for job, answer in zip(jobs, answers, strict=True):
             self.event(job, answer)
-        self._events.close()
         self._complete()
         return encode(self._response)
 
@@ -158,11 +156,13 @@ class ResponsesDialect:
             return []
         return chat_logprobs(self._tokenizer, piece.tokens, piece.logprobs).content
 
-    def _complete(self) -> None:
+    def _complete(self) -> bytes:
+        """Close what is open, and fill in what only the end can tell."""
         response, finish, body = self._response, self._all.finish, self._body
         assert finish is not None
-        response.output = list(self._events.items)
         response.status = "completed" if finish.reason == "stop" else "incomplete"
+        events = self._events.close(response.status)
+        response.output = list(self._events.items)
         response.incomplete_details = self._why_incomplete(finish)
         response.error = self._why_cut(finish)
         response.usage = _usage(finish)
@@ -171,6 +171,7 @@ class ResponsesDialect:
             response.completion_token_ids = self._all.tokens
         if body.return_weight_versions:
             response.weight_versions = version_spans(self._all.versions)
+        return events
 
     def _why_incomplete(self, finish: Finish) -> Incomplete | None:
         if finish.reason == "stop":
@@ -207,6 +208,3 @@ def _usage(finish: Finish) -> ResponseUsage:
         OutputDetails(),
         finish.prompt_tokens + finish.output_tokens,
     )
-
-
-__all__ = ["CallItem", "MessageItem", "ResponseObject", "responses"]

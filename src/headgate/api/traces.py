@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 Trace = Callable[[UsageRecord], None]
 
 NS = 1_000_000_000
+EXPORT_TIMEOUT_S = 2  # a collector that is gone holds up our end by no more than that
 
 
 @contextmanager
@@ -36,9 +37,9 @@ def tracing(endpoint: str | None, model: str, version: str) -> Iterator[Trace | 
         )
         yield None
         return
-    # The exporter knows the rest of OpenTelemetry's own environment variables.
+    # The exporter reads the rest of OpenTelemetry's own environment variables.
     provider = TracerProvider(resource=Resource.create({"service.name": "headgate", "service.version": version}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_TIMEOUT_S)))
     tracer = provider.get_tracer("headgate", version)
 
     def trace(usage: UsageRecord) -> None:

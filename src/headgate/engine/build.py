@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from headgate.config import EngineConfig
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Limits, Scheduler
+from headgate.engine.evidence import Recorder
 from headgate.engine.loop import EngineLoop
 from headgate.protocol.message import Answer, EngineInfo, Told
-from headgate.worker.build import build_worker, open_model
+from headgate.worker.build import Wanted, build_worker
 from headgate.worker.executor import Executor
 
 
@@ -31,9 +31,14 @@ class Engine:
         self.executor.close()
 
 
-def build_engine(model: Path, config: EngineConfig, send: Callable[[int, Told | Answer], None]) -> Engine:
-    """An engine for the model in `model`, a folder or a GGUF file; `send` takes what it has to say to a client."""
-    worker = build_worker(model, config)
+def build_engine(
+    model: Path, config: EngineConfig, send: Callable[[int, Told | Answer], None], wanted: Wanted | None = None
+) -> Engine:
+    """An engine for the model in `model`, a folder or a GGUF file; `send` takes what it has to say to a client.
+
+    It holds the `wanted` weights, if there are any and they can still be had; its version tells.
+    """
+    worker = build_worker(model, config, wanted)
     spec = worker.spec
     limits = Limits(
         max_context=worker.max_context,
@@ -43,11 +48,7 @@ def build_engine(model: Path, config: EngineConfig, send: Callable[[int, Told | 
         eos_token_ids=spec.eos_ids,
         takes_grammars=worker.takes_grammars,
     )
-
-    def load_weights(path: str) -> Future[None]:
-        return worker.executor.load_weights(open_model(Path(path))[1])
-
-    scheduler = Scheduler(BlockPool(worker.num_blocks, config.block_size), limits)
+    scheduler = Scheduler(BlockPool(worker.num_blocks, config.block_size), limits, version=worker.version)
     info = EngineInfo(
         max_context=scheduler.max_context,
         vocab_size=spec.vocab,
@@ -59,5 +60,12 @@ def build_engine(model: Path, config: EngineConfig, send: Callable[[int, Told | 
         backend=worker.backend,
         dtype=worker.dtype,
     )
-    loop = EngineLoop(scheduler, worker.executor, send, load_weights=load_weights, run_ahead=worker.run_ahead)
+    loop = EngineLoop(
+        scheduler,
+        worker.executor,
+        send,
+        supply=worker.supply,
+        recorder=Recorder(None if config.crash_folder is None else Path(config.crash_folder)),
+        run_ahead=worker.run_ahead,
+    )
     return Engine(info, loop, worker.executor)

@@ -130,6 +130,9 @@ class ClientChannel:
 
     def send(self, message: FromClient) -> None:
         self._outgoing.send(_encoder.encode(message), zmq.NOBLOCK)
+        # ZeroMQ tells once that something has come, and a send takes that for itself: without another look, a `receive`
+        # that waits would wait for ever. Asking the asyncio socket for its events makes it look.
+        self._socket.get(zmq.EVENTS)
 
     async def receive(self) -> FromEngine:
         return _from_engine.decode(await self._socket.recv())

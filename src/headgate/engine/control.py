@@ -7,18 +7,21 @@ waits for a pause nor a pause for an abort.
 The engine is in one state: running → pausing → paused → (updating → paused | quarantined) → running. Admission
 (`rejecting`) and scheduling (the scheduler's `flow`) are apart: from the first instant of a pause new requests are refused
 or queued, while what runs is ended, finished or held as the mode says. A resume cancels a pause that is still under way.
+
+A paused engine may give memory back (sleep). It then stays paused until all of it is awake.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from headgate.core.scheduler import Flow, Scheduler
 from headgate.core.sequence import Sequence
-from headgate.errors import HalfWritten, ModelError, RequestError, Unavailable
+from headgate.errors import HalfWritten, ModelError, OutOfMemory, RequestError, SourceLost, Unavailable
 from headgate.protocol.command import (
     Command,
     Denied,
@@ -31,10 +34,14 @@ from headgate.protocol.command import (
     Resume,
     Seen,
     Sighted,
+    Sleep,
+    Source,
     State,
     StateTold,
     Stop,
+    Tag,
     UpdateWeights,
+    Wake,
 )
 from headgate.protocol.output import Cause
 
@@ -53,12 +60,27 @@ class Job:
     program: Program
 
 
+class Supply(Protocol):
+    """Weights and memory for the device; `headgate.worker.supply.Supply` is one. One thing at a time."""
+
+    @property
+    def asleep(self) -> tuple[Tag, ...]: ...
+
+    def load_weights(self, source: Source) -> Future[None]: ...
+
+    def sleep(self, tags: Collection[Tag]) -> Future[None]: ...
+
+    def wake_weights(self) -> Future[None]: ...
+
+    def wake_kv(self) -> Future[None]: ...
+
+
 class Control:
     def __init__(
         self,
         scheduler: Scheduler,
         *,
-        load_weights: Callable[[str], Future[None]],
+        supply: Supply,
         tell: Callable[[], None],
         wake: Callable[[], None],
     ) -> None:
@@ -66,7 +88,7 @@ class Control:
         self.mode: PauseMode | None = None
         self.rejecting = False
         self._scheduler = scheduler
-        self._load_weights = load_weights
+        self._supply = supply
         self._tell = tell
         self._wake = wake
         self._jobs: list[Job] = []
@@ -76,6 +98,10 @@ class Control:
     def refuse_if_rejecting(self) -> None:
         if self.rejecting:
             raise Unavailable(f"the engine is {self.state} and takes no new requests; try again later", code="paused")
+
+    @property
+    def asleep(self) -> tuple[Tag, ...]:
+        return self._supply.asleep
 
     @property
     def next_deadline_s(self) -> float:
@@ -117,10 +143,14 @@ class Control:
                 return self._resume()
             case UpdateWeights():
                 return self._update(command)
+            case Sleep():
+                return self._sleep(command)
+            case Wake():
+                return self._wake_up(command)
             case Flush():
                 return Flushed(self._scheduler.pool.flush())
             case Look():
-                return Sighted([self._seen(seq) for seq in self._scheduler.sequences.values()])
+                return Sighted(self.look())
 
     def _until(self, holds: Callable[[], bool], deadline_s: float) -> Generator[None, None, bool]:
         """Yield until `holds()`, or until the deadline; says whether it holds."""
@@ -158,6 +188,8 @@ class Control:
 
     def _enter_pause(self, pause: Pause) -> dict[int, int]:
         """What a pause does in its first instant; returns what it ended. Asking again changes nothing."""
+        if pause.mode == "drain" and self.state == "paused" and self.mode != "drain":
+            self._refuse_if_asleep()  # what has started cannot run to its end
         self.rejecting = not pause.queue
         if self.state == "paused" and self.mode in (pause.mode, "abort"):
             return {}
@@ -187,6 +219,7 @@ class Control:
     def _resume(self) -> Result:
         if self.state in ("updating", "quarantined"):
             raise _conflict(f"the engine is {self.state}; a full weight update must succeed first")
+        self._refuse_if_asleep()
         self.state, self.mode, self.rejecting = "running", None, False
         self._scheduler.resume()
         return self._told(self._scheduler.now_s)
@@ -194,26 +227,41 @@ class Control:
     def _update(self, update: UpdateWeights) -> Program:
         if self.state not in ("paused", "quarantined"):
             raise _conflict(f"the engine is {self.state}; pause it before changing its weights", code="not_paused")
-        began_s, before = self._scheduler.now_s, self.state
-        self.state = "updating"
+        began_s, current = self._scheduler.now_s, self._scheduler.version
+        if update.version is not None and update.version <= current:
+            # Keys are rooted in the version: KV of other weights could be hit under a number that comes back.
+            message = f"version {update.version} is not above {current}; give new weights a new number"
+            raise RequestError(message, param="version", code="stale_version")
+        yield from self._loaded(lambda: self._supply.load_weights(update.source))
+        self._change_weights(update)
+        return self._told(began_s)
+
+    def _loaded(self, load: Callable[[], Future[None]]) -> Generator[None, None, None]:
+        """Yield until new weights are in place. What goes wrong leaves the old ones, or a quarantined engine."""
         try:
-            loading = self._load_weights(update.path)
-            loading.add_done_callback(lambda _: self._wake())
-            while not loading.done():
-                yield
-            loading.result()
+            yield from self._moved(load)
         except HalfWritten as error:
             self.state = "quarantined"
+            log.error("quarantined: %s", error)
             raise _conflict(
                 f"the update broke off and the weights are unusable: {error}", code="quarantined"
             ) from error
         except ModelError as error:
+            raise _refused(error) from error
+
+    def _moved(self, move: Callable[[], Future[None]]) -> Generator[None, None, None]:
+        """Yield until weights or memory have moved. Nobody resumes or pauses meanwhile."""
+        before, self.state = self.state, "updating"
+        try:
+            moving = move()
+            moving.add_done_callback(lambda _: self._wake())
+            while not moving.done():
+                yield
+            moving.result()
+        except OutOfMemory as error:
+            raise Unavailable(str(error), code="out_of_memory") from error
+        finally:
             self.state = before
-            raise RequestError(
-                f"the weights are refused and nothing has changed: {error}", code="bad_weights"
-            ) from error
-        self._change_weights(update)
-        return self._told(began_s)
 
     def _change_weights(self, update: UpdateWeights) -> None:
         # Everything made by the old weights is told before the version changes.
@@ -222,6 +270,35 @@ class Control:
         self._scheduler.weights_changed(version, recompute=update.recompute)
         self.state = "paused"
         log.info("weights are now version %d", version)
+
+    def _sleep(self, sleep: Sleep) -> Program:
+        began_s = self._scheduler.now_s
+        self._refuse_unless_paused("putting it to sleep")
+        if "kv_cache" in sleep.tags:
+            if self._scheduler.lends_kv:
+                raise _conflict("KV is on lease to another engine; try again when that has fetched it")
+            self._scheduler.kv_lost()
+        yield from self._moved(lambda: self._supply.sleep(sleep.tags))
+        log.info("asleep: %s", ", ".join(self._supply.asleep))
+        return self._told(began_s)
+
+    def _wake_up(self, wake: Wake) -> Program:
+        began_s = self._scheduler.now_s
+        self._refuse_unless_paused("waking it")
+        sleeping = set(wake.tags) & set(self._supply.asleep)
+        if "weights" in sleeping:
+            yield from self._loaded(self._supply.wake_weights)
+        if "kv_cache" in sleeping:
+            yield from self._moved(self._supply.wake_kv)
+        return self._told(began_s)
+
+    def _refuse_if_asleep(self) -> None:
+        if asleep := self._supply.asleep:
+            raise _conflict(f"asleep: {', '.join(asleep)}; wake the engine first", code="asleep")
+
+    def _refuse_unless_paused(self, what: str) -> None:
+        if self.state != "paused":
+            raise _conflict(f"the engine is {self.state}; pause it before {what}", code="not_paused")
 
     # -- parts ------------------------------------------------------------------
 
@@ -244,7 +321,12 @@ class Control:
             forced or [],
             [seq.id for seq in scheduler.leaving],
             scheduler.now_s - began_s,
+            self._supply.asleep,
         )
+
+    def look(self) -> list[Seen]:
+        """What is in flight."""
+        return [self._seen(seq) for seq in self._scheduler.sequences.values()]
 
     def _seen(self, seq: Sequence) -> Seen:
         age_s = self._scheduler.now_s - seq.arrived_s
@@ -262,6 +344,14 @@ def _advance(job: Job) -> Result | None:
     except RequestError as error:
         return Denied(error.status, error.code, error.message)
     return None
+
+
+def _refused(error: ModelError) -> RequestError:
+    """Nothing has changed: it was the sender's mistake, or the sender is gone."""
+    refused = RequestError(f"the weights are refused and nothing has changed: {error}", code="bad_weights")
+    if isinstance(error, SourceLost):
+        refused.status, refused.code = 502, "source_lost"
+    return refused
 
 
 def _conflict(message: str, code: str = "conflict") -> RequestError:

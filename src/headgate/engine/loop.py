@@ -15,9 +15,10 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from headgate.core.scheduler import Scheduler
-from headgate.engine.control import Control
+from headgate.engine.control import Control, Supply
+from headgate.engine.evidence import Recorder
 from headgate.engine.post import sort_by_client
-from headgate.errors import NotAModel, RequestError
+from headgate.errors import RequestError
 from headgate.protocol.message import Abort, Answer, Call, EngineStatus, Message, Submit, Told
 from headgate.protocol.output import Refused
 from headgate.protocol.plan import StepPlan, StepResult
@@ -35,21 +36,24 @@ class EngineLoop:
         executor: Executor,
         send: Callable[[int, Told | Answer], None],
         *,
-        load_weights: Callable[[str], Future[None]] | None = None,
+        supply: Supply,
+        recorder: Recorder | None = None,
         run_ahead: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.status = EngineStatus(clock(), busy=False)  # replaced whole every turn, so any thread may read it
         self._send = send
         self._run_ahead = run_ahead  # steps on the device at once; more hides scheduling, fewer makes aborts quicker
         self._clock = clock
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()
         self._steps: deque[Future[StepResult]] = deque()
         self._refused: list[Refused] = []
+        self._recorder = recorder or Recorder()
         self._closed = False
-        self.control = Control(scheduler, load_weights=load_weights or _no_weights, tell=self._tell, wake=self.wake)
+        self.control = Control(scheduler, supply=supply, tell=self._tell, wake=self.wake)
+        scheduler.tick(clock())
+        self.status = self._look()  # replaced whole every turn, so any thread may read it
 
     def post(self, message: Message) -> None:
         """Hand the loop a message; may be called from any thread, and never blocks."""
@@ -69,7 +73,16 @@ class EngineLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Wait for something to happen, and deal with all that has."""
+        """Wait for something to happen, and deal with all that has. What comes out of it is a bug, and the end."""
+        try:
+            self._turn()
+        except Exception as error:
+            if not self._closed:
+                self._closed = True
+                self._recorder.write(error, self.scheduler, self.control.state, self.control.look())
+            raise
+
+    def _turn(self) -> None:
         messages = self._receive()
         self.scheduler.tick(self._clock())
         for message in messages:
@@ -105,6 +118,7 @@ class EngineLoop:
             counters.prompt_tokens,
             counters.cached_tokens,
             self.control.state,
+            self.control.asleep,
         )
 
     # -- in ---------------------------------------------------------------------
@@ -143,10 +157,13 @@ class EngineLoop:
 
     def _commit(self) -> None:
         while self._steps and self._steps[0].done():
-            self.scheduler.commit(self._steps.popleft().result())
+            result = self._steps.popleft().result()
+            self._recorder.landed(result)
+            self.scheduler.commit(result)
 
     def _launch(self) -> None:
         while len(self._steps) < self._run_ahead and (plan := self.scheduler.schedule()):
+            self._recorder.planned(plan)
             self._fetch(plan)
             if plan.rows:
                 step = self.executor.launch(plan)
@@ -172,7 +189,3 @@ class EngineLoop:
             # A command may have ended sequences; its clients hear that before its caller does.
             self._tell()
             self._send(job.client, Answer(job.number, result))
-
-
-def _no_weights(path: str) -> Future[None]:
-    raise NotAModel("this engine cannot load weights")

@@ -20,6 +20,7 @@ from headgate.engine.channel import EngineChannel
 from headgate.engine.start import CANNOT_START, EngineStart
 from headgate.errors import HeadgateError
 from headgate.protocol.message import Answer, Told
+from headgate.worker.build import Wanted
 
 
 def main(argument: str) -> int:
@@ -41,7 +42,8 @@ def serve(start: EngineStart) -> int:
     def send(client: int, message: Told | Answer) -> None:
         channel.send(client, message)
 
-    engine = build_engine(Path(start.model), start.config, send)
+    wanted = None if start.weights is None else Wanted(start.weights, start.version)
+    engine = build_engine(Path(start.model), start.config, send, wanted)
     channel = EngineChannel(start.address, engine.info, post=engine.loop.post, status=engine.loop.quiet)
     parent.engine = engine
     channel.start()

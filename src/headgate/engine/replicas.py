@@ -1,7 +1,11 @@
 """Several engines behind one method: started, watched, restarted; a stream whose engine dies goes on in another.
 
-Each replica is in one of three states: *starting* (no client yet), *ready* (has a client), *down* (its process has
-ended and will be started again after a pause). One task per replica owns its process and moves it between the states.
+Each replica is in one of four states: *starting* (no client yet), *ready*, *down* (its process has ended and will be
+started again after a pause), *outdated* (it can be called, but holds other weights than the fleet and gets no streams). One
+task per replica owns its process and moves it between the states.
+
+`call_all` carries out a command on every engine and remembers what it made of the fleet: which weights, paused or not. An
+engine that comes back comes back like that.
 
 A stream knows its request and every token it has passed on. When its engine is lost and another is ready, it asks that
 one for the same request plus the tokens; the reader notices nothing but the wait.
@@ -21,35 +25,67 @@ from pathlib import Path
 import msgspec
 
 from headgate.config import EngineConfig
-from headgate.engine.client import Chunk, EngineClient, TokenStream, connected
+from headgate.engine.client import CALL_TIMEOUT_S, Chunk, EngineClient, TokenStream, connected
 from headgate.engine.start import CANNOT_START, EngineStart
 from headgate.engine.tasks import lone_errors
-from headgate.errors import CannotStart, EngineDead, HeadgateError
+from headgate.errors import CannotStart, EngineDead, HeadgateError, RequestError
 from headgate.logs import LogFormat
+from headgate.protocol.command import (
+    Command,
+    Denied,
+    Files,
+    Group,
+    Pause,
+    Result,
+    Resume,
+    Source,
+    StateTold,
+    UpdateWeights,
+)
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
+from headgate.worker.stamps import Stamps, stamps
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 1800.0  # large checkpoints on slow disks
 STOP_TIMEOUT_S = 15.0
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
+PING_TIMEOUT_S = 30.0
 MOVE_TIMEOUT_S = 30.0  # how long a stream waits for an engine to go on in
+
+
+@dataclass(frozen=True)
+class FleetWeights:
+    """What every engine should hold, since the last update that succeeded."""
+
+    version: int = 0
+    source: Source | None = None  # None: the model's own
+    stamps: Stamps = field(default_factory=dict)  # of its files, by which to know them again
+
+    def to_start_with(self, start: EngineStart) -> EngineStart:
+        """`start` with these weights, if they can still be had."""
+        source = self.source
+        if isinstance(source, Files) and self.stamps and stamps(source.path) == self.stamps:
+            return msgspec.structs.replace(start, weights=source, version=self.version)
+        return start
 
 
 @dataclass(eq=False)
 class Replica:
     index: int
     address: str
-    client: EngineClient | None = None  # set while ready
+    client: EngineClient | None = None  # set while ready or outdated
     pid: int | None = None
     restarts: int = 0
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    outdated: bool = False  # holds other weights than the fleet, or none that are whole
 
     @property
     def state(self) -> str:
-        return "ready" if self.client is not None else "starting" if not self.restarts else "down"
+        if self.client is not None:
+            return "outdated" if self.outdated else "ready"
+        return "down" if self.restarts else "starting"
 
 
 class MovingStream:
@@ -80,15 +116,18 @@ class Replicas:
         self._client = client
         self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(count)]
         self._streams: set[MovingStream] = set()
+        self._weights = FleetWeights()
+        self._pause: Pause | None = None  # what the fleet was last asked
         self._changed = asyncio.Condition()
         self._stopping = False
 
     @property
     def info(self) -> EngineInfo:
-        return next(client.info for client in self._clients())
+        return next(replica.client.info for replica in self.replicas if replica.client is not None)
 
     def _clients(self) -> list[EngineClient]:
-        return [replica.client for replica in self.replicas if replica.client is not None]
+        """Of the engines that streams may use."""
+        return [replica.client for replica in self.replicas if replica.client is not None and not replica.outdated]
 
     # -- asking -----------------------------------------------------------------
 
@@ -145,6 +184,57 @@ class Replicas:
         except TimeoutError:
             raise EngineDead(f"no engine has become ready in {MOVE_TIMEOUT_S:g} s") from None
 
+    # -- control ----------------------------------------------------------------
+
+    async def call_all(
+        self, command: Command, timeout_s: float = CALL_TIMEOUT_S
+    ) -> dict[int, Result | HeadgateError]:
+        """Have every engine carry out `command`, at once; what became of it, by replica. None takes longer than told.
+
+        New weights count as the fleet's as soon as one engine holds them; one that could not follow is outdated.
+        """
+        if isinstance(command, UpdateWeights) and command.version is None:
+            # Not each engine's own next one: one of them may have missed an update.
+            command = msgspec.structs.replace(command, version=self._weights.version + 1)
+        known = _stamps_of(command)
+        calls = [_call(replica, _addressed(command, replica), timeout_s) for replica in self.replicas]
+        outcome = dict(enumerate(await asyncio.gather(*calls)))
+        self._remember(command, known, outcome)
+        for index, result in outcome.items():
+            self._judge(self.replicas[index], result)
+        await self._notify()
+        return outcome
+
+    def _remember(self, command: Command, known: Stamps, outcome: dict[int, Result | HeadgateError]) -> None:
+        """What the fleet has become, if any engine has."""
+        told = [result for result in outcome.values() if isinstance(result, StateTold)]
+        match command:
+            case UpdateWeights(source) if told:
+                self._weights = FleetWeights(told[0].version, source, known)
+                for replica in self.replicas:
+                    replica.outdated = True  # until it is seen to hold them
+            case Pause() if told:
+                self._pause = command
+            case Resume() if told:
+                self._pause = None
+            case _:
+                pass
+
+    def _judge(self, replica: Replica, result: Result | HeadgateError) -> None:
+        """Whether streams may use an engine that has answered like this."""
+        if isinstance(result, StateTold):
+            self._compare(replica, result.version)
+        elif isinstance(result, Denied) and result.code == "quarantined":
+            replica.outdated = True
+
+    def _compare(self, replica: Replica, version: int) -> None:
+        replica.outdated = version != self._weights.version
+        if replica.outdated:
+            log.warning(
+                "engine %d holds weights of version %d and the fleet %d; it gets no streams until an update",
+                *(replica.index, version, self._weights.version),
+            )
+
     # -- keeping them alive -----------------------------------------------------
 
     async def keep(self, replica: Replica, started: asyncio.Future[None]) -> None:
@@ -164,12 +254,25 @@ class Replicas:
 
     async def _live(self, replica: Replica, started: asyncio.Future[None]) -> None:
         """From the start of its process to the end of it, which always raises EngineDead."""
-        async with self._process(replica) as process:
+        weights = self._weights
+        async with self._process(replica, weights) as process:
             with lone_errors():
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_raise_at_end(process))
                     async with connected(replica.address, self._client, START_TIMEOUT_S) as client:
+                        await self._bring_up(replica, client)
+                        if self._weights is not weights:
+                            raise EngineDead("the fleet's weights changed while it started")
                         await self._offer(replica, client, started)
+
+    async def _bring_up(self, replica: Replica, client: EngineClient) -> None:
+        """Make a fresh engine what the others are: paused, if they are; and see what it holds."""
+        try:
+            if self._pause is not None:
+                await client.call(self._pause)
+            self._compare(replica, (await client.ping(PING_TIMEOUT_S)).status.version)
+        except TimeoutError:
+            raise EngineDead("it does not answer") from None
 
     async def _offer(self, replica: Replica, client: EngineClient, started: asyncio.Future[None]) -> None:
         """Let streams use `client`, until cancelled."""
@@ -185,9 +288,9 @@ class Replicas:
             await self._notify()
 
     @asynccontextmanager
-    async def _process(self, replica: Replica) -> AsyncIterator[asyncio.subprocess.Process]:
+    async def _process(self, replica: Replica, weights: FleetWeights) -> AsyncIterator[asyncio.subprocess.Process]:
         start = msgspec.structs.replace(self._start, address=replica.address, name=f"engine {replica.index}")
-        argument = msgspec.json.encode(start).decode()
+        argument = msgspec.json.encode(weights.to_start_with(start)).decode()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "headgate.engine.process", argument),
             stdin=asyncio.subprocess.PIPE,
@@ -208,6 +311,37 @@ class Replicas:
         """No stream waits for an engine any more."""
         self._stopping = True
         await self._notify()
+
+
+def _addressed(command: Command, replica: Replica) -> Command:
+    """`command` as this replica should hear it: in a group, each engine has a rank of its own."""
+    if not isinstance(command, UpdateWeights) or not isinstance(command.source, Group):
+        return command
+    try:
+        source = msgspec.structs.replace(command.source, rank=command.source.rank + replica.index)
+    except ValueError as error:
+        raise RequestError(f"the group is too small for all engines: {error}", param="world_size") from error
+    return msgspec.structs.replace(command, source=source)
+
+
+def _stamps_of(command: Command) -> Stamps:
+    """Of the files that an update names, before they are read."""
+    match command:
+        case UpdateWeights(Files(path)):
+            return stamps(path)
+        case _:
+            return {}
+
+
+async def _call(replica: Replica, command: Command, timeout_s: float) -> Result | HeadgateError:
+    if replica.client is None:
+        return EngineDead(f"engine {replica.index} is {replica.state}")
+    try:
+        return await replica.client.call(command, timeout_s)
+    except TimeoutError:
+        return EngineDead(f"engine {replica.index} has not answered in {timeout_s:g} s")
+    except HeadgateError as error:
+        return error
 
 
 async def _without_scores(stream: TokenStream, told: int) -> AsyncIterator[Chunk]:

@@ -19,7 +19,7 @@ class LinearScaling:
     factor: float
     magnitude: float = 1.0
 
-    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002
+    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         return frequencies / self.factor
 
 
@@ -33,7 +33,7 @@ class Llama3Scaling:
     original_positions: int
     magnitude: float = 1.0
 
-    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002
+    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         turns = self.original_positions * frequencies / (2 * math.pi)
         blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blend = blend.clamp(0, 1)

@@ -41,7 +41,7 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
 
 
 class Files(msgspec.Struct, frozen=True, array_like=True, tag="files"):
-    """Weights in files that the engine can read: a folder, a `.safetensors` or a GGUF file; shared memory is a folder too."""
+    """Weights that the engine can read: a folder, a `.safetensors` or a GGUF file, on disk or in shared memory."""
 
     path: str
     checksum: dict[str, str] | None = None  # SHA-256 in hex by file name; all of them match before a byte is written
@@ -60,7 +60,9 @@ class Group(msgspec.Struct, frozen=True, array_like=True, tag="group"):
         if not self.init_method.startswith("tcp://") or not host or not port.isdecimal():
             raise ValueError(f"init_method must be tcp://HOST:PORT, not {self.init_method!r}")
         if not 1 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not one of an engine in a group of {self.world_size}; 0 is the trainer")
+            raise ValueError(
+                f"rank {self.rank} is not one of an engine in a group of {self.world_size}; 0 is the trainer"
+            )
         if not self.timeout_s > 0:
             raise ValueError("timeout_s must be above 0")
 

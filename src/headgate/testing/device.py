@@ -75,6 +75,14 @@ class FakeDevice:
             self._write(row, start, count)
         return StepResult(plan.step, self._sample(plan), {}, self._score(plan))
 
+    def forget(self) -> None:
+        """All KV is lost."""
+        self.kv = [[-1] * self.block_size for _ in self.kv]
+
+    def write_token(self, row: int, position: int, token: int) -> None:
+        """Take another device's word for what was sampled."""
+        self._tokens[row][position:] = [token]
+
     def read(self, row: int, stop: int) -> list[Entry]:
         table, size = self._tables[row], self.block_size
         return [self.kv[table[position // size]][position % size] for position in range(stop)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
 
+from headgate.protocol.command import Tag
 from headgate.protocol.plan import StepPlan, StepResult
 from headgate.testing.device import FakeDevice
 
@@ -18,16 +20,18 @@ class ManualClock:
 
 
 class FakeExecutor:
-    """Runs plans on a `FakeDevice`: each at once, or, with `by_hand`, when `land` is called."""
+    """Executor and supply. Runs plans on a `FakeDevice`: each at once, or, with `by_hand`, when `land` is called."""
 
     def __init__(self, device: FakeDevice, *, by_hand: bool = False) -> None:
         self.device = device
         self.by_hand = by_hand
         self.plans: list[StepPlan] = []
+        self.asleep: tuple[Tag, ...] = ()
         self._futures: deque[Future[StepResult]] = deque()
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
+        assert not self.asleep, "a step was launched on memory that sleeps"
         self.plans.append(plan)
         self.device.launch(plan)
         self._futures.append(future)
@@ -45,10 +49,28 @@ class FakeExecutor:
 
     def load_weights(self, source: object) -> Future[None]:
         self.device.version += 1
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return self.wake_weights()
+
+    def sleep(self, tags: Collection[Tag]) -> Future[None]:
+        if "kv_cache" in tags:
+            self.device.forget()
+        self.asleep = tuple({*self.asleep, *tags})
+        return done()
+
+    def wake_weights(self) -> Future[None]:
+        self.asleep = tuple(tag for tag in self.asleep if tag != "weights")
+        return done()
+
+    def wake_kv(self) -> Future[None]:
+        self.asleep = tuple(tag for tag in self.asleep if tag != "kv_cache")
+        return done()
 
     def close(self) -> None:
         while self._futures:
             self.land()
+
+
+def done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

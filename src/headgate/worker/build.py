@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from headgate.config import EngineConfig
-from headgate.errors import ModelError, OutOfMemory
+from headgate.errors import ModelError, OutOfMemory, RequestError
 from headgate.layers.backend import KV
 from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of
+from headgate.protocol.command import Files
 from headgate.text.tokenizer import load_tokenizer
 from headgate.worker.draw import draw, fastest_draw
 from headgate.worker.executor import Executor, LocalExecutor, PipelinedExecutor
-from headgate.worker.gguf import GGUFWeights
 from headgate.worker.grammar import Grammars, read_vocabulary
 from headgate.worker.memory import GIB, free_bytes
 from headgate.worker.rows import Rows
 from headgate.worker.runner import ModelRunner
-from headgate.worker.weights import SafetensorsFolder, WeightSource, load_weights
+from headgate.worker.supply import Origin, Supply, open_files, open_source, origin_of
+from headgate.worker.weights import Loadable, WeightSource, load_weights
 from headgate.zoo.gguf import hub_config, read_gguf
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Worker:
     executor: Executor
+    supply: Supply
+    version: int  # of the weights
     spec: ModelSpec
     device: str
     backend: str
@@ -49,10 +52,18 @@ class Worker:
     takes_grammars: bool
 
 
-def build_worker(path: Path, config: EngineConfig) -> Worker:
-    """A worker for the model in `path`, a folder or a GGUF file, with its weights loaded."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Weights that the model is to hold instead of its own."""
+
+    files: Files
+    version: int
+
+
+def build_worker(path: Path, config: EngineConfig, wanted: Wanted | None = None) -> Worker:
+    """A worker for the model in `path`, a folder or a GGUF file, with its weights or the wanted ones loaded."""
     device = choose_device(config.device)
-    spec, source = open_model(path)
+    spec, own = open_model(path)
     model = build_model(
         spec,
         device=device,
@@ -63,7 +74,7 @@ def build_worker(path: Path, config: EngineConfig) -> Worker:
     with ThreadPoolExecutor(1) as aside:
         # A second for a large vocabulary, hidden behind the weights.
         grammars = aside.submit(read_grammars, path, spec)
-        load_weights(model, source, progress=True)
+        origin, version = load_first_weights(model, Files(str(path)), own, wanted)
     num_blocks, max_context = size_kv(model, device, config)
     on_gpu = device.type == "cuda"
     max_batch_tokens = config.max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
@@ -85,8 +96,11 @@ def build_worker(path: Path, config: EngineConfig) -> Worker:
         grammars=grammars.result(),
         graphs=capture_graphs(model, kv, rows) if config.graphs and model.backend.name.startswith("triton") else None,
     )
+    executor = PipelinedExecutor(runner) if on_gpu else LocalExecutor(runner)
     return Worker(
-        executor=PipelinedExecutor(runner) if on_gpu else LocalExecutor(runner),
+        executor=executor,
+        supply=Supply(executor, origin),
+        version=version,
         spec=spec,
         device=str(device),
         backend=model.backend.name,
@@ -111,13 +125,30 @@ def capture_graphs(model: DenseModel, kv: list[KV], rows: Rows) -> DecodeGraphs:
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise RequestError(f"device is {name}, and torch finds no CUDA GPU on this machine; try cpu")
     return torch.device(name)
 
 
 def open_model(path: Path) -> tuple[ModelSpec, WeightSource]:
-    if path.is_file():
-        return spec_of(Config(str(path), hub_config(read_gguf(path)))), GGUFWeights(path)
-    return read_spec(path), SafetensorsFolder(path)
+    spec = spec_of(Config(str(path), hub_config(read_gguf(path)))) if path.is_file() else read_spec(path)
+    return spec, open_files(path)
+
+
+def load_first_weights(
+    model: Loadable, checkpoint: Files, own: WeightSource, wanted: Wanted | None
+) -> tuple[Origin, int]:
+    """Where the weights came from and their version: the wanted ones if they can be had, or the checkpoint's own."""
+    if wanted is not None:
+        try:
+            origin = origin_of(wanted.files)
+            load_weights(model, open_source(wanted.files))
+            return origin, wanted.version
+        except ModelError as error:
+            log.warning("weights of version %d cannot be had again, starting without: %s", wanted.version, error)
+    origin = origin_of(checkpoint)
+    load_weights(model, own, progress=True)
+    return origin, 0
 
 
 def read_grammars(path: Path, spec: ModelSpec) -> Grammars | None:

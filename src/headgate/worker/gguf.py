@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 
-from headgate.worker.weights import TensorInfo
+from headgate.worker.weights import OpenFile, TensorInfo, refuse_checksums
 from headgate.zoo.gguf import NamedTensor, StoredTensor, hub_tensors, read_gguf
 
 # Stored as torch has them; anything else is unpacked to float32 first.
@@ -22,8 +22,11 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class GGUFWeights:
     """The weights of one GGUF file. Quantised tensors come as `dtype`, the others as they are stored."""
 
-    def __init__(self, path: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, path: str | Path, checksum: Mapping[str, str] | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.path = Path(path)
+        self.checksum = checksum or {}
         self.dtype = dtype
         self._tensors = hub_tensors(read_gguf(self.path))
 
@@ -31,6 +34,7 @@ class GGUFWeights:
         return f"<GGUFWeights {self.path.name}, {len(self._tensors)} tensors>"
 
     def metadata(self) -> Mapping[str, TensorInfo]:
+        refuse_checksums([OpenFile(self.path)], self.checksum)
         return {
             tensor.name: TensorInfo(PLAIN.get(tensor.stored.kind, self.dtype), tensor.stored.shape)
             for tensor in self._tensors

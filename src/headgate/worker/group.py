@@ -2,7 +2,7 @@
 
 Every part of it is a collective of all ranks:
 
-1. the trainer broadcasts a header, JSON: which tensors will come, in their order
+1. the trainer broadcasts a header, JSON: which tensors will come, in their order, and how large a bucket is
 2. everyone tells everyone whether it takes them; one objection ends the exchange for all, with its reason
 3. the trainer broadcasts the tensors as raw bytes, packed in buckets that both sides work out from the header
 4. everyone tells everyone that it has them all
@@ -26,16 +26,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from headgate.errors import BrokenCheckpoint, SourceLost
 from headgate.protocol.command import Group
 from headgate.worker.weights import TensorInfo, type_name
 
+dist: Any = torch.distributed  # whose stubs leave out half of it
+
 FORMAT = 1
 BUCKET = 64 * 2**20  # bytes; a larger tensor has a bucket of its own
 ALIGN = 16  # bytes; any dtype can be viewed at such an offset
 VERDICT = 1024  # bytes of UTF-8; none is consent
+LEAVE_S = 5.0  # how long the trainer waits for engines to hear of the end
 MARGIN = 256 * 2**20  # bytes that staging leaves free
 
 
@@ -45,7 +48,7 @@ class Bucket:
     starts: dict[str, int]  # by tensor
 
 
-def pack_buckets(tensors: Mapping[str, TensorInfo], most: int = BUCKET) -> list[Bucket]:
+def pack_buckets(tensors: Mapping[str, TensorInfo], most: int) -> list[Bucket]:
     """Which tensors travel together, and where in the bucket each begins."""
     buckets = [Bucket(0, {})]
     for name, info in tensors.items():
@@ -64,17 +67,28 @@ def size_of(info: TensorInfo) -> int:
 # -- the header ------------------------------------------------------------------------
 
 
-def encode_header(tensors: Mapping[str, TensorInfo]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Header:
+    tensors: dict[str, TensorInfo]
+    bucket_bytes: int
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return pack_buckets(self.tensors, self.bucket_bytes)
+
+
+def encode_header(header: Header) -> bytes:
+    tensors = header.tensors
     entries = [{"name": name, "dtype": type_name(i.dtype), "shape": list(i.shape)} for name, i in tensors.items()]
-    return json.dumps({"headgate": FORMAT, "tensors": entries}).encode()
+    return json.dumps({"headgate": FORMAT, "bucket_bytes": header.bucket_bytes, "tensors": entries}).encode()
 
 
-def decode_header(header: bytes) -> dict[str, TensorInfo]:
+def decode_header(data: bytes) -> Header:
     try:
-        content = json.loads(header)
+        content = json.loads(data)
         if content["headgate"] != FORMAT:
             raise ValueError(f"format {content['headgate']}")
-        return dict(decode_entry(entry) for entry in content["tensors"])
+        return Header(dict(decode_entry(entry) for entry in content["tensors"]), int(content["bucket_bytes"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenCheckpoint(f"the trainer's header is not one that we know: {error!r}") from error
 
@@ -96,10 +110,9 @@ class Circle:
         self.rank, self.world_size = rank, world_size
         self._deadline_s = time.monotonic() + timeout_s
         with lost("the group could not be joined"):
-            self._store = dist.TCPStore(
-                *(*address, None, rank == 0), timeout=self._left(), wait_for_workers=False, multi_tenant=False
-            )
-            self._group = dist.ProcessGroupGloo(self._named_store(), rank, world_size, self._options(address))  # type: ignore[arg-type]
+            self._store = dist.TCPStore(*address, None, rank == 0, self._left(), wait_for_workers=False)
+            named = dist.PrefixStore("headgate", self._store)
+            self._group = dist.ProcessGroupGloo(named, rank, world_size, self._options(address))
 
     def broadcast(self, data: torch.Tensor) -> None:
         """From rank 0 into the `data` of all others."""
@@ -124,20 +137,20 @@ class Circle:
         """Tell all what we object to, if anything, and hear their objections, by rank."""
         mine = as_bytes(objection.encode()[:VERDICT].ljust(VERDICT, b"\0"))
         heard = [torch.empty_like(mine) for _ in range(self.world_size)]
-        options = dist.AllgatherOptions()
+        options = dist.distributed_c10d.AllgatherOptions()
         options.timeout = self._left()
         with lost("another rank of the group is gone"):
             self._group.allgather([heard], [mine], options).wait()
         told = (each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in heard)
         return {rank: objection for rank, objection in enumerate(told) if objection}
 
-    def leave(self) -> None:
-        """Go, and if we are the trainer, who keeps the meeting place, go last."""
+    def leave(self, *, last: bool = False) -> None:
+        """Go. The trainer keeps the meeting place, so when all is well it goes last."""
         with suppress(Exception):
-            if self.rank:
-                self._store.set(f"left/{self.rank}", b"")
-            else:
-                self._store.wait([f"left/{rank}" for rank in range(1, self.world_size)], self._left())
+            if last:
+                self._store.wait([f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_S))
+            elif self.rank:
+                self._store.set(f"left/{self.rank}", "")
         self.__dict__.clear()  # closes the connections, whoever still looks at us
 
     def _left(self) -> timedelta:
@@ -146,14 +159,11 @@ class Circle:
             raise SourceLost("the time for this exchange is up")
         return timedelta(seconds=max(left_s, 0.001))
 
-    def _named_store(self) -> dist.Store:
-        return dist.PrefixStore("headgate", self._store)
-
-    def _options(self, address: tuple[str, int]) -> dist.ProcessGroupGloo.Options:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    def _options(self, address: tuple[str, int]) -> Any:
+        options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(address))]
         options._timeout = self._left()
-        return options  # type: ignore[no-any-return]
+        return options
 
 
 def own_address(peer: tuple[str, int]) -> str:
@@ -189,7 +199,7 @@ class GroupWeights:
         self._group = group
         self._room = room
         self._circle: Circle | None = None
-        self._tensors: dict[str, TensorInfo] = {}
+        self._header: Header | None = None
         self._accepted = False
 
     def __repr__(self) -> str:
@@ -216,14 +226,18 @@ class GroupWeights:
         return self._circle
 
     def metadata(self) -> Mapping[str, TensorInfo]:
-        if not self._tensors:
-            self._tensors = decode_header(self._joined.broadcast_bytes())
-        return self._tensors
+        return self._heard.tensors
+
+    @property
+    def _heard(self) -> Header:
+        if self._header is None:
+            self._header = decode_header(self._joined.broadcast_bytes())
+        return self._header
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._accepted = True
         self._agree()
-        buckets = pack_buckets(self.metadata())
+        buckets = self._heard.buckets
         incoming = self._receive(buckets)
         if sum(bucket.size for bucket in buckets) * 1.05 + MARGIN <= self._room():
             staged = deque(incoming)
@@ -239,7 +253,7 @@ class GroupWeights:
             data = torch.empty(bucket.size, dtype=torch.uint8)
             self._joined.broadcast(data)
             for name, start in bucket.starts.items():
-                info = self._tensors[name]
+                info = self._heard.tensors[name]
                 yield name, data[start : start + size_of(info)].view(info.dtype).view(info.shape)
 
     def _agree(self) -> None:
@@ -250,13 +264,14 @@ class GroupWeights:
 # -- the trainer's side ----------------------------------------------------------------
 
 
-def offer(circle: Circle, tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
+def offer(circle: Circle, tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET) -> dict[int, str]:
     """Send `tensors` to all engines; says who objects, by rank. Without objections all have all of them."""
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    circle.broadcast_bytes(encode_header(infos))
+    header = Header(infos, bucket_bytes)
+    circle.broadcast_bytes(encode_header(header))
     if objections := circle.poll():
         return objections
-    for bucket in pack_buckets(infos):
+    for bucket in header.buckets:
         circle.broadcast(fill_bucket(bucket, tensors))
     return circle.poll()
 

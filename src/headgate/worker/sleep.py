@@ -35,7 +35,7 @@ class Sleeper:
                 drop_pages(storage.data_ptr(), size)
             else:
                 storage.resize_(0)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def take_again(self) -> None:
@@ -44,24 +44,27 @@ class Sleeper:
             if self.size > (free := free_bytes(device)):
                 need = f"{self.size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free"
                 raise OutOfMemory(f"waking needs {need}; free some and wake again")
-        for storage, size in self._storages:
-            if storage.device.type != "cpu":  # pages of the machine come by themselves when they are touched
-                storage.resize_(size)
-                storage.fill_(0)
+        try:
+            for storage, size in self._storages:
+                if storage.device.type != "cpu":  # pages of the machine come by themselves when they are touched
+                    storage.resize_(size)
+                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+        except torch.OutOfMemoryError as error:
+            self.give_back()
+            raise OutOfMemory(f"the device has no room to wake: {error}") from error
 
 
 def drop_pages(address: int, size: int) -> None:
     """Give whole pages of private memory back to the machine; they read as zeros until someone writes."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    # The ends of the range share their pages with others, so they are cleared and stay.
-    if first >= last:
+    whole = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
+    # The ends of the range share their pages with others, so they are only cleared.
+    if first >= last or _libc.madvise(*whole, MADV_DONTNEED):
         ctypes.memset(address, 0, size)
-        return
-    ctypes.memset(address, 0, first - address)
-    ctypes.memset(last, 0, address + size - last)
-    if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED):
-        raise OSError(ctypes.get_errno(), "the machine does not take memory back")
+    else:
+        ctypes.memset(address, 0, first - address)
+        ctypes.memset(last, 0, address + size - last)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -23,6 +23,7 @@ from headgate.worker.weights import SafetensorsFiles, SafetensorsFolder, WeightS
 
 
 def open_source(source: Source) -> WeightSource:
+    """Not a tensor is read yet. SourceLost or NotAModel if there is nothing to read."""
     match source:
         case Files(path, checksum):
             return open_files(Path(path), checksum)
@@ -31,11 +32,14 @@ def open_source(source: Source) -> WeightSource:
 
 
 def open_files(path: Path, checksum: dict[str, str] | None = None) -> WeightSource:
-    if path.suffix == ".safetensors":
-        return SafetensorsFiles([path], checksum)
-    if path.is_file():
-        return GGUFWeights(path, checksum)
-    return SafetensorsFolder(path, checksum)
+    try:
+        if path.suffix == ".safetensors":
+            return SafetensorsFiles([path], checksum)
+        if path.is_file():
+            return GGUFWeights(path, checksum)
+        return SafetensorsFolder(path, checksum)
+    except OSError as error:
+        raise SourceLost(f"{path} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class Stored:
 
     def read(self, name: str) -> torch.Tensor:
         data = torch.empty(self.end - self.start, dtype=torch.uint8)
-        if not self.file.fill(memoryview(data.numpy()), self.start):
+        if not self.file.fill(data.numpy().data, self.start):
             raise SourceLost(f"{self.file.path} was cut short while tensor {name} was read from it")
         return data.view(self.info.dtype).view(self.info.shape)
 
@@ -221,11 +221,9 @@ class SafetensorsFiles:
 
     def _tensors(self) -> dict[str, Stored]:
         if self._stored is None:
-            refuse_unknown_files(self.checksum, self.files)
             opened = [OpenFile(path) for path in self.files]
             self._stored = {name: stored for file in opened for name, stored in read_header(file).items()}
-            for file in opened:
-                refuse_checksum(file, self.checksum.get(file.path.name))
+            refuse_checksums(opened, self.checksum)
         return self._stored
 
 
@@ -236,14 +234,13 @@ class SafetensorsFolder(SafetensorsFiles):
         super().__init__(weight_files(Path(folder)), checksum)
 
 
-def refuse_unknown_files(checksum: Mapping[str, str], files: list[Path]) -> None:
-    if unknown := checksum.keys() - {path.name for path in files}:
+def refuse_checksums(files: list[OpenFile], checksum: Mapping[str, str]) -> None:
+    if unknown := checksum.keys() - {file.path.name for file in files}:
         raise BrokenCheckpoint(f"there is a checksum for {min(unknown)}, and no such file")
-
-
-def refuse_checksum(file: OpenFile, expected: str | None) -> None:
-    if expected is not None and (found := file.sha256()) != expected.lower():
-        raise BrokenCheckpoint(f"{file.path} has SHA-256 {found}; {expected.lower()} was promised")
+    for file in files:
+        expected = checksum.get(file.path.name)
+        if expected is not None and (found := file.sha256()) != expected.lower():
+            raise BrokenCheckpoint(f"{file.path} has SHA-256 {found}; {expected.lower()} was promised")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -15,9 +15,10 @@ import triton.language as tl
 
 from headgate.layers.backend import KV, Heads
 from headgate.layers.batch import Batch
+from headgate.layers.triton.overlap import overlap, wait_for_previous
 
 LOG2E = 1.4426950408889634
-MAX_SPLITS = 64
+SPLITS = (1, 2, 4, 16, 64)
 # Keys that make a split worth its while, and programs that keep the device busy.
 SPLIT_KEYS, BUSY = 64, 528
 LONG = 1024
@@ -51,8 +52,9 @@ def prefill_tile(size: int, dtype: torch.dtype) -> Tile:
 
 def splits_for(batch: int, kv_heads: int, max_context: int) -> int:
     """Into how many runs to cut each sequence: a power of two, one when there are sequences enough."""
-    most = min(-(-max_context // SPLIT_KEYS), max(1, BUSY // (batch * kv_heads)), MAX_SPLITS)
-    return 1 << (most.bit_length() - 1)
+    most = min(-(-max_context // SPLIT_KEYS), max(1, BUSY // (batch * kv_heads)))
+    # Few kinds, for each is compiled.
+    return max(splits for splits in SPLITS if splits <= most)
 
 
 def is_roomy(device: torch.device) -> bool:
@@ -132,6 +134,7 @@ def decode(
         PRECISION="ieee",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlap(q),
     )
     return out
 
@@ -179,6 +182,7 @@ def prefill(
         PRECISION="ieee",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlap(q),
     )
     return out
 
@@ -216,10 +220,12 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Heads vary fastest: programs that run together read neighbouring memory.
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     context = tl.load(contexts + sequence)
+    wait_for_previous(PDL)
     first = 0
     if WINDOWED:
         first = tl.maximum(context - window, 0)
@@ -332,8 +338,10 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head, tile = tl.program_id(0), tl.program_id(1)
+    wait_for_previous(PDL)
     index = slice_of(tile, query_starts, slices, QUERIES)
     start = tl.load(query_starts + index)
     count = tl.load(query_starts + index + 1) - start

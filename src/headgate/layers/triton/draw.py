@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headgate.layers.triton.overlap import overlap, wait_for_previous
+
 CHUNK = 2048
 
 
@@ -38,6 +40,7 @@ def find_finalists(
         finalists.chunks,
         CHUNK=CHUNK,
         num_warps=4,
+        **overlap(logits),
     )
 
 
@@ -68,10 +71,13 @@ def winner_kernel(sums, ids, tokens, chunks, PADDED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "keys"])
-def chunk_kernel(logits, temperatures, keys, sums, ids, vocab, stride, chunks, CHUNK: tl.constexpr):
+def chunk_kernel(
+    logits, temperatures, keys, sums, ids, vocab, stride, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab
+    wait_for_previous(PDL)
     score = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
     temperature = tl.load(temperatures + row)
     if temperature > 0:

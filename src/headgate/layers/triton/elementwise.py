@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headgate.layers.triton.overlap import overlap, wait_for_previous
+
 GATE_BLOCK = 1024
 
 
@@ -16,7 +18,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if rows:
         block = triton.next_power_of_2(columns)
         add_rms_norm_kernel[(rows,)](
-            x, residual, weight, out, columns, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+            x, residual, weight, out, columns, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x)
         )
     return out
 
@@ -27,15 +29,17 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(rows, columns)
     if rows:
         grid = (rows, triton.cdiv(columns, GATE_BLOCK))
-        silu_mul_kernel[grid](gate_up, out, columns, BLOCK=GATE_BLOCK, num_warps=4)
+        silu_mul_kernel[grid](gate_up, out, columns, BLOCK=GATE_BLOCK, num_warps=4, **overlap(out))
     return out
 
 
 @triton.jit
-def add_rms_norm_kernel(x, residual, weight, out, columns, eps, BLOCK: tl.constexpr):
+def add_rms_norm_kernel(x, residual, weight, out, columns, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     column = tl.arange(0, BLOCK)
     inside = column < columns
     at = tl.program_id(0).to(tl.int64) * columns + column
+    scales = tl.load(weight + column, mask=inside, other=0.0)
+    wait_for_previous(PDL)
     total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     # What is normed is what the stream holds, rounded.
@@ -43,15 +47,16 @@ def add_rms_norm_kernel(x, residual, weight, out, columns, eps, BLOCK: tl.conste
     tl.store(residual + at, held, mask=inside)
     wide = held.to(tl.float32)
     wide *= 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / columns + eps)
-    scaled = wide.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0)
+    scaled = wide.to(out.dtype.element_ty).to(tl.float32) * scales
     tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, columns, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
+    wait_for_previous(PDL)
     gate = tl.load(gate_up + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
     gated = gate / (1.0 + tl.exp(-gate))

@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from headgate.layers.triton.overlap import overlap, wait_for_previous
+
 MAX_ROWS = 16
 # A narrower product has too few programs to keep the device busy.
 MIN_WIDTH = 2048
-# Numbers of a matrix that a program of `vector_linear` reads at once, and threads that do it.
-VECTOR_TILE, VECTOR_WARPS = 8192, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,15 @@ def small_linear(
         PRECISION="ieee",
         num_warps=cut.warps,
         num_stages=cut.stages,
+        **overlap(x),
     )
     return out
+
+
+def vector_cut(columns: int) -> Cut:
+    if columns <= 1024:
+        return Cut(2, max(triton.next_power_of_2(columns), 16), 4, 1)
+    return Cut(2, 2048, 8 if columns <= 2048 else 4, 1)
 
 
 def vector_linear(
@@ -87,17 +94,14 @@ def vector_linear(
     bias: torch.Tensor | None,
     *,
     gated: bool = False,
-    rows_each: int | None = None,
-    step: int | None = None,
-    warps: int = VECTOR_WARPS,
+    cut: Cut | None = None,
 ) -> torch.Tensor:
     """As `small_linear`, for a single row: no matrix units, and all of a program's loads in flight at once."""
     columns = x.shape[1]
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
-    step = step or min(triton.next_power_of_2(columns), 1024)
-    rows_each = rows_each or VECTOR_TILE // step
+    cut = cut or vector_cut(columns)
     out = x.new_empty(1, rows)
-    vector_linear_kernel[(triton.cdiv(rows, rows_each),)](
+    vector_linear_kernel[(triton.cdiv(rows, cut.rows),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -106,9 +110,10 @@ def vector_linear(
         COLUMNS=columns,
         BIASED=bias is not None,
         GATED=gated,
-        ROWS=rows_each,
-        STEP=step,
-        num_warps=warps,
+        ROWS=cut.rows,
+        STEP=cut.columns,
+        num_warps=cut.warps,
+        **overlap(x),
     )
     return out
 
@@ -125,20 +130,23 @@ def vector_linear_kernel(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     owned = row < rows
-    weight_at = weight + row[:, None].to(tl.int64) * COLUMNS
     sums = tl.zeros([ROWS, STEP], tl.float32)
     gated_sums = tl.zeros([ROWS, STEP], tl.float32)
+    at = weight + row[:, None].to(tl.int64) * COLUMNS
+    gated_at = at + rows.to(tl.int64) * COLUMNS
     for first in tl.static_range(0, COLUMNS, STEP):
         column = first + tl.arange(0, STEP)
         inside = column < COLUMNS
         mask = owned[:, None] & inside[None, :]
-        w = tl.load(weight_at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        w = tl.load(at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         if GATED:
-            u_at = weight_at + rows.to(tl.int64) * COLUMNS + column[None, :]
-            u = tl.load(u_at, mask=mask, other=0.0, eviction_policy="evict_first")
+            u = tl.load(gated_at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        if first == 0:
+            wait_for_previous(PDL)  # the first weights are on their way already
         numbers = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         sums += w.to(tl.float32) * numbers
         if GATED:
@@ -169,6 +177,7 @@ def linear_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -176,6 +185,7 @@ def linear_kernel(
     weight_at = weight + row[:, None].to(tl.int64) * COLUMNS
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     other = tl.zeros([ROWS, TOKENS], tl.float32)
+    wait_for_previous(PDL)
     for first in range(0, COLUMNS, STEP):
         column = first + tl.arange(0, STEP)
         inside = column < COLUMNS

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from headgate.layers.backend import KV, Heads, Rotary
+from headgate.layers.triton.overlap import overlap, wait_for_previous
 
 
 def rope_and_write(
@@ -38,6 +39,7 @@ def rope_and_write(
             SIZE=heads.size,
             HALF=triton.next_power_of_2(heads.size // 2),
             num_warps=1,
+            **overlap(qkv),
         )
     return qkv.view(len(qkv), -1, heads.size)[:, : heads.query]
 
@@ -61,6 +63,7 @@ def rope_and_write_kernel(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position, slot = tl.load(positions + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
@@ -73,6 +76,7 @@ def rope_and_write_kernel(
     inside = (row <= GROUP) & (column < SIZE // 2)
     source_head = tl.where(is_key, KV_HEADS * GROUP + head, head * GROUP + row)
     at = qkv + token * ((GROUP + 2) * KV_HEADS * SIZE) + source_head * SIZE + column
+    wait_for_previous(PDL)
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + SIZE // 2, mask=inside, other=0.0).to(tl.float32)
     if NORMED:

@@ -1,0 +1,106 @@
+"""What an engine leaves behind when it dies of a bug: its last plans, what they answered, and where everything stood.
+
+The file is JSON and can be run again on the fake device: `headgate.engine.replay`. It holds the token ids of requests, so
+only its owner may read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from headgate.core.scheduler import Scheduler
+from headgate.protocol.command import Seen, State
+from headgate.protocol.plan import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+PLANS = 256  # how many are kept
+FILES = 16  # how many may lie in the folder; an engine that dies again and again does not fill the disk
+
+
+class Step(msgspec.Struct):
+    """A plan, and the tokens that the device answered, unless it never did."""
+
+    plan: StepPlan
+    tokens: list[int] | None = None
+
+
+class Evidence(msgspec.Struct, frozen=True):
+    error: str
+    when: str
+    state: State
+    scheduler: str  # its repr
+    sequences: list[Seen]
+    leaving: list[int]
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    vocab_size: int
+    steps: list[Step]  # the last ones, oldest first
+
+
+class Recorder:
+    """Keeps the last steps of a loop."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(tempfile.gettempdir()) / f"headgate-crashes-{os.getuid()}"
+        self._steps: deque[Step] = deque(maxlen=PLANS)
+        self._flying: deque[Step] = deque()
+
+    def planned(self, plan: StepPlan) -> None:
+        step = Step(plan)
+        self._steps.append(step)
+        if plan.rows:  # a plan without only fetches, and is not answered
+            self._flying.append(step)
+
+    def landed(self, result: StepResult) -> None:
+        self._flying.popleft().tokens = result.tokens
+
+    def write(self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[Seen]) -> Path | None:
+        """Leave a file, and say where. An engine that cannot even do that still dies of its first error."""
+        evidence = self._collect(error, scheduler, state, sequences)
+        try:
+            path = write_private(self.folder, msgspec.json.encode(evidence))
+        except OSError as failure:
+            log.error("evidence of the crash could not be written to %s: %s", self.folder, failure)
+            return None
+        log.critical("the engine dies of a bug; its last %d plans are in %s", len(evidence.steps), path)
+        return path
+
+    def _collect(self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[Seen]) -> Evidence:
+        return Evidence(
+            error="".join(traceback.format_exception(error)),
+            when=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            state=state,
+            scheduler=repr(scheduler),
+            sequences=sequences,
+            leaving=[seq.id for seq in scheduler.leaving],
+            num_blocks=scheduler.pool.num_blocks,
+            block_size=scheduler.pool.block_size,
+            max_rows=scheduler.limits.max_running,
+            vocab_size=scheduler.limits.vocab_size,
+            steps=list(self._steps),
+        )
+
+
+def write_private(folder: Path, content: bytes) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in sorted(folder.glob("crash-*.json"), key=lambda path: path.stat().st_mtime_ns)[: 1 - FILES]:
+        old.unlink(missing_ok=True)
+    path = folder / f"crash-{os.getpid()}-{time.time_ns()}.json"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    return path
+
+
+def read_evidence(path: str | Path) -> Evidence:
+    return msgspec.json.decode(Path(path).read_bytes(), type=Evidence)

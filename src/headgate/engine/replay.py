@@ -1,0 +1,207 @@
+"""A crash looked into: the plans that an engine left behind, run again on the fake device.
+
+Each slice must find, through its row's block table, exactly the KV of the tokens before it. The first plan whose slices do
+not is what went wrong, or a consequence close to it. The evidence may begin in the middle of an engine's life: what an
+earlier plan has set up is then taken on trust, row by row and block by block, until a plan that we have touches it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from headgate.engine.evidence import Evidence, Step, read_evidence
+from headgate.protocol.plan import StepPlan
+from headgate.testing.device import FakeDevice, entry
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    steps: int  # that were run
+    step: int | None = None  # the number of the first plan that makes no sense
+    fault: str | None = None  # what is wrong with it
+    error: str = ""  # what the engine died of
+
+    def __str__(self) -> str:
+        found = "every plan is consistent" if self.fault is None else f"plan {self.step}: {self.fault}"
+        return f"{self.steps} plans run again; {found}"
+
+
+class Inconsistent(Exception):
+    """A plan that no device could carry out as it was meant."""
+
+
+def replay(path: str | Path) -> Replay:
+    evidence = read_evidence(path)
+    replayer = Replayer(evidence)
+    for count, step in enumerate(evidence.steps):
+        try:
+            replayer.run(step)
+        except Inconsistent as fault:
+            return Replay(count, step.plan.step, str(fault), evidence.error)
+    return Replay(len(evidence.steps), error=evidence.error)
+
+
+@dataclass
+class Row:
+    """What we know of a device row since the `Join` that we saw."""
+
+    tokens: list[int]
+    blocks: list[int]
+    mixed: bool = False  # lived through a change of weights: its KV has no reference
+
+
+@dataclass
+class Replayer:
+    evidence: Evidence
+    rows: dict[int, Row] = field(default_factory=dict)
+    writers: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a block: the last row, and in which plan
+    filled: set[int] = field(default_factory=set)  # blocks that someone else has written, we do not know with what
+
+    def __post_init__(self) -> None:
+        evidence = self.evidence
+        self.device = FakeDevice(
+            *(evidence.num_blocks, evidence.block_size, evidence.max_rows, evidence.vocab_size),
+            version=evidence.steps[0].plan.version if evidence.steps else 0,
+        )
+        self.whole = bool(evidence.steps) and evidence.steps[0].plan.step == 0  # nothing came before
+
+    def run(self, step: Step) -> None:
+        plan = step.plan
+        self._change_weights(plan.version)
+        self._seat(plan)
+        known = [i for i, row in enumerate(plan.rows) if self._knows(row)]
+        for i in known:
+            self._check_shape(plan, i)
+        self._trust(plan, known)
+        self.device.launch(without_others(plan, known))
+        self.device.land()
+        for i in known:
+            self._note_writes(plan, i)
+        for i in known:
+            self._check_reads(plan, i)
+        self._learn_tokens(step)
+
+    def _change_weights(self, version: int) -> None:
+        if version != self.device.version:
+            self.device.version = version
+            for row in self.rows.values():
+                row.mixed = True
+
+    def _seat(self, plan: StepPlan) -> None:
+        for join in plan.joins:
+            self._check_row(join.row)
+            self._check_blocks(join.blocks)
+            self.rows[join.row] = Row(list(join.tokens), list(join.blocks))
+        for number, blocks in plan.grown:
+            self._check_row(number)
+            self._check_blocks(blocks)
+            if row := self.rows.get(number):
+                row.blocks += blocks
+            else:
+                self._leave_to_others(blocks)
+        for fetch in plan.fetches:
+            self._check_blocks(fetch.blocks)
+            self._leave_to_others(fetch.blocks)
+
+    def _leave_to_others(self, blocks: tuple[int, ...]) -> None:
+        """A transfer, or a row that joined before our time, writes these."""
+        for block in blocks:
+            self.device.kv[block] = [-1] * self.evidence.block_size
+            self.writers.pop(block, None)
+            self.filled.add(block)
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.evidence.max_rows:
+            raise Inconsistent(f"row {row} does not exist; there are {self.evidence.max_rows}")
+
+    def _check_blocks(self, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            if not 0 <= block < self.evidence.num_blocks:
+                raise Inconsistent(f"block {block} does not exist; there are {self.evidence.num_blocks}")
+
+    def _knows(self, row: int) -> bool:
+        self._check_row(row)
+        if row not in self.rows and self.whole:
+            raise Inconsistent(f"row {row} computes, and no sequence has joined it")
+        return row in self.rows
+
+    def _check_shape(self, plan: StepPlan, i: int) -> None:
+        number, start, count = plan.rows[i], plan.starts[i], plan.counts[i]
+        row, end = self.rows[number], start + count
+        if plan.rows.index(number) != i:
+            raise Inconsistent(f"row {number} has two slices")
+        if count < 1:
+            raise Inconsistent(f"row {number} has nothing to compute")
+        if end > len(row.tokens):
+            raise Inconsistent(f"row {number} computes to position {end} and has {len(row.tokens)} tokens")
+        if end > len(row.blocks) * self.evidence.block_size:
+            raise Inconsistent(f"row {number} computes to position {end} and has {len(row.blocks)} blocks")
+        if plan.samples[i] and end != len(row.tokens):
+            raise Inconsistent(f"row {number} samples after position {end} of {len(row.tokens)}")
+
+    def _trust(self, plan: StepPlan, known: list[int]) -> None:
+        """What a slice reads and no plan of ours has written is taken to be right, where somebody can have written it."""
+        size = self.evidence.block_size
+        for i in known:
+            row, before = self.rows[plan.rows[i]], 0
+            for position in range(plan.starts[i]):
+                block, place = row.blocks[position // size], position % size
+                if self.device.kv[block][place] == -1 and self._may_be_filled(block):
+                    self.device.kv[block][place] = entry(before, row.tokens[position], plan.version)
+                before = self.device.kv[block][place]
+
+    def _may_be_filled(self, block: int) -> bool:
+        return block not in self.writers and (not self.whole or block in self.filled)
+
+    def _note_writes(self, plan: StepPlan, i: int) -> None:
+        size, row = self.evidence.block_size, self.rows[plan.rows[i]]
+        for position in range(plan.starts[i], plan.starts[i] + plan.counts[i]):
+            self.writers[row.blocks[position // size]] = plan.rows[i], plan.step
+
+    def _check_reads(self, plan: StepPlan, i: int) -> None:
+        number, end = plan.rows[i], plan.starts[i] + plan.counts[i]
+        row, size, before = self.rows[number], self.evidence.block_size, 0
+        for position, found in enumerate(self.device.read(number, end)):
+            block = row.blocks[position // size]
+            if found == -1:
+                raise Inconsistent(
+                    f"row {number} reads position {position} in block {block}, which nobody has written"
+                )
+            if not row.mixed and found != entry(before, row.tokens[position], plan.version):
+                raise Inconsistent(
+                    f"row {number} reads position {position} in block {block}{self._written_by(block)}"
+                )
+            before = found
+
+    def _written_by(self, block: int) -> str:
+        if block not in self.writers:
+            return ", which holds something else"
+        return ", which row {} wrote last, in plan {}, with something else".format(*self.writers[block])
+
+    def _learn_tokens(self, step: Step) -> None:
+        """The tokens that the real device sampled, instead of the fake one's."""
+        plan, tokens = step.plan, iter(step.tokens or ())
+        for number, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
+            if samples and (row := self.rows.get(number)):
+                # A step that never landed sampled something; what, no later plan of this file tells.
+                token = next(tokens, 0)
+                row.tokens[start + count :] = [token]
+                self.device.write_token(number, start + count, token)
+            elif samples:
+                next(tokens, 0)
+
+
+def without_others(plan: StepPlan, known: list[int]) -> StepPlan:
+    """`plan` without the slices of rows that we know nothing of."""
+    rows = {plan.rows[i] for i in known} | {join.row for join in plan.joins}
+    return msgspec.structs.replace(
+        plan,
+        rows=[plan.rows[i] for i in known],
+        starts=[plan.starts[i] for i in known],
+        counts=[plan.counts[i] for i in known],
+        samples=[plan.samples[i] for i in known],
+        grown=tuple((row, blocks) for row, blocks in plan.grown if row in rows),
+    )

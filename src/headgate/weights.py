@@ -1,0 +1,102 @@
+"""For trainers: two ways to hand weights to engines.
+
+On the same host, through shared memory; no disk, and the engine reads them where they lie:
+
+    with publish(model.state_dict(), version=7) as files:
+        llm.call(UpdateWeights(files, version=7))
+
+From anywhere, over a process group that the trainer opens as rank 0, while each engine carries out
+`UpdateWeights(Group(address, world_size, rank))`:
+
+    send_weights(model.state_dict(), "tcp://10.0.0.1:29500", world_size=1 + engines)
+
+Names and shapes are those of the checkpoint that the engines started from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headgate.errors import RequestError
+from headgate.protocol.command import Files, Group
+from headgate.worker.group import BUCKET, Circle, offer, raw
+from headgate.worker.weights import DTYPES, OpenFile
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def publish(
+    tensors: Mapping[str, torch.Tensor],
+    folder: str | Path | None = None,
+    *,
+    version: int | None = None,
+    checksum: bool = False,
+) -> Iterator[Files]:
+    """`tensors` as a file that engines on this host can load; gone at the end of the block.
+
+    It lies in shared memory unless `folder` says otherwise. `checksum` has engines verify every byte.
+    """
+    parent = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    own = Path(tempfile.mkdtemp(prefix="headgate-weights-", dir=parent))
+    path = own / ("weights.safetensors" if version is None else f"weights-{version}.safetensors")
+    try:
+        write_safetensors(path, tensors)
+        yield Files(str(path), {path.name: OpenFile(path).sha256()} if checksum else None)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text))
+        for tensor in tensors.values():
+            write_all(file.fileno(), raw(tensor).numpy().data)
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def send_weights(
+    tensors: Mapping[str, torch.Tensor],
+    init_method: str,
+    world_size: int,
+    *,
+    timeout_s: float = 300.0,
+    bucket_bytes: int = BUCKET,
+) -> None:
+    """Broadcast `tensors` to the engines of a group of `world_size`, of which we are rank 0.
+
+    Returns when all engines have all of them. RequestError if one refuses, with its reason; SourceLost if one is gone
+    or time is up. Either way no engine has been left waiting, and those that could keep their old weights have.
+    """
+    group = Group(init_method, world_size, rank=1, timeout_s=timeout_s)  # only to be checked like the engines' own
+    circle = Circle(group.address, world_size, 0, timeout_s)
+    try:
+        objections = offer(circle, tensors, bucket_bytes)
+        circle.leave(last=True)
+    except BaseException:
+        circle.leave()
+        raise
+    if objections:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in objections.items())
+        raise RequestError(f"the weights are refused: {reasons}", code="bad_weights")

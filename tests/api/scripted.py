@@ -1,0 +1,113 @@
+"""The API in front of an engine that does what a test says, called without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headgate.api.app import App, build_app
+from headgate.api.host import Host
+from headgate.api.keys import Keys
+from headgate.api.ledger import Ledger
+from headgate.api.metrics import Metrics
+from headgate.api.state import Api, ApiSettings
+from headgate.engine.client import Chunk
+from headgate.protocol.message import EngineInfo
+from headgate.protocol.output import Cause
+from headgate.protocol.request import GenerateRequest
+from headgate.text.template import load_template
+from headgate.text.tokenizer import load_tokenizer
+
+Script = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
+
+
+class ScriptedStream:
+    def __init__(self, chunks: AsyncGenerator[Chunk, None]) -> None:
+        self.cause: Cause = "client_disconnect"
+        self.ends: list[Cause] = []
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self._chunks
+
+    def end(self, cause: Cause) -> None:
+        self.cause = cause
+        self.ends.append(cause)
+
+
+class ScriptedEngines:
+    info = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "scripted", "none")
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.open = 0
+        self.streams: list[ScriptedStream] = []
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[ScriptedStream]:
+        async with aclosing(self._script(request)) as chunks:
+            self.streams.append(ScriptedStream(chunks))
+            self.open += 1
+            try:
+                yield self.streams[-1]
+            finally:
+                self.open -= 1
+
+
+def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> App:
+    metrics = Metrics()
+    ledger = Ledger(metrics, limit=100)
+    tokenizer, template = load_tokenizer(model), load_template(model)
+    api = Api(
+        engines=engines,
+        ledger=ledger,
+        model_name="scripted",
+        created=0,
+        tokenizer=tokenizer,
+        template=template,
+        settings=ApiSettings(**settings),
+    )
+    host = Host(version="0", model_name="scripted", replicas=[], ledger=ledger)
+    return build_app(api, host, Keys(), 1 << 20)
+
+
+class Client:
+    """One request to an app. What has been received is in `status` and `body`."""
+
+    def __init__(self, app: App, path: str, body: Any) -> None:
+        self._app = app
+        self._path = path
+        self._sent = [{"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}]
+        self.gone = asyncio.Event()
+        self.status = 0
+        self.body = b""
+
+    async def call(self) -> None:
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": self._path,
+            "raw_path": self._path.encode(),
+            "query_string": b"",
+            "headers": [],
+            "root_path": "",
+        }
+        await self._app(scope, self._receive, self._send)
+
+    async def _receive(self) -> Any:
+        if self._sent:
+            return self._sent.pop()
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.body += message.get("body", b"")

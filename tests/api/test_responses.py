@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.api.live import LiveServer
+
+PATH = "/v1/responses"
+
+
+def asking(input: Any = "Tell me.", **fields: Any) -> dict[str, Any]:
+    return {"input": input, "max_output_tokens": 30, "seed": 5} | fields
+
+
+def answer(server: LiveServer, body: dict[str, Any]) -> dict[str, Any]:
+    response = server.post(PATH, body)
+    assert response.status_code == 200, response.text
+    whole: dict[str, Any] = response.json()
+    return whole
+
+
+def test_an_answer_is_that_of_the_same_chat(server: LiveServer):
+    chat = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me."}]}
+    same = server.post("/v1/chat/completions", chat | {"max_tokens": 30, "seed": 5}).json()
+    whole = answer(server, asking(instructions="Be kind."))
+    assert whole["output"][0]["content"][0]["text"] == same["choices"][0]["message"]["content"]
+    assert whole["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+    assert whole["usage"]["output_tokens"] == same["usage"]["completion_tokens"]
+
+
+def test_events_come_in_order_and_add_up_to_the_whole_answer(server: LiveServer):
+    body = asking(ignore_eos=True, return_token_ids=True)
+    whole = answer(server, body)
+    events = [json.loads(event) for event in server.events(PATH, body)]
+    kinds = [event["type"] for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    text = "".join(event["delta"] for event in events[4:-4])
+    final = events[-1]["response"]
+    assert text == events[-4]["text"] == final["output"][0]["content"][0]["text"]
+    assert text == whole["output"][0]["content"][0]["text"]
+    assert final["completion_token_ids"] == whole["completion_token_ids"]
+    assert final["incomplete_details"] == {"reason": "max_output_tokens"} and final["cause"] == "max_tokens"
+
+
+def test_a_conversation_with_calls_is_understood(server: LiveServer):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "How warm?"}]},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "20"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "20 degrees."}]},
+        {"role": "developer", "content": "Short."},
+    ]
+    assert answer(server, asking(items))["status"] in ("completed", "incomplete")
+
+
+def test_logprobs_come_when_included(server: LiveServer):
+    body = asking(include=["message.output_text.logprobs"], top_logprobs=2, ignore_eos=True)
+    logprobs = answer(server, body)["output"][0]["content"][0]["logprobs"]
+    assert len(logprobs) == 30 and all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"input": []}, "input"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"max_tokens": 3}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(server: LiveServer, fields: Any, param: str):
+    response = server.post(PATH, asking(**fields))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param

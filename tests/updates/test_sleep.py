@@ -1,0 +1,170 @@
+"""Sleep and wake on a real engine: memory is given back, and answers are as before."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headgate.errors import EngineDead
+from headgate.protocol.command import Denied, Files, Pause, Resume, Sleep, StateTold, UpdateWeights, Wake
+from headgate.testing.tiny import tiny_model
+from headgate.weights import publish
+from headgate.worker import sleep as sleep_module
+from tests.updates.driver import PROMPTS, driving
+from tests.updates.test_updates import IDS, answers_of, frozen, tensors_of
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model) -> dict[int, list[int]]:
+    return answers_of(model)
+
+
+@pytest.mark.parametrize("tags", [("weights",), ("kv_cache",), ("weights", "kv_cache")])
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_frozen_answers_go_on_after_a_sleep_as_if_nothing_had_happened(model, undisturbed, tags, backend):
+    with driving(model, backend=backend) as driver:
+        told = frozen(driver).call(Sleep(tags))
+        assert isinstance(told, StateTold) and (told.state, told.asleep) == ("paused", tags)
+        assert len(driver.engine.scheduler.running) == (0 if "kv_cache" in tags else 4)
+        denied = driver.call(Resume())
+        assert isinstance(denied, Denied) and (denied.status, denied.code) == (409, "asleep")
+        told = driver.call(Wake(tags))
+        assert isinstance(told, StateTold) and told.asleep == () and told.version == 0
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+def test_memory_goes_back_to_the_machine_and_is_taken_again(tmp_path):
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 4096}
+    folder = tiny_model(tmp_path, tokenizer=False, **size)
+    weights = (folder / "model.safetensors").stat().st_size
+    with driving(folder, max_context=4096, max_running=2) as driver:
+        prompt = {9: tuple(i % 250 for i in range(2000))}
+        kv = 2000 * 8192  # bytes: keys and values of 4 layers with 2 heads of 128 numbers
+        driver.submit(9, prompts=prompt, tokens=4)
+        before = dict(driver.finish())
+        driver.call(Pause("abort"))
+        awake = resident()
+        driver.call(Sleep(("weights",)))
+        assert awake - resident() > 0.95 * weights
+        driver.call(Sleep(("kv_cache",)))
+        asleep = resident()
+        assert awake - asleep > 0.95 * (weights + kv)
+        driver.call(Wake())
+        driver.call(Resume())
+        driver.tokens.clear()
+        driver.submit(9, prompts=prompt, tokens=4)
+        assert driver.finish() == before
+        assert resident() - asleep > 0.9 * (weights + kv)
+
+
+def resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_one_part_may_wake_before_the_other(model, undisturbed):
+    with driving(model) as driver:
+        frozen(driver).call(Sleep())
+        told = driver.call(Wake(("kv_cache",)))
+        assert isinstance(told, StateTold) and told.asleep == ("weights",)
+        assert isinstance(driver.call(Resume()), Denied)
+        told = driver.call(Wake(("weights",)))
+        assert isinstance(told, StateTold) and told.asleep == ()
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+def test_sleeping_and_waking_twice_is_as_once(model, undisturbed):
+    with driving(model) as driver:
+        frozen(driver)
+        for command in (Sleep(), Sleep(), Wake(), Wake()):
+            assert isinstance(driver.call(command), StateTold)
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+def test_an_engine_that_is_not_paused_does_not_sleep(model):
+    with driving(model) as driver:
+        denied = driver.call(Sleep())
+        assert isinstance(denied, Denied) and (denied.status, denied.code) == (409, "not_paused")
+
+
+def test_a_drain_of_sleeping_answers_is_refused_and_an_abort_is_not(model):
+    with driving(model) as driver:
+        frozen(driver).call(Sleep())
+        denied = driver.call(Pause("drain"))
+        assert isinstance(denied, Denied) and denied.code == "asleep"
+        told = driver.call(Pause("abort"))
+        assert isinstance(told, StateTold) and set(told.ended) == set(IDS)
+
+
+def test_weights_whose_source_is_gone_stay_asleep_until_others_are_sent(model, tmp_path):
+    other = tiny_model(tmp_path, seed=1, tokenizer=False)
+    with driving(model) as driver:
+        driver.call(Pause("abort"))
+        with publish(tensors_of(other)) as files:
+            driver.call(UpdateWeights(files))
+        driver.call(Sleep())
+        denied = driver.call(Wake())
+        assert isinstance(denied, Denied) and denied.code == "source_lost" and files.path in denied.message
+        told = driver.call(UpdateWeights(Files(str(other))))
+        assert isinstance(told, StateTold) and told.asleep == ("kv_cache",)
+        driver.call(Wake())
+        driver.call(Resume())
+        driver.submit(*IDS)
+        assert driver.finish() == answers_of(other)
+
+
+def test_a_file_that_was_replaced_meanwhile_does_not_pass_for_the_old_weights(tmp_path):
+    folder = tiny_model(tmp_path / "model", tokenizer=False)
+    with driving(folder) as driver:
+        driver.call(Pause("abort"))
+        driver.call(Sleep(("weights",)))
+        shutil.copytree(tiny_model(tmp_path / "other", seed=1, tokenizer=False), folder, dirs_exist_ok=True)
+        denied = driver.call(Wake())
+        assert isinstance(denied, Denied) and "is not what was loaded from it any more" in denied.message
+
+
+def test_weights_that_do_not_fit_leave_sleeping_ones_asleep(model, undisturbed, tmp_path):
+    wide = tiny_model(tmp_path, tokenizer=False, intermediate_size=128)
+    with driving(model) as driver:
+        frozen(driver).call(Sleep())
+        assert isinstance(driver.call(UpdateWeights(Files(str(wide)))), Denied)
+        assert driver.engine.executor.asleep == ("weights", "kv_cache")
+        driver.call(Wake())
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+def test_waking_into_memory_that_someone_else_has_is_refused(model, undisturbed, monkeypatch):
+    with driving(model) as driver:
+        frozen(driver).call(Sleep())
+        with monkeypatch.context() as patch:
+            patch.setattr(sleep_module, "free_bytes", lambda device: 1000)
+            for command in (Wake(("kv_cache",)), Wake(("weights",)), UpdateWeights(Files(str(model)))):
+                denied = driver.call(command)
+                assert isinstance(denied, Denied) and (denied.status, denied.code) == (503, "out_of_memory")
+        told = driver.call(Wake())
+        assert isinstance(told, StateTold) and told.state == "paused"
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+def test_a_step_on_sleeping_memory_is_an_error_not_a_wrong_token(model):
+    with driving(model) as driver:
+        driver.engine.executor.sleep(("weights",)).result(20)
+        driver.submit(1, prompts=PROMPTS)
+        driver.engine.loop._recorder.write = lambda *_: None
+        with pytest.raises(EngineDead, match="weights went to sleep"):
+            driver.finish()
