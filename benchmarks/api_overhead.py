@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import queue
-import socket
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from headgate.api.host import Host
 from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
-from headgate.api.server import HttpServer
+from headgate.api.server import HttpServer, take_port
 from headgate.api.state import Api
 from headgate.config import EngineConfig
 from headgate.engine.channel import EngineChannel
@@ -139,7 +138,7 @@ async def serving(address: str, model: Path) -> AsyncIterator[int]:
             template=load_template(model),
         )
         host = Host("0", "scripted", engines.replicas, ledger)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        listener = take_port("127.0.0.1", 0)
         up = asyncio.Event()
         server = HttpServer(build_app(api, host, Keys(), 1 << 20), listener, up.set)
         async with asyncio.TaskGroup() as tasks:

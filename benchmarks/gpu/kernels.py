@@ -29,6 +29,14 @@ from headgate.layers.triton.matmul import Cut, small_linear, vector_linear
 SHARD, SHARDS = (int(part) for part in os.environ.get("SHARD", "0/1").split("/"))
 CANDIDATES = count()
 CUDA = torch.device("cuda")
+# Batch, and whether contexts are mixed or all the same.
+DECODES = (
+    (1, False),
+    (8, False),
+    (64, False),
+    (256, False),
+    *((batch, True) for batch in (24, 40, 64, 96, 128, 256)),
+)
 BF16 = torch.bfloat16
 SHAPES = {
     "0.6b": {"hidden": 1024, "q": 2048, "kv": 1024, "intermediate": 3072},
@@ -178,11 +186,10 @@ def reference(q: torch.Tensor, kv: KV, batch: Batch, heads: Heads) -> torch.Tens
 
 def bench_decode(results: list[dict[str, Any]]) -> None:
     rng = random.Random(1)
-    for query_heads, batch_size, mixed in product((16, 32), (1, 8, 64, 256), (False, True)):
-        if batch_size < 64 and mixed:
-            continue
+    for query_heads, (batch_size, mixed) in product((16, 32), DECODES):
         heads = Heads(query_heads, 8, 128)
         contexts = [rng.randint(100, 2000) if mixed else 640 for _ in range(batch_size)]
+        contexts.sort(reverse=True)  # as the engine orders them
         layers = max(2, min(40, int(400e6 / (sum(contexts) * 4096))))
         kvs, batch = paged(contexts, [1] * batch_size, heads, layers, 32)
         q = torch.randn(batch_size, query_heads, 128, device=CUDA, dtype=BF16)
@@ -195,9 +202,9 @@ def bench_decode(results: list[dict[str, Any]]) -> None:
             "floor_us": sum(contexts) * 4096 / 4.29e6,
         }
         scratch = Scratch(CUDA)
-        splits_tried = {1: (4, 8, 16), 8: (2, 4, 8), 64: (1, 2, 4), 256: (1, 2, 4)}[batch_size]
+        splits_tried = (4, 8, 16) if batch_size == 1 else (2, 4, 8) if batch_size == 8 else (1, 2, 4)
         for splits, keys, warps, stages in product(splits_tried, (32, 64, 128), (2, 4), (2, 3)):
-            if query_heads == 32 and (keys, warps) == (128, 2):
+            if (keys, warps) in ((32, 2), (32, 4), (128, 2)) and batch_size > 8:
                 continue
             if not mine():
                 continue

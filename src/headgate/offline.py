@@ -14,7 +14,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -97,8 +97,9 @@ class LLM:
         asked = _as_list(prompts)
         answers = [self._answer(prompt, each, stop) for prompt, each in zip(asked, _each(params, asked), strict=True)]
         with tqdm(total=len(answers), desc="generating", unit="answer", disable=None if progress else True) as bar:
-            for _ in self._run(answers):
-                bar.update(sum(answer.done for answer in answers) - bar.n)
+            with closing(self._run(answers)) as turns:
+                for _ in turns:
+                    bar.update(sum(answer.done for answer in answers) - bar.n)
         return [answer.completion for answer in answers]
 
     def stream(
@@ -106,9 +107,11 @@ class LLM:
     ) -> Iterator[str]:
         """The answer to one prompt, piece by piece. Closing the iterator ends the request."""
         answer = self._answer(prompt, params or SamplingParams(), stop)
-        for _ in self._run([answer]):
-            if fresh := answer.take_text():
-                yield fresh
+        # Closed by name: since Python 3.12, a generator that is closed may keep what it was iterating over alive.
+        with closing(self._run([answer])) as turns:
+            for _ in turns:
+                if fresh := answer.take_text():
+                    yield fresh
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
         """The next message of a conversation; `template` reaches the model's chat template."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from headgate.api.host import Host
 from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
-from headgate.api.server import HttpServer
+from headgate.api.server import HttpServer, take_port
 from headgate.api.state import Api, ApiSettings
 from headgate.config import EngineConfig
 from headgate.engine.replicas import Replicas, started
@@ -93,7 +92,7 @@ def live_server(model: Path, *, settings: ApiSettings | None = None, **engine: A
             settings=settings or ApiSettings(),
         )
         host = Host("0", MODEL, engines.replicas, ledger)
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = take_port("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = HttpServer(build_app(api, host, Keys(), 1 << 20), listener, known.set)
         ready.append(LiveServer(url, api, host, asyncio.get_running_loop()))

@@ -432,6 +432,35 @@ def test_weights_change_only_when_quiesced_and_told_everything():
         engine.scheduler.weights_changed(1, recompute=True)
 
 
+def test_what_ran_when_all_kv_was_lost_computes_it_again():
+    engine = Engine()
+    engine.add(1, prompt=8, max_tokens=1)
+    engine.run()
+    engine.add(2, prompt=9, max_tokens=6)
+    engine.step()
+    engine.step()
+    engine.scheduler.pause(Flow.FROZEN)
+    engine.scheduler.kv_lost()
+    engine.device.forget()
+    assert engine.pool.held == engine.pool.cached == 0
+    engine.scheduler.resume()
+    engine.add(3, prompt=prompt_of(1, 8), max_tokens=4)
+    engine.run()
+    assert engine.tokens[2] == engine.answer(prompt_of(2, 9), 6)
+    assert engine.tokens[3] == engine.answer(prompt_of(1, 8), 4) and engine.ended[3].cached_tokens == 0
+
+
+def test_kv_that_others_count_on_is_not_given_up():
+    engine, ticket = prefilled()
+    engine.scheduler.pause(Flow.FROZEN)
+    assert engine.scheduler.lends_kv
+    with pytest.raises(AssertionError):
+        engine.scheduler.kv_lost()
+    engine.scheduler.end_lease(ticket.lease, ticket.generation)
+    assert not engine.scheduler.lends_kv
+    engine.scheduler.kv_lost()
+
+
 def test_flushing_drops_the_cached_blocks_alone():
     engine = Engine()
     engine.add(1, prompt=8, max_tokens=1)

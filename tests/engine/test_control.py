@@ -16,9 +16,11 @@ from headgate.protocol.command import (
     Pause,
     Resume,
     Sighted,
+    Sleep,
     StateTold,
     Stop,
     UpdateWeights,
+    Wake,
 )
 from headgate.protocol.message import Abort
 from tests.engine.test_loop import Harness, answer
@@ -285,6 +287,36 @@ def test_25_a_full_update_ends_the_quarantine():
     harness.loop.turn()
     assert isinstance(harness.answers[number], Denied)
     assert (harness.answers[update].state, harness.answers[update].version) == ("paused", 7)
+
+
+# -- sleep --------------------------------------------------------------------------
+
+
+def test_a_frozen_engine_sleeps_and_wakes_and_goes_on_as_if_nothing_had_happened():
+    harness = paused()
+    asleep = harness.call(Sleep())
+    harness.loop.turn()
+    told = harness.answers[asleep]
+    assert told.state == "paused" and set(told.asleep) == {"weights", "kv_cache"}
+    assert set(harness.loop.status.asleep) == {"weights", "kv_cache"}
+    refused, awake, resumed = harness.call(Resume()), harness.call(Wake()), harness.call(Resume())
+    harness.loop.turn()
+    assert harness.answers[refused].code == "asleep" and harness.answers[awake].asleep == ()
+    assert harness.answers[resumed].state == "running"
+    finish(harness)
+    assert [harness.tokens(id) for id in range(1, 7)] == [answer(id, 6) for id in range(1, 7)]
+
+
+def test_kv_on_lease_does_not_sleep():
+    harness = Harness()
+    harness.submit(1, max_tokens=1, export_kv=True)
+    harness.run()
+    harness.call(Pause("freeze"))
+    harness.loop.turn()
+    kv, weights = harness.call(Sleep(("kv_cache",))), harness.call(Sleep(("weights",)))
+    harness.loop.turn()
+    assert harness.answers[kv].status == 409 and "on lease" in harness.answers[kv].message
+    assert harness.answers[weights].asleep == ("weights",)
 
 
 # -- looking ------------------------------------------------------------------------

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from headgate.config import EngineConfig
-from headgate.engine.replicas import Replicas, started
-from headgate.errors import EngineDead
+from headgate.engine.replicas import Replica, Replicas, started
+from headgate.errors import EngineDead, RequestError
+from headgate.protocol.command import Files, Group, Look, Pause, Resume, Sighted, Source, StateTold, UpdateWeights
 from headgate.protocol.request import GenerateRequest, SamplingParams
 from headgate.testing.tiny import tiny_model
+from headgate.weights import publish
+from headgate.worker.weights import SafetensorsFolder
 
 CONFIG = EngineConfig(max_running=8, max_context=512)
 
@@ -46,6 +49,87 @@ def test_streams_go_on_when_their_engine_is_killed_and_it_comes_back(folder):
                     await asyncio.sleep(0.02)
             assert first.restarts == 1 and first.pid != killed
             assert await collect(replicas, 0, 450) == undisturbed[0]
+
+    asyncio.run(main())
+
+
+async def until(replica: Replica, state: str) -> None:
+    async with asyncio.timeout(30):
+        while replica.state != state:
+            await asyncio.sleep(0.02)
+
+
+async def kill(replica: Replica) -> None:
+    assert replica.pid is not None
+    os.kill(replica.pid, signal.SIGKILL)
+    await until(replica, "down")
+
+
+async def update(replicas: Replicas, source: Source) -> list[str]:
+    """Pause, load, resume; the states that it leads to."""
+    await replicas.call_all(Pause("abort"))
+    told = await replicas.call_all(UpdateWeights(source))
+    await replicas.call_all(Resume())
+    assert all(isinstance(each, StateTold) for each in told.values()), told
+    return [replica.state for replica in replicas.replicas]
+
+
+def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_streams(folder, tmp_path, caplog):
+    new = tiny_model(tmp_path / "new", seed=1)
+
+    async def main() -> None:
+        async with asyncio.timeout(60), started(folder, CONFIG, count=2) as replicas:
+            first, second = replicas.replicas
+            old = await collect(replicas, 0, 20)
+            assert await update(replicas, Files(str(new))) == ["ready", "ready"]
+            fresh = await collect(replicas, 0, 20)
+            assert fresh != old
+
+            await replicas.call_all(Pause("abort"))
+            await kill(first)
+            await until(first, "ready")  # from the same files
+            assert first.client is not None
+            status = (await first.client.ping(10)).status
+            assert (status.version, status.state) == (1, "paused")
+            await replicas.call_all(Resume())
+            await kill(second)
+            assert await collect(replicas, 0, 20) == fresh
+            await until(second, "ready")
+
+            with publish(dict(SafetensorsFolder(folder))) as files:
+                assert await update(replicas, files) == ["ready", "ready"]
+            assert await collect(replicas, 0, 20) == old
+            await kill(first)
+            await until(first, "outdated")  # what was published is gone
+            assert first.client is not None and first.client.open_streams == 0
+            running = asyncio.gather(*(collect(replicas, 0, 20) for _ in range(4)))
+            assert await running == [old] * 4
+
+            assert await update(replicas, Files(str(new))) == ["ready", "ready"]
+            assert (await first.client.ping(10)).status.version == 3
+            assert await collect(replicas, 0, 20) == fresh
+
+    asyncio.run(main())
+    assert caplog.text.count("engine 0 holds weights of version 0 and the fleet 2") == 1
+
+
+def test_43_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(folder):
+    async def main() -> None:
+        async with asyncio.timeout(60), started(folder, CONFIG, count=2) as replicas:
+            first, second = replicas.replicas
+            assert first.pid is not None
+            os.kill(first.pid, signal.SIGSTOP)
+            try:
+                outcome = await replicas.call_all(Pause("abort"), timeout_s=1.0)
+            finally:
+                os.kill(first.pid, signal.SIGCONT)
+            assert isinstance(outcome[0], EngineDead) and "engine 0 has not answered in 1 s" in str(outcome[0])
+            assert isinstance(outcome[1], StateTold) and outcome[1].state == "paused"
+            await kill(second)
+            outcome = await replicas.call_all(Look())
+            assert isinstance(outcome[0], Sighted) and isinstance(outcome[1], EngineDead)
+            with pytest.raises(RequestError, match="the group is too small for all engines"):
+                await replicas.call_all(UpdateWeights(Group("tcp://localhost:1", 2)))
 
     asyncio.run(main())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,6 +174,12 @@ def test_a_context_of_nothing_is_padding_and_gives_zeros(device):
     assert not found[1].any() and found[0].all()
 
 
+def test_slices_can_be_taken_in_any_order(device):
+    case = Case(device, torch.float32, Heads(4, 2, 64), [(1, 20), (1, 70), (1, 30)])
+    case.batch = replace(case.batch, order=torch.tensor([1, 2, 0], dtype=torch.int32, device=device))
+    case.check_attention()
+
+
 def test_a_negative_slot_is_written_nowhere(device):
     case = Case(device, torch.float32, Heads(4, 2, 64), [(1, 20), (1, 30)])
     before = [cache.clone() for cache in case.fast_kv]
@@ -251,11 +258,13 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
     tokens_before = paging.tokens.clone()
     # Row 4 at position 20; row 1 at position 32, where its table grows by block 77; padding.
     bits = int(np.float32(0.7).view(np.int32))
-    columns = torch.tensor([[4, 1, -1], [20, 32, -1], [-1, 77, -1], [0, bits, 0], [5, 6, 7]], device=device)
+    columns = [[4, 1, -1], [20, 32, -1], [-1, 77, -1], [0, bits, 0], [5, 6, 7], [1, 0, 2]]
+    columns = torch.tensor(columns, device=device)
     longs = [torch.full((3,), nowhere, device=device) for _ in range(4)]
     contexts = torch.full((3,), nowhere, dtype=torch.int32, device=device)
     tables = torch.full((3, 4), nowhere, dtype=torch.int32, device=device)
-    batch = Batch(*longs[:3], torch.arange(4, dtype=torch.int32, device=device), contexts, tables, 1, 64)
+    starts, order = torch.arange(4, dtype=torch.int32, device=device), torch.zeros_like(contexts)
+    batch = Batch(*longs[:3], starts, contexts, tables, 1, 64, order)
     told = Told(torch.full((3,), -1.0, device=device), longs[3])
     open_step(columns, paging, batch, told)
 
@@ -266,6 +275,7 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
     assert contexts.tolist() == [21, 33, 0]
     assert tables[0, :2].tolist() == paging.tables[4, :2].tolist()
     assert tables[1, :3].tolist() == paging.tables[1, :3].tolist()
+    assert order.tolist() == [1, 0, 2]
     assert told.keys.tolist() == [5, 6, 7]
     assert told.temperatures[:2].tolist() == [0.0, pytest.approx(0.7)]
 

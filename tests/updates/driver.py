@@ -118,7 +118,9 @@ except HeadgateError as error:
 
 
 @contextmanager
-def trainer(folder: Path, address: str, *, world_size: int = 2, dies: str = "never") -> Iterator[subprocess.Popen[str]]:
+def trainer(
+    folder: Path, address: str, *, world_size: int = 2, dies: str = "never"
+) -> Iterator[subprocess.Popen[str]]:
     """A process that sends the weights in `folder`."""
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(folder), address, str(world_size), dies],

@@ -203,7 +203,9 @@ def test_25_what_was_published_may_go_as_soon_as_it_is_open(old, new, renewed, m
         assert driver.finish() == renewed
 
 
-def test_26_under_keep_running_answers_go_on_with_their_kv_and_new_ones_get_none_of_it(old, new, undisturbed, renewed):
+def test_26_under_keep_running_answers_go_on_with_their_kv_and_new_ones_get_none_of_it(
+    old, new, undisturbed, renewed
+):
     with driving(old) as driver:
         told = frozen(driver).call(UpdateWeights(Files(str(new)), recompute=False))
         assert isinstance(told, StateTold) and len(driver.engine.scheduler.running) == 4

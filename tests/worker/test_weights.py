@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headgate.errors import BrokenCheckpoint, HalfWritten, NotAModel
+from headgate.errors import BrokenCheckpoint, HalfWritten, NotAModel, SourceLost
 from headgate.layers.choice import available_backends
 from headgate.models import build_model, read_spec
 from headgate.testing.tiny import tiny_config, tiny_model, tiny_tensors, write_shard
@@ -161,6 +161,39 @@ def test_a_header_that_makes_no_sense_is_refused(model, folder, entry, sentence)
     content = len(header).to_bytes(8, "little") + header + bytes(8)
     (folder / "model.safetensors").write_bytes(content)
     assert sentence in refusal(model, SafetensorsFolder(folder))
+
+
+def test_a_source_that_fails_before_it_gives_anything_leaves_the_model_alone(model):
+    class Unreachable(Given):
+        def __iter__(self):
+            raise ConnectionError("nobody is there")
+
+    before = model.norm.weight.clone()
+    with pytest.raises(SourceLost, match="the weights cannot be read: nobody is there"):
+        load_weights(model, Unreachable(tensors_of_model(model)))
+    assert torch.equal(model.norm.weight, before)
+
+
+def tensors_of_model(model):
+    return {name: torch.zeros(parameter.shape) for name, parameter in model.parameters()}
+
+
+def test_a_source_that_can_be_entered_is_and_hears_what_went_wrong(model):
+    heard = []
+
+    class Entered(Given):
+        def __enter__(self):
+            heard.append("enter")
+
+        def __exit__(self, kind, error, where):
+            heard.append(str(error))
+
+    tensors = tensors_of_model(model)
+    load_weights(model, Entered(tensors))
+    del tensors[NORM]
+    with pytest.raises(BrokenCheckpoint):
+        load_weights(model, Entered(tensors))
+    assert heard == ["enter", "None", "enter", f"the checkpoint lacks tensor {NORM}"]
 
 
 def test_a_folder_without_weights_is_no_model(folder):

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
@@ -197,7 +198,8 @@ class Replicas:
             # Not each engine's own next one: one of them may have missed an update.
             command = msgspec.structs.replace(command, version=self._weights.version + 1)
         known = _stamps_of(command)
-        calls = [_call(replica, _addressed(command, replica), timeout_s) for replica in self.replicas]
+        commands = [_addressed(command, replica) for replica in self.replicas]
+        calls = map(_call, self.replicas, commands, repeat(timeout_s))
         outcome = dict(enumerate(await asyncio.gather(*calls)))
         self._remember(command, known, outcome)
         for index, result in outcome.items():
@@ -228,8 +230,8 @@ class Replicas:
             replica.outdated = True
 
     def _compare(self, replica: Replica, version: int) -> None:
-        replica.outdated = version != self._weights.version
-        if replica.outdated:
+        before, replica.outdated = replica.outdated, version != self._weights.version
+        if replica.outdated and not before:
             log.warning(
                 "engine %d holds weights of version %d and the fleet %d; it gets no streams until an update",
                 *(replica.index, version, self._weights.version),
@@ -267,6 +269,7 @@ class Replicas:
 
     async def _bring_up(self, replica: Replica, client: EngineClient) -> None:
         """Make a fresh engine what the others are: paused, if they are; and see what it holds."""
+        replica.outdated = False
         try:
             if self._pause is not None:
                 await client.call(self._pause)

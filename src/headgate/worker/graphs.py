@@ -100,6 +100,7 @@ class DecodeGraphs:
         records = self._rows.sampling[columns[0, :used]]
         columns[3, :used] = bits_of(records["temperature"])
         columns[4, :used] = stream_keys(records["seed"], columns[1, :used] + 1).view(np.int64)
+        columns[5] = np.argsort(-columns[1], kind="stable")
         return columns
 
     def _capture(self, size: int, context: int) -> Captured:
@@ -107,6 +108,7 @@ class DecodeGraphs:
         batch, told = buffers.batch(size, context), buffers.told(size)
         columns, tokens = buffers.columns[: COLUMNS * size].view(COLUMNS, size), buffers.tokens[:size]
         columns.fill_(-1)
+        columns[-1].copy_(torch.arange(size))
 
         def step() -> torch.Tensor:
             open_step(columns, paging, batch, told)
@@ -148,7 +150,7 @@ class Buffers:
             4, most, dtype=torch.int64, device=device
         ).unbind()
         self._temperatures = torch.zeros(most, device=device)
-        self._contexts = torch.zeros(most, dtype=torch.int32, device=device)
+        self._contexts, self._order = torch.zeros(2, most, dtype=torch.int32, device=device).unbind()
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, rows.tables.shape[1], dtype=torch.int32, device=device)
 
@@ -162,6 +164,7 @@ class Buffers:
             block_tables=self._tables[:size],
             max_query=1,
             max_context=max_context,
+            order=self._order[:size],
         )
 
     def told(self, size: int) -> Told:

@@ -114,7 +114,9 @@ class ModelRunner:
         tell = nobody_asks if self._grammars is None else partial(self._grammars.advance, rows)
         landed = None
         if self.rows.tokens.is_cuda:
-            tokens, landed = tokens.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # A thread that waits must not spin: it would slow the one that launches.
+            landed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            tokens = tokens.to("cpu", non_blocking=True)
             landed.record()
         return Launched(step, tokens, logprobs, prompt_logprobs, tell, landed)
 

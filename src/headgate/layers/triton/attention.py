@@ -114,6 +114,7 @@ def decode(
         kv.v,
         batch.block_tables,
         batch.context_lens,
+        batch.context_lens if batch.order is None else batch.order,
         out,
         scratch.partial,
         scratch.stats,
@@ -122,6 +123,7 @@ def decode(
         window or 0,
         q.stride(0),
         batch.block_tables.stride(0),
+        ORDERED=batch.order is not None,
         WINDOWED=window is not None,
         SPLITS=splits,
         KV_HEADS=heads.kv,
@@ -195,13 +197,16 @@ def key_rows(tables, position, head, seen, KV_HEADS: tl.constexpr, BLOCK_SIZE: t
 
 
 # What varies from step to step must not make another kernel.
-@triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["tables", "contexts"])
+@triton.jit(
+    do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["tables", "contexts", "order"]
+)
 def decode_kernel(
     q,
     k,
     v,
     tables,
     contexts,
+    order,
     out,
     partial,
     stats,
@@ -210,6 +215,7 @@ def decode_kernel(
     window,
     q_stride,
     table_stride,
+    ORDERED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SPLITS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -223,7 +229,10 @@ def decode_kernel(
     PDL: tl.constexpr,
 ):
     # Heads vary fastest: programs that run together read neighbouring memory.
-    head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if ORDERED:
+        sequence = tl.load(order + sequence)
+    sequence = sequence.to(tl.int64)
     context = tl.load(contexts + sequence)
     wait_for_previous(PDL)
     first = 0

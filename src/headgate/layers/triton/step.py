@@ -2,7 +2,8 @@
 
 Both read and write fixed addresses only, so that a graph can hold them. What a step tells the device is `COLUMNS`
 columns of int64, one entry per slice: its row (negative is padding), the position of its token, the block that its
-table grows by at that position (negative is none), the bits of its temperature, and the key of its random stream.
+table grows by at that position (negative is none), the bits of its temperature, and the key of its random stream; and,
+not of the slice but of the place, which slice attention takes there (see `Batch.order`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from headgate.layers.batch import Batch
 from headgate.layers.triton.draw import Finalists, find_finalists, winner_of
 
-COLUMNS = 5
+COLUMNS = 6
 TABLE_CHUNK = 512
 
 
@@ -39,6 +40,7 @@ class Told:
 
 def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: Told) -> None:
     """Fill `batch` and `told` from `columns` [COLUMNS, S] and the rows; lengthen the tables that grow."""
+    assert batch.order is not None
     open_kernel[(columns.shape[1],)](
         columns,
         paging.tokens,
@@ -48,6 +50,7 @@ def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: Told) -
         batch.slots,
         batch.context_lens,
         batch.block_tables,
+        batch.order,
         told.temperatures,
         told.keys,
         columns.shape[1],
@@ -94,6 +97,7 @@ def open_kernel(
     slots,
     contexts,
     tables,
+    order,
     temperatures,
     keys,
     slices,
@@ -109,6 +113,7 @@ def open_kernel(
     grown = tl.load(columns + 2 * slices + index)
     tl.store(temperatures + index, tl.load(columns + 3 * slices + index).to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(keys + index, tl.load(columns + 4 * slices + index))
+    tl.store(order + index, tl.load(columns + 5 * slices + index).to(tl.int32))
     if row < 0:
         tl.store(tokens + index, 0)
         tl.store(positions + index, 0)

@@ -1,0 +1,197 @@
+"""Crash evidence: what a dying engine leaves behind, and what a replay finds in it."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headgate.engine import evidence as evidence_module
+from headgate.engine.evidence import Evidence, Recorder, Step, read_evidence, write_private
+from headgate.engine.replay import replay
+from headgate.protocol.command import Files, Pause, Resume, UpdateWeights
+from headgate.protocol.plan import Fetch, Join, StepPlan
+from headgate.protocol.request import SamplingParams, Ticket
+from tests.engine.test_loop import Harness
+
+
+def recorded(folder: Path, **options: object) -> Harness:
+    harness = Harness(by_hand=True, **options)  # type: ignore[arg-type]
+    harness.loop._recorder.folder = folder
+    return harness
+
+
+def run_and_crash(harness: Harness, folder: Path, steps: int) -> Path:
+    """Run some steps, then have the device fail."""
+    harness.loop.turn()
+    for _ in range(steps):
+        harness.executor.land()
+        harness.loop.turn()
+    harness.executor.fail(RuntimeError("the device is on fire"))
+    with pytest.raises(RuntimeError, match="on fire"):
+        harness.loop.turn()
+    (path,) = folder.glob("crash-*.json")
+    return path
+
+
+def busy(harness: Harness) -> Harness:
+    harness.submit(1, 2, 3, 4, 5, 6, max_tokens=12)
+    return harness
+
+
+@pytest.mark.parametrize(("blocks", "run_ahead"), [(32, 1), (32, 3), (14, 2)])
+def test_what_a_sound_engine_leaves_is_consistent(tmp_path, blocks, run_ahead):
+    path = run_and_crash(busy(recorded(tmp_path, blocks=blocks, run_ahead=run_ahead)), tmp_path, steps=20)
+    found = replay(path)
+    assert found.fault is None and found.steps > 20 and "on fire" in found.error
+    assert str(found) == f"{found.steps} plans run again; every plan is consistent"
+
+
+def test_the_evidence_says_what_the_engine_was_doing(tmp_path, caplog):
+    path = run_and_crash(busy(recorded(tmp_path)), tmp_path, steps=3)
+    left = read_evidence(path)
+    assert "RuntimeError: the device is on fire" in left.error and left.state == "running"
+    assert [seen.id for seen in left.sequences] == [1, 2, 3, 4, 5, 6] and "4 running" in left.scheduler
+    assert [step.tokens is None for step in left.steps] == [False] * 3 + [True]
+    assert str(path) in caplog.text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "it holds what people have asked"
+
+
+def test_only_the_last_plans_are_kept_and_they_are_enough(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence_module, "PLANS", 8)
+    harness = busy(recorded(tmp_path))
+    harness.loop._recorder = Recorder(tmp_path)
+    path = run_and_crash(harness, tmp_path, steps=20)
+    assert len(read_evidence(path).steps) == 8
+    assert replay(path).fault is None
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_change_of_weights_is_no_inconsistency(tmp_path, recompute):
+    harness = busy(recorded(tmp_path))
+    harness.loop.turn()
+    harness.call(Pause("freeze"))
+    harness.loop.turn()
+    harness.executor.land()
+    harness.loop.turn()
+    harness.call(UpdateWeights(Files("path"), recompute=recompute))
+    harness.loop.turn()
+    harness.call(Resume())
+    path = run_and_crash(harness, tmp_path, steps=10)
+    assert {step.plan.version for step in read_evidence(path).steps} == {0, 1}
+    assert replay(path).fault is None
+
+
+def test_an_engine_that_is_told_to_stop_leaves_nothing(tmp_path):
+    harness = busy(recorded(tmp_path))
+    harness.loop.turn()
+    harness.loop.close()
+    harness.executor.fail(RuntimeError("closed"))
+    with pytest.raises(RuntimeError):
+        harness.loop.turn()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_does_not_hide_the_error(tmp_path, caplog):
+    harness = busy(recorded(tmp_path / "file" / "below"))
+    (tmp_path / "file").write_text("in the way")
+    harness.loop.turn()
+    harness.executor.fail(RuntimeError("the device is on fire"))
+    with pytest.raises(RuntimeError, match="on fire"):
+        harness.loop.turn()
+    assert "evidence of the crash could not be written" in caplog.text
+
+
+def test_an_engine_that_dies_again_and_again_does_not_fill_the_disk(tmp_path):
+    for _ in range(40):
+        last = write_private(tmp_path, b"{}")
+    assert len(list(tmp_path.iterdir())) == evidence_module.FILES and last.exists()
+
+
+# -- plans that make no sense ----------------------------------------------------------
+
+
+def join(row: int, tokens: str, blocks: tuple[int, ...]) -> Join:
+    """A sequence of the letters of `tokens`."""
+    return Join(row, tuple(map(ord, tokens)), len(tokens), SamplingParams(), blocks)
+
+
+def plan(step: int, *slices: tuple[int, int, int, bool], **more: object) -> StepPlan:
+    """A plan of (row, start, count, samples) slices."""
+    return StepPlan(step, 0, *(list(column) for column in zip(*slices, strict=True)), **more)  # type: ignore[arg-type]
+
+
+def fault(folder: Path, *plans: StepPlan) -> tuple[int | None, str | None]:
+    """What a replay says of an engine with 4 rows and 8 blocks of 4 tokens that has sampled nothing but `x`."""
+    steps = [Step(each, [ord("x")] * sum(each.samples)) for each in plans]
+    left = Evidence("error", "now", "running", "<Scheduler>", [], [], 8, 4, 4, 200, steps)
+    found = replay(write_private(folder, msgspec.json.encode(left)))
+    return found.step, found.fault
+
+
+SOUND = plan(0, (0, 0, 5, True), joins=(join(0, "abcde", (0, 1)),))
+
+
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        (plan(1, (0, 5, 1, True)), None),
+        (plan(1, (1, 4, 1, True), joins=(join(1, "abcdf", (0, 2)),)), None),
+        (plan(1, (1, 0, 1, True)), "row 1 computes, and no sequence has joined it"),
+        (plan(1, (9, 0, 1, True)), "row 9 does not exist; there are 4"),
+        (plan(1, (1, 0, 1, True), joins=(join(1, "a", (8,)),)), "block 8 does not exist; there are 8"),
+        (plan(1, (0, 5, 0, False)), "row 0 has nothing to compute"),
+        (plan(1, (0, 5, 1, True), (0, 5, 1, True)), "row 0 has two slices"),
+        (plan(1, (0, 6, 1, True)), "row 0 computes to position 7 and has 6 tokens"),
+        (plan(1, (0, 4, 1, True)), "row 0 samples after position 5 of 6"),
+        (
+            plan(1, (1, 0, 5, True), joins=(join(1, "abcde", (2,)),)),
+            "row 1 computes to position 5 and has 1 blocks",
+        ),
+        (
+            plan(1, (1, 4, 1, True), joins=(join(1, "abcde", (2, 3)),)),
+            "row 1 reads position 0 in block 2, which nobody has written",
+        ),
+        (
+            plan(1, (1, 4, 1, True), joins=(join(1, "ABCDE", (0, 3)),)),
+            "row 1 reads position 0 in block 0, which row 0 wrote last, in plan 0, with something else",
+        ),
+        (
+            plan(1, (0, 5, 1, True), (1, 0, 4, True), joins=(join(1, "wxyz", (0,)),)),
+            "row 0 reads position 0 in block 0, which row 1 wrote last, in plan 1, with something else",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_replay_finds_the_first_plan_that_makes_no_sense(tmp_path, later, expected):
+    assert fault(tmp_path, SOUND, later) == (None if expected is None else 1, expected)
+
+
+def test_what_came_before_the_first_plan_is_taken_on_trust(tmp_path):
+    hit = plan(7, (1, 4, 1, True), joins=(join(1, "abcde", (2, 3)),))
+    stranger = plan(8, (3, 40, 1, True))
+    assert fault(tmp_path, hit, stranger) == (None, None)
+    wrong = plan(9, (2, 4, 1, True), joins=(join(2, "ABCDE", (2, 4)),))
+    # Nobody wrote block 2 under our eyes, but row 1 has read it and found "abcd".
+    assert fault(tmp_path, hit, wrong) == (
+        9,
+        "row 2 reads position 0 in block 2, which holds something else",
+    )
+
+
+def test_a_block_that_a_stranger_was_given_may_hold_anything(tmp_path):
+    ours = plan(7, (1, 0, 4, True), joins=(join(1, "abcd", (2,)),))
+    given = plan(8, (3, 40, 1, True), grown=((3, (2,)),))
+    hit = plan(9, (2, 4, 1, True), joins=(join(2, "ABCDE", (2, 4)),))
+    assert fault(tmp_path, ours, given, hit) == (None, None)
+
+
+def test_blocks_that_were_fetched_hold_what_was_fetched(tmp_path):
+    fetch = Fetch(0, Ticket("other", 1, 0, 4, 0, ()), 0, (5,))
+    fetching = plan(1, (0, 5, 1, True), fetches=(fetch,))
+    hit = plan(2, (1, 4, 1, True), joins=(join(1, "ABCDE", (5, 6)),))
+    assert fault(tmp_path, SOUND, fetching, hit) == (None, None)
+    not_fetched = msgspec.structs.replace(fetching, fetches=())
+    assert fault(tmp_path, SOUND, not_fetched, hit)[0] == 2

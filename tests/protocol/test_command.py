@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from headgate.protocol.command import Command, Files, Group, Sleep, UpdateWeights, Wake
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        UpdateWeights(Files("/models/a", {"model.safetensors": "00"}), version=3),
+        UpdateWeights(Group("tcp://trainer:29500", world_size=3, rank=2), recompute=False),
+        Sleep(("weights",)),
+        Wake(),
+    ],
+    ids=lambda command: type(command).__name__,
+)
+def test_a_command_is_the_same_on_the_other_side(command):
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"init_method": "env://"}, "must be tcp://HOST:PORT"),
+        ({"init_method": "tcp://host"}, "must be tcp://HOST:PORT"),
+        ({"init_method": "tcp://host:port"}, "must be tcp://HOST:PORT"),
+        ({"rank": 0}, "0 is the trainer"),
+        ({"rank": 2}, "rank 2 is not one of an engine in a group of 2"),
+        ({"timeout_s": 0}, "timeout_s must be above 0"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        Group(**{"init_method": "tcp://host:1", "world_size": 2} | fields)
+
+
+def test_a_group_names_where_its_trainer_listens():
+    assert Group("tcp://10.0.0.1:29500", 2).address == ("10.0.0.1", 29500)
+    assert Group("tcp://[::1]:29500", 2).address == ("::1", 29500)
