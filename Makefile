@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test test-all test-gpu check coverage fuzz mutants clean
+.PHONY: serve test test-all test-gpu test-clients check coverage fuzz mutants clean
 
 # A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
@@ -15,6 +15,13 @@ test: check coverage
 
 test-all: check coverage
 	$(BIN)/python -m pytest -m "not gpu"
+
+# Other people's clients, in an environment of their own.
+CLIENTS := .venv-clients
+test-clients: $(READY)
+	test -d $(CLIENTS) || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q litellm langchain-openai schemathesis
+	$(BIN)/python tests/clients/run.py $(CLIENTS)/bin/python $(or $(EXAMPLES),30)
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu

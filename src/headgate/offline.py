@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -96,10 +96,10 @@ class LLM:
         """The answers to one or many prompts (text or token ids), in their order."""
         asked = _as_list(prompts)
         answers = [self._answer(prompt, each, stop) for prompt, each in zip(asked, _each(params, asked), strict=True)]
-        with tqdm(total=len(answers), desc="generating", unit="answer", disable=None if progress else True) as bar:
-            with closing(self._run(answers)) as turns:
-                for _ in turns:
-                    bar.update(sum(answer.done for answer in answers) - bar.n)
+        bar = tqdm(total=len(answers), desc="generating", unit="answer", disable=None if progress else True)
+        with bar, closing(self._run(answers)) as turns:
+            for _ in turns:
+                bar.update(sum(answer.done for answer in answers) - bar.n)
         return [answer.completion for answer in answers]
 
     def stream(
@@ -138,7 +138,7 @@ class LLM:
 
     # -- running ----------------------------------------------------------------
 
-    def _run(self, answers: Sequence[_Answer]) -> Iterator[None]:
+    def _run(self, answers: Sequence[_Answer]) -> Generator[None, None, None]:
         """Turn the engine until all `answers` are done, pausing after each turn."""
         mine = {next(self._ids): answer for answer in answers}
         self._mail |= mine

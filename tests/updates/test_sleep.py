@@ -151,7 +151,7 @@ def test_waking_into_memory_that_someone_else_has_is_refused(model, undisturbed,
     with driving(model) as driver:
         frozen(driver).call(Sleep())
         with monkeypatch.context() as patch:
-            patch.setattr(sleep_module, "free_bytes", lambda device: 1000)
+            patch.setattr(sleep_module, "free_bytes", lambda _: 1000)
             for command in (Wake(("kv_cache",)), Wake(("weights",)), UpdateWeights(Files(str(model)))):
                 denied = driver.call(command)
                 assert isinstance(denied, Denied) and (denied.status, denied.code) == (503, "out_of_memory")
@@ -168,3 +168,22 @@ def test_a_step_on_sleeping_memory_is_an_error_not_a_wrong_token(model):
         driver.engine.loop._recorder.write = lambda *_: None
         with pytest.raises(EngineDead, match="weights went to sleep"):
             driver.finish()
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_its_memory_back_and_answers_as_before(tmp_path):
+    import torch
+
+    size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+    folder = tiny_model(tmp_path, tokenizer=False, **size)
+    weights = (folder / "model.safetensors").stat().st_size
+    with driving(folder, device="cuda", deterministic=True) as driver:
+        driver.submit(*IDS)
+        undisturbed = dict(driver.finish())
+        driver.tokens.clear()
+        awake = torch.cuda.mem_get_info()[0]
+        frozen(driver).call(Sleep())
+        assert torch.cuda.mem_get_info()[0] - awake > 0.9 * weights
+        driver.call(Wake())
+        driver.call(Resume())
+        assert driver.finish() == undisturbed

@@ -136,6 +136,8 @@ def test_25_a_broken_file_is_named_and_the_old_weights_go_on(old, new, undisturb
         assert files.path in denied.message and reason in denied.message
         driver.call(Resume())
         assert driver.finish() == undisturbed
+        Path(files.path).unlink(missing_ok=True)
+        assert not open_files_of(files)
 
 
 def test_25_a_file_cut_short_while_it_is_read_quarantines_the_engine_until_a_full_update(
@@ -179,10 +181,17 @@ def test_25_new_weights_from_shared_memory_answer_like_their_checkpoint(old, new
         with publish(tensors_of(new), version=5, checksum=True) as files:
             assert files.path.startswith("/dev/shm/")
             told = driver.call(UpdateWeights(files, version=5))
-        assert isinstance(told, StateTold) and told.version == 5 and not Path(files.path).exists()
+        assert isinstance(told, StateTold) and told.version == 5 and not open_files_of(files)
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
+
+
+def open_files_of(files: Files) -> list[str]:
+    """Descriptors of this process for a file that is no more, but takes room as long as there are any."""
+    assert not Path(files.path).exists()
+    opened = {each: os.readlink(each) for each in map(str, Path("/proc/self/fd").iterdir()) if os.path.islink(each)}
+    return [each for each, target in opened.items() if files.path in target]
 
 
 def test_25_what_was_published_may_go_as_soon_as_it_is_open(old, new, renewed, monkeypatch):
@@ -261,7 +270,7 @@ def test_25_weights_from_a_trainer_process_answer_like_their_checkpoint(old, new
 def test_25_a_trainer_killed_in_the_middle_leaves_a_serving_or_a_quarantined_engine(
     old, new, undisturbed, monkeypatch, room, code
 ):
-    monkeypatch.setattr(supply, "free_bytes", lambda device: room)
+    monkeypatch.setattr(supply, "free_bytes", lambda _: room)
     place = address()
     with driving(old) as driver, trainer(new, place, dies="in the middle") as process:
         number = frozen(driver).begin(UpdateWeights(Group(place, 2, timeout_s=60)))

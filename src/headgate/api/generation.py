@@ -104,8 +104,8 @@ class Speech:
             piece.text = self._say_each(piece, spoken) if self._by_token else self._detokenizer.push(spoken)
         self._output_tokens += len(piece.tokens)
         if ended is not None:
-            if not self.stopped and ended.finish_reason != "pd_reschedule":
-                piece.text += self._rest()
+            if ended.finish_reason != "pd_reschedule":
+                piece.text += self.rest()
             piece.finish = self.finish(ended)
         return piece
 
@@ -142,8 +142,9 @@ class Speech:
         self._chars += len(delta)
         return self._stops.push(delta)
 
-    def _rest(self) -> str:
-        if self._detokenizer is None:
+    def rest(self) -> str:
+        """Text that was held back in case more came."""
+        if self._detokenizer is None or self.stopped:
             return ""
         return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
@@ -171,6 +172,7 @@ async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
     speech = Speech(job, api.tokenizer)
     try:
         async with api.engines.generate(job.request) as stream:
+            record.begin(job.index, stream)
             await _listen(stream, speech, record, job, tell)
     except EngineDead:
         note(record, job, speech.cut("engine_lost"))
@@ -191,10 +193,10 @@ async def _listen(stream: ChunkStream, speech: Speech, record: Record, job: Job,
             stream.end("stop_string")  # the terminal output still comes, and says what was cached
         if piece.tokens or piece.text or piece.prompt_logprobs:
             await tell(job, piece)
-    # The engine died after it had been told to end this, and before it could confirm.
+    # No engine had it yet, or its engine died after it had been told to end this and before it could confirm.
     finish = speech.cut(stream.cause)
     note(record, job, finish)
-    await tell(job, Piece(finish=finish))
+    await tell(job, Piece(speech.rest(), finish=finish))
 
 
 def note(record: Record, job: Job, finish: Finish) -> None:

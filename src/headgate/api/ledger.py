@@ -4,6 +4,9 @@ A request is *admitted* (or refused, at once and with a reason), lives as an ope
 whichever way it leaves: all its choices finished, an error, or a client that went away. What is closed goes into the
 metrics, to the listeners (log, traces) and into a bounded history.
 
+From the moment it is admitted a record can be asked to end. A choice that no engine has heard of yet is then ended when it
+would have been sent to one.
+
 Limits count choices, because each is a sequence in an engine: `limit` is what the engines run at once plus the queue.
 """
 
@@ -15,9 +18,9 @@ import math
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -26,6 +29,10 @@ from headgate.api.errors import QueueFull
 from headgate.api.metrics import Metrics
 from headgate.api.sse import ClientGone
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
+from headgate.protocol.output import Cause
+
+if TYPE_CHECKING:
+    from headgate.api.state import ChunkStream
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +51,14 @@ class ChoiceUsage(msgspec.Struct, frozen=True):
     output_tokens: int = 0
 
 
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to a request, or to one choice of it."""
+
+    event: str  # accepted, running, first_token, end_asked, finished
+    at_s: float  # after its arrival
+    choice: int | None = None
+
+
 class UsageRecord(msgspec.Struct, frozen=True):
     """What became of one accepted request."""
 
@@ -56,6 +71,8 @@ class UsageRecord(msgspec.Struct, frozen=True):
     first_token_s: float | None  # after its arrival
     elapsed_s: float
     choices: tuple[ChoiceUsage, ...]
+    tags: Mapping[str, str] = {}
+    events: tuple[Event, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -77,26 +94,40 @@ class Record:
     """One admitted request, while it lives: `async with ledger.admit(...) as record`."""
 
     __slots__ = (
+        "_asked",
         "_finished",
         "_last_s",
         "_ledger",
         "_outputs",
         "_prompts",
+        "_waiters",
         "arrived",
         "arrived_s",
         "choices",
+        "events",
         "first_token_s",
         "kind",
         "label",
+        "open",
         "progress_s",
+        "streams",
+        "tags",
         "tenant",
+        "usage",
     )
 
-    def __init__(self, ledger: Ledger, tenant: str, label: str, kind: str, choices: int) -> None:
+    def __init__(
+        self, ledger: Ledger, tenant: str, label: str, kind: str, choices: int, tags: Mapping[str, str]
+    ) -> None:
         self.tenant = tenant
         self.label = label
         self.kind = kind
         self.choices = choices
+        self.tags = tags
+        self.open = False
+        self.usage: UsageRecord | None = None  # when it has ended, unless it was refused after all
+        self.streams: dict[int, ChunkStream] = {}  # by choice, while an engine works on it
+        self.events: list[Event] = []
         self.arrived = time.time()
         self.arrived_s = self.progress_s = ledger.clock()
         self.first_token_s: float | None = None  # after arrival
@@ -105,6 +136,8 @@ class Record:
         self._prompts: dict[int, int] = {}  # tokens, by choice
         self._outputs: dict[int, int] = {}  # tokens so far, by choice
         self._finished: dict[int, ChoiceUsage] = {}
+        self._asked: dict[int, Cause] = {}  # choices that shall end
+        self._waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         tokens = sum(self._outputs.values())
@@ -118,6 +151,61 @@ class Record:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ledger._close(self, error)
+        self._wake()
+
+    @property
+    def age_s(self) -> float:
+        return self._ledger.clock() - self.arrived_s
+
+    def note(self, event: str, choice: int | None = None) -> None:
+        self.events.append(Event(event, round(self.age_s, 6), choice))
+
+    # -- its end, on request ------------------------------------------------------
+
+    def begin(self, choice: int, stream: ChunkStream) -> None:
+        """An engine is about to make `choice`, unless its end has been asked for already."""
+        self.streams[choice] = stream
+        if (cause := self._asked.get(choice)) is not None:
+            stream.end(cause)
+        else:
+            self.note("running", choice)
+
+    def ask_end(self, cause: Cause, choice: int | None = None) -> list[ChunkStream]:
+        """Have all choices end, or one; the streams that are to be told so. The others hear it when they begin."""
+        choices = range(self.choices) if choice is None else (choice,)
+        unfinished = [i for i in choices if i not in self._finished]
+        for i in unfinished:
+            self._asked.setdefault(i, cause)
+        self.note("end_asked", choice)
+        return [self.streams[i] for i in unfinished if i in self.streams]
+
+    async def ended(self, choice: int | None = None) -> None:
+        """Wait until the request is closed, or until that choice has had its terminal output."""
+        while self.open and choice not in self._finished:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def outcome(self, choice: int | None = None) -> ChoiceUsage | UsageRecord | None:
+        """What became of it, or of that choice; None while that is not known, and if it was refused."""
+        if choice is None:
+            return self.usage
+        return self._finished.get(choice) or (self.usage.choices[choice] if self.usage else None)
+
+    def outputs(self, choice: int) -> int:
+        """Tokens so far."""
+        return self._outputs.get(choice, 0)
+
+    def has_finished(self, choice: int) -> bool:
+        return choice in self._finished
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # -- what happens to it -------------------------------------------------------
 
     def prompt(self, count: int, choice: int = 0) -> None:
         """The prompt of `choice` goes to an engine now; it counts even if no terminal output is ever heard."""
@@ -128,6 +216,7 @@ class Record:
         if self.first_token_s is None:
             self.first_token_s = self._ledger.clock() - self.arrived_s
             self._ledger.metrics.first_token.observe(self.first_token_s)
+            self.note("first_token")
 
     def tokens(self, count: int, choice: int = 0) -> None:
         """`count` tokens of `choice` have come in one chunk."""
@@ -151,8 +240,13 @@ class Record:
         output_tokens: int,
     ) -> None:
         """The terminal output of `choice`; the first one counts."""
+        if choice in self._finished:
+            return
         usage = ChoiceUsage(choice, finish_reason, cause, prompt_tokens, cached_tokens, output_tokens)
-        self._finished.setdefault(choice, usage)
+        self._finished[choice] = usage
+        self.streams.pop(choice, None)
+        self.note("finished", choice)
+        self._wake()
 
     def usages(self, reason: str, cause: str) -> tuple[ChoiceUsage, ...]:
         """Every choice, those without a terminal output as cut for `reason` and `cause`."""
@@ -195,9 +289,17 @@ class Ledger:
     def __repr__(self) -> str:
         return f"<Ledger {len(self.live)} requests, {self.in_flight}/{self.limit} choices>"
 
-    def admit(self, *, tenant: str = "", label: str | None = None, kind: str, choices: int = 1) -> Record:
+    def admit(
+        self,
+        *,
+        tenant: str = "",
+        label: str | None = None,
+        kind: str,
+        choices: int = 1,
+        tags: Mapping[str, str] | None = None,
+    ) -> Record:
         """A place for a request, taken on entering it. `label` is the client's name for it, or one is made up."""
-        return Record(self, tenant, label or f"req-{secrets.token_hex(12)}", kind, choices)
+        return Record(self, tenant, label or f"req-{secrets.token_hex(12)}", kind, choices, tags or {})
 
     def close(self) -> None:
         """Refuse everyone from now on."""
@@ -225,6 +327,8 @@ class Ledger:
             self.metrics.refused[error.code] += 1
             raise
         self.live[record.label] = record
+        record.open = True
+        record.note("accepted")
         self.in_flight += record.choices
         self._empty.clear()
         log.debug("%s: accepted (%s, %d choices)", record.label, record.kind, record.choices)
@@ -250,6 +354,7 @@ class Ledger:
 
     def _close(self, record: Record, error: BaseException | None) -> None:
         del self.live[record.label]
+        record.open = False
         self.in_flight -= record.choices
         if not self.live:
             self._empty.set()
@@ -258,7 +363,8 @@ class Ledger:
             self.metrics.refused[error.code] += 1  # by an engine, or because it could not be understood
             log.debug("%s: refused: %s", record.label, error)
             return
-        self._account(_usage(record, error, self.clock() - record.arrived_s))
+        record.usage = _usage(record, error, record.age_s)
+        self._account(record.usage)
 
     def _account(self, usage: UsageRecord) -> None:
         metrics = self.metrics
@@ -294,6 +400,8 @@ def _usage(record: Record, error: BaseException | None, elapsed_s: float) -> Usa
         first_token_s=record.first_token_s,
         elapsed_s=elapsed_s,
         choices=choices,
+        tags=record.tags,
+        events=tuple(record.events),
     )
 
 

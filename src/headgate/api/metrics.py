@@ -7,11 +7,13 @@ an observation on the token path is one bisection. The prometheus library only w
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -23,6 +25,7 @@ from starlette.responses import Response
 from headgate.api.host import host_of
 from headgate.engine.replicas import Replica
 from headgate.errors import EngineDead
+from headgate.protocol.command import State
 from headgate.protocol.message import EngineInfo, Pong
 
 PREFIX = "headgate:"
@@ -91,6 +94,26 @@ class Histogram:
         return HistogramMetricFamily(PREFIX + name, help, buckets=buckets, sum_value=self.sum)
 
 
+class Stopwatch:
+    """Seconds that something has lasted, all times together. Starting or stopping it twice is as once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before_s = 0.0
+        self._since_s: float | None = None
+
+    def start(self) -> None:
+        if self._since_s is None:
+            self._since_s = self._clock()
+
+    def stop(self) -> None:
+        self._before_s, self._since_s = self.elapsed_s, None
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._before_s + (0.0 if self._since_s is None else self._clock() - self._since_s)
+
+
 @dataclass(eq=False)
 class Metrics:
     """What this process has counted; written by the ledger."""
@@ -102,6 +125,9 @@ class Metrics:
     refused: Counter[str] = field(default_factory=Counter)  # before they were accepted, by error code
     aborts: Counter[str] = field(default_factory=Counter)  # choices, by cause
     tokens: Counter[str] = field(default_factory=Counter)  # by kind: prompt, cached, output
+    aborts_ignored: int = 0  # asked for without saying of what
+    pauses: Counter[str] = field(default_factory=Counter)  # by mode
+    paused: Stopwatch = field(default_factory=lambda: Stopwatch())
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +160,7 @@ class Page:
     def families(self) -> Iterator[Metric]:
         yield from self._about_us()
         yield from self._about_requests()
+        yield from self._about_control()
         yield from self._about_engines()
 
     def _about_us(self) -> Iterator[Metric]:
@@ -158,6 +185,17 @@ class Page:
         yield by_label(
             "tokens", "Tokens of ended choices; cached ones are among the prompt's.", "kind", metrics.tokens
         )
+
+    def _about_control(self) -> Iterator[Metric]:
+        metrics = self.metrics
+        yield by_label("pauses", "Pauses that were asked for.", "mode", metrics.pauses)
+        yield counter("paused_seconds", "Time since a pause was asked for and before it was over.", metrics.paused.elapsed_s)
+        yield counter("aborts_ignored", "Aborts that did not say of what.", metrics.aborts_ignored)
+        states = GaugeMetricFamily(PREFIX + "engine_state", "1 for the state an engine is in.", labels=("engine", "state"))
+        for index, pong in ((view.index, view.pong) for view in self.engines if view.pong is not None):
+            for state in get_args(State):
+                states.add_metric((str(index), state), pong.status.state == state)
+        yield states
 
     def _about_engines(self) -> Iterator[Metric]:
         pongs = {view.index: view.pong.status for view in self.engines if view.pong is not None}
@@ -186,6 +224,7 @@ _STATUS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens", True),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "cached_tokens", True),
     ("preemptions", "Times a sequence had to give up its blocks.", "preemptions", True),
+    ("abort_messages", "Messages with aborts that the engine has heard.", "abort_messages", True),
     ("weight_version", "Version of the weights.", "version", False),
 )
 
@@ -200,6 +239,10 @@ class _Families(Collector):
 
 def gauge(name: str, help: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, help, value=value)
+
+
+def counter(name: str, help: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, help, value=value)
 
 
 def by_label(name: str, help: str, label: str, counts: Counter[str]) -> Metric:

@@ -21,6 +21,8 @@ Size = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[!-~]+$(?!\n)")]
+TagText = Annotated[str, Meta(min_length=1, max_length=128)]
+Tags = Annotated[dict[TagText, Annotated[str, Meta(max_length=128)]], Meta(min_length=1, max_length=16)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=32)] | None
 Object = dict[str, Any]
@@ -49,6 +51,7 @@ class Generation(Harmless, kw_only=True, forbid_unknown_fields=True):
     top_p: float | None = None
     # ours, in every kind of request
     request_id: Name | None = None
+    tags: Tags | None = None
     generated_token_ids: list[TokenId] | None = None
     delivered_chars: Size | None = None
     return_token_ids: bool | None = None
@@ -245,6 +248,13 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise _explained(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """A body that may be left out, as an object that is yet to be checked."""
+    body = await request.body()
+    read: dict[str, Any] = decode(body, dict[str, Any]) if body.strip() else {}
+    return read
 
 
 def convert(value: Any, kind: Any, param: str) -> Any:

@@ -6,15 +6,18 @@ A dialect turns pieces into bytes and knows nothing of engines or connections; t
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from headgate.api.errors import NotFound
 from headgate.api.generation import Job, Piece, collect, run_all
+from headgate.api.idempotency import replays_of
 from headgate.api.schema import Generation
 from headgate.api.sse import Exchange, Reply
 from headgate.api.state import Api, api_of
@@ -22,6 +25,9 @@ from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
     from headgate.api.ledger import Record
+
+
+encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class Call:
     stream: bool
     strict: bool  # only values that OpenAI has
     created: int
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     def id(self, prefix: str) -> str:
         return prefix + self.request_id.removeprefix("req-")
@@ -54,7 +61,7 @@ class Dialect(Protocol):
 Prepare = Callable[[Call], Awaitable[tuple[list[Job], Dialect]]]
 
 
-def exchange(request: Request, body: Generation, kind: str, choices: int, prepare: Prepare) -> Exchange:
+def exchange(request: Request, body: Generation, kind: str, choices: int, prepare: Prepare) -> Response:
     """The response to `request`: `prepare` makes jobs and their dialect, once the request is admitted."""
     api = api_of(request)
     check_model(api, body.model)
@@ -69,8 +76,12 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         stream=bool(body.stream),
         strict=request.headers.get("x-openai-strict", "").lower() == "true",
         created=int(time.time()),
+        tags=body.tags or {},
     )
-    return Exchange(partial(_serve, api, call, kind, choices, prepare))
+    work = partial(_serve, api, call, kind, choices, prepare)
+    if key := request.headers.get("idempotency-key"):
+        return replays_of(request).exchange(request, key, f"{kind} {encode(body)!r}", work)
+    return Exchange(work)
 
 
 def check_model(api: Api, name: str | None) -> None:
@@ -84,7 +95,9 @@ def check_model(api: Api, name: str | None) -> None:
 
 async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare, reply: Reply) -> None:
     try:
-        async with api.ledger.admit(tenant=call.tenant, label=call.request_id, kind=kind, choices=choices) as record:
+        async with api.ledger.admit(
+            tenant=call.tenant, label=call.request_id, kind=kind, choices=choices, tags=call.tags
+        ) as record:
             jobs, dialect = await prepare(call)
             if call.stream:
                 await _stream(api, record, jobs, dialect, reply)

@@ -28,7 +28,7 @@ class Reply:
     """A response in the making."""
 
     def __init__(self, send: Send) -> None:
-        self._send = send
+        self._send = self.raw = send  # raw: for what is a response already
         self._clock = asyncio.get_running_loop().time
         self._sent_s = self._clock()
         self.started = False

@@ -6,14 +6,16 @@ One `Api` per process, made once and put into `app.state.api`; nothing in it cha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from headgate.engine.client import Chunk
-from headgate.errors import RequestError
+from headgate.engine.replicas import Place
+from headgate.errors import HeadgateError, RequestError
+from headgate.protocol.command import Command, Result
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
@@ -37,8 +39,13 @@ class ChunkStream(Protocol):
 
     cause: Cause
 
+    place: Place | None  # where it is being made; None if no engine has it
+
     def end(self, cause: Cause) -> None:
         """Ask for the end; the terminal output still comes."""
+
+    def end_at(self, cause: Cause) -> Place | None:
+        """The same, but telling the engine at that place is left to the caller."""
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
 
@@ -51,6 +58,11 @@ class Engines(Protocol):
 
     def generate(self, request: GenerateRequest) -> AbstractAsyncContextManager[ChunkStream]: ...
 
+    async def stop_at(self, places: Collection[Place], cause: Cause, timeout_s: float) -> set[Place]:
+        """End what is made there and see home all it owns; where something is still owned when time is up."""
+
+    async def call_all(self, command: Command, timeout_s: float = ...) -> dict[int, Result | HeadgateError]:
+        """Have every engine carry out `command`; what became of it, by engine."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:

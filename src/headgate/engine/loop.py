@@ -51,6 +51,7 @@ class EngineLoop:
         self._refused: list[Refused] = []
         self._recorder = recorder or Recorder()
         self._closed = False
+        self._abort_messages = 0
         self.control = Control(scheduler, supply=supply, tell=self._tell, wake=self.wake)
         scheduler.tick(clock())
         self.status = self._look()  # replaced whole every turn, so any thread may read it
@@ -119,6 +120,9 @@ class EngineLoop:
             counters.cached_tokens,
             self.control.state,
             self.control.asleep,
+            self.control.mode,
+            self.control.rejecting,
+            self._abort_messages,
         )
 
     # -- in ---------------------------------------------------------------------
@@ -142,6 +146,7 @@ class EngineLoop:
                 for request in requests:
                     self._submit(request)
             case Abort(ids, cause):
+                self._abort_messages += 1
                 self.scheduler.abort(ids, cause)
             case Call(client, number, command):
                 self.control.start(client, number, command)

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from headgate.config import EngineConfig
-from headgate.engine.client import CALL_TIMEOUT_S, Chunk, EngineClient, TokenStream, connected
+from headgate.engine.client import CALL_TIMEOUT_S, MOST_IDS, Chunk, EngineClient, TokenStream, connected
 from headgate.engine.start import CANNOT_START, EngineStart
 from headgate.engine.tasks import lone_errors
 from headgate.errors import CannotStart, EngineDead, HeadgateError, RequestError
@@ -41,6 +41,7 @@ from headgate.protocol.command import (
     Resume,
     Source,
     StateTold,
+    Stop,
     UpdateWeights,
 )
 from headgate.protocol.message import EngineInfo
@@ -54,6 +55,7 @@ START_TIMEOUT_S = 1800.0  # large checkpoints on slow disks
 STOP_TIMEOUT_S = 15.0
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 PING_TIMEOUT_S = 30.0
+STOP_MARGIN_S = 1.0  # for the answer to come, after the engine has given up waiting
 MOVE_TIMEOUT_S = 30.0  # how long a stream waits for an engine to go on in
 
 
@@ -89,6 +91,14 @@ class Replica:
         return "down" if self.restarts else "starting"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a stream is being made: which engine, and what the engine calls it."""
+
+    engine: int
+    id: int
+
+
 class MovingStream:
     """One answer, wherever it is being made. Leaving it early aborts it, under the name in `cause`."""
 
@@ -97,16 +107,31 @@ class MovingStream:
         self.ending = False
         self.chunks: AsyncGenerator[Chunk, None]
         self.at: tuple[EngineClient, TokenStream] | None = None
+        self.place: Place | None = None  # the same, as a value
+        self.wait: asyncio.Timeout | None = None  # for an engine
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self.chunks
 
     def end(self, cause: Cause) -> None:
-        """Ask for the end; the terminal output still comes, unless the engine dies first."""
-        self.cause, self.ending = cause, True
+        """Ask for the end; the terminal output still comes, unless no engine has it, or its engine dies first."""
+        if self.ending:
+            return
+        self._leave(cause)
         if self.at is not None:
             client, stream = self.at
             client.abort(stream.id, cause)
+
+    def end_at(self, cause: Cause) -> Place | None:
+        """The same, but telling its engine is left to the caller; None if no engine has it."""
+        self._leave(cause)
+        return self.place
+
+    def _leave(self, cause: Cause) -> None:
+        if not self.ending:
+            self.cause, self.ending = cause, True
+        if self.wait is not None:
+            self.wait.reschedule(asyncio.get_running_loop().time())
 
 
 class Replicas:
@@ -126,9 +151,9 @@ class Replicas:
     def info(self) -> EngineInfo:
         return next(replica.client.info for replica in self.replicas if replica.client is not None)
 
-    def _clients(self) -> list[EngineClient]:
-        """Of the engines that streams may use."""
-        return [replica.client for replica in self.replicas if replica.client is not None and not replica.outdated]
+    def _usable(self) -> list[Replica]:
+        """Engines that streams may use."""
+        return [replica for replica in self.replicas if replica.client is not None and not replica.outdated]
 
     # -- asking -----------------------------------------------------------------
 
@@ -151,41 +176,61 @@ class Replicas:
 
     async def _chunks(self, request: GenerateRequest, answer: MovingStream) -> AsyncGenerator[Chunk, None]:
         tokens, scored = list(request.generated), 0
-        while True:
-            client = await self._choose()
+        while not answer.ending:
+            if (replica := await self._choose(answer)) is None:
+                return
+            client = replica.client
+            assert client is not None
             resumed = msgspec.structs.replace(request, generated=tuple(tokens))
             try:
                 async with client.generate(resumed) as stream:
-                    answer.at = client, stream
+                    answer.at, answer.place = (client, stream), Place(replica.index, stream.id)
                     try:
                         async for chunk in _without_scores(stream, scored):
                             tokens += chunk.tokens
                             scored += len(chunk.prompt_logprobs)
                             yield chunk
                     finally:
-                        answer.at, stream.cause = None, answer.cause
+                        answer.at, answer.place, stream.cause = None, None, answer.cause
                     return
             except EngineDead as error:
                 if answer.ending:
                     return
                 log.warning("a stream lost its engine after %d tokens and goes on elsewhere: %s", len(tokens), error)
 
-    async def _choose(self) -> EngineClient:
-        """The ready engine with the fewest streams; waits a while for one if there is none."""
-        if not self._clients():
-            await self._wait_for_engine()
-        if not (clients := self._clients()):
+    async def _choose(self, answer: MovingStream) -> Replica | None:
+        """The ready engine with the fewest streams; waits a while for one if there is none, unless `answer` ends."""
+        if not self._usable():
+            await self._wait_for_engine(answer)
+        if answer.ending:
+            return None
+        if not (usable := self._usable()):
             raise EngineDead("the server is shutting down")
-        return min(clients, key=lambda client: client.open_streams)
+        return min(usable, key=lambda replica: replica.client.open_streams if replica.client else 0)
 
-    async def _wait_for_engine(self) -> None:
+    async def _wait_for_engine(self, answer: MovingStream) -> None:
         try:
-            async with asyncio.timeout(MOVE_TIMEOUT_S), self._changed:
-                await self._changed.wait_for(lambda: self._clients() or self._stopping)
+            async with asyncio.timeout(MOVE_TIMEOUT_S) as answer.wait, self._changed:
+                await self._changed.wait_for(lambda: self._usable() or self._stopping)
         except TimeoutError:
-            raise EngineDead(f"no engine has become ready in {MOVE_TIMEOUT_S:g} s") from None
+            if not answer.ending:
+                raise EngineDead(f"no engine has become ready in {MOVE_TIMEOUT_S:g} s") from None
+        finally:
+            answer.wait = None
 
     # -- control ----------------------------------------------------------------
+
+    async def stop_at(self, places: Collection[Place], cause: Cause, timeout_s: float) -> set[Place]:
+        """End what is made there, and return when all it owns has come home; where it has not in time.
+
+        One command per engine and `MOST_IDS` sequences.
+        """
+        stops = []
+        for replica in self.replicas:
+            ids = [place.id for place in places if place.engine == replica.index]
+            batches = [ids[i : i + MOST_IDS] for i in range(0, len(ids), MOST_IDS)]
+            stops += [_stop_some(replica, batch, cause, timeout_s) for batch in batches]
+        return {place for held in await asyncio.gather(*stops) for place in held}
 
     async def call_all(
         self, command: Command, timeout_s: float = CALL_TIMEOUT_S
@@ -345,6 +390,15 @@ async def _call(replica: Replica, command: Command, timeout_s: float) -> Result 
         return EngineDead(f"engine {replica.index} has not answered in {timeout_s:g} s")
     except HeadgateError as error:
         return error
+
+
+async def _stop_some(replica: Replica, ids: list[int], cause: Cause, timeout_s: float) -> list[Place]:
+    told = await _call(replica, Stop(ids, cause, timeout_s), timeout_s + STOP_MARGIN_S)
+    if isinstance(told, HeadgateError):
+        log.warning("engine %d cannot stop sequences %s: %s", replica.index, ids, told)
+    # What an engine that is gone has held is gone with it.
+    held = told.held if isinstance(told, StateTold) else ids if replica.client else []
+    return [Place(replica.index, id) for id in held if id in ids]
 
 
 async def _without_scores(stream: TokenStream, told: int) -> AsyncIterator[Chunk]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headgate.protocol.command import Command, Result, State, Tag
+from headgate.protocol.command import Command, PauseMode, Result, State, Tag
 from headgate.protocol.output import Cause, Outputs
 from headgate.protocol.request import GenerateRequest
 
@@ -83,6 +83,9 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     state: State = "running"
     asleep: tuple[Tag, ...] = ()
+    mode: PauseMode | None = None  # of the pause, if there is one
+    rejecting: bool = False  # new requests are refused
+    abort_messages: int = 0  # heard so far, however many ids each had
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

@@ -99,6 +99,7 @@ class LocalExecutor:
     def _serve(self) -> None:
         while job := self._jobs.get():
             job()
+            del job  # and what it holds, before a long wait for the next
 
     def _settle(self, future: Future[T], work: Callable[[], T]) -> None:
         try:

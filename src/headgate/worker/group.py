@@ -271,17 +271,21 @@ def offer(circle: Circle, tensors: Mapping[str, torch.Tensor], bucket_bytes: int
     circle.broadcast_bytes(encode_header(header))
     if objections := circle.poll():
         return objections
+    scratch = torch.empty(
+        min(bucket_bytes, sum(map(size_of, infos.values())) + ALIGN * len(infos)), dtype=torch.uint8
+    )
     for bucket in header.buckets:
-        circle.broadcast(fill_bucket(bucket, tensors))
+        circle.broadcast(fill_bucket(bucket, tensors, scratch))
     return circle.poll()
 
 
-def fill_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    parts = [(start, raw(tensors[name])) for name, start in bucket.starts.items()]
-    if len(parts) == 1:
-        return parts[0][1]
-    data = torch.zeros(bucket.size, dtype=torch.uint8)
-    for start, part in parts:
+def fill_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
+    """The bytes of `bucket`: those of its only tensor where they lie, or of several in `scratch`."""
+    if len(bucket.starts) == 1:
+        return raw(tensors[next(iter(bucket.starts))])
+    data = scratch[: bucket.size]
+    for name, start in bucket.starts.items():
+        part = raw(tensors[name])
         data[start : start + len(part)] = part
     return data
 

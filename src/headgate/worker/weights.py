@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -157,8 +158,12 @@ class OpenFile:
             raise SourceLost(f"{path} cannot be opened: {error.strerror}") from error
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     @property
     def size(self) -> int:
@@ -208,6 +213,17 @@ class SafetensorsFiles:
         self.files = files
         self.checksum = checksum or {}
         self._stored: dict[str, Stored] | None = None
+
+    def __enter__(self) -> SafetensorsFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        # At once: removed files in shared memory take room until the last one closes them.
+        for stored in (self._stored or {}).values():
+            stored.file.close()
+        self._stored = None
 
     def metadata(self) -> Mapping[str, TensorInfo]:
         return {name: stored.info for name, stored in self._tensors().items()}

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from headgate.layers.backend import KV, Heads
 from headgate.layers.batch import Batch
-from headgate.layers.triton.overlap import overlap, wait_for_previous
+from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 LOG2E = 1.4426950408889634
 SPLITS = (1, 2, 4, 16, 64)
@@ -108,7 +108,9 @@ def decode(
         scratch.reserve(slices, heads, splits)
     out = q.new_empty(slices, heads.query * heads.size)
     group = heads.query // heads.kv
-    decode_kernel[(heads.kv, splits, slices)](
+    launch(
+        decode_kernel,
+        (heads.kv, splits, slices),
         q,
         kv.k,
         kv.v,
@@ -159,7 +161,9 @@ def prefill(
     slices = len(batch.context_lens)
     # Each slice has at most one tile that is not full.
     tiles = len(q) // queries + slices
-    prefill_kernel[(heads.kv, tiles)](
+    launch(
+        prefill_kernel,
+        (heads.kv, tiles),
         q,
         kv.k,
         kv.v,

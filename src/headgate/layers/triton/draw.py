@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headgate.layers.triton.overlap import overlap, wait_for_previous
+from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 CHUNK = 2048
 
@@ -29,7 +29,9 @@ def find_finalists(
 ) -> None:
     """The best of every chunk of `logits` [R, V]; `temperatures` are float32 with 0 for greedy, `keys` 64 bits."""
     rows, vocab = logits.shape
-    chunk_kernel[(finalists.chunks, rows)](
+    launch(
+        chunk_kernel,
+        (finalists.chunks, rows),
         logits,
         temperatures,
         keys,
@@ -49,8 +51,14 @@ def draw_tokens(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Te
     finalists = Finalists(len(logits), logits.shape[1], logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     find_finalists(logits, temperatures, keys, finalists)
-    winner_kernel[(len(logits),)](
-        finalists.sums, finalists.ids, tokens, finalists.chunks, PADDED=triton.next_power_of_2(finalists.chunks)
+    launch(
+        winner_kernel,
+        (len(logits),),
+        finalists.sums,
+        finalists.ids,
+        tokens,
+        finalists.chunks,
+        PADDED=triton.next_power_of_2(finalists.chunks),
     )
     return tokens
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headgate.layers.triton.overlap import overlap, wait_for_previous
+from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 GATE_BLOCK = 1024
 
@@ -17,8 +17,18 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     rows, columns = x.shape
     if rows:
         block = triton.next_power_of_2(columns)
-        add_rms_norm_kernel[(rows,)](
-            x, residual, weight, out, columns, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **overlap(x)
+        launch(
+            add_rms_norm_kernel,
+            (rows,),
+            x,
+            residual,
+            weight,
+            out,
+            columns,
+            eps,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+            **overlap(x),
         )
     return out
 
@@ -29,7 +39,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(rows, columns)
     if rows:
         grid = (rows, triton.cdiv(columns, GATE_BLOCK))
-        silu_mul_kernel[grid](gate_up, out, columns, BLOCK=GATE_BLOCK, num_warps=4, **overlap(out))
+        launch(silu_mul_kernel, grid, gate_up, out, columns, BLOCK=GATE_BLOCK, num_warps=4, **overlap(out))
     return out
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headgate.layers.triton.overlap import overlap, wait_for_previous
+from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 MAX_ROWS = 16
 # A narrower product has too few programs to keep the device busy.
@@ -61,7 +61,9 @@ def small_linear(
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     cut = cut or cut_for(rows, columns, gated)
     out = x.new_empty(count, rows, dtype=out_dtype or x.dtype)
-    linear_kernel[(triton.cdiv(rows, cut.rows), triton.cdiv(count, cut.tokens))](
+    launch(
+        linear_kernel,
+        (triton.cdiv(rows, cut.rows), triton.cdiv(count, cut.tokens)),
         x,
         weight,
         weight if bias is None else bias,
@@ -101,7 +103,9 @@ def vector_linear(
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     cut = cut or vector_cut(columns)
     out = x.new_empty(1, rows)
-    vector_linear_kernel[(triton.cdiv(rows, cut.rows),)](
+    launch(
+        vector_linear_kernel,
+        (triton.cdiv(rows, cut.rows),),
         x,
         weight,
         weight if bias is None else bias,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from headgate.layers.backend import KV, Heads, Rotary
-from headgate.layers.triton.overlap import overlap, wait_for_previous
+from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 
 def rope_and_write(
@@ -20,7 +20,9 @@ def rope_and_write(
     """Queries `[T, heads, size]`, a view of `qkv`."""
     group = heads.query // heads.kv
     if len(qkv):
-        rope_and_write_kernel[(heads.kv, len(qkv))](
+        launch(
+            rope_and_write_kernel,
+            (heads.kv, len(qkv)),
             qkv,
             positions,
             slots,

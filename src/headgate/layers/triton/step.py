@@ -16,6 +16,7 @@ import triton.language as tl
 
 from headgate.layers.batch import Batch
 from headgate.layers.triton.draw import Finalists, find_finalists, winner_of
+from headgate.layers.triton.launch import launch
 
 COLUMNS = 6
 TABLE_CHUNK = 512
@@ -41,7 +42,9 @@ class Told:
 def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: Told) -> None:
     """Fill `batch` and `told` from `columns` [COLUMNS, S] and the rows; lengthen the tables that grow."""
     assert batch.order is not None
-    open_kernel[(columns.shape[1],)](
+    launch(
+        open_kernel,
+        (columns.shape[1],),
         columns,
         paging.tokens,
         paging.tables,
@@ -73,7 +76,9 @@ def close_step(
 ) -> None:
     """Draw a token per slice into `tokens` [S], and append it to its row."""
     find_finalists(logits, told.temperatures, told.keys, finalists)
-    close_kernel[(len(logits),)](
+    launch(
+        close_kernel,
+        (len(logits),),
         columns,
         paging.tokens,
         finalists.sums,

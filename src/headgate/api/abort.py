@@ -1,0 +1,246 @@
+"""POST /v1/abort_requests: end requests, and say truthfully what became of each.
+
+What is ended is decided in one turn of the event loop, from the ledger: every live request is in it from the moment it is
+admitted, whether an engine has heard of it or not. Whoever waits is answered when the engines hold nothing of it any more
+and its client has been told, or when time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.ledger import Ledger, Record, UsageRecord
+from headgate.api.schema import Tags, convert, read_object
+from headgate.api.state import Api, ChunkStream, api_of
+from headgate.errors import RequestError
+from headgate.protocol.command import DEFAULT_TIMEOUT_S
+
+log = logging.getLogger(__name__)
+
+# What stands before a request's id in the bodies of its answers.
+PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
+GENERATED = "req-"
+LAST_WORDS_S = 0.05  # for clients to be told of what the engines have ended just in time
+
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Id = Annotated[str, Meta(min_length=1)]
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of `abort_all`, `req_ids` and `tags` says which."""
+
+    abort_all: bool = False
+    req_ids: Annotated[list[Id], Meta(min_length=1)] | None = None
+    tags: Tags | None = None
+    wait: bool = True
+    timeout: Seconds = DEFAULT_TIMEOUT_S
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    request_id: str
+    output_token_count: int
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    request_id: str
+    code: str
+    message: str
+
+
+class AbortResult(msgspec.Struct, kw_only=True):
+    aborted: list[Aborted] = []
+    not_found: list[str] = []
+    already_finished: list[str] = []
+    errors: list[Trouble] = []
+    accepted: list[str] | UnsetType = UNSET  # what will end, when nobody waits for it
+
+
+class AbortAnswer(msgspec.Struct):
+    request_id: str
+    status: str  # success, or accepted: not everything is done
+    result: AbortResult
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose requests a caller may see and end."""
+
+    tenant: str
+    admin: bool
+
+    def covers(self, tenant: str) -> bool:
+        return self.admin or tenant == self.tenant
+
+
+def scope_of(request: Request) -> Scope:
+    return Scope(request.state.tenant, request.state.admin)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A live request, or one choice of it, under the name it was asked for."""
+
+    name: str
+    record: Record
+    choice: int | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    targets: list[Target] = field(default_factory=list)
+    not_found: list[str] = field(default_factory=list)
+    already_finished: list[str] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def find_all(ledger: Ledger, scope: Scope, tags: Tags | None = None) -> Found:
+    """Everything of the caller's that is in flight now, or what of it carries these tags."""
+    wanted = (tags or {}).items()
+    records = [record for record in ledger.live.values() if scope.covers(record.tenant)]
+    return Found([Target(r.label, r) for r in records if wanted <= r.tags.items()])
+
+
+def find(ledger: Ledger, scope: Scope, names: Iterable[str]) -> Found:
+    """Requests and choices by name; what is another tenant's does not exist."""
+    found = Found()
+    for name in dict.fromkeys(names):
+        if target := find_live(ledger, scope, name):
+            found.targets.append(target)
+        elif find_past(ledger, scope, name):
+            found.already_finished.append(name)
+        else:
+            found.not_found.append(name)
+    return found
+
+
+def find_live(ledger: Ledger, scope: Scope, name: str) -> Target | None:
+    for label, choice in _readings(name):
+        record = ledger.live.get(label)
+        if record and scope.covers(record.tenant) and (choice is None or choice < record.choices):
+            finished = choice is not None and record.has_finished(choice)
+            return None if finished else Target(name, record, choice)
+    return None
+
+
+def find_past(ledger: Ledger, scope: Scope, name: str) -> UsageRecord | None:
+    for label, choice in _readings(name):
+        usage = ledger.past(label)
+        if usage and scope.covers(usage.tenant) and (choice is None or choice < len(usage.choices)):
+            return usage
+    return None
+
+
+def _readings(name: str) -> list[tuple[str, int | None]]:
+    """What a name may mean, likeliest first: a request, or one of its choices (`{id}-{index}`)."""
+    base, dash, index = name.rpartition("-")
+    readings: list[tuple[str, int | None]] = [(label, None) for label in _labels(name)]
+    if dash and index.isdecimal() and len(index) < 10:
+        readings += [(label, int(index)) for label in _labels(base)]
+    return readings
+
+
+def _labels(name: str) -> list[str]:
+    labels = [name]
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            labels += [rest, GENERATED + rest]
+    return labels
+
+
+# ------------------------------------------------------------------------------------------------------------- ending
+
+
+def begin(found: Found) -> dict[ChunkStream, Target]:
+    """Ask for the end of what was found; the streams that are to be told."""
+    return {stream: t for t in found.targets for stream in t.record.ask_end("api_abort", t.choice)}
+
+
+async def abort(api: Api, found: Found, timeout_s: float) -> AbortResult:
+    """End what was found, and wait until nothing is held for it and its clients have been told."""
+    clock = asyncio.get_running_loop().time
+    places = {place: target for stream, target in begin(found).items() if (place := stream.end_at("api_abort"))}
+    deadline_s = clock() + timeout_s
+    telling = [asyncio.ensure_future(t.record.ended(t.choice)) for t in found.targets]
+    try:
+        held = await api.engines.stop_at(places, "api_abort", timeout_s)
+        if telling:
+            # Clients are told in the turns after; nobody waits for one that does not read.
+            await asyncio.wait(telling, timeout=max(deadline_s - clock(), LAST_WORDS_S))
+    finally:
+        for task in telling:
+            task.cancel()
+    return _result(found, {places[place].name for place in held})
+
+
+def _result(found: Found, held: set[str]) -> AbortResult:
+    result = AbortResult(not_found=found.not_found, already_finished=found.already_finished)
+    for target in found.targets:
+        outcome = target.record.outcome(target.choice)
+        if target.name in held:
+            result.errors.append(Trouble(target.name, "still_held", "it has ended, and the engine still holds blocks"))
+        elif target.record.open and outcome is None:
+            result.errors.append(Trouble(target.name, "not_told", "it has ended, and its client has not read that"))
+        elif outcome is not None and outcome.finish_reason == "abort":
+            result.aborted.append(Aborted(target.name, outcome.output_tokens))
+        elif outcome is not None and outcome.finish_reason == "error":
+            result.errors.append(Trouble(target.name, outcome.cause, "it ended with an error of its own"))
+        else:
+            result.already_finished.append(target.name)
+    return result
+
+
+def accept(found: Found) -> AbortResult:
+    """Ask for the end and wait for nothing."""
+    for stream in begin(found):
+        stream.end("api_abort")
+    return AbortResult(
+        not_found=found.not_found,
+        already_finished=found.already_finished,
+        accepted=[target.name for target in found.targets],
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- handlers
+
+
+async def abort_requests(request: Request) -> Response:
+    body, api, scope = await _read(request), api_of(request), scope_of(request)
+    if body.req_ids is not None:
+        found = find(api.ledger, scope, body.req_ids)
+    else:
+        found = find_all(api.ledger, scope, body.tags)
+    if not body.wait:
+        return answer(request, accept(found), done=False)
+    result = await abort(api, found, body.timeout)
+    log.info("%s: aborted %d requests", request.state.request_id, len(result.aborted))
+    return answer(request, result, done=not result.errors)
+
+
+async def _read(request: Request) -> AbortRequest:
+    raw: dict[str, Any] = await read_object(request)
+    if "stop_all" in raw:
+        raise RequestError("stop_all is called abort_all here", param="stop_all", code="unknown_parameter")
+    body: AbortRequest = convert(raw, AbortRequest, "")
+    ways = [body.abort_all, body.req_ids is not None, body.tags is not None]
+    if sum(ways) != 1:
+        raise RequestError(
+            "say what to abort with exactly one of abort_all: true, a non-empty list req_ids, and tags", param="req_ids"
+        )
+    return body
+
+
+def answer(request: Request, result: AbortResult, *, done: bool) -> Response:
+    told = AbortAnswer(request.state.request_id, "success" if done else "accepted", result)
+    return Response(msgspec.json.encode(told), 200 if done else 202, media_type="application/json")

@@ -1,0 +1,418 @@
+"""Holding all engines, changing their weights, putting them to sleep: one answer for however many there are.
+
+Every call is a job: it has an id (the request's), a deadline, and an answer `{request_id, status, result}` in which each
+engine says what became of it. An engine that is down is named and follows when it comes back; one that refuses makes the
+call an error. While weights or memory move, nothing else that would change an engine's state is begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.abort import Seconds
+from headgate.api.host import Host
+from headgate.api.ledger import Record, UsageRecord
+from headgate.api.metrics import look_at_all
+from headgate.api.schema import convert, read_object
+from headgate.api.state import Api
+from headgate.engine.replicas import Place
+from headgate.errors import EngineDead, HeadgateError, RequestError, Unavailable
+from headgate.protocol.command import (
+    DEFAULT_TIMEOUT_S,
+    TAGS,
+    Command,
+    Denied,
+    Files,
+    Flush,
+    Flushed,
+    Group,
+    Pause,
+    PauseMode,
+    Result,
+    Resume,
+    Sleep,
+    Source,
+    StateTold,
+    Tag,
+    UpdateWeights,
+    Wake,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MARGIN_S = 15.0  # an engine whose time is up still has to force requests out and to answer
+LOOK_TIMEOUT_S = 2.0
+LAST_WORDS_S = 2.0  # for clients of aborted requests to be told, before the caller is
+UPDATE_TIMEOUT_S = 600.0
+
+# Of engines in different states, the one that says most about the fleet.
+TELLING = ("quarantined", "updating", "pausing")
+
+
+# ------------------------------------------------------------------------------------------------------------- bodies
+
+
+class ControlBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is not known is refused by its name."""
+
+    timeout: Seconds = DEFAULT_TIMEOUT_S
+
+
+class PauseRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
+    mode: PauseMode = "abort"
+    new_requests: Literal["reject", "queue"] = "reject"
+
+
+class GroupSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A process group in which the trainer is rank 0; see `headgate.weights.send_weights`."""
+
+    init_method: str
+    world_size: int
+    rank: int = 1
+    timeout: Seconds = 300.0
+
+
+class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
+    timeout: Seconds = UPDATE_TIMEOUT_S
+    path: Annotated[str, Meta(min_length=1)] | None = None  # a folder, a safetensors or a GGUF file on this host
+    group: GroupSource | None = None
+    version: Annotated[int, Meta(ge=0, le=2**62)] | None = None
+    verify_checksum: dict[str, str] | None = None  # SHA-256 in hex by file name
+    kv: Literal["recompute", "keep"] = "recompute"
+
+
+class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
+    timeout: Seconds = UPDATE_TIMEOUT_S
+    tags: Annotated[list[Tag], Meta(min_length=1)] = list(TAGS)
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+class EngineOutcome(msgspec.Struct, kw_only=True):
+    engine: int
+    state: str  # the engine's, or down
+    weight_version: int | UnsetType = UNSET
+    elapsed_s: float | UnsetType = UNSET
+    held: int | UnsetType = UNSET  # sequences that still own something
+    blocks: int | UnsetType = UNSET  # dropped by a flush
+    error: str | UnsetType = UNSET
+
+
+class FleetResult(msgspec.Struct, kw_only=True):
+    is_paused: bool
+    state: str  # running, pausing, paused, updating, quarantined, draining
+    mode: str | None = None
+    weight_version: int = 0
+    asleep: Sequence[str] = ()
+    engines: list[EngineOutcome] = []
+    # of a pause
+    aborted: int | UnsetType = UNSET
+    finished: int | UnsetType = UNSET
+    forced: list[str] | UnsetType = UNSET  # requests that ran out of time
+    elapsed_s: float | UnsetType = UNSET
+    # of an update
+    checksum: dict[str, str] | UnsetType = UNSET
+    # of a flush
+    blocks: int | UnsetType = UNSET
+
+
+class ControlAnswer(msgspec.Struct):
+    request_id: str
+    status: str
+    result: FleetResult
+
+
+class Refusal(RequestError):
+    """Some engine would not."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+
+
+# ----------------------------------------------------------------------------------------------------------- controls
+
+
+class Controls:
+    """The verbs, for all engines at once. Every dialect calls these."""
+
+    def __init__(self, api: Api, host: Host) -> None:
+        self._api = api
+        self._host = host
+        self._metrics = host.ledger.metrics
+        self._moving: str | None = None  # what is moving weights or memory
+
+    async def pause(self, pause: Pause) -> FleetResult:
+        self._refuse_while_moving()
+        clock = asyncio.get_running_loop().time
+        began_s, records = clock(), list(self._api.ledger.live.values())
+        names = self._names(records)
+        self._metrics.pauses[pause.mode] += 1
+        self._metrics.paused.start()
+        outcome = await self._call(pause, pause.timeout_s + MARGIN_S)
+        told = states(outcome)
+        if pause.mode == "abort":
+            await _closed(records, LAST_WORDS_S)
+        result = self._result(outcome)
+        usages = [record.usage for record in records if record.usage is not None]
+        result.aborted, result.finished = _count(usages, "pause"), _count_finished(usages)
+        result.forced = [names.get(Place(i, id), f"engine-{i}/{id}") for i, t in told.items() for id in t.forced]
+        result.elapsed_s = round(clock() - began_s, 6)
+        if result.state == "running":
+            self._metrics.paused.stop()  # a resume came in between
+        return result
+
+    async def resume(self) -> FleetResult:
+        self._refuse_while_moving()
+        result = self._result(await self._call(Resume(), DEFAULT_TIMEOUT_S))
+        self._metrics.paused.stop()
+        return result
+
+    async def update(
+        self,
+        source: Source,
+        version: int | None = None,
+        *,
+        recompute: bool = True,
+        timeout_s: float = UPDATE_TIMEOUT_S,
+    ) -> FleetResult:
+        async with self._move("the weights are being updated"):
+            outcome = await self._call(UpdateWeights(source, version, recompute), timeout_s)
+        result = self._result(outcome)
+        if isinstance(source, Files) and source.checksum:
+            result.checksum = source.checksum
+        return result
+
+    async def sleep(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
+        async with self._move("the engines are being put to sleep"):
+            return self._result(await self._call(Sleep(tuple(tags)), timeout_s))
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
+        async with self._move("the engines are being woken"):
+            return self._result(await self._call(Wake(tuple(tags)), timeout_s))
+
+    async def flush(self) -> FleetResult:
+        outcome = await self._call(Flush(), DEFAULT_TIMEOUT_S)
+        result = await self.look()
+        dropped = {index: told.blocks for index, told in outcome.items() if isinstance(told, Flushed)}
+        for engine in result.engines:
+            engine.blocks = dropped.get(engine.engine, 0)
+        result.blocks = sum(dropped.values())
+        return result
+
+    async def look(self) -> FleetResult:
+        """Where the fleet stands, as its engines say."""
+        engines: list[EngineOutcome] = []
+        modes: list[PauseMode | None] = []
+        asleep: list[str] = []
+        for view in await look_at_all(self._host.replicas, LOOK_TIMEOUT_S):
+            if view.pong is None:
+                engines.append(EngineOutcome(engine=view.index, state="down", error="it does not answer"))
+                continue
+            status = view.pong.status
+            engines.append(EngineOutcome(engine=view.index, state=status.state, weight_version=status.version))
+            modes.append(status.mode)
+            asleep += status.asleep
+        return self._fleet(engines, next(filter(None, modes), None), list(dict.fromkeys(asleep)))
+
+    # -- parts ------------------------------------------------------------------
+
+    async def _call(self, command: Command, timeout_s: float) -> dict[int, Result | HeadgateError]:
+        """What became of it, by engine. Raises if one refused, or if none could be reached."""
+        outcome = await self._api.engines.call_all(command, timeout_s)
+        denials = {index: result for index, result in outcome.items() if isinstance(result, Denied)}
+        if denials:
+            raise _refusal(denials, len(outcome))
+        if outcome and all(isinstance(result, HeadgateError) for result in outcome.values()):
+            raise Unavailable("; ".join(str(result) for result in outcome.values()), code="no_engine")
+        late = [str(result) for result in outcome.values() if isinstance(result, EngineDead)]
+        if late:
+            log.warning("not every engine has followed: %s", "; ".join(late))
+        return outcome
+
+    def _refuse_while_moving(self) -> None:
+        if self._moving is not None:
+            raise Refusal(409, "updating", f"{self._moving}; try again when that is done")
+
+    @asynccontextmanager
+    async def _move(self, what: str) -> AsyncIterator[None]:
+        self._refuse_while_moving()
+        self._moving = what
+        try:
+            yield
+        finally:
+            self._moving = None
+
+    def _names(self, records: Sequence[Record]) -> dict[Place, str]:
+        """What clients call the sequences of the engines."""
+        return {
+            stream.place: record.label if record.choices == 1 else f"{record.label}-{choice}"
+            for record in records
+            for choice, stream in record.streams.items()
+            if stream.place is not None
+        }
+
+    def _result(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
+        engines, told = [], states(outcome)
+        for index, result in outcome.items():
+            match result:
+                case StateTold():
+                    engines.append(_engine(index, result))
+                case HeadgateError():
+                    engines.append(EngineOutcome(engine=index, state="down", error=str(result)))
+                case _:
+                    pass
+        mode = next((t.mode for t in told.values() if t.mode), None)
+        asleep = list(dict.fromkeys(tag for t in told.values() for tag in t.asleep))
+        return self._fleet(engines, mode, asleep)
+
+    def _fleet(self, engines: list[EngineOutcome], mode: str | None, asleep: Sequence[str]) -> FleetResult:
+        seen = {engine.state for engine in engines} - {"down"}
+        versions = [engine.weight_version for engine in engines if isinstance(engine.weight_version, int)]
+        state = "draining" if self._host.ledger.closing else overall(seen)
+        return FleetResult(
+            is_paused=bool(seen) and not seen & {"running", "pausing"},
+            state=state,
+            mode=mode,
+            weight_version=max(versions, default=0),
+            asleep=asleep,
+            engines=engines,
+        )
+
+
+def overall(seen: set[str]) -> str:
+    for state in TELLING:
+        if state in seen:
+            return state
+    if "running" in seen and "paused" in seen:
+        return "pausing"
+    return next(iter(seen), "running")
+
+
+def states(outcome: Mapping[int, Result | HeadgateError]) -> dict[int, StateTold]:
+    return {index: result for index, result in outcome.items() if isinstance(result, StateTold)}
+
+
+def _engine(index: int, told: StateTold) -> EngineOutcome:
+    return EngineOutcome(
+        engine=index,
+        state=told.state,
+        weight_version=told.version,
+        elapsed_s=round(told.elapsed_s, 6),
+        held=len(told.held),
+    )
+
+
+def _refusal(denials: Mapping[int, Denied], engines: int) -> Refusal:
+    first = next(iter(denials.values()))
+    if engines == 1:
+        return Refusal(first.status, first.code, first.message)
+    message = "; ".join(f"engine {index}: {denied.message}" for index, denied in denials.items())
+    followed = engines - len(denials)
+    return Refusal(first.status, first.code, f"{message} ({followed} of {engines} engines have followed)")
+
+
+def _count(usages: Sequence[UsageRecord], cause: str) -> int:
+    return sum(choice.cause == cause for usage in usages for choice in usage.choices)
+
+
+def _count_finished(usages: Sequence[UsageRecord]) -> int:
+    return sum(choice.finish_reason not in ("abort", "error") for usage in usages for choice in usage.choices)
+
+
+async def _closed(records: Sequence[Record], timeout_s: float) -> None:
+    """Wait until clients have been told; not for ever, because one may not read."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for record in records:
+                await record.ended()
+    except TimeoutError:
+        log.warning("%d clients have not read their last words", sum(record.open for record in records))
+
+
+# ----------------------------------------------------------------------------------------------------------- handlers
+
+
+def controls_of(request: Request) -> Controls:
+    controls: Controls = request.app.state.controls
+    return controls
+
+
+async def read_control(request: Request, kind: type[T]) -> T:
+    body: T = convert(await read_object(request), kind, "")
+    return body
+
+
+async def pause(request: Request) -> Response:
+    body = await read_control(request, PauseRequest)
+    command = Pause(body.mode, body.new_requests == "queue", body.timeout)
+    return answer(request, await controls_of(request).pause(command))
+
+
+async def resume(request: Request) -> Response:
+    await read_control(request, ControlBody)
+    return answer(request, await controls_of(request).resume())
+
+
+async def is_paused(request: Request) -> Response:
+    return answer(request, await controls_of(request).look())
+
+
+async def update_weights(request: Request) -> Response:
+    body = await read_control(request, UpdateRequest)
+    result = await controls_of(request).update(
+        source_of(body), body.version, recompute=body.kv == "recompute", timeout_s=body.timeout
+    )
+    return answer(request, result)
+
+
+def source_of(body: UpdateRequest) -> Source:
+    if (body.path is None) == (body.group is None):
+        raise RequestError("say where the weights are with either path or group", param="path")
+    if body.path is not None:
+        return Files(body.path, body.verify_checksum)
+    group = body.group
+    assert group is not None
+    if body.verify_checksum is not None:
+        raise RequestError("checksums go with path; a group has its own", param="verify_checksum")
+    try:
+        return Group(group.init_method, group.world_size, group.rank, group.timeout)
+    except ValueError as error:
+        raise RequestError(str(error), param="group", code="invalid_value") from None
+
+
+async def sleep(request: Request) -> Response:
+    body = await read_control(request, MemoryRequest)
+    return answer(request, await controls_of(request).sleep(body.tags, body.timeout))
+
+
+async def wakeup(request: Request) -> Response:
+    body = await read_control(request, MemoryRequest)
+    return answer(request, await controls_of(request).wake(body.tags, body.timeout))
+
+
+async def flush_cache(request: Request) -> Response:
+    await read_control(request, ControlBody)
+    return answer(request, await controls_of(request).flush())
+
+
+def answer(request: Request, result: FleetResult) -> Response:
+    id = request.state.request_id
+    log.info("%s: %s leaves the engines %s", id, request.url.path, result.state)
+    return json_response(ControlAnswer(id, "success", result))
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,167 @@
+"""GET /v1/requests, GET and DELETE /v1/requests/{id}: what is in flight, what happened to one request, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.abort import (
+    Scope,
+    abort,
+    answer,
+    find,
+    find_live,
+    find_past,
+    scope_of,
+)
+from headgate.api.errors import NotFound
+from headgate.api.ledger import Event, Ledger, Record, UsageRecord
+from headgate.api.state import Api, ChunkStream, api_of
+from headgate.engine.replicas import Place
+from headgate.protocol.command import DEFAULT_TIMEOUT_S, Look, Seen, Sighted
+
+LOOK_TIMEOUT_S = 2.0
+
+
+class ChoiceInFlight(msgspec.Struct, kw_only=True):
+    id: str  # by which it can be aborted
+    phase: str  # preparing, queued (no engine has it), waiting, loading, running, preempted, finished, unknown
+    worker: int | None  # engine
+    prompt_tokens: int | None
+    output_tokens: int
+    blocks: int = 0
+
+
+class InFlight(msgspec.Struct, kw_only=True):
+    request_id: str
+    tenant: str
+    kind: str
+    phase: str  # of its first unfinished choice
+    age_s: float
+    output_tokens: int
+    tags: Mapping[str, str]
+    choices: list[ChoiceInFlight]
+
+
+class RequestList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[InFlight]
+
+
+class RequestDetails(msgspec.Struct, kw_only=True):
+    """`request` while it is in flight, `usage` when it has ended."""
+
+    request_id: str
+    status: str  # in_flight, finished
+    events: list[Event]
+    request: InFlight | None = None
+    usage: UsageRecord | None = None
+
+
+async def list_requests(request: Request) -> Response:
+    api, scope = api_of(request), scope_of(request)
+    seen = await _sightings(api)
+    records = [record for record in api.ledger.live.values() if scope.covers(record.tenant)]
+    return _json(RequestList(data=[_in_flight(record, seen) for record in records]))
+
+
+async def show_request(request: Request) -> Response:
+    api, scope, name = api_of(request), scope_of(request), request.path_params["id"]
+    if find_live(api.ledger, scope, name):
+        seen = await _sightings(api)
+        if target := find_live(api.ledger, scope, name):  # still
+            record = target.record
+            return _json(
+                RequestDetails(
+                    request_id=record.label,
+                    status="in_flight",
+                    events=record.events,
+                    request=_in_flight(record, seen),
+                )
+            )
+    usage = _past(api.ledger, scope, name)
+    return _json(
+        RequestDetails(request_id=usage.request_id, status="finished", events=list(usage.events), usage=usage)
+    )
+
+
+async def delete_request(request: Request) -> Response:
+    api, scope, name = api_of(request), scope_of(request), request.path_params["id"]
+    found = find(api.ledger, scope, [name])
+    if found.not_found:
+        raise _unknown(name)
+    result = await abort(api, found, DEFAULT_TIMEOUT_S)
+    return answer(request, result, done=not result.errors)
+
+
+def _past(ledger: Ledger, scope: Scope, name: str) -> UsageRecord:
+    if usage := find_past(ledger, scope, name):
+        return usage
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"there is no request {name!r}, or it ended long ago", param="id", code="request_not_found")
+
+
+# --------------------------------------------------------------------------------------------------- in the engines
+
+Sightings = dict[Place, Seen]
+
+
+async def _sightings(api: Api) -> Sightings:
+    """What the engines say of their sequences; one that does not answer in time says nothing."""
+    answers = await api.engines.call_all(Look(), LOOK_TIMEOUT_S)
+    return {
+        Place(index, seen.id): seen
+        for index, sighted in answers.items()
+        if isinstance(sighted, Sighted)
+        for seen in sighted.sequences
+    }
+
+
+def _in_flight(record: Record, seen: Sightings) -> InFlight:
+    choices = [_choice(record, choice, seen) for choice in range(record.choices)]
+    phases = [choice.phase for choice in choices]
+    return InFlight(
+        request_id=record.label,
+        tenant=record.tenant,
+        kind=record.kind,
+        phase=next((phase for phase in phases if phase != "finished"), "finished"),
+        age_s=round(record.age_s, 6),
+        output_tokens=sum(choice.output_tokens for choice in choices),
+        tags=record.tags,
+        choices=choices,
+    )
+
+
+def _choice(record: Record, choice: int, seen: Sightings) -> ChoiceInFlight:
+    stream = record.streams.get(choice)
+    place = None if stream is None else stream.place
+    sighted = None if place is None else seen.get(place)
+    return ChoiceInFlight(
+        id=f"{record.label}-{choice}",
+        phase=_phase(record, choice, stream, place, sighted),
+        worker=None if place is None else place.engine,
+        prompt_tokens=None if sighted is None else sighted.prompt_tokens,
+        output_tokens=record.outputs(choice),
+        blocks=0 if sighted is None else sighted.blocks,
+    )
+
+
+def _phase(record: Record, choice: int, stream: ChunkStream | None, place: Place | None, seen: Seen | None) -> str:
+    if record.has_finished(choice):
+        return "finished"
+    if stream is None:
+        return "preparing"
+    if place is None:
+        return "queued"
+    return "unknown" if seen is None else seen.phase
+
+
+def _json(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
