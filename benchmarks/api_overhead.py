@@ -1,6 +1,7 @@
 """What does one streamed token cost the API process? CPU time from the engine's message to the bytes on the socket.
 
     python benchmarks/api_overhead.py [--streams 64] [--tokens 500] [--step-ms 10] [--path /v1/chat/completions]
+    python benchmarks/api_overhead.py --port PORT --pid PID ...     the API process of another server that is running
 
 Three processes: a scripted engine that says one token per stream and step over the real channel, the API as `headgate
 serve` runs it, and a client that reads as fast as it can. Only the API's CPU time counts, of all its threads; what it
@@ -93,10 +94,10 @@ def write_model(folder: str) -> None:
 # -- the client ------------------------------------------------------------------
 
 
-async def read_streams(port: int, path: str, streams: int, tokens: int) -> int:
+async def read_streams(port: int, path: str, streams: int, tokens: int, model: str) -> int:
     """Ask for `streams` answers at once, read them whole, and count their events."""
-    body = json.dumps(request_body(path, tokens)).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    body = json.dumps(request_body(path, tokens) | {"model": model}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
     async def read() -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -110,7 +111,7 @@ async def read_streams(port: int, path: str, streams: int, tokens: int) -> int:
 
 
 def request_body(path: str, tokens: int) -> dict[str, Any]:
-    common = {"stream": True, "temperature": 0}
+    common = {"stream": True, "temperature": 0} | ({} if path.endswith("responses") else {"ignore_eos": True})
     if path.endswith("chat/completions"):
         return common | {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": tokens}
     if path.endswith("responses"):
@@ -149,11 +150,20 @@ async def serving(address: str, model: Path) -> AsyncIterator[int]:
 
 
 async def measured(port: int, options: argparse.Namespace, tokens: int) -> dict[str, float]:
-    before_s, began_s, user_s = time.process_time(), time.perf_counter(), os.times().user
-    process = await me("client", port, options.path, options.streams, tokens)
+    """What the API process spends while `tokens` tokens of every stream are read."""
+    before, began_s = cpu_times_s(options.pid), time.perf_counter()
+    process = await me("client", port, options.path, options.streams, tokens, options.model)
     said, _ = await process.communicate()
-    cpu_s, wall_s = time.process_time() - before_s, time.perf_counter() - began_s
-    return {"cpu_s": cpu_s, "user_s": os.times().user - user_s, "wall_s": wall_s, "events": json.loads(said)}
+    after, wall_s = cpu_times_s(options.pid), time.perf_counter() - began_s
+    user_s, system_s = after[0] - before[0], after[1] - before[1]
+    return {"cpu_s": user_s + system_s, "user_s": user_s, "wall_s": wall_s, "events": json.loads(said)}
+
+
+def cpu_times_s(pid: int) -> tuple[float, float]:
+    """User and system time of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / ticks, int(fields[12]) / ticks
 
 
 async def me(*arguments: object) -> asyncio.subprocess.Process:
@@ -163,24 +173,12 @@ async def me(*arguments: object) -> asyncio.subprocess.Process:
 
 
 async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        model, address = Path(folder) / "model", f"ipc://{folder}/engine.sock"
-        await (await me("model", model)).wait()
-        engine = await me("engine", address, options.step_ms / 1000)
-        try:
-            async with serving(address, model) as port:
-                await measured(port, options, 20)  # warm
-                short = await measured(port, options, 1)
-                long = await measured(port, options, options.tokens)
-        finally:
-            engine.kill()
-            await engine.wait()
+    short, long = await (measure_running(options, options.port) if options.port else measure_ours(options))
     tokens = options.streams * (options.tokens - 1)
     return {
         "path": options.path,
         "streams": options.streams,
         "tokens_per_stream": options.tokens,
-        "step_ms": options.step_ms,
         "us_per_token": round((long["cpu_s"] - short["cpu_s"]) / tokens * 1e6, 2),
         "of_which_user_us": round((long["user_s"] - short["user_s"]) / tokens * 1e6, 2),
         "us_per_request": round(short["cpu_s"] / options.streams * 1e6, 1),
@@ -189,19 +187,41 @@ async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+async def measure_running(options: argparse.Namespace, port: int) -> tuple[dict[str, float], dict[str, float]]:
+    """With one token per stream, and with all of them."""
+    await measured(port, options, 20)  # warm
+    return await measured(port, options, 1), await measured(port, options, options.tokens)
+
+
+async def measure_ours(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        model, address = Path(folder) / "model", f"ipc://{folder}/engine.sock"
+        await (await me("model", model)).wait()
+        engine = await me("engine", address, options.step_ms / 1000)
+        try:
+            async with serving(address, model) as port:
+                return await measure_running(options, port)
+        finally:
+            engine.kill()
+            await engine.wait()
+
+
 def main() -> None:
     match sys.argv[1:]:
         case ["model", folder]:
             return write_model(folder)
         case ["engine", address, step_s]:
             return ScriptedEngine(address, float(step_s)).run()
-        case ["client", port, path, streams, tokens]:
-            return print(uvloop.run(read_streams(int(port), path, int(streams), int(tokens))))
+        case ["client", port, path, streams, tokens, model]:
+            return print(uvloop.run(read_streams(int(port), path, int(streams), int(tokens), model)))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--step-ms", type=float, default=10)
     parser.add_argument("--path", default="/v1/chat/completions")
+    parser.add_argument("--port", type=int, help="of a server that is running")
+    parser.add_argument("--pid", type=int, default=os.getpid(), help="of its API process")
+    parser.add_argument("--model", default="scripted", help="what that server calls its model")
     return print(json.dumps(uvloop.run(benchmark(parser.parse_args())), indent=2))
 
 

@@ -57,7 +57,12 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            # `from headgate import x` imports a module of ours too.
+            yield from (
+                (f"{node.module}.{alias.name}" for alias in node.names)
+                if node.module == "headgate"
+                else [node.module]
+            )
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))

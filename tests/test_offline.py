@@ -4,12 +4,13 @@ import math
 import os
 import signal
 import threading
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
 from headgate import LLM, SamplingParams
-from headgate.errors import BrokenCheckpoint, NotAModel, OutOfMemory, RequestError
+from headgate.errors import BrokenCheckpoint, EngineDead, NotAModel, OutOfMemory, RequestError
 from headgate.testing.tiny import tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -70,10 +71,18 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(llm):
 
 
 def test_two_streams_can_be_read_by_turns(llm):
-    first, second = llm.stream("a", GREEDY), llm.stream("b", GREEDY)
-    pieces = [(one, two) for one, two in zip(first, second, strict=False)]
-    assert len(pieces) > 2
-    first.close(), second.close()
+    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    whole = [llm.generate(prompt, params, progress=False)[0].text for prompt in ("a", "b")]
+    pieces = zip_longest(llm.stream("a", params), llm.stream("b", params), fillvalue="")
+    assert ["".join(each) for each in zip(*pieces, strict=True)] == whole
+
+
+def test_a_stream_has_its_whole_text_though_another_call_made_it(llm):
+    (whole,) = llm.generate("a", GREEDY, progress=False)
+    stream = llm.stream("a", GREEDY)
+    first = next(stream)
+    llm.generate("b", SamplingParams(max_tokens=40, ignore_eos=True), progress=False)
+    assert first + "".join(stream) == whole.text
 
 
 def test_a_stop_string_ends_the_answer_before_it(llm):
@@ -113,6 +122,7 @@ def test_chat_goes_through_the_models_template(llm):
             SamplingParams(max_tokens=600),
             "prompt has 8 tokens and max_tokens is 600; together this engine takes 512",
         ),
+        ([1.5], GREEDY, "a prompt is text or a list of token ids"),
         ([999], GREEDY, "token id 999 is outside the vocabulary of 260"),
     ],
 )
@@ -138,6 +148,27 @@ def test_ctrl_c_ends_the_call_and_leaves_nothing_behind(llm):
     assert llm.engine.loop.idle
     llm.engine.scheduler.check()
     assert llm.generate("Hello", GREEDY, progress=False)[0].token_ids
+
+
+def test_a_step_that_fails_is_an_error_and_not_a_hang(folder):
+    with LLM(folder, max_running=2) as llm:
+        llm.engine.executor._runner.run = lambda _: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            llm.generate("Hello", GREEDY, progress=False)
+        with pytest.raises(EngineDead, match="the engine is closed"):
+            llm.generate("Hello", GREEDY, progress=False)
+
+
+def test_a_closed_llm_says_so(folder):
+    llm = LLM(folder, max_running=2)
+    llm.close()
+    with pytest.raises(EngineDead, match="the engine is closed"):
+        llm.generate("Hello", GREEDY, progress=False)
+
+
+def test_a_prompt_of_one_token_has_one_score_and_it_is_none(llm):
+    (answer,) = llm.generate([[5]], SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
+    assert answer.prompt_logprobs == [None]
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path):
@@ -179,6 +210,7 @@ def test_a_context_that_nobody_asked_for_is_cut_to_what_fits(folder):
     [
         ({"dtype": "int4"}, "dtype must be one of"),
         ({"block_size": 7}, "block_size must be"),
+        ({"backend": "bogus"}, "backend must be one of"),
         ({"max_running": 0}, "at least 1"),
     ],
 )

@@ -15,6 +15,7 @@ from headgate.errors import RequestError
 from headgate.logs import LogFormat
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+BACKENDS = ("auto", "torch", "cpu", "triton")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -42,6 +43,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         _check(bool(DEVICE.fullmatch(self.device)), f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
+        _check(self.backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         _check(self.block_size in (16, 32, 64), "block_size must be 16, 32 or 64")
         _check(0 < self.memory_fraction <= 1, "memory_fraction must be above 0 and at most 1")
         for name in ("max_context", "max_running", "max_batch_tokens", "kv_blocks", "run_ahead"):

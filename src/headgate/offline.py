@@ -112,6 +112,9 @@ class LLM:
             for _ in turns:
                 if fresh := answer.take_text():
                     yield fresh
+        # What came while somebody else turned the engine.
+        if fresh := answer.take_text():
+            yield fresh
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
         """The next message of a conversation; `template` reaches the model's chat template."""
@@ -133,7 +136,9 @@ class LLM:
                 self.engine.loop.turn()
         result = self._answers.pop(number)
         if isinstance(result, Denied):
-            raise RequestError(result.message, code=result.code)
+            error = RequestError(result.message, code=result.code)
+            error.status = result.status
+            raise error
         return result
 
     # -- running ----------------------------------------------------------------
@@ -158,7 +163,9 @@ class LLM:
             self.engine.loop.post(Abort(matched, "stop_string"))
 
     def _leave(self, answers: Mapping[int, _Answer]) -> None:
-        """Abort what is not done, and see everything out of the engine."""
+        """Abort what is not done, and see everything out of the engine, unless that is dead."""
+        if self.engine.loop.closed:
+            return
         if unfinished := [id for id in answers if self._mail.pop(id, None) is not None]:
             self.engine.loop.post(Abort(unfinished, "client_disconnect"))
             self.engine.loop.turn()
@@ -185,6 +192,8 @@ class LLM:
 
     def _answer(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str]) -> _Answer:
         ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+        if not all(isinstance(token, int) for token in ids):
+            raise RequestError("a prompt is text or a list of token ids", param="prompt")
         if stop and self.tokenizer is None:
             raise RequestError("this model has no tokenizer; stop strings need one", param="stop")
         if params.grammar is not None:
@@ -205,7 +214,9 @@ class _Answer:
     def __init__(
         self, prompt: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer | None, stop: Sequence[str]
     ) -> None:
-        self.completion = Completion(prompt)
+        # The first token of a prompt has nothing before it that could predict it.
+        scored: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.completion = Completion(prompt, prompt_logprobs=scored)
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt) if tokenizer else None
         self._stops = StopStrings(stop)
@@ -239,7 +250,8 @@ class _Answer:
         completion = self.completion
         completion.token_ids.append(token)
         if logprobs is not None:
-            completion.logprobs = [*(completion.logprobs or ()), logprobs]
+            completion.logprobs = completion.logprobs or []
+            completion.logprobs.append(logprobs)
         self._note_version(version)
         if self._detokenizer is not None:
             completion.text += self._stops.push(self._detokenizer.push((token,)))
@@ -252,7 +264,8 @@ class _Answer:
             spans.append((version, 1))
 
     def hear_scores(self, scores: Iterable[Logprobs]) -> None:
-        self.completion.prompt_logprobs = [*(self.completion.prompt_logprobs or (None,)), *scores]
+        assert self.completion.prompt_logprobs is not None
+        self.completion.prompt_logprobs += scores
 
     def hear_end(self, end: Ended | Refused) -> None:
         if isinstance(end, Refused):

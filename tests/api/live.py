@@ -52,8 +52,8 @@ class LiveServer:
             lines = [line for line in response.iter_lines() if line.startswith("data: ")]
         return [line.removeprefix("data: ") for line in lines]
 
-    def status(self) -> EngineStatus:
-        client = self.host.replicas[0].client
+    def status(self, engine: int = 0) -> EngineStatus:
+        client = self.host.replicas[engine].client
         assert client is not None
         return asyncio.run_coroutine_threadsafe(client.ping(5), self.loop).result(10).status
 
@@ -68,20 +68,28 @@ def eventually(true: Callable[[], bool], timeout_s: float = 10) -> bool:
 
 
 @contextmanager
-def live_server(model: Path, *, settings: ApiSettings | None = None, **engine: Any) -> Iterator[LiveServer]:
-    """Serve `model` until the block ends."""
+def live_server(
+    model: Path,
+    *,
+    settings: ApiSettings | None = None,
+    keys: Keys | None = None,
+    count: int = 1,
+    limit: int = 1000,
+    **engine: Any,
+) -> Iterator[LiveServer]:
+    """Serve `model` on `count` engines until the block ends."""
     ready: list[LiveServer] = []
     failed: list[BaseException] = []
     known = threading.Event()
     stop: list[Callable[[], None]] = []
 
     async def serve() -> None:
-        async with started(model, EngineConfig(**engine)) as engines:
+        async with started(model, EngineConfig(**engine), count=count) as engines:
             await run(engines)
 
     async def run(engines: Replicas) -> None:
         metrics = Metrics()
-        ledger = Ledger(metrics, limit=1000)
+        ledger = Ledger(metrics, limit=limit)
         api = Api(
             engines=engines,
             ledger=ledger,
@@ -94,7 +102,7 @@ def live_server(model: Path, *, settings: ApiSettings | None = None, **engine: A
         host = Host("0", MODEL, engines.replicas, ledger)
         listener = take_port("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = HttpServer(build_app(api, host, Keys(), 1 << 20), listener, known.set)
+        server = HttpServer(build_app(api, host, keys or Keys(), 1 << 20), listener, known.set)
         ready.append(LiveServer(url, api, host, asyncio.get_running_loop()))
         stop.append(partial(asyncio.get_running_loop().call_soon_threadsafe, server.stop_accepting))
         await server.serve()

@@ -314,7 +314,8 @@ class World:
     def deliver(self, engine: Engine) -> None:
         for client, ticket in engine.hear(engine.scheduler.take_outputs()):
             # D asks for a longer answer to the same prompt, with the KV that P keeps for it.
-            request = GenerateRequest(next(self.ids), client.request.prompt, ticket=self.damage(ticket))
+            sampling = SamplingParams(prompt_logprobs=0 if self.rng.random() < 0.1 else None)
+            request = GenerateRequest(next(self.ids), client.request.prompt, sampling, ticket=self.damage(ticket))
             self.counts["tickets"] += self.d.offer(request)
 
     def damage(self, ticket: Ticket) -> Ticket:
@@ -350,7 +351,16 @@ class World:
             self.change_weights()
         for engine in self.engines:
             if self.now_s >= engine.resume_at:
+                self.sleep(engine)
                 engine.scheduler.resume()
+
+    def sleep(self, engine: Engine) -> None:
+        """Lose all KV, if nobody else counts on it."""
+        if engine.scheduler.quiesced and not engine.scheduler.lends_kv and self.rng.random() < 0.3:
+            engine.device.forget()
+            engine.scheduler.kv_lost()
+            engine.scheduler.check()
+            self.counts["sleeps"] += 1
 
     def change_weights(self) -> None:
         """The same new version everywhere, so that tickets between the engines stay meaningful."""

@@ -214,7 +214,21 @@ MUTANTS = [
         "        self._finish_if_done(seq)\n\n    def abort",
         "\n    def abort",
     ),
-    scheduler("a scored prompt is computed whole", "            return []  # every", "            pass  # every"),
+    scheduler("a scored prompt is computed whole", "        if self._unscored(seq):\n            return []\n", ""),
+    scheduler("a scored prompt is not fetched", " or self._unscored(seq):", ":"),
+    scheduler("admission leaves room to grow", "self.pool.idle(hit) + len(self.running) >", "self.pool.idle(hit) >"),
+    scheduler(
+        "unknown tokens begun elsewhere are refused", "max(request.prompt + request.generated)", "max(request.prompt)"
+    ),
+    scheduler("a ticket for more than the prompt is refused", "ticket.tokens <= len(seq.tokens) and ", ""),
+    scheduler(
+        "the last block of an answer is published",
+        "        self._publish(seq)\n        self._dequeue",
+        "        self._dequeue",
+    ),
+    scheduler(
+        "the first outputs carry the first version", "self._outbox = Outputs(version)", "self._outbox = Outputs()"
+    ),
     scheduler("a position is scored once", "fresh = scores[max(0, seq.scored - (start + 1)) :]", "fresh = scores"),
     scheduler("the terminal output comes once", "        del self.sequences[seq.id]\n", ""),
     scheduler("a grammar needs a tokenizer", " and not self.limits.takes_grammars:", " and False:"),

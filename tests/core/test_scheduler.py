@@ -3,7 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headgate.core.scheduler import Flow
+from headgate.core.blocks import BlockPool
+from headgate.core.scheduler import Flow, Limits, Scheduler
 from headgate.core.sequence import Phase
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
@@ -66,7 +67,7 @@ def test_a_prefix_hit_leaves_one_token_to_compute():
 
 def test_the_next_turn_of_a_conversation_hits_prompt_and_answer():
     engine = Engine()
-    engine.add(1, prompt=8, max_tokens=8)
+    engine.add(1, prompt=8, max_tokens=9)
     while engine.launch():
         if len(engine.device) == 2:
             engine.land()
@@ -74,8 +75,8 @@ def test_the_next_turn_of_a_conversation_hits_prompt_and_answer():
         engine.land()
     engine.add(2, prompt=[*prompt_of(1, 8), *engine.tokens[1], 5], max_tokens=1)
     engine.run()
-    # The last token of the answer was never computed, so its block is not there.
-    assert engine.ended[2].cached_tokens == 12
+    # All but the last token of the answer, which was never computed.
+    assert engine.ended[2].cached_tokens == 16
 
 
 @pytest.mark.parametrize("field", ["salt", "adapter"])
@@ -169,6 +170,11 @@ def test_what_can_never_run_is_refused_with_a_reason(prompt, max_tokens, message
     with pytest.raises(RequestError, match=message):
         engine.add(1, prompt=prompt, max_tokens=max_tokens)
     assert not engine.scheduler.sequences and not engine.scheduler.waiting
+
+
+def test_an_unknown_token_in_an_answer_begun_elsewhere_is_refused_too():
+    with pytest.raises(RequestError, match="token id 1000 is outside the vocabulary of 1000"):
+        Engine().add(1, generated=(5, VOCAB_SIZE))
 
 
 def test_what_does_not_fit_the_cache_is_refused_though_the_model_could_take_it():
@@ -342,10 +348,11 @@ def test_admission_never_preempts():
 
 def test_admission_leaves_a_block_for_each_running_sequence():
     engine = Engine(blocks=4)
-    engine.add(1, prompt=4, max_tokens=8)
+    engine.add(1, prompt=2, max_tokens=8)
     engine.step()
     engine.add(2, prompt=12, max_tokens=1)
-    assert engine.step().rows == [0], "three blocks are available, but one is the first sequence's to grow into"
+    assert engine.pool.available == 3
+    assert engine.step().rows == [0], "one of the three blocks is the first sequence's to grow into"
 
 
 # -- hold and go on ---------------------------------------------------------------
@@ -494,6 +501,23 @@ def test_a_scored_prompt_does_not_use_the_cache():
     assert engine.step().counts == [8]
 
 
+def test_a_scored_prompt_is_not_fetched_either():
+    _, ticket = prefilled()
+    d = Engine()
+    d.add(1, prompt=10, ticket=ticket, sampling=SamplingParams(max_tokens=1, prompt_logprobs=0))
+    plan = d.step()
+    assert not plan.fetches and plan.counts == [10]
+    assert sum(len(told.prompt_logprobs.get(1, ())) for told in d.told) == 9
+
+
+def test_the_first_tokens_carry_the_version_of_the_first_weights():
+    scheduler = Scheduler(BlockPool(8, 4), Limits(20, 1, 20, VOCAB_SIZE), version=7)
+    scheduler.add(GenerateRequest(1, (1, 2), SamplingParams(max_tokens=1)))
+    plan = scheduler.schedule()
+    scheduler.commit(StepResult(plan.step, [5]))
+    assert scheduler.take_outputs().version == 7
+
+
 def test_a_sampled_tokens_log_probability_goes_with_it():
     engine = Engine()
     engine.add(1, max_tokens=1)
@@ -629,9 +653,7 @@ def test_a_ticket_for_less_than_we_have_is_not_used():
     assert not d.launch().fetches
 
 
-@pytest.mark.parametrize(
-    "change", [{"version": 1}, {"keys": (b"?" * 16, b"?" * 16)}, {"tokens": 11, "keys": ()}, {"tokens": 14}]
-)
+@pytest.mark.parametrize("change", [{"version": 1}, {"keys": (b"?" * 16, b"?" * 16)}, {"tokens": 11}, {"tokens": 14}])
 def test_a_ticket_that_does_not_match_is_not_used(change):
     d = fetching(msgspec.structs.replace(prefilled()[1], **change))
     plan = d.launch()

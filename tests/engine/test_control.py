@@ -61,6 +61,17 @@ def test_3_a_stop_is_answered_when_blocks_are_free_and_clients_were_told():
     assert harness.tokens(2) == answer(2, 6)
 
 
+def test_3_7_a_second_stop_waits_for_the_blocks_as_the_first_does():
+    harness = busy()
+    first, second = harness.call(Stop([1], "api_abort")), harness.call(Stop([1], "api_abort"))
+    harness.loop.turn()
+    assert not harness.answers
+    land(harness)
+    assert harness.answers[first].held == harness.answers[second].held == []
+    assert (harness.answers[first].ended, harness.answers[second].ended) == ({1: 0}, {})
+    finish(harness)
+
+
 def test_3_a_stop_whose_time_is_up_says_what_is_still_held():
     harness = busy()
     number = harness.call(Stop([1], "api_abort", timeout_s=2.0))
@@ -198,6 +209,23 @@ def test_24_a_resume_cancels_a_pause_under_way():
     assert harness.answers[number].state == "running"
     finish(harness)
     assert harness.tokens(6) == answer(6, 6)
+
+
+def test_24_a_cancelled_pause_forces_nobody_out_though_another_follows_at_once():
+    harness = busy()
+    first = harness.call(Pause("drain", timeout_s=5.0))
+    harness.loop.turn()
+    harness.clock.now_s = 4.9
+    harness.call(Resume())
+    second = harness.call(Pause("drain", timeout_s=60.0))
+    harness.loop.turn()
+    assert first in harness.answers and second not in harness.answers
+    harness.clock.now_s = 5.0
+    harness.loop.wake()
+    harness.loop.turn()
+    assert not harness.ends()
+    finish(harness)
+    assert harness.answers[second].state == "paused" and not harness.answers[second].forced
 
 
 def test_24_an_abort_pause_overtakes_a_drain():

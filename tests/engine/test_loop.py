@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import tempfile
 import threading
 from itertools import count
+from pathlib import Path
 
 import pytest
 
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Limits, Scheduler
+from headgate.engine.evidence import Recorder
 from headgate.engine.loop import EngineLoop
+from headgate.errors import EngineDead
 from headgate.protocol.command import Command, Result
 from headgate.protocol.message import CLIENT_SHIFT, Abort, Answer, Call, Submit, Told
 from headgate.protocol.output import Ended, Outputs, Refused
@@ -31,6 +35,7 @@ class Harness:
             self.executor,
             self.hear,
             supply=self.executor,
+            recorder=Recorder(Path(tempfile.mkdtemp(prefix="headgate-test-"))),
             run_ahead=run_ahead,
             clock=self.clock,
         )
@@ -91,6 +96,21 @@ def test_a_request_is_answered_token_by_token(run_ahead):
     harness.run()
     assert harness.tokens(1) == answer(1, 4) and harness.tokens(2) == answer(2, 4)
     assert [ended.cause for ended in harness.ends()] == ["max_tokens", "max_tokens"]
+
+
+def test_a_request_without_a_seed_is_given_one():
+    harness = Harness()
+    harness.submit(1)
+    harness.run()
+    (join,) = (join for plan in harness.executor.plans for join in plan.joins)
+    assert join.sampling.seed is not None
+
+
+def test_a_closed_loop_turns_no_more():
+    harness = Harness()
+    harness.loop.close()
+    with pytest.raises(EngineDead, match="the engine is closed"):
+        harness.loop.turn()
 
 
 def test_a_step_is_told_in_one_message():

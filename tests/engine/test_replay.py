@@ -11,6 +11,7 @@ import pytest
 from headgate.engine import evidence as evidence_module
 from headgate.engine.evidence import Evidence, Recorder, Step, read_evidence, write_private
 from headgate.engine.replay import replay
+from headgate.errors import EngineDead
 from headgate.protocol.command import Files, Pause, Resume, UpdateWeights
 from headgate.protocol.plan import Fetch, Join, StepPlan
 from headgate.protocol.request import SamplingParams, Ticket
@@ -89,7 +90,7 @@ def test_an_engine_that_is_told_to_stop_leaves_nothing(tmp_path):
     harness.loop.turn()
     harness.loop.close()
     harness.executor.fail(RuntimeError("closed"))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(EngineDead):
         harness.loop.turn()
     assert not list(tmp_path.iterdir())
 

@@ -14,6 +14,9 @@ from headgate.protocol.request import GenerateRequest, SamplingParams
     ("field", "value", "message"),
     [
         ("max_tokens", 0, "max_tokens must be at least 1"),
+        ("max_tokens", 2**31, "max_tokens must be at least 1, in 31 bits"),
+        ("min_tokens", 2**31, "min_tokens must be between 0 and max_tokens"),
+        ("stop_token_ids", (2**32,), "stop_token_ids must be token ids"),
         ("temperature", -0.1, "temperature must be between 0 and 100"),
         ("temperature", math.nan, "temperature must be between 0 and 100"),
         ("top_p", 0.0, "top_p must be above 0 and at most 1"),
@@ -56,6 +59,7 @@ def test_a_grammar_alone_says_when_an_answer_ends(field):
         ({"prompt": (-1,)}, "prompt token ids must be between"),
         ({"prompt": (2**32,)}, "prompt token ids must be between"),
         ({"prompt": (1,), "generated": (2**32,)}, "generated token ids must be between"),
+        ({"prompt": (1,), "priority": 2**31}, "priority must be a 32-bit integer"),
         ({"prompt": (1,), "timeout_s": 0.0}, "timeout_s must be above 0"),
         ({"prompt": (1,), "timeout_s": math.nan}, "timeout_s must be above 0"),
     ],

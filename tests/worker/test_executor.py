@@ -14,13 +14,21 @@ from headgate.errors import BrokenCheckpoint, EngineDead, HalfWritten
 from headgate.layers.batch import Batch
 from headgate.protocol.plan import StepResult
 from headgate.protocol.request import SamplingParams
-from headgate.worker.executor import LocalExecutor
+from headgate.worker.executor import LocalExecutor, PipelinedExecutor
 from headgate.worker.runner import ModelRunner
 from headgate.worker.weights import TensorInfo
 from tests.worker.fakes import HashModel, expected_tokens, hash_runner, step_plan
 from tests.worker.test_runner import KINDS, decode, prefill, text
 
 SAMPLED = SamplingParams(seed=11)
+
+
+@pytest.fixture(autouse=True, params=[LocalExecutor, PipelinedExecutor])
+def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every promise is kept by both kinds."""
+    monkeypatch.setattr("tests.worker.test_executor.LocalExecutor", request.param)
+
+
 DEADLINE_S = 20.0
 
 

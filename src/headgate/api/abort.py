@@ -93,6 +93,10 @@ class Target:
     record: Record
     choice: int | None = None
 
+    @property
+    def unfinished(self) -> bool:
+        return self.choice is None or not self.record.has_finished(self.choice)
+
 
 @dataclass(slots=True)
 class Found:
@@ -115,9 +119,10 @@ def find(ledger: Ledger, scope: Scope, names: Iterable[str]) -> Found:
     """Requests and choices by name; what is another tenant's does not exist."""
     found = Found()
     for name in dict.fromkeys(names):
-        if target := find_live(ledger, scope, name):
+        target = find_live(ledger, scope, name)
+        if target is not None and target.unfinished:
             found.targets.append(target)
-        elif find_past(ledger, scope, name):
+        elif target is not None or find_past(ledger, scope, name):
             found.already_finished.append(name)
         else:
             found.not_found.append(name)
@@ -128,8 +133,7 @@ def find_live(ledger: Ledger, scope: Scope, name: str) -> Target | None:
     for label, choice in _readings(name):
         record = ledger.live.get(label)
         if record and scope.covers(record.tenant) and (choice is None or choice < record.choices):
-            finished = choice is not None and record.has_finished(choice)
-            return None if finished else Target(name, record, choice)
+            return Target(name, record, choice)
     return None
 
 
@@ -189,7 +193,9 @@ def _result(found: Found, held: set[str]) -> AbortResult:
     for target in found.targets:
         outcome = target.record.outcome(target.choice)
         if target.name in held:
-            result.errors.append(Trouble(target.name, "still_held", "it has ended, and the engine still holds blocks"))
+            result.errors.append(
+                Trouble(target.name, "still_held", "it has ended, and the engine still holds blocks")
+            )
         elif target.record.open and outcome is None:
             result.errors.append(Trouble(target.name, "not_told", "it has ended, and its client has not read that"))
         elif outcome is not None and outcome.finish_reason == "abort":
@@ -217,10 +223,8 @@ def accept(found: Found) -> AbortResult:
 
 async def abort_requests(request: Request) -> Response:
     body, api, scope = await _read(request), api_of(request), scope_of(request)
-    if body.req_ids is not None:
-        found = find(api.ledger, scope, body.req_ids)
-    else:
-        found = find_all(api.ledger, scope, body.tags)
+    ids, ledger = body.req_ids, api.ledger
+    found = find_all(ledger, scope, body.tags) if ids is None else find(ledger, scope, ids)
     if not body.wait:
         return answer(request, accept(found), done=False)
     result = await abort(api, found, body.timeout)
@@ -236,7 +240,8 @@ async def _read(request: Request) -> AbortRequest:
     ways = [body.abort_all, body.req_ids is not None, body.tags is not None]
     if sum(ways) != 1:
         raise RequestError(
-            "say what to abort with exactly one of abort_all: true, a non-empty list req_ids, and tags", param="req_ids"
+            "say what to abort with exactly one of abort_all: true, a non-empty list req_ids, and tags",
+            param="req_ids",
         )
     return body
 

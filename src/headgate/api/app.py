@@ -14,11 +14,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headgate.api import abort, control, requests
 from headgate.api.chat import chat_completions
 from headgate.api.completions import completions
+from headgate.api.control import Controls
+from headgate.api.dialects import sglang, vllm
 from headgate.api.gate import Gate
 from headgate.api.health import health, live, ready
 from headgate.api.host import Host
+from headgate.api.idempotency import Replays
 from headgate.api.keys import Keys
 from headgate.api.metrics import metrics
 from headgate.api.models import list_models, show_model
@@ -49,6 +53,15 @@ def post(path: str, handler: Handler) -> Route:
     return Route(path, Endpoint(handler), methods=["POST"], name=path)
 
 
+def by_method(path: str, **handlers: Handler) -> Route:
+    """One path, several methods; a path that is routed twice would answer 405 to the second one's."""
+
+    async def choose(request: Request) -> Response:
+        return await handlers[request.method](request)
+
+    return Route(path, Endpoint(choose), methods=list(handlers), name=path)
+
+
 # The router tries them in this order: what is called most comes first.
 ROUTES: tuple[BaseRoute, ...] = (
     post("/v1/chat/completions", chat_completions),
@@ -63,6 +76,42 @@ ROUTES: tuple[BaseRoute, ...] = (
     get("/live", live),
     get("/metrics", metrics),
     get("/openapi.json", openapi),
+    post("/v1/abort_requests", abort.abort_requests),
+    get("/v1/requests", requests.list_requests),
+    by_method("/v1/requests/{id:path}", GET=requests.show_request, DELETE=requests.delete_request),
+    post("/v1/pause", control.pause),
+    post("/v1/resume", control.resume),
+    get("/v1/is_paused", control.is_paused),
+    post("/v1/update_weights", control.update_weights),
+    post("/v1/sleep", control.sleep),
+    post("/v1/wakeup", control.wakeup),
+    post("/v1/flush_cache", control.flush_cache),
+    # SGLang's names
+    post("/generate", sglang.generate),
+    post("/abort_request", sglang.abort_request),
+    post("/pause_generation", sglang.pause_generation),
+    post("/continue_generation", sglang.continue_generation),
+    post("/update_weights_from_disk", sglang.update_weights_from_disk),
+    by_method("/flush_cache", GET=sglang.flush_cache, POST=sglang.flush_cache),
+    post("/release_memory_occupation", sglang.release_memory),
+    post("/resume_memory_occupation", sglang.resume_memory),
+    get("/model_info", sglang.model_info),
+    get("/get_model_info", sglang.model_info),
+    get("/server_info", sglang.server_info),
+    get("/get_server_info", sglang.server_info),
+    get("/v1/loads", sglang.loads),
+    get("/health_generate", sglang.health_generate),
+    # vLLM's names
+    post("/pause", vllm.pause),
+    post("/resume", vllm.resume),
+    get("/is_paused", vllm.is_paused),
+    post("/sleep", vllm.sleep),
+    post("/wake_up", vllm.wake_up),
+    get("/is_sleeping", vllm.is_sleeping),
+    post("/reset_prefix_cache", vllm.reset_prefix_cache),
+    post("/inference/v1/generate", vllm.generate),
+    get("/version", vllm.version),
+    get("/get_world_size", vllm.get_world_size),
 )
 
 
@@ -82,4 +131,6 @@ def build_app(api: Api, host: Host, keys: Keys, max_body_bytes: int) -> App:
     app = App(ROUTES, keys, max_body_bytes)
     app.state.api = api
     app.state.host = host
+    app.state.controls = Controls(api, host)
+    app.state.replays = Replays()
     return app

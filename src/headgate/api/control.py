@@ -94,7 +94,7 @@ class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
 
 class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     timeout: Seconds = UPDATE_TIMEOUT_S
-    tags: Annotated[list[Tag], Meta(min_length=1)] = list(TAGS)
+    tags: Annotated[tuple[Tag, ...], Meta(min_length=1)] = TAGS
 
 
 # ------------------------------------------------------------------------------------------------------------ answers

@@ -7,6 +7,8 @@ not answer, and one whose loop hangs without a step says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,11 +50,18 @@ async def ready(request: Request) -> Response:
     host = host_of(request)
     if host.ledger.closing:
         readiness = Readiness(False, "shutting down")
-    elif not any(replica.client for replica in host.replicas):
-        readiness = Readiness(False, "no engine is ready")
     else:
-        readiness = Readiness(True)
+        readiness = judge_readiness(await look_at_all(host.replicas, PING_TIMEOUT_S))
     return _answer(readiness, ok=readiness.ready)
+
+
+def judge_readiness(views: Sequence[EngineView]) -> Readiness:
+    """Ready is who would take a request now: an engine that is paused would not, and one that is silent will not tell."""
+    answering = [view.pong.status.state for view in views if view.pong is not None]
+    if not answering:
+        return Readiness(False, "no engine is ready")
+    held = [state for state in answering if state != "running"]
+    return Readiness(False, held[0]) if held else Readiness(True)
 
 
 async def health(request: Request) -> Response:

@@ -92,7 +92,9 @@ class Replays:
             recording = self._recordings[where] = Recording(fingerprint, request.state.request_id)
             return _First(self, where, recording, work)
         if recording.fingerprint != fingerprint:
-            raise KeyReused("this key was used for another request; give each request its own", param="Idempotency-Key")
+            raise KeyReused(
+                "this key was used for another request; give each request its own", param="Idempotency-Key"
+            )
         request.state.request_id = recording.request_id
         return _Retry(recording)
 

@@ -45,6 +45,8 @@ CONTROL = (
     "/continue_generation",
     "/update_weights_from_disk",
     "/flush_cache",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
 )
 
 Headers = list[tuple[bytes, bytes]]

@@ -189,9 +189,13 @@ class Page:
     def _about_control(self) -> Iterator[Metric]:
         metrics = self.metrics
         yield by_label("pauses", "Pauses that were asked for.", "mode", metrics.pauses)
-        yield counter("paused_seconds", "Time since a pause was asked for and before it was over.", metrics.paused.elapsed_s)
+        yield counter(
+            "paused_seconds", "Time since a pause was asked for and before it was over.", metrics.paused.elapsed_s
+        )
         yield counter("aborts_ignored", "Aborts that did not say of what.", metrics.aborts_ignored)
-        states = GaugeMetricFamily(PREFIX + "engine_state", "1 for the state an engine is in.", labels=("engine", "state"))
+        states = GaugeMetricFamily(
+            PREFIX + "engine_state", "1 for the state an engine is in.", labels=("engine", "state")
+        )
         for index, pong in ((view.index, view.pong) for view in self.engines if view.pong is not None):
             for state in get_args(State):
                 states.add_metric((str(index), state), pong.status.state == state)

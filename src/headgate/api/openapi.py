@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,12 +11,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.abort import AbortAnswer, AbortRequest
 from headgate.api.chat import ChatCompletion
 from headgate.api.completions import Completion
+from headgate.api.control import ControlAnswer, ControlBody, MemoryRequest, PauseRequest, UpdateRequest
+from headgate.api.dialects.sglang import AbortBody, FromDisk, GenerateBody, MemoryBody, PauseBody
+from headgate.api.dialects.vllm import TokensRequest
 from headgate.api.errors import ErrorBody
 from headgate.api.health import Health, Readiness
 from headgate.api.host import host_of
 from headgate.api.models import Model, ModelList
+from headgate.api.requests import RequestDetails, RequestList
 from headgate.api.responses import ResponseObject
 from headgate.api.schema import (
     ChatRequest,
@@ -31,15 +37,18 @@ ERRORS = {
     401: "No API key, or one that is not known",
     403: "The key does not allow this call",
     404: "There is no such thing",
-    409: "A request with the same id is still running",
+    409: "A request with the same id is still running, or the engines are not in a state for this",
     413: "The body is too large",
+    422: "The Idempotency-Key was used for another request",
     429: "The queue is full; `Retry-After` says when to try again",
     500: "The server made a mistake",
+    502: "The weights that were promised did not come",
     503: "Not now: shutting down, paused, or the engine was lost; `Retry-After` says when to try again",
 }
 ANY = (400, 401, 403, 500)  # a bad X-Request-Id, keys, our bugs
 POSTED = (*ANY, 404, 413)
-GENERATED = (*POSTED, 409, 429, 503)
+GENERATED = (*POSTED, 409, 422, 429, 503)
+CONTROLLED = (*POSTED, 409, 502, 503)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +61,7 @@ class Operation:
     errors: tuple[int, ...] = ANY
     streams: bool = False
     unwell: bool = False  # also answers 503 in its own words
+    accepts: bool = False  # also answers 202, before all is done
 
 
 OPERATIONS = (
@@ -109,6 +119,73 @@ OPERATIONS = (
     Operation(method="get", path="/health", summary="Whether the engines move", answer=Health, unwell=True),
     Operation(method="get", path="/metrics", summary="Numbers for Prometheus"),
     Operation(method="get", path="/openapi.json", summary="This description", answer=dict[str, Any]),
+    Operation(
+        method="post",
+        path="/v1/abort_requests",
+        summary="End requests; their clients get what there is",
+        body=AbortRequest,
+        answer=AbortAnswer,
+        errors=POSTED,
+        accepts=True,
+    ),
+    Operation(method="get", path="/v1/requests", summary="What is in flight", answer=RequestList),
+    Operation(
+        method="get",
+        path="/v1/requests/{id}",
+        summary="What happened to a request, and what it cost when it has ended",
+        answer=RequestDetails,
+        errors=(*ANY, 404),
+    ),
+    Operation(
+        method="delete",
+        path="/v1/requests/{id}",
+        summary="End a request",
+        answer=AbortAnswer,
+        errors=(*ANY, 404),
+        accepts=True,
+    ),
+    *(
+        Operation(method="post", path=path, summary=summary, body=body, answer=ControlAnswer, errors=CONTROLLED)
+        for path, summary, body in (
+            ("/v1/pause", "Hold all engines", PauseRequest),
+            ("/v1/resume", "Let them go on", ControlBody),
+            ("/v1/update_weights", "Give paused engines other weights", UpdateRequest),
+            ("/v1/sleep", "Have paused engines give memory back", MemoryRequest),
+            ("/v1/wakeup", "Have them take it again", MemoryRequest),
+            ("/v1/flush_cache", "Forget cached prefixes that nobody uses", ControlBody),
+        )
+    ),
+    Operation(method="get", path="/v1/is_paused", summary="Where the engines stand", answer=ControlAnswer),
+    *(
+        Operation(method=method, path=path, summary=f"As in {of}", body=body, answer=Any, errors=GENERATED)
+        for of, method, path, body in (
+            ("SGLang", "post", "/generate", GenerateBody),
+            ("SGLang", "post", "/abort_request", AbortBody),
+            ("SGLang", "post", "/pause_generation", PauseBody),
+            ("SGLang", "post", "/continue_generation", None),
+            ("SGLang", "post", "/update_weights_from_disk", FromDisk),
+            ("SGLang", "get", "/flush_cache", None),
+            ("SGLang", "post", "/flush_cache", None),
+            ("SGLang", "post", "/release_memory_occupation", MemoryBody),
+            ("SGLang", "post", "/resume_memory_occupation", MemoryBody),
+            ("SGLang", "get", "/model_info", None),
+            ("SGLang", "get", "/get_model_info", None),
+            ("SGLang", "get", "/server_info", None),
+            ("SGLang", "get", "/get_server_info", None),
+            ("SGLang", "get", "/v1/loads", None),
+            ("SGLang", "get", "/health_generate", None),
+            ("vLLM", "post", "/pause", None),
+            ("vLLM", "post", "/resume", None),
+            ("vLLM", "get", "/is_paused", None),
+            ("vLLM", "post", "/sleep", None),
+            ("vLLM", "post", "/wake_up", None),
+            ("vLLM", "get", "/is_sleeping", None),
+            ("vLLM", "post", "/reset_prefix_cache", None),
+            ("vLLM", "post", "/inference/v1/generate", TokensRequest),
+            ("vLLM", "get", "/version", None),
+            ("vLLM", "get", "/get_world_size", None),
+        )
+    ),
 )
 
 
@@ -149,15 +226,17 @@ def _operation(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
         "summary": operation.summary,
         "operationId": f"{operation.method}{operation.path}".replace("/", "_")
         .replace(".", "_")
-        .replace("{model}", "one"),
+        .replace("{model}", "one")
+        .replace("{id}", "one"),
         "responses": _responses(operation, named),
     }
     if operation.body is not None:
         content = {"application/json": {"schema": named[repr(operation.body)]}}
         described["requestBody"] = {"required": True, "content": content}
-    if "{model}" in operation.path:
+    if names := re.findall(r"{(\w+)}", operation.path):
         described["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
         ]
     return described
 
@@ -169,6 +248,8 @@ def _responses(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
     if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    if operation.accepts:
+        responses["202"] = {"description": "Accepted, and not all of it is done", "content": content}
     if operation.unwell:
         responses["503"] = {"description": "No", "content": content}
     error = {"application/json": {"schema": named[repr(ErrorBody)]}}

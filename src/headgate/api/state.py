@@ -64,6 +64,7 @@ class Engines(Protocol):
     async def call_all(self, command: Command, timeout_s: float = ...) -> dict[int, Result | HeadgateError]:
         """Have every engine carry out `command`; what became of it, by engine."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     max_choices: int = 64  # answers to one request: its prompts times n

@@ -80,7 +80,7 @@ class Scheduler:
         self._free_rows = list(reversed(range(limits.max_running)))
         self._launched: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._fetching: dict[int, Sequence] = {}
-        self._outbox = Outputs()
+        self._outbox = Outputs(version)
         self._arrivals, self._steps, self._fetches = count(), count(), count()
 
     def __repr__(self) -> str:
@@ -229,13 +229,13 @@ class Scheduler:
     def drained(self) -> bool:
         """Everything that had started has ended."""
         preempted = bool(self.waiting) and self.waiting.front().preempted
-        return not (self.running or preempted or self._launched)
+        return not (self.running or preempted)
 
     def weights_changed(self, version: int, *, recompute: bool) -> None:
         """From now on keys and tokens belong to `version`. KV of the old weights is never hit again."""
         assert self.quiesced and not self._outbox
         self.version = self._outbox.version = version
-        for seq in {*self.running, *self.leaving}:
+        for seq in self.running:
             seq.pure = False
         if recompute:
             for seq in list(self.running):
@@ -328,14 +328,18 @@ class Scheduler:
         return True
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        if seq.request.sampling.prompt_logprobs is not None and seq.scored < seq.prompt_len:
-            return []  # every prompt position must be computed to be scored
+        if self._unscored(seq):
+            return []
         # One token short of everything, because sampling needs a token to compute.
         return self.pool.lookup(self._keys(seq, (len(seq.tokens) - 1) // self.pool.block_size))
 
+    def _unscored(self, seq: Sequence) -> bool:
+        """Every prompt position must be computed to be scored, here and by this sequence."""
+        return seq.request.sampling.prompt_logprobs is not None and seq.scored < seq.prompt_len
+
     def _worth_fetching(self, seq: Sequence) -> bool:
         ticket = seq.ticket
-        if ticket is None or ticket.version != self.version or ticket.tokens <= seq.computed:
+        if ticket is None or ticket.version != self.version or ticket.tokens <= seq.computed or self._unscored(seq):
             return False
         full = ticket.tokens // self.pool.block_size
         return ticket.tokens <= len(seq.tokens) and list(ticket.keys) == self._keys(seq, full)
@@ -365,7 +369,8 @@ class Scheduler:
             self._preempt(victim)
             if victim is seq:
                 return False
-        seq.blocks += self.pool.allocate(need)
+        if need > 0:
+            seq.blocks += self.pool.allocate(need)
         return True
 
     def _add_slice(self, draft: Draft, seq: Sequence, count: int) -> None:

@@ -91,6 +91,7 @@ class Control:
         self._supply = supply
         self._tell = tell
         self._wake = wake
+        self._resumes = 0  # each cancels the pauses before it, even if another pause follows at once
         self._jobs: list[Job] = []
         self._done: list[tuple[Job, Result]] = []  # at once, but answered only after clients have been told
         self._deadlines: dict[int, float] = {}  # of waiting programs, by the id of their wait
@@ -171,19 +172,25 @@ class Control:
         began_s = self._scheduler.now_s
         ended = self._end(list(self._scheduler.sequences) if stop.ids is None else stop.ids, stop.cause)
         yield  # the clients' terminal outputs go first
-        yield from self._until(lambda: not self._scheduler.has_any(ended), began_s + stop.timeout_s)
+        # Who asks twice waits as long: what ended before may not have let go of everything yet.
+        watched = ended if stop.ids is None else stop.ids
+        yield from self._until(lambda: not self._scheduler.has_any(watched), began_s + stop.timeout_s)
         return self._told(began_s, ended=ended)
 
     def _pause(self, pause: Pause) -> Program:
         if self.state in ("updating", "quarantined"):
             raise _conflict(f"the engine is {self.state}, which is paused enough")
         began_s = self._scheduler.now_s
-        ended = self._enter_pause(pause)
+        ended, resumes = self._enter_pause(pause), self._resumes
+
+        def over() -> bool:
+            return self.state != "pausing" or self._resumes != resumes
+
         yield
-        paused = yield from self._until(lambda: self.state != "pausing", began_s + pause.timeout_s)
+        paused = yield from self._until(over, began_s + pause.timeout_s)
         forced = [] if paused else self._force_out()
         if forced:
-            yield from self._until(lambda: self.state != "pausing", self._scheduler.now_s + FORCE_S)
+            yield from self._until(over, self._scheduler.now_s + FORCE_S)
         return self._told(began_s, ended=ended, forced=forced)
 
     def _enter_pause(self, pause: Pause) -> dict[int, int]:
@@ -221,6 +228,7 @@ class Control:
             raise _conflict(f"the engine is {self.state}; a full weight update must succeed first")
         self._refuse_if_asleep()
         self.state, self.mode, self.rejecting = "running", None, False
+        self._resumes += 1
         self._scheduler.resume()
         return self._told(self._scheduler.now_s)
 

@@ -7,6 +7,7 @@ it, so an idle engine expires and answers like a busy one. It knows neither sock
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+import msgspec
+
 from headgate.core.scheduler import Scheduler
 from headgate.engine.control import Control, Supply
 from headgate.engine.evidence import Recorder
 from headgate.engine.post import sort_by_client
-from headgate.errors import RequestError
+from headgate.errors import EngineDead, RequestError
+from headgate.protocol.command import Stop
 from headgate.protocol.message import Abort, Answer, Call, EngineStatus, Message, Submit, Told
 from headgate.protocol.output import Refused
 from headgate.protocol.plan import StepPlan, StepResult
@@ -65,6 +69,11 @@ class EngineLoop:
         self._closed = True
         self.wake()
 
+    @property
+    def closed(self) -> bool:
+        """Nothing will ever happen here again."""
+        return self._closed
+
     def wake(self) -> None:
         """End the loop's sleep; safe in any thread and in a signal handler."""
         self._inbox.put(None)
@@ -75,6 +84,8 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Wait for something to happen, and deal with all that has. What comes out of it is a bug, and the end."""
+        if self._closed:
+            raise EngineDead("the engine is closed")
         try:
             self._turn()
         except Exception as error:
@@ -149,12 +160,13 @@ class EngineLoop:
                 self._abort_messages += 1
                 self.scheduler.abort(ids, cause)
             case Call(client, number, command):
+                self._abort_messages += isinstance(command, Stop)
                 self.control.start(client, number, command)
 
     def _submit(self, request: GenerateRequest) -> None:
         try:
             self.control.refuse_if_rejecting()
-            self.scheduler.add(request)
+            self.scheduler.add(_seeded(request))
         except RequestError as error:
             self._refused.append(Refused(request.id, error.status, error.code, error.message, error.param))
 
@@ -194,3 +206,11 @@ class EngineLoop:
             # A command may have ended sequences; its clients hear that before its caller does.
             self._tell()
             self._send(job.client, Answer(job.number, result))
+
+
+def _seeded(request: GenerateRequest) -> GenerateRequest:
+    """A request that did not say which random stream is its own gets one. Only one that did can be resumed exactly."""
+    if request.sampling.seed is not None:
+        return request
+    sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
+    return msgspec.structs.replace(request, sampling=sampling)

@@ -28,14 +28,6 @@ def main(argument: str) -> int:
     logs.set_up(start.log_format, start.log_level, start.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        return serve(start)
-    except HeadgateError as error:
-        print(f"headgate: {error}", file=sys.stderr)
-        return CANNOT_START
-
-
-def serve(start: EngineStart) -> int:
     channel: EngineChannel
     parent = Parent()
 
@@ -43,7 +35,11 @@ def serve(start: EngineStart) -> int:
         channel.send(client, message)
 
     wanted = None if start.weights is None else Wanted(start.weights, start.version)
-    engine = build_engine(Path(start.model), start.config, send, wanted)
+    try:
+        engine = build_engine(Path(start.model), start.config, send, wanted)
+    except HeadgateError as error:
+        print(f"headgate: {error}", file=sys.stderr)
+        return CANNOT_START
     channel = EngineChannel(start.address, engine.info, post=engine.loop.post, status=engine.loop.quiet)
     parent.engine = engine
     channel.start()

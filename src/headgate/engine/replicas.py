@@ -17,7 +17,7 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -176,9 +176,7 @@ class Replicas:
 
     async def _chunks(self, request: GenerateRequest, answer: MovingStream) -> AsyncGenerator[Chunk, None]:
         tokens, scored = list(request.generated), 0
-        while not answer.ending:
-            if (replica := await self._choose(answer)) is None:
-                return
+        while (replica := await self._choose(answer)) is not None:
             client = replica.client
             assert client is not None
             resumed = msgspec.structs.replace(request, generated=tuple(tokens))
@@ -200,7 +198,7 @@ class Replicas:
 
     async def _choose(self, answer: MovingStream) -> Replica | None:
         """The ready engine with the fewest streams; waits a while for one if there is none, unless `answer` ends."""
-        if not self._usable():
+        if not self._usable() and not answer.ending:
             await self._wait_for_engine(answer)
         if answer.ending:
             return None

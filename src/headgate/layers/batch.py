@@ -24,4 +24,6 @@ class Batch:
     block_tables: torch.Tensor  # [S, W] int32; entries past a sequence's last block are undefined
     max_query: int  # longest slice
     max_context: int  # longest context
-    order: torch.Tensor | None = None  # [S] int32: slices by context, longest first, for kernels whose last one counts
+    order: torch.Tensor | None = (
+        None  # [S] int32: slices by context, longest first, for kernels whose last one counts
+    )

@@ -7,6 +7,7 @@ the field. Whether it *fits* (context, blocks) is the scheduler's to say.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import msgspec
 
@@ -37,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     grammar: str | None = None  # what the answer must match, as `protocol.grammar` says
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
+        _check("max_tokens", self.max_tokens is None or 1 <= self.max_tokens < 2**31, "at least 1, in 31 bits")
         _check("temperature", 0 <= self.temperature <= 100, "between 0 and 100")
         _check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         _check("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number")
@@ -47,10 +48,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         _check("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
         _check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
         _check("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers")
-        _check("logit_bias", all(token >= 0 for token in self.logit_bias), "keyed on token ids")
-        most = math.inf if self.max_tokens is None else self.max_tokens
+        _check("logit_bias", _are_ids(self.logit_bias), "keyed on token ids")
+        most = 2**31 - 1 if self.max_tokens is None else self.max_tokens
         _check("min_tokens", 0 <= self.min_tokens <= most, "between 0 and max_tokens")
-        _check("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids")
+        _check("stop_token_ids", _are_ids(self.stop_token_ids), "token ids")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
@@ -67,6 +68,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     def penalised(self) -> bool:
         """Whether the choice depends on which tokens came before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _are_ids(tokens: Collection[int]) -> bool:
+    """A cache key packs ids as 32-bit words; whether one is in the vocabulary is the engine's to check."""
+    return not tokens or (min(tokens) >= 0 and max(tokens) < 2**32)
 
 
 def _check(name: str, ok: bool, allowed: str) -> None:
@@ -102,10 +108,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("the prompt is empty")
-        # A key packs ids as 32-bit words; whether an id is in the vocabulary is the engine's to check.
-        if min(self.prompt) < 0 or max(self.prompt) >= 2**32:
-            raise ValueError("prompt token ids must be between 0 and 2**32 - 1")
-        if self.generated and (min(self.generated) < 0 or max(self.generated) >= 2**32):
-            raise ValueError("generated token ids must be between 0 and 2**32 - 1")
+        _check("prompt token ids", _are_ids(self.prompt), "between 0 and 2**32 - 1")
+        _check("generated token ids", _are_ids(self.generated), "between 0 and 2**32 - 1")
+        _check("priority", -(2**31) <= self.priority < 2**31, "a 32-bit integer")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError("timeout_s must be above 0")

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
@@ -167,41 +168,49 @@ class PipelinedExecutor(LocalExecutor):
     """
 
     def __init__(self, runner: ModelRunner) -> None:
+        self._failed_landing: BaseException | None = None  # nothing lands after it
         self._landing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lander = threading.Thread(target=self._land, name="headgate-landing", daemon=True)
         self._lander.start()
         super().__init__(runner)
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
-        begun: Future[Launched] = self._submit(lambda: self._begin(plan))
         future: Future[StepResult] = Future()
         future.set_running_or_notify_cancel()
-        begun.add_done_callback(lambda _: self._hand_over(begun, future))
+        if self._closed:
+            future.set_exception(EngineDead("the executor is closed"))
+        else:
+            self._jobs.put(lambda: self._begin(plan, future))
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
         super().close(timeout_s)
-        self._landing.put(None)
         self._lander.join(timeout_s)
 
-    def _begin(self, plan: StepPlan) -> Launched:
-        return self._guard(plan.step, self._obstacle(), lambda: self._runner.launch(plan))
+    def _serve(self) -> None:
+        super()._serve()
+        self._landing.put(None)
 
-    def _hand_over(self, begun: Future[Launched], future: Future[StepResult]) -> None:
-        if self._lander.is_alive():
-            self._landing.put(lambda: self._finish(begun, future))
-        else:  # closed: nothing can land any more
-            self._finish(begun, future)
+    def _begin(self, plan: StepPlan, future: Future[StepResult]) -> None:
+        try:
+            if self._closed:
+                raise EngineDead("the executor is closed")
+            launched = self._guard(plan.step, self._obstacle(), lambda: self._runner.launch(plan))
+        except BaseException as error:
+            self._landing.put(partial(future.set_exception, error))
+        else:
+            self._landing.put(partial(self._finish, launched, future))
 
     def _land(self) -> None:
         while job := self._landing.get():
             job()
 
-    def _finish(self, begun: Future[Launched], future: Future[StepResult]) -> None:
+    def _finish(self, launched: Launched, future: Future[StepResult]) -> None:
         try:
-            launched = begun.result()
-            result = self._guard(launched.step, self._failed_step, launched.result)
+            # Not what has failed to launch since: that comes later in launch order.
+            result = self._guard(launched.step, self._failed_landing, launched.result)
         except BaseException as error:
+            self._failed_landing = error
             future.set_exception(error)
         else:
             future.set_result(result)

@@ -212,6 +212,7 @@ class SafetensorsFiles:
     def __init__(self, files: list[Path], checksum: Mapping[str, str] | None = None) -> None:
         self.files = files
         self.checksum = checksum or {}
+        self._opened: list[OpenFile] = []
         self._stored: dict[str, Stored] | None = None
 
     def __enter__(self) -> SafetensorsFiles:
@@ -221,8 +222,8 @@ class SafetensorsFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         # At once: removed files in shared memory take room until the last one closes them.
-        for stored in (self._stored or {}).values():
-            stored.file.close()
+        while self._opened:
+            self._opened.pop().close()
         self._stored = None
 
     def metadata(self) -> Mapping[str, TensorInfo]:
@@ -237,9 +238,10 @@ class SafetensorsFiles:
 
     def _tensors(self) -> dict[str, Stored]:
         if self._stored is None:
-            opened = [OpenFile(path) for path in self.files]
-            self._stored = {name: stored for file in opened for name, stored in read_header(file).items()}
-            refuse_checksums(opened, self.checksum)
+            self._opened += map(OpenFile, self.files)
+            stored = {name: stored for file in self._opened for name, stored in read_header(file).items()}
+            refuse_checksums(self._opened, self.checksum)
+            self._stored = stored
         return self._stored
 
 

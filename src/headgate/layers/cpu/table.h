@@ -10,7 +10,7 @@ namespace headgate {
 
 enum class Dtype : int { f32 = 0, bf16 = 1 };
 
-// Torch's thread pool, seen through a function pointer so that the kernels need not include torch.
+// Who helps (crew.h), seen through a function pointer so that the kernels need not know.
 struct Runtime {
     int threads;
     void (*run_on_all)(int threads, void (*body)(void*), void* argument);

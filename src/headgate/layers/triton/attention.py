@@ -20,7 +20,7 @@ from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 LOG2E = 1.4426950408889634
 SPLITS = (1, 2, 4, 16, 64)
 # Keys that make a split worth its while, and programs that keep the device busy.
-SPLIT_KEYS, BUSY = 64, 528
+SPLIT_KEYS, BUSY = 64, 768
 LONG = 1024
 
 

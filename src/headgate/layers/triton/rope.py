@@ -69,7 +69,6 @@ def rope_and_write_kernel(
 ):
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position, slot = tl.load(positions + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
-    stored = slot >= 0
     dtype: tl.constexpr = qkv.dtype.element_ty
 
     # The queries of the group, and under them their key.
@@ -99,11 +98,13 @@ def rope_and_write_kernel(
     tl.store(at, turned_first, mask=is_query)
     tl.store(at + SIZE // 2, turned_second, mask=is_query)
     place = ((slot // BLOCK_SIZE) * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    # Blocks, not scalars, are compared: the interpreter of some Triton versions makes numbers of scalar masks.
+    is_stored_key = inside & is_key & (tl.zeros_like(column) + slot >= 0)
     key_at = k_cache + place * SIZE + column + tl.zeros_like(row)
-    tl.store(key_at, turned_first, mask=inside & is_key & stored)
-    tl.store(key_at + SIZE // 2, turned_second, mask=inside & is_key & stored)
+    tl.store(key_at, turned_first, mask=is_stored_key)
+    tl.store(key_at + SIZE // 2, turned_second, mask=is_stored_key)
 
     column_v = tl.arange(0, 2 * HALF)
     value_at = qkv + token * ((GROUP + 2) * KV_HEADS * SIZE) + (KV_HEADS * (GROUP + 1) + head) * SIZE + column_v
     value = tl.load(value_at, mask=column_v < SIZE, other=0.0)
-    tl.store(v_cache + place * SIZE + column_v, value, mask=(column_v < SIZE) & stored)
+    tl.store(v_cache + place * SIZE + column_v, value, mask=(column_v < SIZE) & (tl.zeros_like(column_v) + slot >= 0))

@@ -1,0 +1,424 @@
+"""SGLang's names: what slime and others call on an SGLang server.
+
+A pause holds new requests back until `/continue_generation`, as SGLang's does. `/update_weights_from_disk` on a server that
+runs holds it for the time of the update. Weight versions are our numbers, written as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from headgate.api import abort
+from headgate.api.constraints import constraint_for
+from headgate.api.control import Controls, FleetResult, controls_of, json_response, read_control
+from headgate.api.generation import Job, Piece
+from headgate.api.health import PING_TIMEOUT_S, judge, overall
+from headgate.api.host import Host, host_of
+from headgate.api.jobs import check_choices, make_jobs, sampling_params
+from headgate.api.logprobs import LOWEST
+from headgate.api.metrics import EngineView, look_at_all
+from headgate.api.prompts import text_prompt
+from headgate.api.schema import CompletionRequest, Name, convert, prompts_of, read_body
+from headgate.api.serve import Call, Dialect, exchange
+from headgate.api.sse import DONE
+from headgate.api.state import LONG_TEXT, Api, api_of
+from headgate.api.wire import encode, error_event
+from headgate.errors import HeadgateError, RequestError
+from headgate.protocol.command import TAGS, Files, Pause, PauseMode, Tag
+from headgate.protocol.plan import Logprobs
+from headgate.protocol.request import GenerateRequest, SamplingParams
+
+log = logging.getLogger(__name__)
+
+MAX_NEW_TOKENS = 128  # SGLang's default
+LONG_S = 3600.0  # SGLang's pause has no timeout
+PROBE_TIMEOUT_S = 20.0
+
+# ---------------------------------------------------------------------------------------------------------- /generate
+
+# SGLang's name of a sampling parameter -> ours
+NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "sampling_seed": "seed",
+    **{
+        name: name
+        for name in (
+            *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
+        )
+    },
+}
+WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_interval")
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """SGLang's clients send more than this; what has no effect on the answer is ignored, as there."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: dict[str, Any] | None = None
+    rid: Name | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int | None = None
+    top_logprobs_num: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_text_in_logprobs: bool = False
+    priority: int | None = None
+
+
+Scored = tuple[float | None, int, str | None]
+
+
+class MetaInfo(msgspec.Struct, kw_only=True):
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    e2e_latency: float
+    output_token_logprobs: list[Scored] | UnsetType = UNSET
+    input_token_logprobs: list[Scored] | UnsetType = UNSET
+    output_top_logprobs: list[list[Scored] | None] | UnsetType = UNSET
+
+
+class Generated(msgspec.Struct, kw_only=True):
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET  # in streams of several
+
+
+async def generate(request: Request) -> Response:
+    asked = await read_body(request, GenerateBody)
+    body = completion(asked)
+    api, prompts, n = api_of(request), prompts_of(body.prompt), body.n or 1
+    check_choices(len(prompts) * n, api.settings.max_choices)
+    return exchange(request, body, "generate", len(prompts) * n, partial(_prepare, api, asked, body, prompts))
+
+
+def completion(asked: GenerateBody) -> CompletionRequest:
+    """The same, as a body of our own."""
+    if (asked.text is None) == (asked.input_ids is None):
+        raise RequestError("give either text or input_ids", param="text")
+    fields: dict[str, Any] = {
+        "prompt": asked.text if asked.text is not None else asked.input_ids,
+        "request_id": asked.rid,
+        "stream": asked.stream,
+        "priority": asked.priority,
+        "max_tokens": MAX_NEW_TOKENS,
+    }
+    for name, value in (asked.sampling_params or {}).items():
+        if name == "json_schema" and value is not None:
+            schema = convert(msgspec.json.decode(value) if isinstance(value, str) else value, dict[str, Any], name)
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        elif name in NAMES:
+            fields[NAMES[name]] = value
+        elif name not in WITHOUT_EFFECT and value is not None:
+            raise RequestError(f"{name} is not supported; leave it out", param=f"sampling_params.{name}")
+    body: CompletionRequest = convert(fields, CompletionRequest, "sampling_params")
+    return body
+
+
+async def _prepare(
+    api: Api, asked: GenerateBody, body: CompletionRequest, prompts: Sequence[str | list[int]], call: Call
+) -> tuple[list[Job], Dialect]:
+    grammar = None
+    if body.response_format is not None:
+        grammar = await api.off_loop(LONG_TEXT, partial(constraint_for, response_format=body.response_format))
+    start = asked.logprob_start_len
+    scores_prompt = asked.return_logprob and start is not None and start >= 0
+    sampling = sampling_params(
+        body,
+        max_tokens=body.max_tokens,
+        logprobs=(asked.top_logprobs_num or 0) if asked.return_logprob else None,
+        prompt_logprobs=0 if scores_prompt else None,
+        grammar=grammar,
+    )
+    read = [await text_prompt(api, prompt) for prompt in prompts]
+    return make_jobs(body, read, sampling, body.n or 1), GenerateDialect(api, asked, call)
+
+
+class GenerateDialect:
+    """Every event repeats the whole answer so far, as SGLang's do."""
+
+    def __init__(self, api: Api, asked: GenerateBody, call: Call) -> None:
+        self._api, self._asked, self._call = api, asked, call
+        self._began_s = time.perf_counter()
+        self._so_far: dict[int, Piece] = {}
+        self._choices = 1
+
+    def event(self, job: Job, piece: Piece) -> bytes:
+        so_far = self._so_far.setdefault(job.index, Piece())
+        so_far.add(piece)
+        if not piece.tokens and piece.finish is None:
+            return b""
+        generated = self._generated(job, so_far)
+        generated.index = job.index
+        return b"data: " + encode(generated) + b"\n\n"
+
+    def closing(self) -> bytes:
+        return DONE
+
+    def failure(self, error: HeadgateError) -> bytes:
+        return error_event(error)
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Piece]) -> bytes:
+        several = len(jobs) > 1 or isinstance(self._asked.text, list)
+        self._choices = len(jobs)
+        generated = [self._generated(job, answer) for job, answer in zip(jobs, answers, strict=True)]
+        return encode(generated if several else generated[0])
+
+    def _generated(self, job: Job, piece: Piece) -> Generated:
+        finish = piece.finish
+        meta = MetaInfo(
+            id=self._call.request_id if self._choices == 1 else f"{self._call.request_id}-{job.index}",
+            finish_reason=_finish_reason(job, piece),
+            prompt_tokens=finish.prompt_tokens if finish else len(job.request.prompt),
+            completion_tokens=finish.output_tokens if finish else len(piece.tokens),
+            cached_tokens=finish.cached_tokens if finish else 0,
+            weight_version=str(piece.versions[-1]) if piece.versions else "",
+            e2e_latency=round(time.perf_counter() - self._began_s, 6),
+        )
+        if self._asked.return_logprob:
+            self._add_scores(meta, job, piece)
+        return Generated(text=piece.text, output_ids=piece.tokens, meta_info=meta)
+
+    def _add_scores(self, meta: MetaInfo, job: Job, piece: Piece) -> None:
+        meta.output_token_logprobs = [
+            self._scored(score.token, id) for id, score in zip(piece.tokens, piece.logprobs, strict=True)
+        ]
+        if self._asked.top_logprobs_num:
+            meta.output_top_logprobs = [self._top(score) for score in piece.logprobs]
+        start = self._asked.logprob_start_len
+        meta.input_token_logprobs = []
+        if start is not None and start >= 0:
+            values = [None, *(score.token for score in piece.prompt_logprobs)]
+            pairs = zip(values, job.request.prompt, strict=False)
+            meta.input_token_logprobs = [self._scored(value, id) for value, id in pairs][start:]
+
+    def _top(self, score: Logprobs) -> list[Scored]:
+        return [self._scored(value, id) for value, id in zip(score.top, score.top_ids, strict=True)]
+
+    def _scored(self, value: float | None, id: int) -> Scored:
+        text = None
+        if self._asked.return_text_in_logprobs and self._api.tokenizer is not None:
+            text = self._api.tokenizer.decode([id], skip_special=False)
+        return (None if value is None else max(value, LOWEST), id, text)
+
+
+def _finish_reason(job: Job, piece: Piece) -> dict[str, Any] | None:
+    finish = piece.finish
+    if finish is None:
+        return None
+    if finish.reason == "stop":
+        matched = job.stop[0] if finish.cause == "stop_string" else piece.tokens[-1] if piece.tokens else None
+        return {"type": "stop", "matched": matched}
+    if finish.reason == "length":
+        return {"type": "length", "length": finish.output_tokens}
+    return {"type": "abort", "message": f"aborted: {finish.cause}"}
+
+
+# ------------------------------------------------------------------------------------------------------------ control
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+async def abort_request(request: Request) -> Response:
+    body, api, scope = await read_control(request, AbortBody), api_of(request), abort.scope_of(request)
+    if body.abort_all:
+        abort.accept(abort.find_all(api.ledger, scope))
+    elif body.rid:
+        abort.accept(abort.find(api.ledger, scope, [body.rid]))
+    else:
+        api.ledger.metrics.aborts_ignored += 1
+        log.warning("%s: ignored an abort without a rid", request.state.request_id)
+    return Response()
+
+
+class PauseBody(msgspec.Struct, kw_only=True):
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "freeze", "retract": "freeze"}
+
+
+async def pause_generation(request: Request) -> Response:
+    body = await read_control(request, PauseBody)
+    await controls_of(request).pause(Pause(MODES[body.mode], queue=True, timeout_s=LONG_S))
+    return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+
+async def continue_generation(request: Request) -> Response:
+    await controls_of(request).resume()
+    return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+
+class FromDisk(msgspec.Struct, kw_only=True):
+    model_path: str
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    success: bool
+    message: str
+    num_paused_requests: int = 0
+
+
+async def update_weights_from_disk(request: Request) -> Response:
+    body, controls = await read_control(request, FromDisk), controls_of(request)
+    try:
+        version = None if body.weight_version is None else int(body.weight_version)
+    except ValueError:
+        raise RequestError("weight_version must be a number, written as text", param="weight_version") from None
+    held = len(api_of(request).ledger.live)
+    try:
+        result = await _update_held(controls, body, version)
+    except HeadgateError as error:
+        return json_response(Outcome(success=False, message=str(error), num_paused_requests=held), 400)
+    message = f"Succeeded to update model weights. The version is {result.weight_version}."
+    return json_response(Outcome(success=True, message=message, num_paused_requests=held))
+
+
+async def _update_held(controls: Controls, body: FromDisk, version: int | None) -> FleetResult:
+    paused = (await controls.look()).is_paused
+    if not paused:
+        await controls.pause(Pause("abort" if body.abort_all_requests else "freeze", queue=True, timeout_s=LONG_S))
+    try:
+        return await controls.update(Files(body.model_path), version, recompute=body.flush_cache)
+    finally:
+        if not paused and (await controls.look()).state == "paused":
+            await controls.resume()
+
+
+async def flush_cache(request: Request) -> Response:
+    await controls_of(request).flush()
+    return PlainTextResponse("Cache flushed.\nPlease check backend logs for more details.\n")
+
+
+class MemoryBody(msgspec.Struct, kw_only=True):
+    tags: list[str] | None = None
+
+
+def _memory_tags(body: MemoryBody) -> list[Tag]:
+    # SGLang has more kinds of memory than we do.
+    return list(TAGS) if body.tags is None else [tag for tag in TAGS if tag in body.tags]
+
+
+async def release_memory(request: Request) -> Response:
+    """As in SGLang the server must be idle; new requests wait until all memory is back."""
+    tags, controls = _memory_tags(await read_control(request, MemoryBody)), controls_of(request)
+    if not (await controls.look()).is_paused:
+        await controls.pause(Pause("drain", queue=True, timeout_s=LONG_S))
+    if tags:
+        await controls.sleep(tags)
+    return Response()
+
+
+async def resume_memory(request: Request) -> Response:
+    tags, controls = _memory_tags(await read_control(request, MemoryBody)), controls_of(request)
+    result = await controls.wake(tags) if tags else await controls.look()
+    if not result.asleep and result.is_paused:
+        await controls.resume()
+    return Response()
+
+
+# ------------------------------------------------------------------------------------------------------------ looking
+
+
+async def model_info(request: Request) -> Response:
+    api = api_of(request)
+    look = await controls_of(request).look()
+    return json_response(
+        {
+            "model_path": api.model_name,
+            "tokenizer_path": api.model_name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": str(look.weight_version),
+        }
+    )
+
+
+async def server_info(request: Request) -> Response:
+    api, host, info = api_of(request), host_of(request), api_of(request).engines.info
+    look = await controls_of(request).look()
+    return json_response(
+        {
+            "model_path": api.model_name,
+            "served_model_name": api.model_name,
+            "version": host.version,
+            "dp_size": len(host.replicas),
+            "tp_size": 1,
+            "context_length": info.max_context,
+            "max_total_num_tokens": info.num_blocks * info.block_size,
+            "max_running_requests": info.max_running,
+            "page_size": info.block_size,
+            "dtype": info.dtype,
+            "device": info.device,
+            "weight_version": str(look.weight_version),
+            "internal_states": msgspec.to_builtins(look.engines),
+        }
+    )
+
+
+async def loads(request: Request) -> Response:
+    views = await look_at_all(host_of(request).replicas, PING_TIMEOUT_S)
+    told = [load for view in views if (load := _load(view))]
+    return json_response({"timestamp": time.time(), "dp_rank_count": len(told), "loads": told})
+
+
+def _load(view: EngineView) -> dict[str, Any] | None:
+    if view.pong is None or view.info is None:
+        return None
+    status, info = view.pong.status, view.info
+    return {
+        "dp_rank": view.index,
+        "num_running_reqs": status.running,
+        "num_waiting_reqs": status.waiting,
+        "num_total_reqs": status.running + status.waiting,
+        "num_used_tokens": status.held_blocks * info.block_size,
+        "max_total_num_tokens": info.num_blocks * info.block_size,
+        "max_running_requests": info.max_running,
+        "token_usage": status.held_blocks / info.num_blocks,
+        "weight_version": str(status.version),
+        "state": status.state,
+    }
+
+
+async def health_generate(request: Request) -> Response:
+    """Whether a token can be made; of a paused server, whether it is alive."""
+    api, host = api_of(request), host_of(request)
+    if not await _alive(host):
+        return Response(status_code=503)
+    if (await controls_of(request).look()).state == "running":
+        probe = GenerateRequest(0, (0,), SamplingParams(max_tokens=1, temperature=0.0))
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S), api.engines.generate(probe) as stream:
+                async for _ in stream:
+                    pass
+        except (TimeoutError, HeadgateError):
+            return Response(status_code=503)
+    return Response()
+
+
+async def _alive(host: Host) -> bool:
+    views = await look_at_all(host.replicas, PING_TIMEOUT_S)
+    return overall({judge(view).state for view in views}) != "unhealthy"

@@ -1,0 +1,200 @@
+"""vLLM's names: what TRL, verl and others call on a vLLM server.
+
+A pause holds new requests back until the resume, as vLLM's does. Sleeping pauses first, and waking everything resumes.
+Weight transfer (`/init_weight_transfer_engine` and what follows) speaks NCCL inside vLLM's own group and is not here;
+`/v1/update_weights` takes a process group of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.control import controls_of, json_response
+from headgate.api.generation import Job, Piece
+from headgate.api.host import host_of
+from headgate.api.jobs import check_choices, make_jobs, sampling_params
+from headgate.api.logprobs import ChatLogprobs, chat_logprobs
+from headgate.api.prompts import text_prompt
+from headgate.api.schema import CompletionRequest, TokenId, convert, read_body
+from headgate.api.serve import Call, Dialect, exchange
+from headgate.api.sse import DONE
+from headgate.api.state import Api, api_of
+from headgate.api.wire import encode, error_event
+from headgate.errors import HeadgateError, RequestError
+from headgate.protocol.command import TAGS, Pause, PauseMode, Tag
+
+MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "freeze"}
+LONG_S = 3600.0  # vLLM's pause has no timeout
+
+
+async def pause(request: Request) -> Response:
+    await controls_of(request).pause(Pause(_mode(request), queue=True, timeout_s=LONG_S))
+    if _flag(request, "clear_cache", default=True):
+        await controls_of(request).flush()
+    return json_response({"status": "paused"})
+
+
+def _mode(request: Request) -> PauseMode:
+    # An older vLLM had this flag and no modes.
+    older = "wait" if _flag(request, "wait_for_inflight_requests", default=False) else "abort"
+    mode = request.query_params.get("mode", older)
+    if mode not in MODES:
+        raise RequestError(f"mode must be abort, wait or keep, not {mode!r}", param="mode")
+    return MODES[mode]
+
+
+def _flag(request: Request, name: str, *, default: bool) -> bool:
+    value = request.query_params.get(name)
+    return default if value is None else value.lower() in ("true", "1", "yes", "on")
+
+
+async def resume(request: Request) -> Response:
+    await controls_of(request).resume()
+    return json_response({"status": "resumed"})
+
+
+async def is_paused(request: Request) -> Response:
+    return json_response({"is_paused": (await controls_of(request).look()).is_paused})
+
+
+async def sleep(request: Request) -> Response:
+    controls = controls_of(request)
+    if not (await controls.look()).is_paused:
+        await controls.pause(Pause(_mode(request), queue=True, timeout_s=LONG_S))
+    await controls.sleep(TAGS)
+    return Response()
+
+
+async def wake_up(request: Request) -> Response:
+    controls = controls_of(request)
+    asked = request.query_params.getlist("tags") or list(TAGS)
+    tags: list[Tag] = convert(asked, list[Tag], "tags")
+    if not (await controls.wake(tags)).asleep:
+        await controls.resume()
+    return Response()
+
+
+async def is_sleeping(request: Request) -> Response:
+    return json_response({"is_sleeping": bool((await controls_of(request).look()).asleep)})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    await controls_of(request).flush()
+    return Response()
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": host_of(request).version})
+
+
+async def get_world_size(request: Request) -> Response:
+    """How many engines take part in a weight update."""
+    return json_response({"world_size": len(host_of(request).replicas)})
+
+
+# --------------------------------------------------------------------------------------------- /inference/v1/generate
+
+
+class TokensRequest(msgspec.Struct, kw_only=True):
+    """Token ids in, token ids out."""
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class TokensChoice(msgspec.Struct, kw_only=True):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+    cause: str | UnsetType = UNSET
+
+
+class TokensResponse(msgspec.Struct, kw_only=True):
+    request_id: str
+    choices: list[TokensChoice]
+
+
+# vLLM's sampling parameters that mean the same in a completion.
+SAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
+    *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
+WITHOUT_EFFECT = (
+    "detokenize",
+    "output_kind",
+    "spaces_between_special_tokens",
+    "extra_args",
+    "truncate_prompt_tokens",
+)
+
+
+async def generate(request: Request) -> Response:
+    asked = await read_body(request, TokensRequest)
+    body, n = _completion(asked), asked.sampling_params.get("n") or 1
+    check_choices(n, api_of(request).settings.max_choices)
+    return exchange(request, body, "tokens", n, partial(_prepare, api_of(request), body))
+
+
+def _completion(asked: TokensRequest) -> CompletionRequest:
+    fields: dict[str, Any] = {"prompt": asked.token_ids, "model": asked.model, "stream": asked.stream}
+    fields |= {"request_id": asked.request_id, "priority": asked.priority, "cache_salt": asked.cache_salt}
+    for name, value in asked.sampling_params.items():
+        if name in SAME:
+            fields[name] = value
+        elif name not in WITHOUT_EFFECT and value is not None:
+            raise RequestError(f"{name} is not supported; leave it out", param=f"sampling_params.{name}")
+    body: CompletionRequest = convert(fields, CompletionRequest, "sampling_params")
+    return body
+
+
+async def _prepare(api: Api, body: CompletionRequest, call: Call) -> tuple[list[Job], Dialect]:
+    sampling = sampling_params(body, max_tokens=body.max_tokens or 16, logprobs=body.logprobs)
+    assert isinstance(body.prompt, list)
+    prompt = await text_prompt(api, body.prompt)
+    return make_jobs(body, [prompt], sampling, body.n or 1), TokensDialect(api, body, call)
+
+
+class TokensDialect:
+    def __init__(self, api: Api, body: CompletionRequest, call: Call) -> None:
+        self._api, self._body, self._call = api, body, call
+
+    def event(self, job: Job, piece: Piece) -> bytes:
+        if not piece.tokens and piece.finish is None:
+            return b""
+        return b"data: " + encode(self._response([self._choice(job, piece)])) + b"\n\n"
+
+    def closing(self) -> bytes:
+        return DONE
+
+    def failure(self, error: HeadgateError) -> bytes:
+        return error_event(error)
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Piece]) -> bytes:
+        return encode(self._response([self._choice(job, answer) for job, answer in zip(jobs, answers, strict=True)]))
+
+    def _response(self, choices: list[TokensChoice]) -> TokensResponse:
+        return TokensResponse(request_id=self._call.request_id, choices=choices)
+
+    def _choice(self, job: Job, piece: Piece) -> TokensChoice:
+        scored = self._body.logprobs is not None
+        return TokensChoice(
+            index=job.index,
+            token_ids=piece.tokens,
+            finish_reason=piece.finish.reason if piece.finish else None,
+            logprobs=chat_logprobs(self._api.tokenizer, piece.tokens, piece.logprobs) if scored else None,
+            cause=piece.finish.cause if piece.finish else UNSET,
+        )

@@ -1,0 +1,136 @@
+"""Many clients of a live server in one event loop, each reading a stream and keeping what it heard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from headgate.bench.client import Address, call
+
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass
+class Heard:
+    """What one client was told."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # one per token
+    text: str = ""
+    ends: list[tuple[str, str]] = field(default_factory=list)  # finish reasons and causes: one, if all is well
+    usage: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    comments: int = 0
+    done: bool = False  # [DONE] has come
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def end(self) -> tuple[str, str]:
+        assert len(self.ends) == 1, self
+        return self.ends[0]
+
+    def hear(self, event: dict[str, Any]) -> None:
+        self.error = event.get("error") or self.error
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            self.text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            self.tokens += choice.get("completion_token_ids", ())
+            for span in choice.get("weight_versions", ()):
+                self.versions += [span["version"]] * span["tokens"]
+            if choice["finish_reason"]:
+                self.ends.append((choice["finish_reason"], choice["cause"]))
+        if self.tokens:
+            self.begun.set()
+
+
+def asking(tokens: int = 8, prompt: Any = "hello", **more: Any) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "return_weight_versions": True,
+        **more,
+    }
+
+
+async def stream(
+    url: str, body: dict[str, Any], heard: Heard, path: str = COMPLETIONS, key: str | None = None
+) -> Heard:
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    async with call(Address.of(url), "POST", path, json.dumps(body).encode(), key) as answer:
+        heard.status, heard.headers = answer.status, dict(answer.headers)
+        if answer.status != 200:
+            heard.error = json.loads(await answer.body())["error"]
+            heard.begun.set()
+            return heard
+        async for line in answer.lines():
+            heard.comments += line.startswith(b":")
+            if line == b"data: [DONE]":
+                heard.done = True
+            elif line.startswith(b"data: "):
+                heard.hear(json.loads(line.removeprefix(b"data: ")))
+    heard.begun.set()
+    return heard
+
+
+@asynccontextmanager
+async def streaming(url: str, bodies: list[dict[str, Any]], **options: Any) -> AsyncIterator[list[Heard]]:
+    """Streams of which the block sees the middle; at its end all have been read to theirs."""
+    heard = [Heard() for _ in bodies]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        for body, each in zip(bodies, heard, strict=True):
+            tasks.create_task(stream(url, body, each, **options))
+        yield heard
+
+
+async def begun(heard: list[Heard], count: int | None = None) -> None:
+    """Wait until so many streams have their first token."""
+    wanted = len(heard) if count is None else count
+    await until(lambda: sum(each.begun.is_set() for each in heard) >= wanted)
+
+
+async def until(true: Callable[[], bool | Awaitable[bool]], timeout_s: float = 15) -> None:
+    async with asyncio.timeout(timeout_s):
+        while True:
+            value = true()
+            if value if isinstance(value, bool) else await value:
+                return
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Told:
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+    @property
+    def result(self) -> Any:
+        return self.body["result"]
+
+
+async def send(url: str, method: str, path: str, body: Any = None, key: str | None = None) -> Told:
+    data = b"" if body is None else json.dumps(body).encode()
+    async with asyncio.timeout(60), call(Address.of(url), method, path, data, key) as answer:
+        raw = await answer.body()
+        try:
+            read = json.loads(raw) if raw else None
+        except ValueError:
+            read = raw.decode()
+        return Told(answer.status, dict(answer.headers), read)
+
+
+async def post(url: str, path: str, body: Any = None, key: str | None = None) -> Told:
+    return await send(url, "POST", path, body, key)
+
+
+async def get(url: str, path: str, key: str | None = None) -> Told:
+    return await send(url, "GET", path, None, key)

@@ -1,0 +1,355 @@
+"""Pause and resume through HTTP, on real engines. Numbers are sentences of docs/lifecycle.md."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.testing.tiny import tiny_model
+from tests.api.clients import Heard, Told, asking, begun, get, post, stream, streaming, until
+from tests.api.live import LiveServer, live_server
+from tests.api.serving import metric_values
+from tests.api.test_abort import idle, status
+
+LONG = 6000
+ROOM = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("pause") / "tiny", max_position_embeddings=16384)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(model, device="cpu", kv_blocks=2048, max_running=ROOM, limit=5000) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[LiveServer]:
+    """Two engines behind one API."""
+    with live_server(model, device="cpu", kv_blocks=1024, max_running=ROOM, count=2) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def clean(server: LiveServer) -> Iterator[None]:
+    yield
+    asyncio.run(running_and_idle(server))
+
+
+async def running_and_idle(server: LiveServer) -> None:
+    await resume(server)
+    await idle(server)
+
+
+async def pause(server: LiveServer, **body: Any) -> Told:
+    return await post(server.url, "/v1/pause", body)
+
+
+async def resume(server: LiveServer) -> Told:
+    return await post(server.url, "/v1/resume")
+
+
+async def is_paused(server: LiveServer) -> Any:
+    return (await get(server.url, "/v1/is_paused")).result
+
+
+async def complete(server: LiveServer, **fields: Any) -> Told:
+    return await post(server.url, "/v1/completions", asking(**fields))
+
+
+def test_17_18_23_twenty_streams_with_room_for_eight_are_paused_at_once(server: LiveServer):
+    """The scenario of FastDeploy #7753."""
+
+    async def main() -> None:
+        async with streaming(server.url, [asking(LONG, prompt=f"{i} go") for i in range(20)]) as heard:
+            await begun(heard, ROOM)
+            told = await pause(server)
+            after = await status(server)
+            assert told.status == 200 and told.result["is_paused"] and told.result["state"] == "paused"
+            assert told.result["aborted"] == 20 and told.result["forced"] == [] and told.result["elapsed_s"] < 1
+            assert (after.running, after.waiting, after.held_blocks) == (0, 0, 0)
+            refused = await complete(server)
+            assert refused.status == 503 and refused.body["error"]["code"] == "paused"
+        assert {each.end for each in heard} == {("abort", "pause")} and all(each.done for each in heard)
+        assert sum(bool(each.tokens) for each in heard) == ROOM
+        await resume(server)
+        assert (await complete(server)).body["choices"][0]["finish_reason"] == "length"
+
+    asyncio.run(main())
+
+
+def test_17_24_aborts_and_pauses_fired_two_hundred_times_in_any_order_hang_nothing(server: LiveServer):
+    async def main() -> None:
+        choose = random.Random(4)
+        answers: Counter[int] = Counter()
+
+        async def fire(name: str, body: Any) -> None:
+            await asyncio.sleep(choose.random() * 3)
+            answers[(await post(server.url, name, body)).status] += 1
+
+        verbs = [
+            *[("/v1/abort_requests", {"abort_all": True, "timeout": 5})] * 60,
+            *[
+                ("/v1/pause", {"mode": mode, "timeout": 0.3})
+                for mode in ("abort", "drain", "freeze")
+                for _ in range(25)
+            ],
+            *[("/v1/resume", None)] * 65,
+        ]
+        assert len(verbs) == 200
+        heard: list[Heard] = []
+
+        async def load() -> None:
+            while True:
+                heard.append(Heard())
+                await stream(server.url, asking(choose.randrange(1, 600)), heard[-1])
+
+        async with asyncio.timeout(60):
+            loads = [asyncio.create_task(load()) for _ in range(12)]
+            await asyncio.gather(*(fire(*verb) for verb in choose.sample(verbs, 200)))
+            await resume(server)
+            await until(lambda: len(heard) > 12)
+            for task in loads:
+                task.cancel()
+            await asyncio.wait(loads)
+        assert set(answers) <= {200, 202} and sum(answers.values()) == 200
+        assert {each.status for each in heard} <= {0, 200, 503}, "0 is a client that was still connecting"
+        assert all(each.error is None or each.error["code"] == "paused" for each in heard)
+
+    asyncio.run(main())
+
+
+def test_18_a_drain_lets_what_has_started_finish_and_keeps_the_rest_for_later(server: LiveServer):
+    async def main() -> None:
+        async with streaming(server.url, [asking(700) for _ in range(ROOM + 3)]) as heard:
+            await begun(heard, ROOM)
+            told = await pause(server, mode="drain")
+            assert (
+                told.result["state"] == "paused" and told.result["finished"] == ROOM and told.result["aborted"] == 0
+            )
+            assert (await status(server)).waiting == 3
+            await resume(server)
+        assert {each.end for each in heard} == {("length", "max_tokens")}
+
+    asyncio.run(main())
+
+
+def test_18_a_freeze_in_the_middle_of_thirty_two_seeded_streams_changes_nothing(server: LiveServer):
+    async def main() -> None:
+        bodies = [asking(200, prompt=f"tale {i}", temperature=1, seed=i) for i in range(32)]
+        async with streaming(server.url, bodies) as undisturbed:
+            pass
+        async with streaming(server.url, bodies) as heard:
+            await begun(heard, ROOM)
+            told = await pause(server, mode="freeze")
+            assert told.result["state"] == "paused" and told.result["aborted"] == told.result["finished"] == 0
+            frozen = [len(each.tokens) for each in heard]
+            await asyncio.sleep(1)  # not waiting for something: the pause itself
+            assert [len(each.tokens) for each in heard] == frozen
+            await resume(server)
+        assert [each.tokens for each in heard] == [each.tokens for each in undisturbed]
+        assert [each.text for each in heard] == [each.text for each in undisturbed]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["abort", "drain", "freeze"])
+def test_19_a_paused_server_refuses_with_a_time_to_retry_or_queues_as_asked(server: LiveServer, mode: str):
+    async def main() -> None:
+        await pause(server, mode=mode)
+        refused = await complete(server)
+        assert refused.status == 503 and refused.body["error"]["code"] == "paused"
+        assert int(refused.headers["retry-after"]) >= 1
+        async with streaming(server.url, [asking()]) as (streamed,):
+            pass
+        assert streamed.status == 503 and streamed.tokens == []
+        await pause(server, mode=mode, new_requests="queue")
+        queued = asyncio.create_task(complete(server))
+        await until(lambda: bool(server.api.ledger.live))
+        assert not queued.done()
+        await resume(server)
+        assert (await queued).status == 200
+
+    asyncio.run(main())
+
+
+def test_20_a_drain_whose_time_is_up_names_whom_it_forced_out_and_ends_paused(server: LiveServer):
+    async def main() -> None:
+        bodies = [asking(LONG, request_id="slow"), asking(LONG, request_id="twice", n=2)]
+        async with streaming(server.url, bodies) as heard:
+            await begun(heard)
+            told = await pause(server, mode="drain", timeout=0.2)
+            assert told.result["state"] == "paused"
+            assert sorted(told.result["forced"]) == ["slow", "twice-0", "twice-1"]
+        assert {end for each in heard for end in each.ends} == {("abort", "pause")}
+
+    asyncio.run(main())
+
+
+def test_21_requests_that_slip_in_while_a_pause_begins_are_caught_or_refused(server: LiveServer):
+    async def main() -> None:
+        heard = [Heard() for _ in range(60)]
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            for i, each in enumerate(heard):
+                tasks.create_task(stream(server.url, asking(LONG), each))
+                if i == 30:
+                    pausing = tasks.create_task(pause(server))
+                await asyncio.sleep(0.002)
+            assert (await pausing).result["state"] == "paused"
+            await idle(server)
+        assert {each.status for each in heard} == {200, 503}
+        assert {each.end for each in heard if each.status == 200} == {("abort", "pause")}
+
+    asyncio.run(main())
+
+
+def test_22_clients_have_their_last_words_before_a_pause_is_answered(server: LiveServer):
+    async def main() -> None:
+        async with streaming(server.url, [asking(LONG, request_id=f"w{i}") for i in range(12)]) as heard:
+            await begun(heard, ROOM)
+            await pause(server)
+            assert server.api.ledger.live == {}
+            assert all(server.api.ledger.past(f"w{i}") for i in range(12))
+
+    asyncio.run(main())
+
+
+def test_24_pausing_and_resuming_twice_at_once_is_as_once(server: LiveServer):
+    async def main() -> None:
+        for mode in ("abort", "drain", "freeze"):
+            told = await asyncio.gather(*(pause(server, mode=mode) for _ in range(4)))
+            assert {each.result["state"] for each in told} == {"paused"}
+            assert (await is_paused(server))["mode"] == mode
+            told = await asyncio.gather(*(resume(server) for _ in range(4)))
+            assert {each.result["state"] for each in told} == {"running"}
+            assert (await is_paused(server))["mode"] is None
+
+    asyncio.run(main())
+
+
+def test_24_a_resume_cancels_a_pending_pause_whose_middle_state_is_visible(server: LiveServer):
+    async def main() -> None:
+        async with streaming(server.url, [asking(2500)]) as (heard,):
+            await begun([heard])
+            pausing = asyncio.create_task(pause(server, mode="drain"))
+
+            async def in_between() -> bool:
+                now = await is_paused(server)
+                return now["state"] == "pausing" and not now["is_paused"] and now["mode"] == "drain"
+
+            await until(in_between)
+            await resume(server)
+            assert (await pausing).result["state"] == "running"
+        assert heard.end == ("length", "max_tokens")
+
+    asyncio.run(main())
+
+
+def test_28_a_pause_shows_in_metrics_health_stays_green_and_readiness_goes_red(server: LiveServer):
+    async def look() -> dict[str, float]:
+        return metric_values((await get(server.url, "/metrics")).body)
+
+    async def main() -> None:
+        before = await look()
+        await pause(server, mode="freeze")
+        paused = await look()
+        assert paused['headgate:engine_state{engine="0",state="paused"}'] == 1
+        assert paused['headgate:engine_state{engine="0",state="running"}'] == 0
+        health, ready = await get(server.url, "/health"), await get(server.url, "/ready")
+        assert health.status == 200 and health.body["status"] == "ok"
+        assert ready.status == 503 and ready.body == {"ready": False, "reason": "paused"}
+        await resume(server)
+        after = await look()
+        name = 'headgate:pauses_total{mode="freeze"}'
+        assert after[name] == before.get(name, 0) + 1
+        assert after["headgate:paused_seconds_total"] > before["headgate:paused_seconds_total"]
+        assert (await look())["headgate:paused_seconds_total"] == after["headgate:paused_seconds_total"]
+        assert (await get(server.url, "/ready")).status == 200
+
+    asyncio.run(main())
+
+
+def test_50_51_a_long_pause_stays_healthy_and_a_held_stream_is_never_silent(model: Path):
+    from headgate.api.state import ApiSettings
+
+    async def main(server: LiveServer) -> None:
+        async with streaming(server.url, [asking(1000)]) as (heard,):
+            await begun([heard])
+            await pause(server, mode="freeze")
+            before = heard.comments
+            await until(lambda: heard.comments >= before + 5)
+            assert (await get(server.url, "/health")).status == 200
+            await resume(server)
+        assert heard.end == ("length", "max_tokens")
+
+    with live_server(model, settings=ApiSettings(keep_alive_s=0.05), device="cpu", kv_blocks=600) as server:
+        asyncio.run(main(server))
+
+
+@pytest.mark.parametrize("path", ["/v1/pause", "/v1/resume", "/v1/update_weights", "/v1/sleep", "/v1/flush_cache"])
+def test_59_unknown_fields_in_a_control_body_are_refused_by_name(server: LiveServer, path: str):
+    async def main() -> None:
+        told = await post(server.url, path, {"modus": "abort"})
+        assert told.status == 400 and told.body["error"]["param"] == "modus"
+        assert (await is_paused(server))["state"] == "running"
+
+    asyncio.run(main())
+
+
+def test_59_every_control_answer_has_an_id_a_status_and_a_result(server: LiveServer):
+    async def main() -> None:
+        calls = [
+            await pause(server),
+            await get(server.url, "/v1/is_paused"),
+            await post(server.url, "/v1/flush_cache"),
+        ]
+        for told in (*calls, await resume(server)):
+            assert set(told.body) == {"request_id", "status", "result"} and told.body["status"] == "success"
+            assert told.body["request_id"] == told.headers["x-request-id"]
+
+    asyncio.run(main())
+
+
+# ------------------------------------------------------------------------------------------------------- several engines
+
+
+def test_24_all_engines_are_held_and_each_says_what_became_of_it(pair: LiveServer):
+    async def main() -> None:
+        async with streaming(pair.url, [asking(LONG) for _ in range(12)]) as heard:
+            await begun(heard)
+            told = await pause(pair)
+            assert [engine["state"] for engine in told.result["engines"]] == ["paused", "paused"]
+            assert told.result["aborted"] == 12
+        assert {each.end for each in heard} == {("abort", "pause")}
+        assert [e["state"] for e in (await resume(pair)).result["engines"]] == ["running", "running"]
+
+    asyncio.run(main())
+
+
+def test_24_an_engine_that_comes_back_during_a_pause_comes_back_paused(pair: LiveServer):
+    async def main() -> None:
+        replica = pair.host.replicas[1]
+        await pause(pair, mode="freeze")
+        assert replica.pid is not None
+        os.kill(replica.pid, signal.SIGKILL)
+        await until(lambda: replica.client is None)
+        told = await pause(pair, mode="freeze")
+        assert told.status == 200 and [e["state"] for e in told.result["engines"]] == ["paused", "down"]
+        await until(lambda: replica.client is not None)
+        assert (await is_paused(pair))["state"] == "paused"
+        assert (await complete(pair)).status == 503
+        await resume(pair)
+        assert (await complete(pair)).status == 200
+
+    asyncio.run(main())

@@ -1,0 +1,85 @@
+"""Two thousand requests, all of them ended early by a mix of means, while new ones arrive (sentences 7, 9, 10, 12, 13)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from headgate.testing.tiny import tiny_model
+from tests.api.clients import Heard, asking, post, stream, until
+from tests.api.live import LiveServer, live_server
+
+COUNT = 2000
+AT_ONCE = 250
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("storm") / "tiny", max_position_embeddings=8192)
+
+
+def test_10_13_53_in_a_storm_of_aborts_everyone_gets_one_end_and_nothing_is_left(model: Path, record_property):
+    async def main(server: LiveServer) -> None:
+        choose = random.Random(7)
+        gate = asyncio.Semaphore(AT_ONCE)
+        heard: dict[str, Heard] = {}
+        gone: set[str] = set()
+
+        async def one(id: str) -> None:
+            async with gate:
+                heard[id] = Heard()
+                body = asking(4000, prompt=f"{id} and so on", request_id=id)
+                client = asyncio.create_task(stream(server.url, body, heard[id]))
+                way = choose.choice(["disconnect", "disconnect", "id", "all"])
+                await asyncio.sleep(choose.random() * 0.4)
+                if way == "disconnect":
+                    gone.add(id)
+                    client.cancel()
+                elif way == "id":
+                    await post(server.url, "/v1/abort_requests", {"req_ids": [id], "wait": choose.random() < 0.5})
+                await asyncio.wait([client])
+
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(0.3)
+                await post(server.url, "/v1/abort_requests", {"abort_all": True})
+
+        async with asyncio.timeout(90):
+            sweeping = asyncio.create_task(sweep())
+            await asyncio.gather(*(one(f"s{i}") for i in range(COUNT)))
+            sweeping.cancel()
+            await asyncio.wait([sweeping])
+            await until(lambda: not server.api.ledger.live)
+        judge(server, heard, gone)
+
+    with live_server(model, device="cpu", kv_blocks=2048, max_running=32, count=2, limit=5000) as server:
+        asyncio.run(main(server))
+        statuses = [server.status(index) for index in range(2)]
+        assert [(s.running, s.waiting, s.held_blocks) for s in statuses] == [(0, 0, 0)] * 2
+        aborts = sum(server.api.ledger.metrics.aborts.values())
+        messages = [status.abort_messages for status in statuses]
+        record_property("aborts", aborts)
+        record_property("abort_messages_per_engine", messages)
+        print(f"{aborts} aborts, abort messages per engine: {messages}")
+        assert sum(messages) < aborts / 2
+
+
+def judge(server: LiveServer, heard: dict[str, Heard], gone: set[str]) -> None:
+    ledger = server.api.ledger
+    assert len(heard) == COUNT and ledger.in_flight == 0
+    for id, each in heard.items():
+        if id not in gone:
+            assert each.end == ("abort", "api_abort") and each.done, id
+        assert len(each.ends) <= 1, id
+    usages = [usage for id in heard if (usage := ledger.past(id))]
+    assert len(usages) >= COUNT - len(gone), "who left before being accepted has none"
+    for usage in usages:
+        told = heard[usage.request_id]
+        assert usage.finish_reason == "abort"
+        if usage.request_id not in gone:
+            assert usage.output_tokens == len(told.tokens)
+    assert sum(ledger.metrics.requests.values()) == len(usages)
+    assert ledger.metrics.tokens["output"] == sum(usage.output_tokens for usage in usages)
