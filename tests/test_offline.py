@@ -140,7 +140,7 @@ def test_one_bad_prompt_among_good_ones_aborts_the_call_and_nothing_stays(llm):
 
 
 def test_ctrl_c_ends_the_call_and_leaves_nothing_behind(llm):
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     long = SamplingParams(max_tokens=500, ignore_eos=True)
     with pytest.raises(KeyboardInterrupt):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 START_S = time.perf_counter()
@@ -193,7 +194,7 @@ def measure(shape: str, repeats: int, began_s: float, *, deterministic: bool) ->
     rows = [Row(shape, "start to ready, s", ready_s, VLLM[shape]["start to ready, s"], None, [ready_s])]
     for work, run in works.items():
         runs = [run() for _ in range(repeats)]
-        rows.append(Row(shape, work, sorted(runs)[len(runs) // 2], VLLM[shape][work], floor.get(work), runs))
+        rows.append(Row(shape, work, median(runs), VLLM[shape][work], floor.get(work), runs))
         print(line(rows[-1]), flush=True)
     engine.close()
     return rows

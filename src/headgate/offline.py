@@ -97,9 +97,11 @@ class LLM:
         asked = _as_list(prompts)
         answers = [self._answer(prompt, each, stop) for prompt, each in zip(asked, _each(params, asked), strict=True)]
         bar = tqdm(total=len(answers), desc="generating", unit="answer", disable=None if progress else True)
-        with bar, closing(self._run(answers)) as turns:
+        with interrupts_deferred(self.engine.loop.wake) as interrupted, bar, closing(self._run(answers)) as turns:
             for _ in turns:
                 bar.update(sum(answer.done for answer in answers) - bar.n)
+                if interrupted.is_set():
+                    break
         return [answer.completion for answer in answers]
 
     def stream(
@@ -281,12 +283,15 @@ class _Answer:
 
 
 @contextmanager
-def interrupts_deferred(wake: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let Ctrl-C take effect after the block, not in the middle of it; `wake` cuts a wait in the block short."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def interrupts_deferred(wake: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
+    """Let Ctrl-C take effect after the block, not in the middle of it; `wake` cuts a wait in the block short.
+
+    In the middle it could leave the scheduler half changed, or be lost in a callback that swallows exceptions.
+    """
     interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
 
     def note(number: int, frame: FrameType | None) -> None:
         interrupted.set()
@@ -294,7 +299,7 @@ def interrupts_deferred(wake: Callable[[], None] = lambda: None) -> Iterator[Non
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
     if interrupted.is_set():

@@ -98,7 +98,9 @@ def test_sglang_abort_all_gives_partial_rollouts_that_can_go_on(server: LiveServ
                 assert output["meta_info"]["finish_reason"]["type"] == "abort"
                 tokens = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
                 more = body | {"input_ids": body["input_ids"] + tokens, "sampling_params": PARAMS}
-                assert (await client.post("/generate", json=more)).json()["meta_info"]["finish_reason"]["type"] == "length"
+                assert (await client.post("/generate", json=more)).json()["meta_info"]["finish_reason"][
+                    "type"
+                ] == "length"
 
     asyncio.run(main())
 

@@ -47,7 +47,9 @@ def test_what_is_in_flight_is_listed_with_phase_age_tokens_and_worker(server: Li
         for each in listed["data"]:
             (choice,) = each["choices"]
             assert each["age_s"] > 0 and each["tags"] == {"run": "7"} and each["kind"] == "completion"
-            assert choice["worker"] == 0 and choice["prompt_tokens"] == 5 and choice["id"] == each["request_id"] + "-0"
+            assert (
+                choice["worker"] == 0 and choice["prompt_tokens"] == 5 and choice["id"] == each["request_id"] + "-0"
+            )
             assert (choice["output_tokens"] > 0) == (choice["blocks"] > 0) == (each["phase"] == "running")
         assert (await get(server.url, "/v1/requests")).body["data"] == []
 

@@ -56,6 +56,7 @@ STOP_TIMEOUT_S = 15.0
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 PING_TIMEOUT_S = 30.0
 STOP_MARGIN_S = 1.0  # for the answer to come, after the engine has given up waiting
+MOST_MOVES = 2  # without a token in between: a request that kills its engine must not go through the whole fleet
 MOVE_TIMEOUT_S = 30.0  # how long a stream waits for an engine to go on in
 
 
@@ -175,11 +176,13 @@ class Replicas:
             stream.end(cause)
 
     async def _chunks(self, request: GenerateRequest, answer: MovingStream) -> AsyncGenerator[Chunk, None]:
-        tokens, scored = list(request.generated), 0
+        tokens, scored, stalled = list(request.generated), 0, 0
+        began_s = asyncio.get_running_loop().time()
         while (replica := await self._choose(answer)) is not None:
             client = replica.client
             assert client is not None
-            resumed = msgspec.structs.replace(request, generated=tuple(tokens))
+            known, timeout_s = len(tokens), _left(request.timeout_s, began_s)
+            resumed = msgspec.structs.replace(request, generated=tuple(tokens), timeout_s=timeout_s)
             try:
                 async with client.generate(resumed) as stream:
                     answer.at, answer.place = (client, stream), Place(replica.index, stream.id)
@@ -194,6 +197,11 @@ class Replicas:
             except EngineDead as error:
                 if answer.ending:
                     return
+                stalled = stalled + 1 if len(tokens) == known else 0
+                if stalled > MOST_MOVES:
+                    raise EngineDead(
+                        f"{stalled} engines were lost in a row before the next token; giving up"
+                    ) from error
                 log.warning("a stream lost its engine after %d tokens and goes on elsewhere: %s", len(tokens), error)
 
     async def _choose(self, answer: MovingStream) -> Replica | None:
@@ -268,6 +276,9 @@ class Replicas:
     def _judge(self, replica: Replica, result: Result | HeadgateError) -> None:
         """Whether streams may use an engine that has answered like this."""
         if isinstance(result, StateTold):
+            if result.version > self._weights.version:
+                # An update whose answer we did not wait for has succeeded after all.
+                self._weights = FleetWeights(result.version)
             self._compare(replica, result.version)
         elif isinstance(result, Denied) and result.code == "quarantined":
             replica.outdated = True
@@ -397,6 +408,13 @@ async def _stop_some(replica: Replica, ids: list[int], cause: Cause, timeout_s: 
     # What an engine that is gone has held is gone with it.
     held = told.held if isinstance(told, StateTold) else ids if replica.client else []
     return [Place(replica.index, id) for id in held if id in ids]
+
+
+def _left(timeout_s: float | None, began_s: float) -> float | None:
+    """What is left of a request's time; an engine that gets it too late ends it at once."""
+    if timeout_s is None:
+        return None
+    return max(timeout_s - (asyncio.get_running_loop().time() - began_s), 1e-3)
 
 
 async def _without_scores(stream: TokenStream, told: int) -> AsyncIterator[Chunk]:

@@ -1,0 +1,240 @@
+"""New weights, sleep and flush through HTTP, under load, on two engines. Numbers are sentences of docs/lifecycle.md."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from headgate.testing.tiny import tiny_model
+from tests.api.clients import Told, asking, begun, post, streaming, until
+from tests.api.live import LiveServer, live_server
+from tests.api.test_pause import is_paused, pause, resume
+
+NORM = "model.norm.weight"
+Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("old"), max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("new"), seed=1, max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def server(old: Path) -> Iterator[LiveServer]:
+    with live_server(old, device="cpu", kv_blocks=512, max_running=8, count=2) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def clean(server: LiveServer, old: Path) -> Iterator[None]:
+    """Every test begins and ends with the old weights, running."""
+    yield
+
+    async def main() -> None:
+        await pause(server)
+        await update(server, old)
+        assert (await resume(server)).result["state"] == "running"
+
+    asyncio.run(main())
+
+
+async def update(server: LiveServer, path: Path, **more: Any) -> Told:
+    return await post(server.url, "/v1/update_weights", {"path": str(path), **more})
+
+
+async def answer(server: LiveServer, prompt: str = "hello") -> list[int]:
+    told = await post(server.url, "/v1/completions", asking(24, prompt=prompt))
+    assert told.status == 200, told
+    return told.body["choices"][0]["completion_token_ids"]
+
+
+def test_25_weights_are_refused_unless_paused(server: LiveServer, new: Path):
+    async def main() -> None:
+        refused = await update(server, new)
+        assert refused.status == 409 and refused.body["error"]["code"] == "not_paused"
+        assert (await post(server.url, "/v1/sleep", {})).body["error"]["code"] == "not_paused"
+
+    asyncio.run(main())
+
+
+def test_25_26_27_new_weights_under_load_make_new_tokens_and_a_response_says_which_made_which(
+    server: LiveServer, old: Path, new: Path
+):
+    async def main() -> None:
+        before = await answer(server)
+        bodies = [asking(900, prompt=f"{i} once") for i in range(10)]
+        async with streaming(server.url, bodies) as heard:
+            await begun(heard)
+            await pause(server, mode="freeze")
+            version = (await is_paused(server))["weight_version"]
+            checksum = hashlib.sha256((new / "model.safetensors").read_bytes()).hexdigest()
+            told = await update(server, new, verify_checksum={"model.safetensors": checksum})
+            assert told.status == 200 and told.result["weight_version"] == version + 1
+            assert told.result["checksum"] == {"model.safetensors": checksum}
+            assert [engine["weight_version"] for engine in told.result["engines"]] == [version + 1] * 2
+            await resume(server)
+        for each in heard:
+            assert len(each.versions) == len(each.tokens) == 900
+            assert each.versions == sorted(each.versions) and set(each.versions) == {version, version + 1}
+        after = await answer(server)
+        assert after != before and await answer(server) == after, "nothing that the old weights cached is hit"
+        await pause(server)
+        await update(server, old)
+        await resume(server)
+        assert await answer(server) == before
+
+    asyncio.run(main())
+
+
+def test_25_the_same_weights_in_the_middle_of_seeded_streams_change_nothing(server: LiveServer, old: Path):
+    async def main() -> None:
+        bodies = [asking(300, prompt=f"tale {i}", temperature=1, seed=i) for i in range(16)]
+        async with streaming(server.url, bodies) as undisturbed:
+            pass
+        async with streaming(server.url, bodies) as heard:
+            await begun(heard)
+            await pause(server, mode="freeze")
+            assert (await update(server, old, kv="recompute")).status == 200
+            await resume(server)
+        assert [each.tokens for each in heard] == [each.tokens for each in undisturbed]
+
+    asyncio.run(main())
+
+
+def missing(tensors: Tensors) -> None:
+    del tensors[NORM]
+
+
+def wrong_shape(tensors: Tensors) -> None:
+    tensors[NORM] = np.zeros(65, np.float32)
+
+
+def wrong_dtype(tensors: Tensors) -> None:
+    tensors[NORM] = np.zeros(64, np.int8)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def corrupt(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (missing, f"lacks tensor {NORM}"),
+        (wrong_shape, f"tensor {NORM} has shape [65]"),
+        (wrong_dtype, f"tensor {NORM} has dtype int8"),
+        (truncated, f"tensor {NORM} ends at"),
+        (corrupt, "has SHA-256"),
+    ],
+)
+def test_25_a_bad_update_under_load_names_what_is_wrong_and_the_old_weights_go_on(
+    server: LiveServer, new: Path, tmp_path: Path, spoil: Callable[[Any], None], reason: str
+):
+    tensors, path = load_file(new / "model.safetensors"), tmp_path / "model.safetensors"
+    if spoil in (truncated, corrupt):
+        save_file(tensors, path)
+        checksum = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+        spoil(path)
+    else:
+        spoil(tensors)
+        save_file(tensors, path)
+        checksum = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+
+    async def main() -> None:
+        before = await answer(server)
+        version = (await is_paused(server))["weight_version"]
+        async with streaming(server.url, [asking(500) for _ in range(6)]) as heard:
+            await begun(heard)
+            await pause(server, mode="freeze")
+            refused = await update(server, path, verify_checksum=checksum)
+            assert refused.status == 400 and refused.body["error"]["code"] == "bad_weights"
+            assert reason in refused.body["error"]["message"]
+            now = await is_paused(server)
+            assert (now["state"], now["weight_version"]) == ("paused", version)
+            await resume(server)
+        assert {each.end for each in heard} == {("length", "max_tokens")}
+        assert {version for each in heard for version in each.versions} == {version}
+        assert await answer(server) == before
+
+    asyncio.run(main())
+
+
+def test_25_a_missing_file_and_a_version_that_is_not_new_are_refused(server: LiveServer, old: Path, tmp_path: Path):
+    async def main() -> None:
+        await pause(server)
+        assert (await update(server, tmp_path / "nothing")).status in (400, 502)
+        assert (await update(server, old, version=0)).body["error"]["code"] == "stale_version"
+        both = {"path": str(old), "group": {"init_method": "tcp://127.0.0.1:1", "world_size": 3}}
+        for body in ({}, both, {"group": {"init_method": "http://x", "world_size": 3}}):
+            assert (await post(server.url, "/v1/update_weights", body)).status == 400
+        await resume(server)
+
+    asyncio.run(main())
+
+
+def test_24_25_while_weights_move_nothing_else_changes_an_engines_state(server: LiveServer, old: Path):
+    """A group whose trainer never comes keeps the engines in the middle, until its own timeout."""
+
+    async def main() -> None:
+        await pause(server)
+        group = {"init_method": "tcp://127.0.0.1:9", "world_size": 3, "timeout": 1.5}
+        updating = asyncio.create_task(post(server.url, "/v1/update_weights", {"group": group}))
+
+        async def moving() -> bool:
+            return (await is_paused(server))["state"] == "updating"
+
+        await until(moving)
+        for refused in (await resume(server), await pause(server), await update(server, old)):
+            assert refused.status == 409
+        assert (await updating).status == 502
+        now = await is_paused(server)
+        assert now["state"] == "paused" and now["is_paused"]
+        assert (await resume(server)).result["state"] == "running"
+        await answer(server)
+
+    asyncio.run(main())
+
+
+def test_sleep_gives_memory_back_and_wakeup_takes_it_again(server: LiveServer):
+    async def main() -> None:
+        before = await answer(server)
+        await pause(server)
+        slept = await post(server.url, "/v1/sleep", {"tags": ["weights", "kv_cache"]})
+        assert set(slept.result["asleep"]) == {"weights", "kv_cache"}
+        assert (await resume(server)).body["error"]["code"] == "asleep"
+        woken = await post(server.url, "/v1/wakeup", {"tags": ["kv_cache"]})
+        assert woken.result["asleep"] == ["weights"]
+        assert (await post(server.url, "/v1/wakeup", {})).result["asleep"] == []
+        await resume(server)
+        assert await answer(server) == before
+
+    asyncio.run(main())
+
+
+def test_26_a_flush_drops_cached_blocks_whenever_nothing_holds_them(server: LiveServer):
+    async def main() -> None:
+        for i in range(4):
+            await answer(server, prompt=f"{i} " + "words " * 20)
+        dropped = await post(server.url, "/v1/flush_cache")
+        assert dropped.status == 200 and dropped.result["blocks"] > 0 and dropped.result["state"] == "running"
+        assert (await post(server.url, "/v1/flush_cache")).result["blocks"] == 0
+
+    asyncio.run(main())

@@ -1,0 +1,100 @@
+"""A stream that loses its engine again and again, and an update that is answered too late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headgate.config import EngineConfig
+from headgate.engine.client import TokenStream
+from headgate.engine.replicas import MOST_MOVES, Replicas
+from headgate.engine.start import EngineStart
+from headgate.errors import EngineDead, HeadgateError
+from headgate.protocol.command import Files, Result, Resume, StateTold, UpdateWeights
+from headgate.protocol.request import GenerateRequest
+
+
+class DyingEngine:
+    """Says one token for each entry of `lives`, and dies after that many tokens each time."""
+
+    open_streams = 0
+    lost = None
+
+    def __init__(self, lives: list[int]) -> None:
+        self.lives = lives
+        self.asked: list[GenerateRequest] = []
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+        stream = TokenStream(len(self.asked) + 1)
+        self.asked.append(request)
+        for token in range(self.lives.pop(0)):
+            stream.hear_token(token, 0, None)
+        stream.fail(EngineDead("died"))
+        yield stream
+
+
+def replicas_over(engine: object) -> Replicas:
+    replicas = Replicas(EngineStart("", "", EngineConfig()), 1, 0, Path("/nowhere"))
+    replicas.replicas[0].client = engine  # type: ignore[assignment]
+    return replicas
+
+
+async def read(replicas: Replicas, request: GenerateRequest) -> list[int]:
+    tokens: list[int] = []
+    async with replicas.generate(request) as chunks:
+        with pytest.raises(EngineDead, match="3 engines were lost in a row"):  # noqa: PT012 (what came before counts)
+            async for chunk in chunks:
+                tokens += chunk.tokens
+    return tokens
+
+
+def test_a_request_that_kills_its_engine_does_not_go_through_the_whole_fleet():
+    engine = DyingEngine([0] * 10)
+    assert asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,)))) == []
+    assert len(engine.asked) == MOST_MOVES + 1
+
+
+def test_a_stream_that_gets_on_may_move_as_often_as_it_must():
+    engine = DyingEngine([1, 1, 1, 1, 1, 0, 0, 0])
+    assert len(asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,))))) == 5
+    assert engine.asked[5].generated == (0,) * 5
+
+
+def test_a_moved_stream_has_only_what_is_left_of_its_time():
+    engine = DyingEngine([1, 1, 0, 0, 0])
+    asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,), timeout_s=0.5)))
+    times = [request.timeout_s for request in engine.asked]
+    assert times == sorted(times, reverse=True) and times[-1] < 0.5 and times[-1] > 0
+
+
+class LateEngine:
+    """Carries out an update, but answers only after the caller has given up."""
+
+    open_streams = 0
+    lost = None
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def call(self, command: object, timeout_s: float) -> Result | HeadgateError:
+        if isinstance(command, UpdateWeights):
+            assert command.version is not None and command.version > self.version, "stale version"
+            self.version = command.version
+            raise TimeoutError
+        return StateTold("running", version=self.version)
+
+
+def test_an_update_that_succeeded_too_late_to_be_told_does_not_take_the_fleet_out_of_service():
+    async def main() -> None:
+        replicas = replicas_over(LateEngine())
+        for _ in range(2):
+            await replicas.call_all(UpdateWeights(Files("path")))
+            await replicas.call_all(Resume())
+            assert replicas.replicas[0].state == "ready"
+
+    asyncio.run(main())
