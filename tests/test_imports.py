@@ -39,7 +39,16 @@ EXCEPTIONS = {
 ONLY_IN = {
     "torch": {"worker", "layers", "models", "transfer", "testing", "weights.py"},
     "zmq": {"engine/channel.py", "transfer"},
-    "asyncio": {"api", "router", "engine/client.py", "engine/replicas.py", "cli.py", "bench"},
+    "asyncio": {
+        "api",
+        "router",
+        "engine/client.py",
+        "engine/replicas.py",
+        "cli.py",
+        "bench",
+        "client.py",
+        "httpclient.py",
+    },
 }
 
 STDLIB_ONLY = {"core", "protocol"}

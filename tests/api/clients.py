@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headgate.bench.client import Address, call
+from headgate.httpclient import Address, call
 
 COMPLETIONS = "/v1/completions"
 

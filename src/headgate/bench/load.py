@@ -15,7 +15,7 @@ from itertools import accumulate
 import msgspec
 from tqdm import tqdm
 
-from headgate.bench.client import Address, HttpFailure, Sample, ask, call, clock
+from headgate.bench.client import Sample, ask, clock
 from headgate.errors import HeadgateError, RequestError
 
 VOCABULARY = (

@@ -1,0 +1,103 @@
+"""HTTP/1.1 over a bare socket: one call, with chunks or a length, and the lines of an event stream; nothing else.
+
+For the load generator, which must not be the bottleneck (a general HTTP client spends more CPU on a streamed token than the
+server does), and for the control client, which then needs no library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+LONGEST_LINE = 16 * 2**20
+
+
+class HttpFailure(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str
+    port: int
+    path: str  # before that of a call
+    tls: bool
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        tls = parts.scheme == "https"
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname or "127.0.0.1", parts.port or (443 if tls else 80), path, tls)
+
+
+@dataclass(slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    reader: asyncio.StreamReader
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes."""
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
+                yield await self.reader.readexactly(size)
+                await self.reader.readexactly(2)
+        elif "content-length" in self.headers:
+            yield await self.reader.readexactly(int(self.headers["content-length"]))
+        else:
+            while piece := await self.reader.read(65536):
+                yield piece
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        rest = b""
+        async for piece in self.pieces():
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                yield line
+        if rest:
+            yield rest
+
+    async def body(self) -> bytes:
+        return b"".join([piece async for piece in self.pieces()])
+
+
+@asynccontextmanager
+async def call(
+    address: Address, method: str, path: str, body: bytes = b"", api_key: str | None = None
+) -> AsyncIterator[Answer]:
+    tls = ssl.create_default_context() if address.tls else None
+    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=LONGEST_LINE)
+    try:
+        writer.write(_head(address, method, path, len(body), api_key) + body)
+        yield await _read_head(reader)
+    finally:
+        writer.close()
+
+
+def _head(address: Address, method: str, path: str, length: int, api_key: str | None) -> bytes:
+    lines = [
+        f"{method} {address.path}{path} HTTP/1.1",
+        f"Host: {address.host}:{address.port}",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+    ]
+    if api_key:
+        lines.append(f"Authorization: Bearer {api_key}")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> Answer:
+    first, *rest = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
+    headers = {
+        name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest if line)
+    }
+    try:
+        return Answer(int(first.split()[1]), headers, reader)
+    except (IndexError, ValueError):
+        raise HttpFailure(f"not HTTP: {first[:40]!r}") from None
