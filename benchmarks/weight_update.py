@@ -1,6 +1,6 @@
 """How long new weights take to reach a paused engine: from a folder, from shared memory, over a process group.
 
-    python benchmarks/weight_update.py /tmp/qwen3-0.6b [--repeats 3]
+    python benchmarks/weight_update.py MODEL [--repeats 3]
 
 The trainer is a process of its own on the same host. Times are of the whole command, as its caller sees it, with what the
 trainer needs to write or send included where it says so.

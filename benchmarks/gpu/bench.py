@@ -1,6 +1,6 @@
 """Our engine beside vLLM's on one GPU: `python -m benchmarks.gpu.bench [--shape 0.6b] [--out FOLDER]`.
 
-All rows of the table in issue 7, through the whole engine (scheduler, executor, runner) in this process, with random
+Every row of docs/performance.md, through the whole engine (scheduler, executor, runner) in this process, with random
 weights made on the device. vLLM's figures are those of version 0.25.1 on an H200; the floor is the time that reading
 weights and KV takes at the 4.29 TB/s (or computing at the 783 TFLOP/s) measured there.
 """
