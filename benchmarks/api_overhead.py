@@ -97,7 +97,9 @@ def write_model(folder: str) -> None:
 async def read_streams(port: int, path: str, streams: int, tokens: int, model: str) -> int:
     """Ask for `streams` answers at once, read them whole, and count their events."""
     body = json.dumps(request_body(path, tokens) | {"model": model}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    fields = {"Host": "x", "Content-Type": "application/json", "Connection": "close", "Content-Length": len(body)}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    head = f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode()
 
     async def read() -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -72,7 +73,9 @@ class Engine:
 def start(name: str, python: str, model: Path, threads: int, dtype: str) -> Engine:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     command = [python, str(ENGINES / f"with_{name}.py"), str(model), dtype, str(threads)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    # A session of its own, because some engines leave processes behind.
+    process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
     engine = Engine(name, process)
     engine.info = engine.answer()
     print(f"{name} is ready: {engine.info}", file=sys.stderr)
@@ -129,7 +132,7 @@ def main() -> None:
     }
     print(json.dumps(result, indent=2))
     for engine in engines:
-        engine.process.kill()
+        os.killpg(engine.process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

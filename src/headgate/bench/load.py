@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from headgate.bench.client import Sample, ask, clock
 from headgate.errors import HeadgateError, RequestError
+from headgate.httpclient import Address, HttpFailure, call
 
 VOCABULARY = (
     "time river stone bright window garden winter letter music table silver road morning paper green quiet "
