@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     bench = _command(commands, "bench", "measure a server")
     benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     add_bench_serve(_command(benches, "serve", "send requests to a server and time its answers"))
+    add_bench_lifecycle(_command(benches, "lifecycle", "abort and pause under load and time that"))
     return root
 
 
@@ -266,6 +267,44 @@ def bench_serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.plot:
         save_plot(result, options.plot)
     return 0 if result.completed else FAILED
+
+
+# -------------------------------------------------------------------------------------------------- bench lifecycle
+
+
+def add_bench_lifecycle(command: argparse.ArgumentParser) -> None:
+    command.usage = "headgate bench lifecycle [URL ...] [options]"
+    command.set_defaults(run=bench_lifecycle)
+    add = command.add_argument
+    add("url", nargs="*", metavar="URL", help="servers, one after another (default: http://127.0.0.1:8000)")
+    add("--concurrency", type=int, default=8, metavar="N", help="answers at once (default: %(default)s)")
+    add("--rounds", type=int, default=20, metavar="N", help="of each kind (default: %(default)s)")
+    add("--max-tokens", type=int, default=1000, metavar="N", help="of an answer that nobody ends (default: 1000)")
+    add("--model", help="name (default: the first that the server lists)")
+    add("--api-key", metavar="KEY", help="the admin's; else $HEADGATE_ADMIN_KEY")
+    add("--json", type=Path, metavar="FILE", help="write the results as JSON")
+
+
+def bench_lifecycle(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from headgate.bench.lifecycle import Trial, run, save_json, table
+
+    reports = run(
+        [
+            Trial(
+                url=url,
+                concurrency=options.concurrency,
+                rounds=options.rounds,
+                max_tokens=options.max_tokens,
+                model=options.model,
+                api_key=options.api_key or environ.get("HEADGATE_ADMIN_KEY"),
+            )
+            for url in options.url or ["http://127.0.0.1:8000"]
+        ]
+    )
+    print(table(reports))
+    if options.json:
+        save_json(reports, options.json)
+    return 0
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ MUTANTS = [
         "if ok and ticket is not None and ticket.version == self.version:",
         "if ok and ticket is not None:",
     ),
-    scheduler("a ticket's keys are checked", " and list(ticket.keys) == self._keys(seq, full)", ""),
+    scheduler("a ticket's keys are checked", " and ticket.keys == self._seal(seq, ticket.tokens)", ""),
     scheduler("a failed transfer is a prefill", "if ok and ticket is not None", "if ticket is not None"),
     scheduler(
         "a ticket is good for one fetch",

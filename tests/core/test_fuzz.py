@@ -14,6 +14,17 @@ def test_two_engines_in_trouble_keep_every_promise(first):
         assert counts["requests"] > 0
 
 
+# Seeds that once failed, and why.
+REGRESSIONS = {
+    484: "a ticket for a prompt shorter than a block had no key, so nothing tied it to the weights it named",
+}
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_a_seed_that_once_failed_keeps_every_promise(seed):
+    assert World(seed).run()["requests"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_thousand_seeds_keep_every_promise():

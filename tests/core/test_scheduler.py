@@ -541,7 +541,7 @@ def prefilled(prompt: int = 10, **limits: object) -> tuple[Engine, Ticket]:
 
 def test_an_exported_prompt_stays_under_a_lease_until_that_ends():
     engine, ticket = prefilled(blocks=8)
-    assert (ticket.engine, ticket.generation, ticket.tokens, len(ticket.keys)) == ("P", 3, 10, 2)
+    assert (ticket.engine, ticket.generation, ticket.tokens, len(ticket.keys)) == ("P", 3, 10, 3)
     assert engine.pool.held == 3
     engine.scheduler.end_lease(ticket.lease, ticket.generation + 1)
     assert engine.pool.held == 3
@@ -653,11 +653,19 @@ def test_a_ticket_for_less_than_we_have_is_not_used():
     assert not d.launch().fetches
 
 
-@pytest.mark.parametrize("change", [{"version": 1}, {"keys": (b"?" * 16, b"?" * 16)}, {"tokens": 11}, {"tokens": 14}])
+@pytest.mark.parametrize("change", [{"version": 1}, {"keys": (b"?" * 16,) * 3}, {"tokens": 11}, {"tokens": 14}])
 def test_a_ticket_that_does_not_match_is_not_used(change):
     d = fetching(msgspec.structs.replace(prefilled()[1], **change))
     plan = d.launch()
     assert not plan.fetches and plan.counts == [10]
+
+
+def test_even_a_short_prompts_ticket_is_tied_to_its_weights():
+    _, ticket = prefilled(prompt=3)
+    d = Engine()
+    d.scheduler.version = 1
+    d.add(1, prompt=3, ticket=msgspec.structs.replace(ticket, version=1))
+    assert not d.launch().fetches
 
 
 def test_an_abort_while_loading_keeps_blocks_until_the_transfer_lands():

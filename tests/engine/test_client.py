@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -202,3 +205,62 @@ def test_a_frame_that_cannot_be_read_is_dropped_and_logged(tmp_path, caplog):
 
     asyncio.run(main())
     assert sum("cannot be read" in record.message for record in caplog.records) == 4
+
+
+def test_14_a_failed_send_is_logged_with_engine_and_ids_and_delays_nobody(tmp_path, caplog):
+    async def main() -> None:
+        broken, sound = Stage(tmp_path / "broken", by_hand=True), Stage(tmp_path / "sound")
+        async with broken.client() as first, sound.client() as second:
+            async with first.generate(ask(1)) as lost, second.generate(ask(2, max_tokens=90)) as stream:
+                await anext(stream)
+
+                def refuse(*message: object) -> None:
+                    raise zmq.ZMQError(zmq.EAGAIN)
+
+                first._channel._outgoing = SimpleNamespace(send=refuse)
+                id = lost.id
+            await sound.until_idle()
+            assert await collect(second, ask(3)) == answer(3, 4)
+            assert first.open_streams == 0
+        (record,) = [record for record in caplog.records if "does not take an abort" in record.message]
+        assert str(tmp_path / "broken") in record.message and str(id) in record.message
+        broken.harness.executor.close()
+
+    for name in ("broken", "sound"):
+        (tmp_path / name).mkdir()
+    asyncio.run(main())
+
+
+def test_10_ten_thousand_requests_finish_or_are_aborted_and_each_ends_once(tmp_path):
+    """Sentence 10, and 15: what has ended meanwhile is skipped."""
+    count = 10_000
+
+    async def main() -> None:
+        stage = Stage(tmp_path, blocks=64)
+        choose = random.Random(10)
+        ends: Counter[str] = Counter()
+        async with stage.client() as client:
+
+            async def one(id: int) -> None:
+                async with client.generate(ask(id, max_tokens=choose.randrange(1, 6))) as stream:
+                    way = choose.randrange(4)
+                    if way == 0:
+                        return  # leaves at once
+                    if way == 1:
+                        await asyncio.sleep(choose.random() / 100)
+                        client.abort(stream.id, "api_abort")
+                    chunks = [chunk async for chunk in stream]
+                    (ended,) = [chunk.ended for chunk in chunks if chunk.ended]
+                    assert ended.output_tokens == sum(len(chunk.tokens) for chunk in chunks)
+                    ends[ended.finish_reason] += 1
+
+            for first in range(0, count, 2000):
+                await asyncio.gather(*(one(id % 90) for id in range(first, first + 2000)))
+            await stage.until_idle()
+            assert client.open_streams == 0 and not client._aborts
+        assert ends["length"] > 0 and ends["abort"] > 0
+        scheduler = stage.harness.scheduler
+        scheduler.check()
+        assert scheduler.pool.held == 0 and not scheduler.sequences
+
+    asyncio.run(main())

@@ -190,7 +190,7 @@ def test_a_deadline_counts_from_arrival_not_from_the_last_turn():
 
 def test_a_ticket_without_a_transport_is_a_local_prefill():
     harness = Harness()
-    keys = tuple(harness.scheduler._new_sequence(request(1)).keys(1, version=0, block_size=4))
+    keys = harness.scheduler._new_sequence(request(1)).seal(5, version=0, block_size=4)
     harness.submit(1, ticket=Ticket("elsewhere", 1, 1, 5, 0, keys))
     harness.run()
     assert harness.tokens(1) == answer(1, 4) and harness.scheduler.counters.transfers_lost == 1

@@ -341,8 +341,7 @@ class Scheduler:
         ticket = seq.ticket
         if ticket is None or ticket.version != self.version or ticket.tokens <= seq.computed or self._unscored(seq):
             return False
-        full = ticket.tokens // self.pool.block_size
-        return ticket.tokens <= len(seq.tokens) and list(ticket.keys) == self._keys(seq, full)
+        return ticket.tokens <= len(seq.tokens) and ticket.keys == self._seal(seq, ticket.tokens)
 
     def _fetch(self, seq: Sequence) -> Fetch:
         assert seq.ticket is not None
@@ -422,6 +421,9 @@ class Scheduler:
     def _keys(self, seq: Sequence, count: int) -> list[bytes]:
         return seq.keys(count, version=self.version, block_size=self.pool.block_size)
 
+    def _seal(self, seq: Sequence, count: int) -> tuple[bytes, ...]:
+        return seq.seal(count, version=self.version, block_size=self.pool.block_size)
+
     def _export(self, seq: Sequence) -> Ticket | None:
         """Leave the prompt's blocks under a lease, if that was asked and they are all of one version."""
         if not seq.request.export_kv or not seq.pure or not seq.blocks:
@@ -429,8 +431,8 @@ class Scheduler:
         kept = seq.blocks[: self.pool.blocks_for(seq.prompt_len)]
         self.pool.retain(kept)
         lease = self.leases.grant(kept, self.now_s + self.limits.lease_s)
-        keys = self._keys(seq, seq.prompt_len // self.pool.block_size)
-        return Ticket(self.limits.engine, lease.id, lease.generation, seq.prompt_len, self.version, tuple(keys))
+        keys = self._seal(seq, seq.prompt_len)
+        return Ticket(self.limits.engine, lease.id, lease.generation, seq.prompt_len, self.version, keys)
 
     # -- the only ways out ------------------------------------------------------
 

@@ -88,6 +88,19 @@ class Sequence:
             keys.append(next_key(parent, tokens[i * block_size : (i + 1) * block_size]))
         return keys[:count]
 
+    def seal(self, count: int, *, version: int, block_size: int) -> tuple[Key, ...]:
+        """The keys of all blocks of our first `count` tokens.
+
+        A last block that is not full counts with the tokens it has, so that even a prompt shorter than a block is tied to
+        its tokens, weights and tenant.
+        """
+        full = count // block_size
+        keys = self.keys(full, version=version, block_size=block_size)
+        if tail := self.tokens[full * block_size : count]:
+            parent = keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
+            keys.append(next_key(parent, tail))
+        return tuple(keys)
+
     def disown(self) -> None:
         """Everything we owned has gone back: start over from the tokens we have."""
         self.row, self.blocks, self.shown = -1, [], 0

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from headgate.errors import EngineDead
 from headgate.protocol.message import (
     PROTOCOL,
     Answer,
@@ -129,7 +130,11 @@ class ClientChannel:
         self._outgoing: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
 
     def send(self, message: FromClient) -> None:
-        self._outgoing.send(_encoder.encode(message), zmq.NOBLOCK)
+        """EngineDead if it cannot even be queued."""
+        try:
+            self._outgoing.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise EngineDead(f"nothing can be sent to it: {error}") from error
         # ZeroMQ tells once that something has come, and a send takes that for itself: without another look, a `receive`
         # that waits would wait for ever. Asking the asyncio socket for its events makes it look.
         self._socket.get(zmq.EVENTS)

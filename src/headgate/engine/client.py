@@ -116,8 +116,9 @@ class TokenStream:
 class EngineClient:
     """One client of one engine. Use `connected` to get one."""
 
-    def __init__(self, channel: ClientChannel, client: int, info: EngineInfo) -> None:
+    def __init__(self, channel: ClientChannel, client: int, info: EngineInfo, name: str = "the engine") -> None:
         self.info = info
+        self._name = name  # for logs
         self.lost: EngineDead | None = None
         self._channel = channel
         self._client = client
@@ -227,7 +228,15 @@ class EngineClient:
     def _send_submits(self) -> None:
         requests, self._submits = self._submits, []
         for i in range(0, len(requests), MOST_IDS):
-            self._channel.send(Submit(requests[i : i + MOST_IDS]))
+            self._send_submit(Submit(requests[i : i + MOST_IDS]))
+
+    def _send_submit(self, submit: Submit) -> None:
+        try:
+            self._channel.send(submit)
+        except EngineDead as error:
+            for request in submit.requests:
+                if stream := self._streams.pop(request.id, None):
+                    stream.fail(error)
 
     def _send_aborts(self) -> None:
         # A request that has not been sent yet must not overtake its own abort.
@@ -236,7 +245,20 @@ class EngineClient:
         for cause in dict.fromkeys(aborts.values()):
             ids = [id for id, why in aborts.items() if why == cause]
             for i in range(0, len(ids), MOST_IDS):
-                self._channel.send(Abort(ids[i : i + MOST_IDS], cause))
+                self._send_abort(Abort(ids[i : i + MOST_IDS], cause))
+
+    def _send_abort(self, abort: Abort) -> None:
+        try:
+            self._channel.send(abort)
+        except EngineDead as error:
+            # Nobody waits for this, and other engines have clients of their own: it is told here and nowhere else.
+            log.warning(
+                "%s does not take an abort (%s) of %s: %s",
+                self._name,
+                abort.cause,
+                ", ".join(map(str, abort.ids)),
+                error,
+            )
 
     # -- in ---------------------------------------------------------------------
 
@@ -271,7 +293,7 @@ async def connected(address: str, client: int, timeout_s: float) -> AsyncIterato
         welcome = await asyncio.wait_for(channel.receive(), timeout_s)
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
             raise EngineDead(f"the engine at {address} does not speak protocol {PROTOCOL}")
-        engine = EngineClient(channel, client, welcome.info)
+        engine = EngineClient(channel, client, welcome.info, f"the engine at {address}")
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(engine.listen())
             try:

@@ -1,0 +1,235 @@
+"""How long it takes to stop: aborts and pauses, timed under load, on one server or on two side by side.
+
+Every round keeps `concurrency` long answers running. An *abort* is timed from the call to its answer, which comes when the
+blocks are free and the client has been told. A *disconnect* is timed from closing the socket to the moment the server's
+metrics count one running request less, so that servers without an abort call can be compared; asking for metrics again and
+again costs a few milliseconds itself. A *pause* is timed from the call to its answer. *step* is the time between tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from headgate.bench.client import clock
+from headgate.bench.load import first_model
+from headgate.bench.report import Spread
+from headgate.errors import HeadgateError
+from headgate.httpclient import Address, Answer, HttpFailure, call
+
+RUNNING = re.compile(rb"^\w+:num_requests_running(?:{[^}]*})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Of one server, in milliseconds; what it cannot do is left out."""
+
+    url: str
+    model: str
+    concurrency: int
+    rounds: int
+    step_ms: Spread | None = None
+    abort_ms: Spread | None = None
+    disconnect_ms: Spread | None = None
+    pause_abort_ms: Spread | None = None
+    pause_freeze_ms: Spread | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    url: str
+    concurrency: int = 8
+    rounds: int = 20
+    max_tokens: int = 1000
+    prompt_words: int = 64
+    model: str | None = None
+    api_key: str | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One answer that is being read, and when its pieces came."""
+
+    id: str
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    gaps_s: list[float] = field(default_factory=list)
+
+
+_TimeOne = Callable[[list[_Stream]], Awaitable[float]]
+_Calling = AbstractAsyncContextManager[Answer]
+
+
+class Bench:
+    def __init__(self, trial: Trial, model: str) -> None:
+        self._trial = trial
+        self._model = model
+        self._address = Address.of(trial.url)
+        self._gaps_s: list[float] = []
+        self._reading: dict[_Stream, asyncio.Task[None]] = {}
+
+    async def run(self) -> Report:
+        trial = self._trial
+        report = Report(url=trial.url, model=self._model, concurrency=trial.concurrency, rounds=trial.rounds)
+        if await self._has("/v1/abort_requests"):
+            report.abort_ms = await self._repeat(self._time_abort)
+        report.disconnect_ms = await self._repeat(self._time_disconnect)
+        if path := await self._pause_path():
+            ours = path.startswith("/v1/")
+            report.pause_abort_ms = await self._repeat(lambda _: self._time_pause(path, "abort"))
+            report.pause_freeze_ms = await self._repeat(
+                lambda _: self._time_pause(path, "freeze" if ours else "keep")
+            )
+        report.step_ms = Spread.of(self._gaps_s)
+        return report
+
+    async def _repeat(self, time_one: _TimeOne) -> Spread | None:
+        times_s = []
+        for _ in range(self._trial.rounds):
+            async with asyncio.timeout(self._trial.timeout_s), self._load() as streams:
+                times_s.append(await time_one(streams))
+        return Spread.of(times_s)
+
+    # -- what is timed ----------------------------------------------------------
+
+    async def _time_abort(self, streams: list[_Stream]) -> float:
+        began_s = clock()
+        await self._post("/v1/abort_requests", {"req_ids": [streams[0].id]})
+        return clock() - began_s
+
+    async def _time_disconnect(self, streams: list[_Stream]) -> float:
+        before = await self._running()
+        began_s = clock()
+        self._reading[streams[0]].cancel()
+        while await self._running() >= before:
+            pass
+        return clock() - began_s
+
+    async def _time_pause(self, path: str, mode: str) -> float:
+        began_s = clock()
+        if path.startswith("/v1/"):
+            await self._post(path, {"mode": mode})
+        else:
+            await self._post(f"{path}?mode={mode}", {})
+        elapsed_s = clock() - began_s
+        await self._post(path.replace("pause", "resume"), {})
+        return elapsed_s
+
+    # -- the load ---------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _load(self) -> AsyncIterator[list[_Stream]]:
+        """Answers that have all begun; at the end of the block their clients have left."""
+        streams = [_Stream(f"bench-{secrets.token_hex(6)}") for _ in range(self._trial.concurrency)]
+        self._reading = {stream: asyncio.create_task(self._read(stream)) for stream in streams}
+        try:
+            await asyncio.gather(*(stream.begun.wait() for stream in streams))
+            yield streams
+        finally:
+            for task in self._reading.values():
+                task.cancel()
+            await asyncio.wait(self._reading.values())
+            self._gaps_s += [gap_s for stream in streams for gap_s in stream.gaps_s]
+            while await self._running():
+                pass
+
+    async def _read(self, stream: _Stream) -> None:
+        body = {
+            "model": self._model,
+            "prompt": f"{stream.id} " + "word " * self._trial.prompt_words,
+            "max_tokens": self._trial.max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "request_id": stream.id,
+        }
+        last_s = None
+        async with self._call("POST", "/v1/completions", body) as answer:
+            if answer.status != 200:
+                stream.begun.set()
+                raise HeadgateError(f"{self._trial.url} answered {answer.status}: {(await answer.body())[:200]!r}")
+            async for line in answer.lines():
+                if line.startswith(b"data: {"):
+                    now_s = clock()
+                    if last_s is not None:
+                        stream.gaps_s.append(now_s - last_s)
+                    last_s = now_s
+                    stream.begun.set()
+        stream.begun.set()
+
+    # -- asking -----------------------------------------------------------------
+
+    def _call(self, method: str, path: str, body: object = None) -> _Calling:
+        data = b"" if body is None else msgspec.json.encode(body)
+        return call(self._address, method, path, data, self._trial.api_key)
+
+    async def _post(self, path: str, body: object) -> None:
+        async with self._call("POST", path, body) as answer:
+            raw = await answer.body()
+            if answer.status >= 300:
+                raise HeadgateError(f"{self._trial.url}{path} answered {answer.status}: {raw[:200]!r}")
+
+    async def _has(self, path: str) -> bool:
+        async with self._call("POST", path, {}) as answer:
+            await answer.body()
+            return answer.status not in (404, 405)
+
+    async def _pause_path(self) -> str | None:
+        for path in ("/v1/resume", "/resume"):
+            if await self._has(path):
+                return path.replace("resume", "pause")
+        return None
+
+    async def _running(self) -> float:
+        async with self._call("GET", "/metrics") as answer:
+            return sum(map(float, RUNNING.findall(await answer.body())))
+
+
+async def measure(trial: Trial) -> Report:
+    model = trial.model or await first_model(Address.of(trial.url), trial.api_key)
+    try:
+        return await Bench(trial, model).run()
+    except TimeoutError:
+        raise HeadgateError(f"{trial.url}: a round took more than {trial.timeout_s:g} s") from None
+    except (OSError, EOFError, HttpFailure) as error:
+        raise HeadgateError(f"{trial.url}: {error or type(error).__name__}") from error
+
+
+def run(trials: list[Trial]) -> list[Report]:
+    async def one_after_another() -> list[Report]:
+        return [await measure(trial) for trial in trials]
+
+    return asyncio.run(one_after_another())
+
+
+ROWS = {
+    "step": "step_ms",
+    "abort": "abort_ms",
+    "disconnect": "disconnect_ms",
+    "pause (abort)": "pause_abort_ms",
+    "pause (freeze)": "pause_freeze_ms",
+}
+
+
+def table(reports: list[Report]) -> str:
+    lines = []
+    for report in reports:
+        lines += [
+            f"{report.model} at {report.url}: {report.concurrency} answers at once, {report.rounds} rounds",
+            f"  {'milliseconds':<16}{'p50':>10}{'p99':>10}{'max':>10}",
+        ]
+        for name, attribute in ROWS.items():
+            spread: Spread | None = getattr(report, attribute)
+            told = "-" if spread is None else f"{spread.p50:>10.2f}{spread.p99:>10.2f}{spread.max:>10.2f}"
+            lines.append(f"  {name:<16}{told:>10}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def save_json(reports: list[Report], path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(reports)) + b"\n")
