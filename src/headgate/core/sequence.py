@@ -84,8 +84,7 @@ class Sequence:
             self._keys, self._keys_version = [], version
         keys, tokens = self._keys, self.tokens
         for i in range(len(keys), count):
-            parent = keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
-            keys.append(next_key(parent, tokens[i * block_size : (i + 1) * block_size]))
+            keys.append(next_key(self._last(keys, version), tokens[i * block_size : (i + 1) * block_size]))
         return keys[:count]
 
     def seal(self, count: int, *, version: int, block_size: int) -> tuple[Key, ...]:
@@ -97,9 +96,11 @@ class Sequence:
         full = count // block_size
         keys = self.keys(full, version=version, block_size=block_size)
         if tail := self.tokens[full * block_size : count]:
-            parent = keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
-            keys.append(next_key(parent, tail))
+            keys.append(next_key(self._last(keys, version), tail))
         return tuple(keys)
+
+    def _last(self, keys: list[Key], version: int) -> Key:
+        return keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
 
     def disown(self) -> None:
         """Everything we owned has gone back: start over from the tokens we have."""
