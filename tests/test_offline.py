@@ -200,6 +200,16 @@ def test_a_context_that_does_not_fit_is_refused_with_what_to_change(folder):
         LLM(folder, max_context=512, kv_blocks=2)
 
 
+def test_more_blocks_than_there_is_memory_are_refused(folder):
+    with pytest.raises(OutOfMemory, match=r"1000000000000 KV blocks need .* lower kv_blocks"):
+        LLM(folder, kv_blocks=10**12)
+
+
+def test_a_context_longer_than_the_models_is_refused(folder):
+    with pytest.raises(RequestError, match="max_context is 513; this model takes at most 512 tokens"):
+        LLM(folder, max_context=513)
+
+
 def test_a_context_that_nobody_asked_for_is_cut_to_what_fits(folder):
     with LLM(folder, kv_blocks=2, max_running=2) as llm:
         assert llm.engine.info.max_context == 64

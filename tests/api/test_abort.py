@@ -319,8 +319,10 @@ def test_6_one_that_no_engine_has_heard_of_is_aborted_and_never_sent_to_one(serv
                 post(server.url, "/v1/completions", asking(request_id="early") | fields, "root")
             )
             await phase(server, "early", "preparing")
-            told = await abort(server, req_ids=["early"], wait=False)
-            assert told.result["accepted"] == ["early"]
+            aborting = asyncio.create_task(abort(server, req_ids=["early"]))
+            await until(lambda: any(e.event == "end_asked" for e in server.api.ledger.live["early"].events))
+            assert not aborting.done(), "its client has not been told"
+        assert (await aborting).result["aborted"] == [{"request_id": "early", "output_token_count": 0}]
         cut = await waiting
         (choice,) = cut.body["choices"]
         assert cut.status == 200 and (choice["finish_reason"], choice["cause"]) == ("abort", "api_abort")

@@ -345,7 +345,7 @@ def test_24_an_engine_that_comes_back_during_a_pause_comes_back_paused(pair: Liv
         os.kill(replica.pid, signal.SIGKILL)
         await until(lambda: replica.client is None)
         told = await pause(pair, mode="freeze")
-        assert told.status == 200 and [e["state"] for e in told.result["engines"]] == ["paused", "down"]
+        assert told.status == 202 and [e["state"] for e in told.result["engines"]] == ["paused", "down"]
         await until(lambda: replica.client is not None)
         assert (await is_paused(pair))["state"] == "paused"
         assert (await complete(pair)).status == 503

@@ -15,7 +15,11 @@ from headgate.engine.replicas import MOST_MOVES, Replicas
 from headgate.engine.start import EngineStart
 from headgate.errors import EngineDead, HeadgateError
 from headgate.protocol.command import Files, Result, Resume, StateTold, UpdateWeights
+from headgate.protocol.message import EngineInfo
 from headgate.protocol.request import GenerateRequest
+
+
+INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
 
 
 class DyingEngine:
@@ -23,6 +27,7 @@ class DyingEngine:
 
     open_streams = 0
     lost = None
+    info = INFO
 
     def __init__(self, lives: list[int]) -> None:
         self.lives = lives
@@ -70,6 +75,13 @@ def test_a_moved_stream_has_only_what_is_left_of_its_time():
     asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,), timeout_s=0.5)))
     times = [request.timeout_s for request in engine.asked]
     assert times == sorted(times, reverse=True) and times[-1] < 0.5 and times[-1] > 0
+
+
+def test_what_the_engines_are_is_known_while_none_is_there():
+    replicas = replicas_over(DyingEngine([]))
+    assert replicas.info is INFO
+    replicas.replicas[0].client = None
+    assert replicas.info is INFO
 
 
 class LateEngine:

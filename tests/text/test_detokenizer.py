@@ -138,3 +138,11 @@ def test_the_work_per_token_does_not_grow_with_the_stream() -> None:
     for token_id in range(200):
         detokenizer.push([token_id])
     assert 1 < backend.most < 10
+
+
+def test_ids_that_do_not_exist_are_not_remembered(tokenizers_by_kind: dict[str, Tokenizer]) -> None:
+    for kind, remembered in (("byte_level", "_bytes_of"), ("byte_fallback", "_piece_of")):
+        detokenizer = Detokenizer(tokenizers_by_kind[kind])
+        assert detokenizer.push(range(10**6, 10**6 + 1000)) + detokenizer.finish() == ""
+        table = getattr(detokenizer._decoding, remembered).__self__
+        assert all(token < tokenizers_by_kind[kind].vocab_size for token in table)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headgate.config import EngineConfig
-from headgate.errors import OutOfMemory
+from headgate.errors import OutOfMemory, RequestError
 from headgate.protocol.request import SamplingParams
 from headgate.testing.tiny import tiny_model
 from headgate.worker import build as build_module
@@ -44,10 +44,9 @@ def test_kv_is_no_larger_than_the_running_sequences_can_use(tmp_path: Path):
     worker.executor.close()
 
 
-def test_a_context_longer_than_the_model_is_cut_to_it(tmp_path: Path):
-    worker = tiny_worker(tmp_path, max_context=10**9, kv_blocks=10_000)
-    assert worker.max_context == worker.spec.max_positions
-    worker.executor.close()
+def test_a_context_longer_than_the_models_is_refused(tmp_path: Path):
+    with pytest.raises(RequestError, match="max_context is 1000000000; this model takes at most"):
+        tiny_worker(tmp_path, max_context=10**9, kv_blocks=10)
 
 
 def test_too_few_blocks_for_the_context_that_was_asked_for_says_what_to_change(tmp_path: Path):

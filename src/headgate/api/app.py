@@ -57,7 +57,8 @@ def by_method(path: str, **handlers: Handler) -> Route:
     """One path, several methods; a path that is routed twice would answer 405 to the second one's."""
 
     async def choose(request: Request) -> Response:
-        return await handlers[request.method](request)
+        # Starlette lets HEAD in where GET is.
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
 
     return Route(path, Endpoint(choose), methods=list(handlers), name=path)
 

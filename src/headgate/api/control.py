@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from starlette.responses import Response
 
 from headgate.api.abort import Seconds
 from headgate.api.host import Host
-from headgate.api.ledger import Record, UsageRecord
+from headgate.api.ledger import Record
 from headgate.api.metrics import look_at_all
 from headgate.api.schema import convert, read_object
 from headgate.api.state import Api
@@ -145,6 +146,24 @@ class Refusal(RequestError):
 # ----------------------------------------------------------------------------------------------------------- controls
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice of a live request."""
+
+    record: Record
+    index: int
+
+    @property
+    def name(self) -> str:
+        return self.record.label if self.record.choices == 1 else f"{self.record.label}-{self.index}"
+
+    @property
+    def finished(self) -> bool:
+        """By itself, not because it was cut."""
+        outcome = self.record.outcome(self.index)
+        return outcome is not None and outcome.finish_reason not in ("abort", "error")
+
+
 class Controls:
     """The verbs, for all engines at once. Every dialect calls these."""
 
@@ -157,18 +176,18 @@ class Controls:
     async def pause(self, pause: Pause) -> FleetResult:
         self._refuse_while_moving()
         clock = asyncio.get_running_loop().time
-        began_s, records = clock(), list(self._api.ledger.live.values())
-        names = self._names(records)
+        began_s, before = clock(), self._places()
         self._metrics.pauses[pause.mode] += 1
         self._metrics.paused.start()
         outcome = await self._call(pause, pause.timeout_s + MARGIN_S)
         told = states(outcome)
-        if pause.mode == "abort":
-            await _closed(records, LAST_WORDS_S)
+        forced = [Place(index, id) for index, t in told.items() for id in t.forced]
+        ended = [*(Place(index, id) for index, t in told.items() for id in t.ended), *forced]
+        known = before | self._places()
+        await _told([known[place].record for place in ended if place in known], LAST_WORDS_S)
         result = self._result(outcome)
-        usages = [record.usage for record in records if record.usage is not None]
-        result.aborted, result.finished = _count(usages, "pause"), _count_finished(usages)
-        result.forced = [names.get(Place(i, id), f"engine-{i}/{id}") for i, t in told.items() for id in t.forced]
+        result.aborted, result.finished = len(ended), sum(choice.finished for choice in before.values())
+        result.forced = [known[place].name if place in known else str(place) for place in forced]
         result.elapsed_s = round(clock() - began_s, 6)
         if result.state == "running":
             self._metrics.paused.stop()  # a resume came in between
@@ -255,11 +274,11 @@ class Controls:
         finally:
             self._moving = None
 
-    def _names(self, records: Sequence[Record]) -> dict[Place, str]:
-        """What clients call the sequences of the engines."""
+    def _places(self) -> dict[Place, Choice]:
+        """Whose the sequences of the engines are."""
         return {
-            stream.place: record.label if record.choices == 1 else f"{record.label}-{choice}"
-            for record in records
+            stream.place: Choice(record, choice)
+            for record in self._api.ledger.live.values()
             for choice, stream in record.streams.items()
             if stream.place is not None
         }
@@ -324,16 +343,8 @@ def _refusal(denials: Mapping[int, Denied], engines: int) -> Refusal:
     return Refusal(first.status, first.code, f"{message} ({followed} of {engines} engines have followed)")
 
 
-def _count(usages: Sequence[UsageRecord], cause: str) -> int:
-    return sum(choice.cause == cause for usage in usages for choice in usage.choices)
-
-
-def _count_finished(usages: Sequence[UsageRecord]) -> int:
-    return sum(choice.finish_reason not in ("abort", "error") for usage in usages for choice in usage.choices)
-
-
-async def _closed(records: Sequence[Record], timeout_s: float) -> None:
-    """Wait until clients have been told; not for ever, because one may not read."""
+async def _told(records: Sequence[Record], timeout_s: float) -> None:
+    """Wait until clients have been told of their end; not for ever, because one may not read."""
     try:
         async with asyncio.timeout(timeout_s):
             for record in records:
@@ -367,7 +378,7 @@ async def resume(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
-    return answer(request, await controls_of(request).look())
+    return json_response(ControlAnswer(request.state.request_id, "success", await controls_of(request).look()))
 
 
 async def update_weights(request: Request) -> Response:
@@ -409,9 +420,10 @@ async def flush_cache(request: Request) -> Response:
 
 
 def answer(request: Request, result: FleetResult) -> Response:
-    id = request.state.request_id
+    """200 if all is done, 202 if an engine is still to follow."""
+    id, done = request.state.request_id, all(engine.error is UNSET for engine in result.engines)
     log.info("%s: %s leaves the engines %s", id, request.url.path, result.state)
-    return json_response(ControlAnswer(id, "success", result))
+    return json_response(ControlAnswer(id, "success" if done else "accepted", result), 200 if done else 202)
 
 
 def json_response(body: Any, status: int = 200) -> Response:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headgate.api.sse import Exchange, Reply
-from headgate.errors import RequestError
+from headgate.errors import RequestError, Unavailable
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -130,8 +130,9 @@ class _First(Response):
         failure: Exception | None = None
         try:
             await self._work(Reply(keep))
-        except Exception as error:
-            failure = error
+        except BaseException as error:
+            cut = Unavailable("the server is shutting down; ask another one", code="shutting_down")
+            failure = error if isinstance(error, Exception) else cut
             raise
         finally:
             self._replays.ended(self._where, self._recording, failure)

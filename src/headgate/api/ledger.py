@@ -174,9 +174,10 @@ class Record:
         """Have all choices end, or one; the streams that are to be told so. The others hear it when they begin."""
         choices = range(self.choices) if choice is None else (choice,)
         unfinished = [i for i in choices if i not in self._finished]
+        if any(i not in self._asked for i in unfinished):
+            self.note("end_asked", choice)
         for i in unfinished:
             self._asked.setdefault(i, cause)
-        self.note("end_asked", choice)
         return [self.streams[i] for i in unfinished if i in self.streams]
 
     async def ended(self, choice: int | None = None) -> None:

@@ -145,7 +145,15 @@ OPERATIONS = (
         accepts=True,
     ),
     *(
-        Operation(method="post", path=path, summary=summary, body=body, answer=ControlAnswer, errors=CONTROLLED)
+        Operation(
+            method="post",
+            path=path,
+            summary=summary,
+            body=body,
+            answer=ControlAnswer,
+            errors=CONTROLLED,
+            accepts=True,
+        )
         for path, summary, body in (
             ("/v1/pause", "Hold all engines", PauseRequest),
             ("/v1/resume", "Let them go on", ControlBody),

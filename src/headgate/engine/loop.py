@@ -205,6 +205,7 @@ class EngineLoop:
         for job, result in self.control.advance():
             # A command may have ended sequences; its clients hear that before its caller does.
             self._tell()
+            self.status = self._look()  # whoever hears the answer may look at once, from another thread
             self._send(job.client, Answer(job.number, result))
 
 

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 1800.0  # large checkpoints on slow disks
 STOP_TIMEOUT_S = 15.0
+SOON_S = 60.0  # an engine that lived longer did not die of its start
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 PING_TIMEOUT_S = 30.0
 STOP_MARGIN_S = 1.0  # for the answer to come, after the engine has given up waiting
@@ -145,12 +146,19 @@ class Replicas:
         self._streams: set[MovingStream] = set()
         self._weights = FleetWeights()
         self._pause: Pause | None = None  # what the fleet was last asked
+        self._info: EngineInfo | None = None
         self._changed = asyncio.Condition()
         self._stopping = False
 
     @property
     def info(self) -> EngineInfo:
-        return next(replica.client.info for replica in self.replicas if replica.client is not None)
+        """What all engines have in common; known for good once the first one was ready."""
+        for replica in self.replicas:
+            if replica.client is not None:
+                self._info = replica.client.info
+        if self._info is None:
+            raise EngineDead("no engine is ready yet")
+        return self._info
 
     def _usable(self) -> list[Replica]:
         """Engines that streams may use."""
@@ -295,7 +303,9 @@ class Replicas:
 
     async def keep(self, replica: Replica, started: asyncio.Future[None]) -> None:
         """Run one replica, again and again, until cancelled. A first start that fails is told through `started`."""
+        clock, quick = asyncio.get_running_loop().time, 0  # ends in a row that came soon after the start
         while True:
+            began_s = clock()
             try:
                 await self._live(replica, started)
             except HeadgateError as error:
@@ -303,8 +313,9 @@ class Replicas:
                     started.set_exception(error)
                     return
                 log.error("engine %d: %s", replica.index, error)
-            pause_s = RESTART_PAUSES_S[min(replica.restarts, len(RESTART_PAUSES_S) - 1)]
-            replica.restarts += 1
+            quick = quick if clock() - began_s < SOON_S else 0
+            pause_s = RESTART_PAUSES_S[min(quick, len(RESTART_PAUSES_S) - 1)]
+            replica.restarts, quick = replica.restarts + 1, quick + 1
             log.warning("engine %d has ended; starting it again in %g s", replica.index, pause_s)
             await asyncio.sleep(pause_s)
 

@@ -128,7 +128,9 @@ class _ByteLevelTable(dict[int, bytes]):
         self._token = _token_lookup(tokenizer, skip_special)
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._token(token_id) or ""
+        token = self._token(token_id)
+        if token is None:
+            return b""  # not remembered: whoever asks for ids that do not exist must not fill our memory
         try:
             spelled = bytes(map(_BYTE_ALPHABET.__getitem__, token))
         except KeyError:  # an added token, written as it reads
@@ -165,10 +167,10 @@ class _PieceTable(dict[int, str | bytes | None]):
 
     def __missing__(self, token_id: int) -> str | bytes | None:
         token = self._token(token_id)
-        piece: str | bytes | None = token
-        if token is not None:
-            byte = _BYTE_TOKEN.fullmatch(token)
-            piece = bytes.fromhex(byte[1]) if byte else token.replace(self._space, self._replacement)
+        if token is None:
+            return None  # not remembered, as above
+        byte = _BYTE_TOKEN.fullmatch(token)
+        piece = bytes.fromhex(byte[1]) if byte else token.replace(self._space, self._replacement)
         self[token_id] = piece
         return piece
 

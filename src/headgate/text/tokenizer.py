@@ -53,7 +53,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; `add_special` adds what the checkpoint asks for at either end (its BOS, usually)."""
-        return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+        # Not `encode`, which keeps the interpreter to itself while it works: a long prompt would stop everyone.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special)

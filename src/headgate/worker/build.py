@@ -167,11 +167,19 @@ def read_grammars(path: Path, spec: ModelSpec) -> Grammars | None:
 def size_kv(model: DenseModel, device: torch.device, config: EngineConfig) -> tuple[int, int]:
     """How many blocks to allocate, and the longest context that fits in them."""
     most = model.spec.max_positions
-    wanted = min(config.max_context or most, most)
-    usable = int(free_bytes(device) * config.memory_fraction)
+    wanted = config.max_context or most
+    if wanted > most:
+        raise RequestError(f"max_context is {wanted}; this model takes at most {most} tokens")
+    free = free_bytes(device)
+    usable = int(free * config.memory_fraction)
     block_bytes = model.kv_bytes_per_block(config.block_size)
     enough = -(-wanted // config.block_size) * config.max_running
     num_blocks = config.kv_blocks or min(usable // block_bytes, enough)
+    if num_blocks * block_bytes > free:
+        raise OutOfMemory(
+            f"{num_blocks} KV blocks need {num_blocks * block_bytes / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free; "
+            f"lower kv_blocks"
+        )
     fits = num_blocks * config.block_size
     # A context that nobody asked for is cut to what fits; one that was asked for is promised or refused.
     if fits < (wanted if config.max_context else config.block_size):

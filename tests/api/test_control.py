@@ -1,0 +1,111 @@
+"""What the control calls wait for and refuse, in front of engines that answer when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headgate.api.control import Controls, Refusal, overall
+from headgate.api.host import Host
+from headgate.api.ledger import Ledger
+from headgate.api.metrics import Metrics
+from headgate.engine.replicas import Place
+from headgate.errors import EngineDead, Unavailable
+from headgate.protocol.command import Command, Denied, Files, Pause, Resume, StateTold
+
+
+class Engines:
+    """Two of them; every command is answered with what is next in `answers`, when `free` is set."""
+
+    def __init__(self, *answers: dict[int, Any]) -> None:
+        self.commands: list[Command] = []
+        self.free = asyncio.Event()
+        self.answers = list(answers)
+
+    async def call_all(self, command: Command, timeout_s: float = 1) -> dict[int, Any]:
+        self.commands.append(command)
+        await self.free.wait()
+        return self.answers.pop(0)
+
+
+def controls(engines: Engines) -> tuple[Controls, Ledger]:
+    ledger = Ledger(Metrics(), limit=10)
+    api: Any = SimpleNamespace(engines=engines, ledger=ledger)
+    return Controls(api, Host("0", "m", [], ledger)), ledger
+
+
+PAUSED = StateTold("paused", "abort", True, 3)
+
+
+def test_24_25_while_weights_move_other_changes_are_refused_before_any_engine_hears_of_them():
+    async def main() -> None:
+        engines = Engines({0: PAUSED, 1: PAUSED})
+        control, _ = controls(engines)
+        updating = asyncio.create_task(control.update(Files("x")))
+        await asyncio.sleep(0)
+        for verb in (
+            control.resume(),
+            control.pause(Pause()),
+            control.sleep(["weights"]),
+            control.update(Files("y")),
+        ):
+            with pytest.raises(Refusal, match="being updated") as refused:
+                await verb
+            assert refused.value.status == 409
+        assert len(engines.commands) == 1
+        engines.free.set()
+        assert (await updating).weight_version == 3
+
+    asyncio.run(main())
+
+
+def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been_told():
+    async def main() -> None:
+        engines = Engines({0: StateTold("paused", "abort", True, 0, {7: 5})})
+        engines.free.set()
+        control, ledger = controls(engines)
+        async with ledger.admit(label="slow", kind="completion") as record:
+            record.begin(0, SimpleNamespace(place=Place(0, 7)))  # type: ignore[arg-type]
+            pausing = asyncio.create_task(control.pause(Pause()))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not pausing.done()
+            record.finish(0, "abort", "pause", 1, 0, 5)
+        assert (await pausing).aborted == 1
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_down_is_named_and_one_that_refuses_makes_the_call_an_error():
+    async def main() -> None:
+        dead, denied = EngineDead("engine 1 is down"), Denied(409, "conflict", "no")
+        engines = Engines({0: PAUSED, 1: dead}, {0: PAUSED, 1: denied}, {0: dead, 1: dead})
+        engines.free.set()
+        control, _ = controls(engines)
+        result = await control.pause(Pause())
+        assert [engine.state for engine in result.engines] == ["paused", "down"] and result.is_paused
+        with pytest.raises(Refusal, match=r"engine 1: no \(1 of 2 engines have followed\)"):
+            await control.resume()
+        with pytest.raises(Unavailable, match="engine 1 is down"):
+            await control.resume()
+        assert engines.commands[1:] == [Resume(), Resume()]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("seen", "state"),
+    [
+        ({"running"}, "running"),
+        ({"paused"}, "paused"),
+        ({"paused", "running"}, "pausing"),
+        ({"paused", "updating"}, "updating"),
+        ({"quarantined", "updating", "pausing"}, "quarantined"),
+        (set(), "running"),
+    ],
+)
+def test_the_state_of_several_engines_is_the_one_that_says_most(seen: set[str], state: str):
+    assert overall(seen) == state
