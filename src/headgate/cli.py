@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     add_bench_serve(_command(benches, "serve", "send requests to a server and time its answers"))
     add_bench_lifecycle(_command(benches, "lifecycle", "abort and pause under load and time that"))
+    add_replay(_command(commands, "replay", "run the last plans of a crashed engine again, on a fake device"))
     return root
 
 
@@ -157,9 +158,18 @@ def read_keys(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     keys: dict[str, str] = {}
     if options.api_keys is not None:
         keys = read_keys(options.api_keys)
-    elif text := environ.get("HEADGATE_API_KEYS"):
+    elif (text := environ.get("HEADGATE_API_KEYS")) is not None:
         keys = parse_keys(text, "HEADGATE_API_KEYS")
-    return keys, options.admin_key or environ.get("HEADGATE_ADMIN_KEY") or None
+    if options.admin_key is not None:
+        return keys, checked_key(options.admin_key, "--admin-key")
+    return keys, checked_key(environ.get("HEADGATE_ADMIN_KEY"), "HEADGATE_ADMIN_KEY")
+
+
+def checked_key(key: str | None, where: str) -> str | None:
+    if key is not None and not key.strip():
+        # A script whose variable is not set must not open the server to everyone.
+        raise RequestError(f"{where} is empty; give it a key or leave it out")
+    return key
 
 
 def announce(ready: Ready) -> None:
@@ -218,8 +228,8 @@ def add_bench_serve(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="a server (default: %(default)s)")
 
-    add = command.add_argument_group("load").add_argument
-    pace = command.add_mutually_exclusive_group()
+    load = command.add_argument_group("load")
+    add, pace = load.add_argument, load.add_mutually_exclusive_group()
     pace.add_argument(
         "--rate", type=float, metavar="PER_S", help="open loop: requests arrive at random, so many a second"
     )
@@ -247,11 +257,12 @@ def bench_serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from headgate.bench.load import ClosedLoop, Load, OpenLoop, run
     from headgate.bench.report import save_json, save_plot, table
 
+    concurrency = 8 if options.concurrency is None else options.concurrency
     load = Load(
         url=options.url,
         api=options.api,
         model=options.model,
-        pace=OpenLoop(options.rate) if options.rate else ClosedLoop(options.concurrency or 8),
+        pace=ClosedLoop(concurrency) if options.rate is None else OpenLoop(options.rate),
         requests=options.requests,
         prompt_words=options.prompt_words,
         max_tokens=options.max_tokens,
@@ -305,6 +316,27 @@ def bench_lifecycle(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     if options.json:
         save_json(reports, options.json)
     return 0
+
+
+# ----------------------------------------------------------------------------------------------------------- replay
+
+
+def add_replay(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=replay)
+    command.add_argument("file", type=Path, metavar="FILE", help="what the engine left behind; its log says where")
+
+
+def replay(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Exits with 1 if a plan makes no sense."""
+    from headgate.engine.replay import replay as run_again
+
+    try:
+        found = run_again(options.file)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{options.file} cannot be replayed: {error}") from None
+    print(f"the engine died of: {found.error.strip().splitlines()[-1] if found.error else 'nothing it knew'}")
+    print(found)
+    return 0 if found.fault is None else FAILED
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
-FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
 # Libraries that tell what we tell already.
 QUIET = ("uvicorn", "asyncio", "httpx", "httpcore", "urllib3", "matplotlib", "opentelemetry")

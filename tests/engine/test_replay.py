@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headgate.cli import main
 from headgate.engine import evidence as evidence_module
 from headgate.engine.evidence import Evidence, Recorder, Step, read_evidence, write_private
 from headgate.engine.replay import replay
@@ -196,3 +197,13 @@ def test_blocks_that_were_fetched_hold_what_was_fetched(tmp_path):
     assert fault(tmp_path, SOUND, fetching, hit) == (None, None)
     not_fetched = msgspec.structs.replace(fetching, fetches=())
     assert fault(tmp_path, SOUND, not_fetched, hit)[0] == 2
+
+
+def test_a_person_can_replay_a_file(tmp_path, capsys):
+    path = run_and_crash(busy(recorded(tmp_path)), tmp_path, steps=3)
+    assert main(["replay", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "plans run again; every plan is consistent" in said and "the engine died of: " in said
+    path.write_text("{}")
+    assert main(["replay", str(path)]) == 2
+    assert "cannot be replayed" in capsys.readouterr().err

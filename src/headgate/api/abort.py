@@ -18,6 +18,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.errors import Forbidden
 from headgate.api.ledger import Ledger, Record, UsageRecord
 from headgate.api.schema import Tags, convert, read_object
 from headgate.api.state import Api, ChunkStream, api_of
@@ -77,8 +78,17 @@ class Scope:
     tenant: str
     admin: bool
 
-    def covers(self, tenant: str) -> bool:
-        return self.admin or tenant == self.tenant
+    @property
+    def whose(self) -> str | None:
+        """The tenant by whose names to look; None: by anybody's."""
+        return None if self.admin else self.tenant
+
+    def in_flight(self, ledger: Ledger) -> list[Record]:
+        """All live requests of the caller's."""
+        if not (self.tenant or self.admin):
+            # Whoever has no key is one with all others who have none; only an id that they know tells them apart.
+            raise Forbidden("without a key only requests that are named by their ids can be seen and ended; send a key")
+        return [record for record in ledger.live.values() if self.admin or record.tenant == self.tenant]
 
 
 def scope_of(request: Request) -> Scope:
@@ -111,36 +121,36 @@ class Found:
 def find_all(ledger: Ledger, scope: Scope, tags: Tags | None = None) -> Found:
     """Everything of the caller's that is in flight now, or what of it carries these tags."""
     wanted = (tags or {}).items()
-    records = [record for record in ledger.live.values() if scope.covers(record.tenant)]
-    return Found([Target(r.label, r) for r in records if wanted <= r.tags.items()])
+    return Found([Target(r.label, r) for r in scope.in_flight(ledger) if wanted <= r.tags.items()])
 
 
 def find(ledger: Ledger, scope: Scope, names: Iterable[str]) -> Found:
-    """Requests and choices by name; what is another tenant's does not exist."""
+    """Requests and choices by name; what is another tenant's does not exist. The admin's word is for all of that name."""
     found = Found()
     for name in dict.fromkeys(names):
-        target = find_live(ledger, scope, name)
-        if target is not None and target.unfinished:
-            found.targets.append(target)
-        elif target is not None or find_past(ledger, scope, name):
+        targets = find_live(ledger, scope, name)
+        if unfinished := [target for target in targets if target.unfinished]:
+            found.targets += unfinished
+        elif targets or find_past(ledger, scope, name):
             found.already_finished.append(name)
         else:
             found.not_found.append(name)
     return found
 
 
-def find_live(ledger: Ledger, scope: Scope, name: str) -> Target | None:
+def find_live(ledger: Ledger, scope: Scope, name: str) -> list[Target]:
+    """One, or none; several only for the admin, if tenants use the same name."""
     for label, choice in _readings(name):
-        record = ledger.live.get(label)
-        if record and scope.covers(record.tenant) and (choice is None or choice < record.choices):
-            return Target(name, record, choice)
-    return None
+        records = ledger.named(label, scope.whose)
+        if found := [Target(name, r, choice) for r in records if choice is None or choice < r.choices]:
+            return found
+    return []
 
 
 def find_past(ledger: Ledger, scope: Scope, name: str) -> UsageRecord | None:
     for label, choice in _readings(name):
-        usage = ledger.past(label)
-        if usage and scope.covers(usage.tenant) and (choice is None or choice < len(usage.choices)):
+        usage = ledger.past(label, scope.whose)
+        if usage and (choice is None or choice < len(usage.choices)):
             return usage
     return None
 
@@ -185,14 +195,14 @@ async def abort(api: Api, found: Found, timeout_s: float) -> AbortResult:
     finally:
         for task in telling:
             task.cancel()
-    return _result(found, {places[place].name for place in held})
+    return _result(found, {places[place] for place in held})
 
 
-def _result(found: Found, held: set[str]) -> AbortResult:
+def _result(found: Found, held: set[Target]) -> AbortResult:
     result = AbortResult(not_found=found.not_found, already_finished=found.already_finished)
     for target in found.targets:
         outcome = target.record.outcome(target.choice)
-        if target.name in held:
+        if target in held:
             result.errors.append(
                 Trouble(target.name, "still_held", "it has ended, and the engine still holds blocks")
             )

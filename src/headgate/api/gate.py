@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import secrets
+from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headgate.api.errors import BodyTooLarge, error_response, status_of
+from headgate.api.host import host_of
 from headgate.api.keys import Headers, Keys
 from headgate.errors import HeadgateError, RequestError
 
@@ -76,6 +78,9 @@ class Gate:
             log.error("%s: %s %s failed: %r", id, scope["method"], scope["path"], error, exc_info=trace)
         else:
             log.debug("%s: %s %s answered %d: %s", id, scope["method"], scope["path"], status, error)
+        if isinstance(error, RequestError | HTTPException):
+            code = error.code if isinstance(error, RequestError) else HTTPStatus(status).phrase.lower().replace(" ", "_")
+            host_of(Request(scope)).ledger.refuse(error, code)
         if isinstance(error, HTTPException):
             error = _reworded(error, scope)
         await error_response(error, id)(scope, receive, answer.send)

@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.errors import RETRY_AFTER_S
 from headgate.api.host import host_of
 from headgate.api.metrics import EngineView, look_at_all
 
@@ -90,4 +91,5 @@ def overall(states: set[str]) -> str:
 
 
 def _answer(body: object, *, ok: bool) -> Response:
-    return Response(_encoder.encode(body), 200 if ok else 503, media_type="application/json")
+    headers = None if ok else {"retry-after": str(RETRY_AFTER_S)}
+    return Response(_encoder.encode(body), 200 if ok else 503, headers, media_type="application/json")

@@ -1,7 +1,8 @@
 """Who is calling: API keys, each of which is a tenant, and one admin key for the calls that control the server.
 
-Without any key everybody is the tenant "" and, where only this machine can connect, the admin too. A key is looked up by
-its keyed digest: the time that takes depends on nothing that a caller could learn a key from.
+Without any key everybody is the tenant "" and, where only this machine can connect, the admin too, unless a web page of
+somebody else's made its browser call. A key is looked up by its keyed digest: the time that takes depends on nothing that
+a caller could learn a key from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -56,6 +58,9 @@ Headers = list[tuple[bytes, bytes]]
 class Caller:
     tenant: str
     admin: bool
+
+
+_STRANGER = Caller("", admin=False)
 
 
 class Keys:
@@ -110,7 +115,7 @@ class Keys:
             if caller is not None and hmac.compare_digest(expected.encode(), key.encode()):
                 return caller
         if not self.tenants or path in OPEN:
-            return self._nobody
+            return _STRANGER if self._nobody.admin and from_elsewhere(headers) else self._nobody
         if key is None:
             raise Unauthorized("no API key; send it as `Authorization: Bearer KEY`", code="missing_api_key")
         raise Unauthorized("this API key is not known here; check it for typing errors")
@@ -120,6 +125,11 @@ class Keys:
             return "this call controls the server and needs the admin key"
         if self.tenants:
             return "this call controls the server; start it with --admin-key to allow it"
+        if not self.exposed:
+            return (
+                "this call controls the server and its Origin or Host is not the server's own; "
+                "start it with --admin-key to allow such calls with that key"
+            )
         return (
             "this server can be reached by others and has no keys; start it with --admin-key to allow control calls"
         )
@@ -138,6 +148,31 @@ def presented(headers: Headers) -> str | None:
         if name == b"x-api-key":
             fallback = value.strip().decode("latin-1")
     return fallback
+
+
+def from_elsewhere(headers: Headers) -> bool:
+    """Whether a browser sends this for a page that is not this machine's server's own, or under a name that is not its own.
+
+    Browsers say where a page is from with `Origin`, or with `Sec-Fetch-Site` if it only asks for an image. A `Host` that is
+    not this machine is a name that somebody has made point here. Programs send neither of the first two.
+    """
+    given = {name: value.decode("latin-1").lower() for name, value in headers if name in _PROVENANCE}
+    host, origin = given.get(b"host"), given.get(b"origin")
+    if host is not None and not is_loopback(_hostname(host)):
+        return True
+    if origin is not None and origin.partition("://")[2] != host:
+        return True
+    return given.get(b"sec-fetch-site", "none") not in ("none", "same-origin")
+
+
+_PROVENANCE = frozenset((b"host", b"origin", b"sec-fetch-site"))
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def is_control(path: str) -> bool:
@@ -160,9 +195,11 @@ def is_loopback(host: str) -> bool:
 def read_keys(path: Path) -> dict[str, str]:
     """Keys by tenant, from a file of `name:key` lines or a JSON object."""
     try:
-        return parse_keys(path.read_text(), str(path))
+        return parse_keys(path.read_text("utf-8"), str(path))
     except OSError as error:
         raise RequestError(f"the API keys in {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"the API keys in {path} cannot be read: the file is not UTF-8 text") from None
 
 
 def parse_keys(text: str, where: str) -> dict[str, str]:

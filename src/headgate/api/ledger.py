@@ -21,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -88,6 +89,7 @@ class UsageRecord(msgspec.Struct, frozen=True):
 
 
 Listener = Callable[[UsageRecord], None]
+Key = tuple[str, str]  # tenant and label: what one tenant calls its requests is nothing to another
 
 
 class Record:
@@ -152,6 +154,10 @@ class Record:
     ) -> None:
         self._ledger._close(self, error)
         self._wake()
+
+    @property
+    def key(self) -> Key:
+        return self.tenant, self.label
 
     @property
     def age_s(self) -> float:
@@ -279,9 +285,11 @@ class Ledger:
         self.clock = clock
         self.in_flight = 0  # choices
         self.closing = False
-        self.live: dict[str, Record] = {}
+        self.live: dict[Key, Record] = {}
         self._listeners = listeners
-        self._history: OrderedDict[str, UsageRecord] = OrderedDict()
+        self._history: OrderedDict[Key, UsageRecord] = OrderedDict()
+        self._tenants: dict[str, None] = {}  # that were ever in: no more than there are keys
+        self._counted: WeakSet[Exception] = WeakSet()  # refusals
         self._longest = history
         self._ends_s: deque[float] = deque(maxlen=64)
         self._empty = asyncio.Event()
@@ -310,9 +318,23 @@ class Ledger:
         """Wait until nobody is in."""
         await self._empty.wait()
 
-    def past(self, label: str) -> UsageRecord | None:
-        """What became of the latest request of that name, if it is not too long ago."""
-        return self._history.get(label)
+    def named(self, label: str, tenant: str | None = None) -> list[Record]:
+        """The live request of that name: one tenant's, or, without a tenant, those of all of them."""
+        return [record for key in self._keys(label, tenant) if (record := self.live.get(key))]
+
+    def past(self, label: str, tenant: str | None = None) -> UsageRecord | None:
+        """What became of the latest request of that name, one tenant's or anybody's, if it is not too long ago."""
+        found = [usage for key in self._keys(label, tenant) if (usage := self._history.get(key))]
+        return max(found, key=lambda usage: usage.arrived, default=None)
+
+    def _keys(self, label: str, tenant: str | None) -> list[Key]:
+        return [(name, label) for name in (self._tenants if tenant is None else (tenant,))]
+
+    def refuse(self, error: Exception, code: str) -> None:
+        """Count a refusal, once: who answers it hears of what was refused here, too."""
+        if error not in self._counted:
+            self._counted.add(error)
+            self.metrics.refused[code] += 1
 
     @property
     def oldest_without_progress_s(self) -> float:
@@ -325,9 +347,10 @@ class Ledger:
         try:
             self._check(record)
         except RequestError as error:
-            self.metrics.refused[error.code] += 1
+            self.refuse(error, error.code)
             raise
-        self.live[record.label] = record
+        self._tenants[record.tenant] = None
+        self.live[record.key] = record
         record.open = True
         record.note("accepted")
         self.in_flight += record.choices
@@ -337,7 +360,7 @@ class Ledger:
     def _check(self, record: Record) -> None:
         if self.closing:
             raise Unavailable("the server is shutting down; ask another one", code="shutting_down")
-        if record.label in self.live:
+        if record.key in self.live:
             raise DuplicateId(f"a request with the id {record.label!r} is still running", param="request_id")
         # One that alone is more than the limit must not wait for ever: it gets in when nobody else is there.
         if self.in_flight and self.in_flight + record.choices > self.limit:
@@ -354,14 +377,14 @@ class Ledger:
         return min(max(math.ceil(each_s * choices), 1), LONGEST_RETRY_S)
 
     def _close(self, record: Record, error: BaseException | None) -> None:
-        del self.live[record.label]
+        del self.live[record.key]
         record.open = False
         self.in_flight -= record.choices
         if not self.live:
             self._empty.set()
         self._ends_s.append(self.clock())
         if isinstance(error, RequestError) and not record._outputs and not record._finished:
-            self.metrics.refused[error.code] += 1  # by an engine, or because it could not be understood
+            self.refuse(error, error.code)  # by an engine, or because it could not be understood
             log.debug("%s: refused: %s", record.label, error)
             return
         record.usage = _usage(record, error, record.age_s)
@@ -381,8 +404,9 @@ class Ledger:
             listener(usage)
 
     def _remember(self, usage: UsageRecord) -> None:
-        self._history[usage.request_id] = usage
-        self._history.move_to_end(usage.request_id)
+        key = usage.tenant, usage.request_id
+        self._history[key] = usage
+        self._history.move_to_end(key)
         while len(self._history) > self._longest:
             self._history.popitem(last=False)
 

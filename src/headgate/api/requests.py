@@ -64,17 +64,17 @@ class RequestDetails(msgspec.Struct, kw_only=True):
 
 async def list_requests(request: Request) -> Response:
     api, scope = api_of(request), scope_of(request)
+    scope.in_flight(api.ledger)  # refused before anyone is asked
     seen = await _sightings(api)
-    records = [record for record in api.ledger.live.values() if scope.covers(record.tenant)]
-    return _json(RequestList(data=[_in_flight(record, seen) for record in records]))
+    return _json(RequestList(data=[_in_flight(record, seen) for record in scope.in_flight(api.ledger)]))
 
 
 async def show_request(request: Request) -> Response:
     api, scope, name = api_of(request), scope_of(request), request.path_params["id"]
     if find_live(api.ledger, scope, name):
         seen = await _sightings(api)
-        if target := find_live(api.ledger, scope, name):  # still
-            record = target.record
+        if targets := find_live(api.ledger, scope, name):  # still
+            record = targets[0].record
             return _json(
                 RequestDetails(
                     request_id=record.label,

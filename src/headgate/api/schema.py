@@ -119,6 +119,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     # what clients leave in an assistant message that they send back
     refusal: Any = None
     annotations: Any = None
+    parsed: Any = None
     audio: None = None
     function_call: None = None
 

@@ -7,6 +7,7 @@ import time
 
 import msgspec
 
+from headgate.errors import RequestError
 from headgate.httpclient import Address, Answer, HttpFailure, call
 
 clock = time.perf_counter
@@ -57,6 +58,13 @@ class _Event(msgspec.Struct):
 
 
 _event: msgspec.json.Decoder[_Event] = msgspec.json.Decoder(_Event)
+
+
+def address_of(url: str) -> Address:
+    try:
+        return Address.of(url)
+    except ValueError as error:
+        raise RequestError(f"{url!r} is not the address of a server: {error}") from None
 
 
 async def ask(address: Address, path: str, body: bytes, *, api_key: str | None, timeout_s: float) -> Sample:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from headgate.bench.client import clock
+from headgate.bench.client import address_of, clock
 from headgate.bench.load import first_model
 from headgate.bench.report import Spread
-from headgate.errors import HeadgateError
-from headgate.httpclient import Address, Answer, HttpFailure, call
+from headgate.errors import HeadgateError, RequestError
+from headgate.httpclient import Answer, HttpFailure, call
 
 RUNNING = re.compile(rb"^\w+:num_requests_running(?:{[^}]*})? ([0-9.e+]+)$", re.MULTILINE)
 
@@ -52,6 +52,11 @@ class Trial:
     api_key: str | None = None
     timeout_s: float = 60.0
 
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "rounds", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} must be at least 1")
+
 
 @dataclass(slots=True, eq=False)
 class _Stream:
@@ -70,7 +75,7 @@ class Bench:
     def __init__(self, trial: Trial, model: str) -> None:
         self._trial = trial
         self._model = model
-        self._address = Address.of(trial.url)
+        self._address = address_of(trial.url)
         self._gaps_s: list[float] = []
         self._reading: dict[_Stream, asyncio.Task[None]] = {}
 
@@ -191,7 +196,7 @@ class Bench:
 
 
 async def measure(trial: Trial) -> Report:
-    model = trial.model or await first_model(Address.of(trial.url), trial.api_key)
+    model = trial.model or await first_model(address_of(trial.url), trial.api_key)
     try:
         return await Bench(trial, model).run()
     except TimeoutError:

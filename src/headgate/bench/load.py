@@ -15,7 +15,7 @@ from itertools import accumulate
 import msgspec
 from tqdm import tqdm
 
-from headgate.bench.client import Sample, ask, clock
+from headgate.bench.client import Sample, address_of, ask, clock
 from headgate.errors import HeadgateError, RequestError
 from headgate.httpclient import Address, HttpFailure, call
 
@@ -63,7 +63,7 @@ class Load:
         for name in ("requests", "prompt_words", "max_tokens"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1")
-        if (self.pace.rate if isinstance(self.pace, OpenLoop) else self.pace.concurrency) <= 0:
+        if not (self.pace.rate if isinstance(self.pace, OpenLoop) else self.pace.concurrency) > 0:
             raise RequestError("rate and concurrency must be above 0")
 
     @property
@@ -113,7 +113,7 @@ def run(load: Load, *, progress: bool = False) -> Result:
 
 
 async def measure(load: Load, *, progress: bool = False) -> Result:
-    address = Address.of(load.url)
+    address = address_of(load.url)
     model = load.model or await first_model(address, load.api_key)
     bodies = load.bodies(model)
     samples: list[Sample] = []
