@@ -223,7 +223,7 @@ def test_5_and_so_does_one_that_waits_for_the_whole_answer(server: LiveServer, p
         if path.startswith("/v1/chat"):
             body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
         waiting = asyncio.create_task(post(server.url, path, body, "root"))
-        await until(lambda: bool((r := server.api.ledger.live.get("cut")) and r.outputs(0) > 10))
+        await until(lambda: bool((r := server.api.ledger.named("cut")) and r[0].outputs(0) > 10))
         await abort(server, req_ids=["cut"])
         cut = await waiting
         (choice,) = cut.body["choices"]
@@ -320,7 +320,9 @@ def test_6_one_that_no_engine_has_heard_of_is_aborted_and_never_sent_to_one(serv
             )
             await phase(server, "early", "preparing")
             aborting = asyncio.create_task(abort(server, req_ids=["early"]))
-            await until(lambda: any(e.event == "end_asked" for e in server.api.ledger.live["early"].events))
+            await until(
+                lambda: any(e.event == "end_asked" for r in server.api.ledger.named("early") for e in r.events)
+            )
             assert not aborting.done(), "its client has not been told"
         assert (await aborting).result["aborted"] == [{"request_id": "early", "output_token_count": 0}]
         cut = await waiting
@@ -339,7 +341,7 @@ def test_6_one_that_waits_for_an_engine_is_aborted_without_one(model: Path):
         os.kill(replica.pid, signal.SIGKILL)
         await until(lambda: replica.client is None)
         async with streaming(server.url, [asking(request_id="none")]) as (heard,):
-            await until(lambda: "none" in server.api.ledger.live and 0 in server.api.ledger.live["none"].streams)
+            await until(lambda: any(0 in r.streams for r in server.api.ledger.named("none")))
             told = await post(server.url, "/v1/abort_requests", {"req_ids": ["none"]})
             assert told.result["aborted"] == [{"request_id": "none", "output_token_count": 0}]
         assert replica.client is None and heard.end == ("abort", "api_abort")
@@ -390,9 +392,9 @@ def test_9_new_requests_are_accepted_while_an_abort_waits(server: LiveServer):
             await begun([old])
             os.kill(pid, signal.SIGSTOP)
             aborting = asyncio.create_task(abort(server, abort_all=True, timeout=10))
-            await until(lambda: any(e.event == "end_asked" for e in server.api.ledger.live["old"].events))
+            await until(lambda: any(e.event == "end_asked" for r in server.api.ledger.named("old") for e in r.events))
             fresh = asyncio.create_task(post(server.url, "/v1/completions", asking(request_id="new"), "root"))
-            await until(lambda: "new" in server.api.ledger.live)
+            await until(lambda: bool(server.api.ledger.named("new")))
             assert not aborting.done()
             os.kill(pid, signal.SIGCONT)
             assert ids((await aborting).result["aborted"]) == {"old"}
@@ -430,6 +432,29 @@ def test_11_a_tenant_sees_and_aborts_its_own_requests_alone(server: LiveServer):
     asyncio.run(main())
 
 
+def test_tenants_that_use_the_same_id_end_their_own_and_the_admin_both(server: LiveServer):
+    async def main() -> None:
+        body, path = asking(LONG, request_id="same"), "/v1/abort_requests"
+        async with (
+            streaming(server.url, [body], key="key-a") as alices,
+            streaming(server.url, [body], key="key-b") as bobs,
+        ):
+            await begun([*alices, *bobs])
+            told = await post(server.url, path, {"req_ids": ["same"]}, "key-b")
+            assert ids(told.result["aborted"]) == {"same"} and bobs[0].end == ("abort", "api_abort")
+            assert not alices[0].ends
+            async with streaming(server.url, [body], key="key-b") as again:
+                await begun(again)
+                told = await abort(server, req_ids=["same"])
+                assert len(told.result["aborted"]) == 2
+        assert alices[0].end == again[0].end == ("abort", "api_abort")
+        for key, heard in (("key-a", alices[0]), ("key-b", again[0])):
+            usage = (await get(server.url, "/v1/requests/same", key)).body["usage"]
+            assert usage["choices"][0]["output_tokens"] == len(heard.tokens)
+
+    asyncio.run(main())
+
+
 def test_52_an_abort_by_tags_ends_exactly_what_carries_them(server: LiveServer):
     async def main() -> None:
         def tagged(id: str, **tags: str) -> dict[str, Any]:
@@ -455,7 +480,7 @@ def test_16_causes_are_told_apart_in_metrics_and_in_answers(server: LiveServer):
         async with streaming(server.url, bodies[:2], **ROOT) as (api, late):
             await begun([api, late])
             leaving = asyncio.create_task(post(server.url, "/v1/completions", bodies[2], "root"))
-            await until(lambda: bool((r := server.api.ledger.live.get("gone")) and r.outputs(0)))
+            await until(lambda: bool((r := server.api.ledger.named("gone")) and r[0].outputs(0)))
             leaving.cancel()
             await abort(server, req_ids=["api"])
         async with streaming(server.url, [asking(LONG)], **ROOT) as (paused,):

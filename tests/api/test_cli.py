@@ -73,6 +73,7 @@ def test_too_little_memory_is_one_sentence(tmp_path):
         (["--replicas", "0"], "replicas"),
         (["--device", "gpu"], "device"),
         (["--api-keys", "/nowhere/keys"], "/nowhere/keys"),
+        (["--admin-key", ""], "--admin-key"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
     ],
 )
@@ -110,3 +111,35 @@ def test_keys_come_from_the_flag_before_the_environment(tmp_path):
     assert cli.read_keys(options, environ) == ({"alice": "1"}, "3")
     options = cli.parser().parse_args(["serve", "--admin-key", "4"])
     assert cli.read_keys(options, environ) == ({"bob": "2"}, "4")
+
+
+@pytest.mark.parametrize("name", ["HEADGATE_API_KEYS", "HEADGATE_ADMIN_KEY"])
+def test_a_variable_for_keys_that_is_empty_does_not_open_the_server(name, capsys):
+    assert cli.main(["serve", "--port", "0"], {name: ""}) == cli.WRONG_USE
+    errors = capsys.readouterr().err
+    assert name in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (["serve", "http://127.0.0.1:x"], "http://127.0.0.1:x"),
+        (["serve", "http://[::1"], "http://[::1"),
+        (["serve", "--rate", "0"], "rate"),
+        (["serve", "--rate", "nan"], "rate"),
+        (["serve", "--concurrency", "0"], "concurrency"),
+        (["lifecycle", "http://127.0.0.1:x"], "http://127.0.0.1:x"),
+        (["lifecycle", "--concurrency", "0"], "concurrency"),
+    ],
+)
+def test_a_bench_that_makes_no_sense_is_one_sentence(arguments, about, capsys):
+    assert cli.main(["bench", *arguments], {}) == cli.WRONG_USE
+    errors = capsys.readouterr().err
+    assert about in errors and errors.count("\n") == 1
+
+
+def test_the_pace_is_told_with_the_load(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "serve", "--help"])
+    load = capsys.readouterr().out.partition("\nload:")[2].partition("\nrequests:")[0]
+    assert "--rate" in load and "--concurrency" in load

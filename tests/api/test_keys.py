@@ -92,6 +92,43 @@ def test_with_an_admin_key_alone_generation_is_open_and_control_is_not():
         keys.caller(PAUSE, [])
 
 
+OWN = [(b"host", b"127.0.0.1:8000")]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        OWN,
+        [(b"host", b"localhost:8000")],
+        [(b"host", b"[::1]:8000")],
+        [*OWN, (b"origin", b"http://127.0.0.1:8000"), (b"sec-fetch-site", b"same-origin")],  # a page of ours
+        [*OWN, (b"sec-fetch-site", b"none")],  # typed by a person
+    ],
+)
+def test_without_keys_programs_and_pages_of_this_machine_control_the_server(headers):
+    assert Keys().caller(PAUSE, headers).admin
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [*OWN, (b"origin", b"https://evil.example")],
+        [*OWN, (b"origin", b"http://127.0.0.1:3000")],  # another server of this machine
+        [*OWN, (b"origin", b"null")],
+        [*OWN, (b"sec-fetch-site", b"cross-site")],  # an image
+        [(b"host", b"evil.example:8000")],  # a name that points here
+        [(b"host", b"evil.example:8000"), (b"origin", b"http://evil.example:8000")],
+        [(b"host", b"[::1")],
+        [(b"origin", b"http://127.0.0.1:8000")],
+    ],
+)
+def test_without_keys_a_page_from_elsewhere_controls_nothing(headers):
+    with pytest.raises(Forbidden, match="Origin or Host"):
+        Keys().caller(PAUSE, headers)
+    assert Keys().caller(CHAT, headers) == Caller("", admin=False)
+    assert Keys(admin="root").caller(PAUSE, [*headers, *bearer("root")]).admin  # a browser cannot know a key
+
+
 def test_two_names_for_one_key_are_refused():
     with pytest.raises(RequestError, match="same API key"):
         Keys({"a": "k", "b": "k"})
@@ -138,6 +175,13 @@ def test_keys_that_make_no_sense_are_refused_by_the_file_they_are_in(text):
 def test_a_key_file_that_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(RequestError, match="cannot be read"):
         read_keys(tmp_path / "none")
+
+
+def test_a_key_file_that_is_not_text_is_one_sentence(tmp_path):
+    file = tmp_path / "keys"
+    file.write_bytes(b"alice:\xff\xfe")
+    with pytest.raises(RequestError, match="not UTF-8"):
+        read_keys(file)
 
 
 @pytest.mark.parametrize(

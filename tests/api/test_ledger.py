@@ -150,7 +150,27 @@ async def test_a_duplicate_of_a_live_id_is_409_and_a_later_one_is_fine(ledger):
             async with ledger.admit(label="a", kind="chat"):
                 pass
     async with ledger.admit(label="a", kind="chat"):
-        assert "a" in ledger.live
+        assert ledger.named("a")
+
+
+async def test_tenants_may_use_the_same_id_and_keep_their_own_records(ledger):
+    async with ledger.admit(tenant="alice", label="a", kind="chat") as alices:
+        async with ledger.admit(tenant="bob", label="a", kind="chat") as bobs:
+            assert ledger.named("a", "alice") == [alices] and ledger.named("a", "bob") == [bobs]
+            assert ledger.named("a") == [alices, bobs] and ledger.named("a", "carol") == []
+            finish(bobs, output_tokens=7)
+        assert ledger.named("a") == [alices] and ledger.past("a", "alice") is None
+    assert ledger.past("a", "bob") is bobs.usage and ledger.past("a", "alice") is alices.usage
+    assert ledger.past("a") is bobs.usage  # the latest
+
+
+async def test_a_refusal_that_is_heard_of_twice_counts_once(ledger):
+    ledger.close()
+    with pytest.raises(Unavailable) as refusal:
+        async with ledger.admit(kind="chat"):
+            pass
+    ledger.refuse(refusal.value, "shutting_down")
+    assert ledger.metrics.refused == {"shutting_down": 1}
 
 
 async def test_closing_refuses_newcomers_and_lets_the_others_end(ledger):

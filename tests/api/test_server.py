@@ -139,6 +139,27 @@ def test_a_body_that_is_no_request_is_the_callers_mistake(pair, body):
     assert response.status_code in (400, 422) and error_of(response)["type"] == "invalid_request_error"
 
 
+def test_whatever_is_refused_is_counted_once(pair, guarded):
+    def refused(client: httpx.Client) -> dict[str, float]:
+        values = metric_values(client.get("/metrics").text)
+        name = 'headgate:requests_refused_total{code="'
+        return {key.removeprefix(name)[:-2]: value for key, value in values.items() if key.startswith(name)}
+
+    with pair.client() as client, guarded.client() as nobody:
+        before, before_guarded = refused(client), refused(nobody)
+        client.get("/v2/nothing")
+        client.post("/v1/completions", content=b"{")
+        client.post(
+            "/v1/completions", json=ask(max_tokens=100_000)
+        )  # an engine refuses it, and the ledger hears that
+        answer_to(pair, b"Content-Length: 1073741824\r\n\r\n")
+        nobody.post("/v1/completions", json=ask())
+        after, after_guarded = refused(client), refused(nobody)
+    for code in ("not_found", "invalid_json", "context_length_exceeded", "body_too_large"):
+        assert after[code] - before.get(code, 0) == 1, code
+    assert after_guarded["missing_api_key"] - before_guarded.get("missing_api_key", 0) == 1
+
+
 def test_a_duplicate_of_a_live_id_is_409(pair):
     with pair.client() as client, streaming(client, ask(max_tokens=LONG, request_id="twice")):
         assert (
@@ -190,6 +211,7 @@ def test_a_stopped_engine_turns_health_red_within_5_s_and_green_again(pair):
         try:
             red = wait_until(lambda: (r := client.get("/health")).status_code == 503 and r, timeout_s=5)
             assert {engine["state"] for engine in red.json()["engines"]} == {"ok", "wedged"}
+            assert int(red.headers["retry-after"]) >= 1
             assert client.get("/live").status_code == 200
             values = metric_values(client.get("/metrics").text)
             assert values['headgate:engine_up{engine="0"}'] == 0

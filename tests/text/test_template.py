@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,57 @@ def test_arguments_of_tool_calls_may_be_json_text() -> None:
     assert as_text == as_object
 
 
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
+
+
+def with_arguments(arguments: str, source: str = CALLS) -> str:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return ChatTemplate(source).render([USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "Zür', "city=Zürich", "[" * 100_000, "[" * 300 + "1,2" + "]" * 300, "9" * 5000]
+)
+def test_arguments_that_cannot_be_read_reach_the_template_as_they_are(arguments: str) -> None:
+    assert with_arguments(arguments) == arguments
+
+
+def test_a_prompt_with_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(RequestError, match="not text"):
+        with_arguments('"\\ud800"')
+
+
+def test_a_complaint_that_quotes_half_a_surrogate_pair_can_still_be_sent() -> None:
+    with pytest.raises(RequestError, match="odd") as raised:
+        with_arguments('"\\ud800"', "{{ raise_exception('odd: ' ~ messages[1].tool_calls[0].function.arguments) }}")
+    raised.value.message.encode()
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+DEEP = nested(700)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"messages": [USER | {"content": DEEP}]}, "messages"),
+        ({"messages": [USER], "tools": [{"function": DEEP}]}, "tools"),
+        ({"messages": [USER], "documents": [{"text": DEEP}]}, "documents"),
+        ({"messages": [USER], "style": DEEP}, "chat_template_kwargs"),
+    ],
+)
+def test_values_nested_too_deep_are_refused_by_the_name_of_their_field(given: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError, match="nested more than 200 deep") as raised:
+        ChatTemplate(CHATML).render(**given)
+    assert raised.value.param == param
+
+
 def test_text_parts_are_joined_for_a_template_that_takes_only_text() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "one\ntwo" in ChatTemplate(CHATML).render([{"role": "user", "content": parts}])
@@ -190,6 +242,8 @@ def test_a_template_that_is_not_jinja_is_named_with_its_line() -> None:
 
 
 GROW = "{% set ns = namespace(x=['ab'], s='ab') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+KEEP = "{{% set ns = namespace(kept=[]) %}}{{% set s = 'a' * 90000 %}}"
+KEEP += "{{% for i in range(999) %}}{{% set ns.kept = ns.kept + [{}] %}}{{% endfor %}}"
 ESCAPES = {
     "read a file": "{% include '/etc/passwd' %}",
     "import a module": "{% import 'os' as os %}",
@@ -223,6 +277,12 @@ HUGE = {
     "format text the old way": "{{ '%1000000000d' % 1 }}",
     "join far apart": "{{ ('b' * 90000).join(['a'] * 90000) }}",
     "keep much": "{{ range(99999) | map('string') | map('indent', 9999, true) | list | length }}",
+    "make bytes of text": "{{ ('a'.encode() * 10**9) | length }}",
+    "make bytes of a number": "{{ (1).to_bytes(10**9, 'big') | length }}",
+    "add up lists": "{{ ([[1]] * 90000) | sum(start=[]) | length }}",
+    "keep slices": KEEP.format("s[1:]"),
+    "keep what a method makes": KEEP.format("s.upper()"),
+    "keep what a filter makes": KEEP.format("s | list"),
     "print much": "{% for i in range(99999) %}aaaaaaaaaaaaaaaaaaaaa{% endfor %}",
 }
 
@@ -243,6 +303,14 @@ def test_a_template_cannot_run_for_ever(attempt: str) -> None:
     refused(ENDLESS[attempt], r"ran for more than 0\.1 s|calls itself without end")
 
 
+def test_the_clock_is_looked_at_while_long_numbers_are_added_up() -> None:
+    template = ChatTemplate("{{ ([2**1999000] * 900000) | sum > 0 }}", limits=Limits(seconds=0.1))
+    began = time.thread_time()
+    with pytest.raises(RequestError, match=r"ran for more than 0\.1 s"):
+        template.render([USER])
+    assert time.thread_time() - began < 2  # and not minutes
+
+
 @pytest.mark.parametrize("attempt", HUGE)
 def test_a_template_cannot_make_much_out_of_little(attempt: str) -> None:
-    refused(HUGE[attempt], "characters|not allowed|too wide|Range too big", seconds=60)
+    refused(HUGE[attempt], "characters|not allowed|too wide|Range too big|unsafe|argument 'start'", seconds=60)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_hub_id_is_found_in_the_cache(places: Places) -> None:
 def test_an_id_that_cannot_be_had_says_where_it_was_looked_for(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", unreachable)
     (places.hub_cache / "models--org--name" / "snapshots" / "abc").mkdir(parents=True)  # a config alone, say
     with pytest.raises(
         NotAModel, match=r"not a folder, not in the hub cache .*hub, and could not be fetched .*no route"
@@ -58,6 +59,51 @@ def test_an_id_that_cannot_be_had_says_where_it_was_looked_for(
 
 def unreachable(*_: object, **__: object) -> str:
     raise OSError("no route to the hub\nand a long trace")
+
+
+class FakeHub:
+    """A hub with one repository of empty files."""
+
+    def __init__(self, folder: Path, *files: str) -> None:
+        self._folder, self._files = folder, files
+
+    def list_repo_files(self, name: str) -> list[str]:
+        return list(self._files)
+
+    def snapshot_download(self, name: str, *, cache_dir: Path, allow_patterns: list[str]) -> str:
+        for file in self._files:
+            if any(fnmatch(file, pattern) for pattern in allow_patterns):
+                (self._folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (self._folder / file).touch()
+        return str(self._folder)
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("huggingface_hub.list_repo_files", self.list_repo_files)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self.snapshot_download)
+
+
+def test_the_one_gguf_file_of_a_repository_is_fetched(
+    tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeHub(tmp_path / "got", "README.md", "model.gguf", "more/other.gguf").stand_in(monkeypatch)
+    found = find_model("org/name", places, say=silent)
+    assert found == ModelFiles(tmp_path / "got" / "model.gguf", "org/name", "hub")
+    assert [path.name for path in (tmp_path / "got").iterdir()] == ["model.gguf"]
+
+
+def test_gguf_files_beside_safetensors_are_not_fetched(
+    tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeHub(tmp_path / "got", "config.json", "model.safetensors", "a.gguf", "b.gguf").stand_in(monkeypatch)
+    assert find_model("org/name", places, say=silent).path == tmp_path / "got"
+    assert not list((tmp_path / "got").glob("*.gguf"))
+
+
+def test_of_many_gguf_files_none_is_fetched(tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeHub(tmp_path / "got", "config.json", "Q4_K.gguf", "Q8_0.gguf").stand_in(monkeypatch)
+    with pytest.raises(NotAModel, match=r"holds 2 GGUF files; download one of .*Q8_0"):
+        find_model("org/name", places, say=silent)
+    assert not (tmp_path / "got").exists()
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "/no/such/folder", "a/b/c"])

@@ -87,7 +87,9 @@ class Scope:
         """All live requests of the caller's."""
         if not (self.tenant or self.admin):
             # Whoever has no key is one with all others who have none; only an id that they know tells them apart.
-            raise Forbidden("without a key only requests that are named by their ids can be seen and ended; send a key")
+            raise Forbidden(
+                "without a key only requests that are named by their ids can be seen and ended; send a key"
+            )
         return [record for record in ledger.live.values() if self.admin or record.tenant == self.tenant]
 
 

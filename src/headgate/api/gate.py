@@ -79,8 +79,7 @@ class Gate:
         else:
             log.debug("%s: %s %s answered %d: %s", id, scope["method"], scope["path"], status, error)
         if isinstance(error, RequestError | HTTPException):
-            code = error.code if isinstance(error, RequestError) else HTTPStatus(status).phrase.lower().replace(" ", "_")
-            host_of(Request(scope)).ledger.refuse(error, code)
+            host_of(Request(scope)).ledger.refuse(error, _code_of(error))
         if isinstance(error, HTTPException):
             error = _reworded(error, scope)
         await error_response(error, id)(scope, receive, answer.send)
@@ -116,6 +115,12 @@ def _given_id(headers: Headers) -> str | None:
                 )
             return id
     return None
+
+
+def _code_of(error: RequestError | HTTPException) -> str:
+    if isinstance(error, RequestError):
+        return error.code
+    return HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")  # not_found, method_not_allowed
 
 
 def _reworded(error: HTTPException, scope: Scope) -> HTTPException:

@@ -9,7 +9,7 @@ import msgspec
 
 from headgate.api.jobs import Prompt
 from headgate.api.schema import Message, Object, Part
-from headgate.api.state import Api
+from headgate.api.state import LONG_TEXT, Api
 from headgate.errors import RequestError
 
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -28,7 +28,6 @@ async def chat_prompt(
     template, tokenizer = api.template, api.words
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", code="no_chat_template")
-    plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     goes_on = bool(continue_final_message)
     options: dict[str, Any] = {
         "add_generation_prompt": not goes_on if add_generation_prompt is None else add_generation_prompt,
@@ -36,10 +35,28 @@ async def chat_prompt(
     }
 
     def render() -> tuple[int, ...]:
+        plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         text = template.render(plain, tools=tools or None, **_own(variables, options), **options)
         return tuple(tokenizer.encode(text, add_special=False))
 
-    return Prompt(await api.off_loop(sum(len(message["content"]) for message in plain), render))
+    return Prompt(await api.off_loop(_size([messages, tools, variables]), render))
+
+
+def _size(value: Any) -> int:
+    """About how long `value` is as text. Counting stops where it is long enough to go to a thread."""
+    total, stack = 0, [value]
+    while stack and total < LONG_TEXT:
+        total += 1
+        match stack.pop():
+            case str(text):
+                total += len(text)
+            case dict(items):
+                stack += [*items.keys(), *items.values()]
+            case list(members) | tuple(members):
+                stack += members
+            case msgspec.Struct() as struct:
+                stack += msgspec.structs.astuple(struct)
+    return total
 
 
 def _own(variables: Object | None, taken: Object) -> Object:

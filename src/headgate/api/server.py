@@ -18,11 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from headgate.api.app import build_app
+from headgate.api.errors import error_body
 from headgate.api.host import Host
 from headgate.api.keys import Keys, is_loopback
 from headgate.api.ledger import Ledger, UsageRecord
@@ -31,7 +34,7 @@ from headgate.api.state import Api
 from headgate.api.traces import tracing
 from headgate.config import ServerConfig
 from headgate.engine.replicas import Replicas, started
-from headgate.errors import HeadgateError
+from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.message import EngineInfo
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
@@ -39,8 +42,12 @@ from headgate.text.tools import format_of
 
 log = logging.getLogger(__name__)
 
+MAX_HEAD_BYTES = 64 * 2**10  # of a request: its URL and its headers, or its trailers
+HEAD_S = 60.0  # for a head to come whole
+BODY_S = 120.0  # for a body to come whole
 LAST_WORDS_S = 5.0  # for clients to be told, after everything has been aborted
 BACKLOG = 4096
+TICKS_PER_S = 10  # uvicorn's
 
 
 class PortTaken(HeadgateError):
@@ -199,6 +206,108 @@ def spare_the_collector() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+class HeadTooLarge(RequestError):
+    status = 431
+    code = "headers_too_large"
+
+
+class TooSlow(RequestError):
+    status = 408
+    code = "request_timeout"
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """A connection that waits for no request for ever and keeps no more of a head than a head should have.
+
+    A deadline is a number that `HttpServer` looks at once a second: nothing is scheduled per request, let alone per token.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._due_s: float | None = None  # when what is being received must be whole
+        self._part = "nothing"  # of a request that has come yet; then its head, then its body
+        self._head_bytes = 0  # of what the parser has told
+        self._unread_bytes = 0  # since it last told of a whole head or of some body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._due_s = self.loop.time() + HEAD_S
+
+    def data_received(self, data: bytes) -> None:
+        if self.timeout_keep_alive_task is not None:
+            self._due_s = self.loop.time() + HEAD_S  # these bytes end that timeout, whether or not a request begins
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self._unread_bytes > MAX_HEAD_BYTES:
+            self._refuse(_head_too_large())
+
+    def check(self, now_s: float) -> None:
+        """Hang up if time is up. A request behind another one has time when that one has been answered."""
+        if self._due_s is None:
+            return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        allowed_s = BODY_S if self._part == "body" else HEAD_S
+        if self.pipeline or (answering and self._part == "head"):
+            self._due_s = now_s + allowed_s
+        elif now_s < self._due_s:
+            return
+        elif answering or self._part == "head":
+            self._refuse(TooSlow(f"the {self._part} of the request did not come within {allowed_s:g} s"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: RequestError) -> None:
+        if self.transport.is_closing():
+            return
+        body = error_body(error)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+    # -- what the parser tells ----------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(RequestError("this is not an HTTP request", code="invalid_http"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._part, self._head_bytes = "head", 0
+        self._due_s = self.loop.time() + HEAD_S
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)  # a colon, a space and the end of the line
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            error = _head_too_large()
+            self._refuse(error)
+            raise error  # this ends the parser
+
+    def on_headers_complete(self) -> None:
+        self._part, self._unread_bytes = "body", 0
+        self._due_s = self.loop.time() + BODY_S
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._part, self._unread_bytes, self._due_s = "nothing", 0, None
+        super().on_message_complete()
+
+
+def _head_too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the headers have more than {MAX_HEAD_BYTES} bytes; send less in them")
+
+
 class HttpServer(uvicorn.Server):
     """Uvicorn on a socket of ours, with signals left to us and an end that has a deadline."""
 
@@ -206,7 +315,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http="httptools",
+                http=BoundedHttp,
                 lifespan="off",
                 ws="none",
                 access_log=False,
@@ -239,6 +348,14 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_S == 0:
+            now_s = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedHttp):
+                    connection.check(now_s)
+        return await super().on_tick(counter)
 
     def stop_accepting(self) -> None:
         self.should_exit = True

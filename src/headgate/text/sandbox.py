@@ -3,33 +3,36 @@
 A template runs in Jinja's immutable sandbox on plain JSON data, so it reaches no file, no module and no Python
 internals, and under a budget:
 
-- time: looked at in every turn of a loop, call of a macro or method, and piece of output;
-- size: of the prompt, of every value that an operator, method or filter makes (checked *before* it is made), and of all
-  such values together, which bounds memory. Ways to make much out of little that no chat template needs (format
-  strings, padding filters) are not there at all.
+- time: looked at in every turn of a loop, call of a macro or method, piece of output, and value that is made;
+- size: of the prompt, of every text or list that an operator, slice, method or filter makes, and of all of them together,
+  which bounds memory. What can be larger than what it is made of is checked *before* it is made. Ways to make much
+  out of little that no chat template needs (format strings, padding filters, bytes, sums of lists) are not there at all.
 
 Not bounded: a single operation that Python does in C on data of that size, such as sorting a list or comparing deeply
-nested ones; and compiling, which happens once, at start-up.
+nested ones; what a loop keeps of the template's own text, other than by time; and compiling, which happens once, at
+start-up.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from functools import wraps
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_indent, do_join, do_replace
+from jinja2.filters import do_indent, do_join, do_replace, sync_do_sum
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from headgate.errors import BrokenCheckpoint
 
@@ -57,7 +60,8 @@ class _Budget:
             raise SecurityError(f"it ran for more than {self._limits.seconds} s")
 
     def spend(self, size: int) -> None:
-        """Account for a value of `size` characters that is about to be made."""
+        """Account for a value of `size` characters or members."""
+        self.tick()
         self._made += max(size, 0)
         if size > self._limits.chars or self._made > self._limits.chars_in_all:
             raise SecurityError(f"it makes texts of more than {self._limits.chars} characters, or too many of them")
@@ -141,8 +145,15 @@ def _check_text_method(text: str, name: str, args: tuple[Any, ...]) -> None:
             budget.spend_on_joining(items, text)
         case (("ljust" | "rjust" | "center" | "zfill"), [int(width), *_]):
             budget.spend(width)
-        case (("replace" | "ljust" | "rjust" | "center" | "zfill" | "expandtabs" | "translate"), _):
+        case (("replace" | "join" | "ljust" | "rjust" | "center" | "zfill"), _):
             raise SecurityError(f"the method {name} of text cannot be called like this")
+
+
+def _made(value: Any) -> Any:
+    """Account for a value that is no larger than what it was made of, so that there is time to do so afterwards."""
+    if isinstance(value, str | list | tuple | dict):
+        _budget.get().spend(len(value))
+    return value
 
 
 # ----------------------------------------------------------------------------------------------------------- the sandbox
@@ -155,7 +166,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters = {name: self.filters[name] for name in _FILTERS} | _OWN_FILTERS
+        copying = {name: _accounted(self.filters[name]) for name in _COPYING_FILTERS}
+        self.filters = {name: self.filters[name] for name in _FILTERS} | copying | _OWN_FILTERS
         self.globals = {
             "range": self.globals["range"],  # Jinja's, of at most 100,000 numbers
             "dict": _SafeDict(),
@@ -185,7 +197,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             _check_text_method(owner, __obj.__name__, args)
-        return super().call(__context, __obj, *args, **kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
+        hands_on = owner is __self or (isinstance(owner, dict) and __obj.__name__ == "get")
+        return result if hands_on else _made(result)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str):
+            return attr in _TEXT_METHODS
+        # Numbers have `to_bytes`, and nothing that a template needs.
+        return not isinstance(obj, int | float) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Any:
         if super().wrap_str_format(value) is not None:
@@ -198,6 +218,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Called by metered templates with what they are about to turn into text."""
         _budget.get().spend_on_text_of(value)
         return value
+
+    def sliced(self, value: Any) -> Any:
+        """Called by metered templates with what they have cut out of something."""
+        return _made(value)
 
 
 class _Generation(Extension):
@@ -236,11 +260,33 @@ def _refuse_private(name: Any) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
-# The filters of Jinja that templates get as they are: none of these makes much out of little.
+# ruff: noqa: SIM905 (eighty quoted words would be harder to read)
+
+# The filters of Jinja that templates get as they are: these make numbers, or hand on what they are given.
 _FILTERS = """
-    abs attr capitalize count d default dictsort e escape first float groupby int items last length list lower map max
-    min reject rejectattr reverse round safe select selectattr sort sum title trim unique upper wordcount
-""".split()  # noqa: SIM905 (thirty-five quoted words would be harder to read)
+    abs attr count d default first float int items last length map max min reject rejectattr round select selectattr
+    unique wordcount
+""".split()
+
+# These make something new, about as large as what they are given.
+_COPYING_FILTERS = "capitalize dictsort e escape groupby list lower reverse safe sort title trim upper".split()
+
+# The methods of text. Not `encode`: bytes are not accounted for. Those that can make much of little are checked.
+_TEXT_METHODS = frozenset(
+    """
+    capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower
+    isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace
+    rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill
+    """.split()
+)
+
+
+def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)  # with the marks by which Jinja knows what to pass to it
+    def accounted(*args: Any, **kwargs: Any) -> Any:
+        return _made(function(*args, **kwargs))
+
+    return accounted
 
 
 def _raise_exception(message: str) -> None:
@@ -286,7 +332,26 @@ def _string(value: Any) -> str:
     return str(value)
 
 
-_OWN_FILTERS = {"tojson": _tojson, "join": _join, "replace": _replace, "indent": _indent, "string": _string}
+@jinja2.pass_environment
+def _sum(environment: jinja2.Environment, iterable: Iterable[Any], attribute: str | int | None = None) -> Any:
+    """Of numbers, which may be long ones; Jinja's own also adds up lists, each time copying all so far."""
+    return sync_do_sum(environment, _ticking(iterable), attribute)
+
+
+def _ticking(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _budget.get().tick()
+        yield item
+
+
+_OWN_FILTERS: dict[str, Callable[..., Any]] = {
+    "tojson": _tojson,
+    "join": _join,
+    "replace": _replace,
+    "indent": _indent,
+    "string": _string,
+    "sum": _sum,
+}
 
 
 def _meter(tree: nodes.Template) -> None:
@@ -294,9 +359,18 @@ def _meter(tree: nodes.Template) -> None:
     repeats: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
     for repeated in repeats:
         repeated.body.insert(0, nodes.ExprStmt(_call("tick", []), lineno=repeated.lineno))
+    _Slices().visit(tree)
     texts: list[Any] = list(tree.find_all((nodes.Output, nodes.Concat)))
     for text in texts:
         text.nodes = [part if isinstance(part, nodes.TemplateData) else _call("shown", [part]) for part in text.nodes]
+
+
+class _Slices(NodeTransformer):
+    """Has slices accounted for; Jinja leaves them to Python, without a word to its environment."""
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 (Jinja's name)
+        self.generic_visit(node)
+        return _call("sliced", [node]) if isinstance(node.arg, nodes.Slice) else node
 
 
 def _call(method: str, args: list[nodes.Expr]) -> nodes.Call:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 
 import jinja2
 
-from headgate.errors import BrokenCheckpoint, RequestError
+from headgate.errors import RequestError
 from headgate.text.sandbox import Limits, Sandbox, render
+from headgate.text.tokenizer import read_json
 from headgate.zoo.gguf import read_gguf
 
 Message = Mapping[str, Any]
@@ -68,21 +70,26 @@ class ChatTemplate:
         final = _mark_final(prepared) if continue_final_message else None
         prompt = self._run(
             messages=prepared,
-            tools=_plain(tools) if tools else None,
-            documents=_plain(documents) if documents else None,
+            tools=_plain(tools, "tools") if tools else None,
+            documents=_plain(documents, "documents") if documents else None,
             add_generation_prompt=add_generation_prompt,
-            **_plain(extra),
+            **_plain(extra, "chat_template_kwargs"),
         )
         return prompt if final is None else _cut_at_mark(prompt, final)
 
     def _run(self, **variables: Any) -> str:
         template = self._choose(with_tools=variables["tools"] is not None)
         try:
-            return render(template, {**self._variables, **variables}, self._limits)
+            prompt = render(template, {**self._variables, **variables}, self._limits)
+            prompt.encode()  # as the tokenizer will; only JSON within JSON can bring in what has no UTF-8
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt would hold what is not text: {error}", param="messages") from error
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise RequestError(f"the model's chat template says: {error}", param="messages") from error
+            complaint = str(error).encode(errors="backslashreplace").decode()  # it may quote what has no UTF-8
+            raise RequestError(f"the model's chat template says: {complaint}", param="messages") from error
         except RecursionError as error:
             raise RequestError("the model's chat template calls itself without end", param="messages") from error
+        return prompt
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
@@ -108,7 +115,7 @@ def load_template(model: Path, **options: Any) -> ChatTemplate | None:
     if model.is_file():
         sources, variables = _gguf_sources(model)
     else:
-        config = _read_json(model / "tokenizer_config.json")
+        config = read_json(model / "tokenizer_config.json")
         sources, variables = _folder_sources(model, config), _special_tokens(config)
     return ChatTemplate(sources, variables=variables, **options) if sources else None
 
@@ -123,7 +130,7 @@ def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         in_config = {entry["name"]: entry["template"] for entry in in_config}
     elif isinstance(in_config, str):
         in_config = {"default": in_config}
-    in_json = _read_json(folder / "chat_template.json").get("chat_template")
+    in_json = read_json(folder / "chat_template.json").get("chat_template")
     sources = in_config | ({"default": in_json} if in_json else {})
     if (single := folder / "chat_template.jinja").is_file():
         sources["default"] = single.read_text(encoding="utf-8")
@@ -149,22 +156,12 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BrokenCheckpoint(f"{path} is not JSON: {error}") from error
-    return value
-
-
 # ---------------------------------------------------------------------------------------------- what templates are given
 
 
 def _prepared(message: Message, *, flatten: bool) -> dict[str, Any]:
     """A plain copy of a message, in the shape that templates are written for."""
-    plain: dict[str, Any] = _plain(message)
+    plain: dict[str, Any] = _plain(message, "messages")
     content = plain.get("content")
     if flatten and isinstance(content, list):
         plain["content"] = "\n".join(map(_part_text, content))
@@ -180,16 +177,23 @@ def _part_text(part: Any) -> str:
 
 
 def _parse_arguments(function: dict[str, Any]) -> None:
-    """Over HTTP the arguments of a call are JSON in a string; templates want the object."""
+    """Over HTTP the arguments of a call are JSON in a string; templates want the object.
+
+    What cannot be read, or is nested too deep, stays as it is: a model that was cut short wrote it, say, and its client
+    sends back what it got.
+    """
     if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
-            raise RequestError(f"arguments of a tool call are not JSON: {error}", param="messages") from error
+        with suppress(ValueError, RecursionError):
+            function["arguments"] = _plain(json.loads(function["arguments"] or "{}"), "messages")
 
 
-def _plain(value: Any) -> Any:
+_DEEPEST = 200  # lists and objects within each other; well below where Python's own recursion ends
+
+
+def _plain(value: Any, param: str, depth: int = 0) -> Any:
     """A copy in plain JSON types: anything with methods of its own could be a way out of the sandbox."""
+    if depth > _DEEPEST:
+        raise RequestError(f"{param} is nested more than {_DEEPEST} deep", param=param)
     match value:
         case None | bool():
             return value
@@ -200,10 +204,10 @@ def _plain(value: Any) -> Any:
         case float():
             return float.__float__(value)
         case Mapping():
-            return {str(key): _plain(item) for key, item in value.items()}
+            return {str(key): _plain(item, param, depth + 1) for key, item in value.items()}
         case list() | tuple():
-            return [_plain(item) for item in value]
-    raise RequestError(f"a chat template cannot be given a {type(value).__name__}", param="messages")
+            return [_plain(item, param, depth + 1) for item in value]
+    raise RequestError(f"a chat template cannot be given a {type(value).__name__}", param=param)
 
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its last space tells whether the template trims

@@ -65,7 +65,7 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
     """The tokenizer of a model folder or GGUF file; None if it has none, and then only token ids can be served."""
     if model.is_file():
         return _from_gguf(read_gguf(model))
-    config = _read_json(model / "tokenizer_config.json")
+    config = read_json(model / "tokenizer_config.json")
     if (model / "tokenizer.json").is_file():
         return _from_json(model / "tokenizer.json", config)
     if any((model / name).is_file() for name in SLOW_TOKENIZER_FILES):
@@ -153,7 +153,8 @@ def _transformers_tokenizer(folder: Path, **options: str) -> Any:
     return loaded
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a checkpoint; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:

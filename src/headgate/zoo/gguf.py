@@ -43,7 +43,7 @@ _TENSOR_TYPES = {
 _TYPE_BY_ID = {number: (name, values, size) for name, (number, values, size) in _TENSOR_TYPES.items()}
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
+_ARRAY = 9
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from headgate.errors import NotAModel
 
 # What serving needs; a repository may also hold the same weights in three other formats.
-WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 def cached_snapshot(cache: Path, name: str) -> Path | None:
@@ -24,13 +25,27 @@ def cached_snapshot(cache: Path, name: str) -> Path | None:
 
 def download(name: str, cache: Path) -> Path:
     """Fetch `name` into the cache and return its snapshot."""
-    from huggingface_hub import snapshot_download  # half a second, and only needed here
+    from huggingface_hub import list_repo_files, snapshot_download  # half a second, and only needed here
 
     try:
-        return Path(snapshot_download(name, cache_dir=cache, allow_patterns=WANTED))
+        wanted = _wanted(name, list_repo_files(name))
+        return Path(snapshot_download(name, cache_dir=cache, allow_patterns=wanted))
+    except NotAModel:
+        raise
     except Exception as error:  # whatever the network, the hub or its library may come up with
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise NotAModel(
             f"{name} is not a folder, not in the hub cache {cache}, and could not be fetched from the hub ({reason}). "
             "Check the spelling, or download it elsewhere and give the folder"
         ) from error
+
+
+def _wanted(name: str, files: Iterable[str]) -> list[str]:
+    """What to fetch. GGUF only where it is all there is, and one file of it: repositories hold a dozen, of gigabytes."""
+    weights = [file for file in files if "/" not in file and file.endswith((".safetensors", ".gguf"))]
+    gguf_files = [file for file in weights if file.endswith(".gguf")]
+    if len(gguf_files) < len(weights):
+        return [*WANTED]
+    if len(gguf_files) > 1:
+        raise NotAModel(f"{name} holds {len(gguf_files)} GGUF files; download one of {gguf_files} and give its path")
+    return [*WANTED, *gguf_files]

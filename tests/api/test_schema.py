@@ -1,0 +1,15 @@
+"""Bodies as clients send them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headgate.api.prompts import plain_message
+from headgate.api.schema import ChatRequest, decode
+
+
+def test_a_message_that_a_client_has_parsed_can_be_sent_back():
+    """As `client.chat.completions.parse()` of OpenAI's library returns it."""
+    said = {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}, "refusal": None, "tool_calls": None}
+    body = decode(msgspec.json.encode({"messages": [said]}), ChatRequest)
+    assert plain_message(body.messages[0], "messages[0]") == {"role": "assistant", "content": '{"a": 1}'}
