@@ -172,7 +172,7 @@ def test_58_a_deadline_passes_and_a_client_leaves_while_nothing_else_happens(ser
         cut = await post(server.url, PATH, asking(deadline_ms=100))
         assert cut.body["choices"][0]["cause"] == "deadline"
         leaving = asyncio.create_task(post(server.url, PATH, asking(request_id="idle")))
-        await until(lambda: "idle" in server.api.ledger.live)
+        await until(lambda: bool(server.api.ledger.named("idle")))
         leaving.cancel()
 
         async def gone() -> bool:

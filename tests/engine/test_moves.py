@@ -18,7 +18,6 @@ from headgate.protocol.command import Files, Result, Resume, StateTold, UpdateWe
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.request import GenerateRequest
 
-
 INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
 
 
