@@ -8,7 +8,7 @@ from langchain_openai import ChatOpenAI
 
 
 def main(url: str) -> None:
-    chat = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key="none", max_tokens=12, temperature=0, seed=1)
+    chat = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key="tenant-key", max_tokens=12, temperature=0, seed=1)
     whole = chat.invoke("Hello")
     assert whole.usage_metadata["output_tokens"] <= 12
     assert "".join(chunk.content for chunk in chat.stream("Hello")) == whole.content

@@ -11,7 +11,7 @@ def main(url: str) -> None:
     ask = {
         "model": "openai/tiny",
         "api_base": f"{url}/v1",
-        "api_key": "none",
+        "api_key": "tenant-key",
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 12,
         "temperature": 0,

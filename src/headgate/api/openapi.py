@@ -62,7 +62,19 @@ class Operation:
     streams: bool = False
     unwell: bool = False  # also answers 503 in its own words
     accepts: bool = False  # also answers 202, before all is done
+    empty: bool = False  # has nothing to say but that it is done
 
+
+# Of other systems' calls, those whose answer has no body.
+SAY_NOTHING = (
+    "/abort_request",
+    "/health_generate",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/sleep",
+    "/wake_up",
+    "/reset_prefix_cache",
+)
 
 OPERATIONS = (
     Operation(
@@ -165,7 +177,16 @@ OPERATIONS = (
     ),
     Operation(method="get", path="/v1/is_paused", summary="Where the engines stand", answer=ControlAnswer),
     *(
-        Operation(method=method, path=path, summary=f"As in {of}", body=body, answer=Any, errors=GENERATED)
+        Operation(
+            method=method,
+            path=path,
+            summary=f"As in {of}",
+            body=body,
+            answer=None if path == "/flush_cache" else Any,
+            errors=GENERATED,
+            streams=path.endswith("/generate"),
+            empty=path in SAY_NOTHING,
+        )
         for of, method, path, body in (
             ("SGLang", "post", "/generate", GenerateBody),
             ("SGLang", "post", "/abort_request", AbortBody),
@@ -255,7 +276,9 @@ def _responses(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
         content = {"application/json": {"schema": named[repr(operation.answer)]}}
     if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    responses: dict[str, Any] = {"200": {"description": "Done"}}
+    if not operation.empty:
+        responses = {"200": {"description": "The answer", "content": content}}
     if operation.accepts:
         responses["202"] = {"description": "Accepted, and not all of it is done", "content": content}
     if operation.unwell:
