@@ -135,6 +135,8 @@ def test_closing_twice_is_fine():
     executor = LocalExecutor(hash_runner())
     executor.close()
     executor.close()
+    with pytest.raises(EngineDead, match="closed"):
+        executor.launch(step_plan(0, [])).result(DEADLINE_S)
 
 
 def test_close_gives_up_on_a_stuck_step_at_its_deadline(caplog: pytest.LogCaptureFixture):

@@ -103,6 +103,7 @@ def test_harmless_extras_are_ignored(model, folder):
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
     }
     load_weights(model, Given(tensors_of(folder) | extras))
+    assert not extras.keys() & dict(model.parameters()).keys()
 
 
 def test_a_wrong_shape_is_stated_beside_the_right_one(model, folder):
