@@ -10,10 +10,9 @@ import pytest
 
 from headgate import LLM, SamplingParams
 from headgate.layers.choice import available_backends
-from headgate.protocol.message import Submit
-from headgate.protocol.request import GenerateRequest
 from headgate.testing.tiny import tiny_model
 from tests.models.reference import reference_greedy
+from tests.resume import resume
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 BACKENDS = available_backends()
@@ -95,19 +94,6 @@ def varied(i: int, max_tokens: int) -> SamplingParams:
     ]
     kinds += [{"frequency_penalty": 0.7, "top_p": 0.9}, {"logit_bias": {7: 5.0}, "temperature": 2.0}]
     return SamplingParams(seed=1000 + i, max_tokens=max_tokens, ignore_eos=True, **kinds[i % len(kinds)])
-
-
-def resume(llm: LLM, prompt: list[int], params: SamplingParams, generated: list[int]) -> list[int]:
-    """The rest of an answer that was begun elsewhere."""
-    heard: list[int] = []
-    deliver = llm.engine.loop._send
-    llm.engine.loop._send = lambda _, told: heard.extend(told.outputs.tokens)
-    llm.engine.loop.post(Submit([GenerateRequest(10**6, tuple(prompt), params, generated=tuple(generated))]))
-    llm.engine.loop.turn()
-    while llm.engine.scheduler.has_any([10**6]):
-        llm.engine.loop.turn()
-    llm.engine.loop._send = deliver
-    return heard
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)

@@ -13,10 +13,9 @@ import pytest
 from headgate import LLM, SamplingParams
 from headgate.errors import RequestError
 from headgate.offline import Completion
-from headgate.protocol.message import Submit
-from headgate.protocol.request import GenerateRequest
 from headgate.testing.tiny import tiny_model
 from headgate.text.constraints import choice, json_object, json_schema, regex
+from tests.resume import resume
 from tests.schemas import random_schema
 
 PERSON = {
@@ -88,19 +87,6 @@ def test_tokens_are_the_same_alone_in_a_batch_preempted_and_resumed_from_any_spl
         for split in range(1, len(alone[0].token_ids)):
             rest = resume(crowded, asked[0], params[0], alone[0].token_ids[:split])
             assert rest == alone[0].token_ids[split:], f"moved to another engine after {split} tokens"
-
-
-def resume(llm: LLM, prompt: list[int], params: SamplingParams, generated: list[int]) -> list[int]:
-    """The rest of an answer that was begun elsewhere."""
-    heard: list[int] = []
-    deliver = llm.engine.loop._send
-    llm.engine.loop._send = lambda _, told: heard.extend(told.outputs.tokens)
-    llm.engine.loop.post(Submit([GenerateRequest(10**6, tuple(prompt), params, generated=tuple(generated))]))
-    llm.engine.loop.turn()
-    while llm.engine.scheduler.has_any([10**6]):
-        llm.engine.loop.turn()
-    llm.engine.loop._send = deliver
-    return heard
 
 
 def test_an_answer_ends_by_itself_where_its_grammar_does(llm):
