@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test test-all test-gpu test-clients check coverage fuzz mutants clean
+.PHONY: serve test test-all test-gpu test-clients check coverage fuzz mutants docs wheel clean
 
 # A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
@@ -42,10 +42,19 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The documentation as a site, in site/; a link or a page that is not right fails.
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+
+# What is installed elsewhere, in dist/.
+wheel: $(READY)
+	rm -rf build
+	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
+
 $(READY): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache

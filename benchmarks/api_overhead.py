@@ -30,13 +30,14 @@ from headgate.api.host import Host
 from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
-from headgate.api.server import HttpServer, take_port
+from headgate.api.server import HttpServer
 from headgate.api.state import Api
 from headgate.config import EngineConfig
 from headgate.engine.channel import EngineChannel
 from headgate.engine.client import connected
 from headgate.engine.replicas import Replicas
 from headgate.engine.start import EngineStart
+from headgate.listening import take_port
 from headgate.protocol.message import Abort, EngineInfo, EngineStatus, Message, Submit, Told
 from headgate.protocol.output import Ended, Outputs, Timings
 from headgate.text.template import load_template

@@ -1,12 +1,16 @@
-"""Random checkpoints in the shape of known models: `python benchmarks/checkpoint.py qwen3-0.6b FOLDER`."""
+"""Random checkpoints in the shape of known models: `python benchmarks/checkpoint.py qwen3-0.6b FOLDER [tokenizer]`.
+
+With a tokenizer they can be served: one token per byte, and a made-up word for every other id, so that any answer is text.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from headgate.testing.tiny import tiny_model
+from headgate.testing.tiny import tiny_model, write_tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -42,5 +46,17 @@ def checkpoint(shape: str, folder: Path) -> Path:
     return folder
 
 
+def add_tokenizer(folder: Path) -> None:
+    write_tokenizer(folder)
+    path, size = folder / "tokenizer.json", json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    specials = len(tokenizer["added_tokens"])
+    vocabulary |= {f"w{id}": id for id in range(len(vocabulary) + specials, size)}
+    path.write_text(json.dumps(tokenizer))
+
+
 if __name__ == "__main__":
-    print(checkpoint(sys.argv[1], Path(sys.argv[2])))
+    print(folder := checkpoint(sys.argv[1], Path(sys.argv[2])))
+    if "tokenizer" in sys.argv[3:]:
+        add_tokenizer(folder)

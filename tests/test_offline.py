@@ -94,6 +94,32 @@ def test_a_stop_string_ends_the_answer_before_it(llm):
     assert llm.engine.loop.idle
 
 
+def test_an_answer_that_was_begun_before_goes_on_as_if_it_had_not_been_interrupted(llm):
+    params = [SamplingParams(max_tokens=20, seed=i, ignore_eos=True) for i in range(3)]
+    whole = llm.generate(["a", "b", "c"], params, progress=False)
+    begun = [whole[0].token_ids[:7], [], whole[2].token_ids]
+    resumed = llm.generate(["a", "b", "c"], params, generated=begun, progress=False)
+    assert [answer.token_ids for answer in resumed] == [answer.token_ids for answer in whole]
+    assert [answer.text for answer in resumed] == [answer.text for answer in whole]
+    assert [sum(made for _, made in answer.weight_versions) for answer in resumed] == [13, 20, 0]
+
+
+def test_a_stop_string_that_begins_in_what_was_begun_before_is_seen(llm):
+    (whole,) = llm.generate("Hello", GREEDY, progress=False)
+    stop = whole.text[3:5]
+    (cut,) = llm.generate("Hello", GREEDY, stop=[stop], progress=False)
+    for split in range(1, len(cut.token_ids) + 1):
+        begun = [cut.token_ids[:split]]
+        (resumed,) = llm.generate("Hello", GREEDY, stop=[stop], generated=begun, progress=False)
+        assert (resumed.text, resumed.token_ids, resumed.cause) == (cut.text, cut.token_ids, "stop_string")
+    assert llm.engine.loop.idle
+
+
+def test_what_was_begun_goes_with_prompts(llm):
+    with pytest.raises(RequestError, match="2 prompts and 1 answers that were begun"):
+        llm.generate(["a", "b"], generated=[[1]], progress=False)
+
+
 def test_log_probabilities_come_with_the_tokens_that_asked_for_them(llm):
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     (answer,) = llm.generate([[5, 6, 7, 8]], params, progress=False)

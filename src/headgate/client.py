@@ -24,7 +24,7 @@ import msgspec
 
 from headgate.errors import HeadgateError, RequestError
 from headgate.httpclient import Address, HttpFailure, call
-from headgate.protocol.command import DEFAULT_TIMEOUT_S, Files, Group, PauseMode, Source
+from headgate.protocol.command import DEFAULT_TIMEOUT_S, Files, Group, PauseMode, Shared, Source
 
 TIMEOUT_S = 600.0
 LOOK_EVERY_S = 0.02
@@ -182,7 +182,10 @@ def _update(source: Source | str, version: int | None, kv: str, timeout_s: float
                 "world_size": source.world_size,
                 "rank": source.rank,
                 "timeout": source.timeout_s,
+                "backend": source.backend,
             }
+        case Shared(gpu, storages, tensors):
+            body["shared"] = msgspec.to_builtins({"gpu": gpu, "storages": storages, "tensors": tensors})
         case Files(path, checksum):
             body["path"] = path
             if checksum is not None:
@@ -254,7 +257,7 @@ class Fleet:
     def update_weights(
         self, source: Source | str, version: int | None = None, *, kv: str = "recompute", timeout_s: float = TIMEOUT_S
     ) -> FleetState:
-        """Give a paused fleet other weights: a path that the server can read, `Files` or a `Group`."""
+        """Give a paused fleet other weights: a path that the server can read, `Files`, a `Group` or `Shared`."""
         return self._state(_update(source, version, kv, timeout_s))
 
     def sleep(self, *tags: str) -> FleetState:
@@ -345,7 +348,7 @@ class AsyncFleet:
     async def update_weights(
         self, source: Source | str, version: int | None = None, *, kv: str = "recompute", timeout_s: float = TIMEOUT_S
     ) -> FleetState:
-        """Give a paused fleet other weights: a path that the server can read, `Files` or a `Group`."""
+        """Give a paused fleet other weights: a path that the server can read, `Files`, a `Group` or `Shared`."""
         return await self._state(_update(source, version, kv, timeout_s))
 
     async def sleep(self, *tags: str) -> FleetState:

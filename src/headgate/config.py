@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from headgate.errors import RequestError
@@ -16,6 +17,8 @@ from headgate.logs import LogFormat
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 BACKENDS = ("auto", "torch", "cpu", "triton")
+PREEMPTED = ("recompute", "reschedule")
+LOOPBACK = ("127.0.0.0/8", "::1/128")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -38,6 +41,12 @@ class EngineConfig:
     memory_fraction: float = 0.5  # of the memory that the weights leave free, for KV
     run_ahead: int | None = None  # steps on the device at once
     graphs: bool = True  # decode steps as CUDA graphs, where there is CUDA
+    kv_listen: str | None = "127.0.0.1:0"  # where other engines fetch KV from; None: nowhere, and no KV is fetched
+    kv_peers: tuple[str, ...] = LOOPBACK  # networks of engines that KV may be fetched from
+    lease_s: float = 30.0  # how long KV is kept for an engine that says nothing
+    kv_wait_s: float = 10.0  # how long KV from elsewhere may make no progress before the prompt is computed here
+    export_wait_s: float = 30.0  # how long a request to export KV may wait for room
+    on_preempt: str = "recompute"  # or reschedule: what finds no room ends, to be resumed elsewhere
     crash_folder: str | None = None  # where an engine that dies of a bug leaves its last plans; None: a temporary one
 
     def __post_init__(self) -> None:
@@ -46,9 +55,51 @@ class EngineConfig:
         _check(self.backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         _check(self.block_size in (16, 32, 64), "block_size must be 16, 32 or 64")
         _check(0 < self.memory_fraction <= 1, "memory_fraction must be above 0 and at most 1")
+        _check_addresses(self.kv_listen, self.kv_peers)
+        _check(self.on_preempt in PREEMPTED, f"on_preempt must be recompute or reschedule, not {self.on_preempt!r}")
+        for name in ("lease_s", "kv_wait_s", "export_wait_s"):
+            _check(getattr(self, name) > 0, f"{name} must be above 0")
         for name in ("max_context", "max_running", "max_batch_tokens", "kv_blocks", "run_ahead"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} must be at least 1")
+
+    def for_replica(self, index: int) -> EngineConfig:
+        """Engines of one server serve KV at ports that follow each other."""
+        if self.kv_listen is None:
+            return self
+        host, _, port = self.kv_listen.rpartition(":")
+        return replace(self, kv_listen=f"{host}:{int(port) + index if int(port) else 0}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """Which router to tell that we are here, and as what."""
+
+    router: str
+    role: str = "mixed"
+    key: str | None = field(default=None, repr=False)  # the router's admin key
+
+    def __post_init__(self) -> None:
+        _check(self.router.startswith(("http://", "https://")), f"a router is http://HOST:PORT, not {self.router!r}")
+
+
+def _check_addresses(listen: str | None, peers: tuple[str, ...]) -> None:
+    try:
+        for peer in peers:
+            ip_network(peer)
+    except ValueError as error:
+        raise RequestError(f"kv_peers must be networks such as 10.0.0.0/8: {error}") from None
+    if listen is None:
+        return
+    host, _, port = listen.rpartition(":")
+    try:
+        reachable = not ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        reachable = False  # no names: looking one up would make transfers wait
+    _check(
+        reachable and port.isdecimal() and int(port) <= 65535,
+        f"kv_listen must be IP:PORT, with an IP address that other engines can reach, not {listen!r}",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +117,7 @@ class ServerConfig:
     log_format: LogFormat = "text"
     log_level: str = "INFO"
     otlp_endpoint: str | None = None
+    register: Registration | None = None
 
     def __post_init__(self) -> None:
         _check(self.replicas >= 1, "replicas must be at least 1")
@@ -76,3 +128,67 @@ class ServerConfig:
     def most_choices(self) -> int:
         """In flight at once; one more is refused."""
         return self.engine.max_running * self.replicas + self.max_queue
+
+
+POLICIES = (
+    "cache_aware",
+    "least_requests",
+    "least_tokens",
+    "power_of_two",
+    "round_robin",
+    "random",
+    "session",
+    "metrics",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAddress:
+    url: str
+    role: str = "mixed"  # mixed, prefill, decode
+    key: str | None = field(default=None, repr=False)  # what this worker wants to see, if not `worker_key`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteConfig:
+    workers: tuple[WorkerAddress, ...] = ()
+    workers_file: Path | None = None  # lines of `URL [role]`, read again when it changes
+    host: str = "127.0.0.1"
+    policy: str = "cache_aware"  # for whole requests
+    prefill_policy: str = "cache_aware"
+    decode_policy: str = "least_tokens"
+    index_nodes: int = 1_000_000  # prefixes remembered
+    max_in_flight: int | None = None  # requests at once; None: as many as the workers take
+    max_queue: int = 1024  # requests that may wait beyond those
+    max_body_bytes: int = 32 * 2**20
+    retries: int = 3  # attempts in a row that bring no token, beyond the first
+    preempt_retry_count: int = 3  # moves of an answer whose worker had no room for it
+    preempt_retry_exclude_decode: bool = True  # not back to the worker that had none
+    patience_s: float = 30.0  # for a worker to come back when none is ready
+    connect_timeout_s: float = 2.0
+    first_byte_timeout_s: float = 600.0  # of workers that show no life while they compute
+    idle_timeout_s: float = 60.0  # of streams
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 2.0
+    silence_s: float = 5.0  # without probe or byte, and a worker's answers go on elsewhere
+    control_timeout_s: float = 30.0  # for one worker to answer a control call
+    ticket_timeout_s: float = 10.0  # for a prefill worker to say where KV can be fetched
+    disaggregate_tokens: int = (
+        256  # shorter prompts, or what is left of them after the cache, are computed where they are answered
+    )
+    drain_timeout_s: float = 30.0
+    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
+    admin_key: str | None = field(default=None, repr=False)
+    worker_key: str | None = field(default=None, repr=False)  # the admin's, at our own workers
+    log_format: LogFormat = "text"
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        for name in ("policy", "prefill_policy", "decode_policy"):
+            value = getattr(self, name)
+            _check(value in POLICIES, f"{name} must be one of {', '.join(POLICIES)}, not {value!r}")
+        _check(self.max_in_flight is None or self.max_in_flight >= 1, "max_in_flight must be at least 1")
+        for name in ("max_queue", "retries", "preempt_retry_count", "patience_s", "drain_timeout_s"):
+            _check(getattr(self, name) >= 0, f"{name} must be at least 0")
+        for name in ("connect_timeout_s", "first_byte_timeout_s", "idle_timeout_s", "probe_interval_s", "silence_s"):
+            _check(getattr(self, name) > 0, f"{name} must be above 0")

@@ -5,6 +5,7 @@ HeadgateError
 │   ├── ContextTooLong     the prompt, or prompt and answer together, do not fit
 │   ├── DuplicateId        a live request already has this id
 │   └── Unavailable        nothing wrong with the request: paused, full or shutting down; try again later
+│       └── PdError            prefill and decode on two engines came to nothing, and would elsewhere; no other is called so
 ├── ModelError         the model folder cannot be served
 │   ├── NotAModel          no config, no weights, or not a folder at all
 │   ├── UnsupportedModel   a real checkpoint of a kind we do not know
@@ -13,7 +14,8 @@ HeadgateError
 │   └── HalfWritten        an update broke off after its first write; only a full one makes the model usable again
 ├── OutOfMemory        the machine is too small for what was asked
 └── EngineDead         the engine process is gone and cannot answer
-    └── CannotStart        it never came up, and has itself said why on standard error
+    ├── CannotStart        it never came up, and has itself said why on standard error
+    └── Late               it is there, but has not answered in the time that it was given
 
 This module imports nothing of ours, so everyone may import it.
 """
@@ -53,6 +55,13 @@ class Unavailable(RequestError):
     code = "unavailable"
 
 
+class PdError(Unavailable):
+    code = "pd_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"PD Error: {message}")
+
+
 class ModelError(HeadgateError):
     """The model cannot be served; the message names the file or tensor."""
 
@@ -86,4 +95,8 @@ class EngineDead(HeadgateError):
 
 
 class CannotStart(EngineDead):
+    pass
+
+
+class Late(EngineDead):
     pass

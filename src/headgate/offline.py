@@ -50,9 +50,9 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[Logprobs] | None = None  # one entry per token, if asked
+    logprobs: list[Logprobs] | None = None  # one entry per token made here, if asked
     prompt_logprobs: list[Logprobs | None] | None = None  # one entry per prompt token, if asked; none for the first
-    weight_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, how many tokens), in order
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens it made here), in order
     cached_tokens: int = 0
     finish_reason: str | None = None
     cause: Cause | None = None
@@ -70,7 +70,7 @@ class LLM:
         files = find_model(None if model is None else str(model))
         self.tokenizer: Tokenizer | None = load_tokenizer(files.path)
         self.template: ChatTemplate | None = load_template(files.path)
-        self.engine: Engine = build_engine(files.path, EngineConfig(**options), self._deliver)
+        self.engine: Engine = build_engine(files.path, EngineConfig(**{"kv_listen": None, **options}), self._deliver)
 
     def __enter__(self) -> LLM:
         return self
@@ -91,11 +91,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: Sequence[str] = (),
+        generated: Sequence[Sequence[int]] | None = None,
         progress: bool = True,
     ) -> list[Completion]:
-        """The answers to one or many prompts (text or token ids), in their order."""
+        """The answers to one or many prompts (text or token ids), in their order.
+
+        `generated` has, for each prompt, the token ids of an answer that was begun before. It is gone on with as if it
+        had never been interrupted, if seed and weights are the same; the completion is the whole of it.
+        """
         asked = _as_list(prompts)
-        answers = [self._answer(prompt, each, stop) for prompt, each in zip(asked, _each(params, asked), strict=True)]
+        begun = _begun(generated, asked)
+        answers = [
+            self._answer(prompt, each, stop, ids)
+            for prompt, each, ids in zip(asked, _each(params, asked), begun, strict=True)
+        ]
         bar = tqdm(total=len(answers), desc="generating", unit="answer", disable=None if progress else True)
         with interrupts_deferred(self.engine.loop.wake) as interrupted, bar, closing(self._run(answers)) as turns:
             for _ in turns:
@@ -192,7 +201,9 @@ class LLM:
             if answer := self._mail.pop(end.id, None):
                 answer.hear_end(end)
 
-    def _answer(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str]) -> _Answer:
+    def _answer(
+        self, prompt: Prompt, params: SamplingParams, stop: Sequence[str], generated: Sequence[int] = ()
+    ) -> _Answer:
         ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         if not all(isinstance(token, int) for token in ids):
             raise RequestError("a prompt is text or a list of token ids", param="prompt")
@@ -202,7 +213,7 @@ class LLM:
             checked(params.grammar)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        return _Answer(tuple(ids), params, self.tokenizer, stop)
+        return _Answer(tuple(ids), params, self.tokenizer, stop, tuple(generated))
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -214,16 +225,25 @@ class _Answer:
     """A completion in the making."""
 
     def __init__(
-        self, prompt: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer | None, stop: Sequence[str]
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str],
+        generated: tuple[int, ...],
     ) -> None:
         # The first token of a prompt has nothing before it that could predict it.
         scored: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self.completion = Completion(prompt, prompt_logprobs=scored)
         self._params = params
+        self._generated = generated
         self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt) if tokenizer else None
         self._stops = StopStrings(stop)
         self._taken = 0  # characters already streamed
         self._refused: Refused | None = None
+        for token in generated:
+            if not self.stopped:
+                self._add(token)
 
     @property
     def done(self) -> bool:
@@ -237,7 +257,7 @@ class _Answer:
 
     def request(self, id: int) -> GenerateRequest:
         try:
-            return GenerateRequest(id, self.completion.prompt_token_ids, self._params)
+            return GenerateRequest(id, self.completion.prompt_token_ids, self._params, generated=self._generated)
         except ValueError as error:
             raise RequestError(str(error), param="prompt") from error
 
@@ -249,14 +269,16 @@ class _Answer:
     def hear_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
         if self.stopped:
             return
-        completion = self.completion
-        completion.token_ids.append(token)
         if logprobs is not None:
-            completion.logprobs = completion.logprobs or []
-            completion.logprobs.append(logprobs)
+            self.completion.logprobs = self.completion.logprobs or []
+            self.completion.logprobs.append(logprobs)
         self._note_version(version)
+        self._add(token)
+
+    def _add(self, token: int) -> None:
+        self.completion.token_ids.append(token)
         if self._detokenizer is not None:
-            completion.text += self._stops.push(self._detokenizer.push((token,)))
+            self.completion.text += self._stops.push(self._detokenizer.push((token,)))
 
     def _note_version(self, version: int) -> None:
         spans = self.completion.weight_versions
@@ -312,6 +334,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _begun(generated: Sequence[Sequence[int]] | None, prompts: list[Prompt]) -> Sequence[Sequence[int]]:
+    if generated is None:
+        return [()] * len(prompts)
+    if len(generated) != len(prompts):
+        raise RequestError(
+            f"{len(prompts)} prompts and {len(generated)} answers that were begun; give one for each, empty or not",
+            param="generated",
+        )
+    return generated
 
 
 def _each(

@@ -1,4 +1,4 @@
-"""For trainers: two ways to hand weights to engines.
+"""For trainers: three ways to hand weights to engines.
 
 On the same host, through shared memory; no disk, and the engine reads them where they lie:
 
@@ -9,6 +9,13 @@ From anywhere, over a process group that the trainer opens as rank 0, while each
 `UpdateWeights(Group(address, world_size, rank))`:
 
     send_weights(model.state_dict(), "tcp://10.0.0.1:29500", world_size=1 + engines)
+
+With `backend="nccl"` on both sides the bytes go from GPU to GPU; every rank needs a card of its own.
+
+On the same card, by handles of the memory that the trainer has them in; nothing is copied but into the engine:
+
+    with share(model.state_dict()) as shared:
+        llm.call(UpdateWeights(shared))
 
 Names and shapes are those of the checkpoint that the engines started from.
 """
@@ -27,7 +34,8 @@ from typing import Any
 import torch
 
 from headgate.errors import RequestError
-from headgate.protocol.command import Files, Group
+from headgate.protocol.command import Backend, Files, Group, Shared
+from headgate.worker import ipc
 from headgate.worker.group import BUCKET, Circle, offer, raw
 from headgate.worker.weights import DTYPES, OpenFile
 
@@ -76,6 +84,15 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+@contextmanager
+def share(tensors: Mapping[str, torch.Tensor]) -> Iterator[Shared]:
+    """Handles of `tensors`, all on one GPU, for an engine on the same one. Change nothing before the end of the block."""
+    try:
+        yield ipc.shared(tensors)
+    except ValueError as error:
+        raise RequestError(str(error), code="bad_weights") from error
+
+
 def send_weights(
     tensors: Mapping[str, torch.Tensor],
     init_method: str,
@@ -83,6 +100,7 @@ def send_weights(
     *,
     timeout_s: float = 300.0,
     bucket_bytes: int = BUCKET,
+    backend: Backend = "gloo",
 ) -> None:
     """Broadcast `tensors` to the engines of a group of `world_size`, of which we are rank 0.
 
@@ -90,7 +108,8 @@ def send_weights(
     or time is up. Either way no engine has been left waiting, and those that could keep their old weights have.
     """
     group = Group(init_method, world_size, rank=1, timeout_s=timeout_s)  # only to be checked like the engines' own
-    circle = Circle(group.address, world_size, 0, timeout_s)
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    circle = Circle(group.address, world_size, 0, timeout_s, backend=backend, device=device)
     try:
         objections = offer(circle, tensors, bucket_bytes)
         circle.leave(last=True)

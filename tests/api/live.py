@@ -19,10 +19,11 @@ from headgate.api.host import Host
 from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
-from headgate.api.server import HttpServer, take_port
+from headgate.api.server import HttpServer
 from headgate.api.state import Api, ApiSettings
 from headgate.config import EngineConfig
 from headgate.engine.replicas import Replicas, started
+from headgate.listening import take_port
 from headgate.protocol.message import EngineStatus
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer

@@ -30,6 +30,8 @@ class ScriptedStream:
     def __init__(self, chunks: AsyncGenerator[Chunk, None]) -> None:
         self.cause: Cause = "client_disconnect"
         self.ends: list[Cause] = []
+        self.made = 0
+        self.settled = True
         self._chunks = chunks
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -79,12 +81,14 @@ def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> App:
 class Client:
     """One request to an app. What has been received is in `status` and `body`."""
 
-    def __init__(self, app: App, path: str, body: Any) -> None:
+    def __init__(self, app: App, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self._app = app
         self._path = path
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
         self._sent = [{"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}]
         self.gone = asyncio.Event()
         self.status = 0
+        self.headers: dict[str, str] = {}  # of the answer
         self.body = b""
 
     async def call(self) -> None:
@@ -95,7 +99,7 @@ class Client:
             "path": self._path,
             "raw_path": self._path.encode(),
             "query_string": b"",
-            "headers": [],
+            "headers": self._headers,
             "root_path": "",
         }
         await self._app(scope, self._receive, self._send)
@@ -109,5 +113,6 @@ class Client:
     async def _send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
         else:
             self.body += message.get("body", b"")

@@ -33,7 +33,10 @@ def test_version(capsys):
     assert end.value.code == 0 and capsys.readouterr().out == f"headgate {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["serve", "--help"], ["bench", "serve", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["serve", "--help"], ["bench", "serve", "--help"], ["bench", "compare", "--help"], ["doctor", "--help"]],
+)
 def test_help_fits_on_a_screen(arguments, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

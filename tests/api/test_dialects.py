@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import httpx
 import pytest
 
 from headgate.testing.tiny import tiny_model
+from headgate.weights import send_weights
+from headgate.worker.weights import SafetensorsFolder
 from tests.api.live import LiveServer, live_server
 from tests.api.test_abort import idle
 
@@ -123,7 +128,7 @@ def test_sglang_abort_by_rid_ends_that_request(server: LiveServer):
 def test_sglang_pause_holds_new_requests_until_continue(server: LiveServer, mode: str):
     async def main() -> None:
         async with connect(server) as client:
-            params = PARAMS | {"max_new_tokens": 800}
+            params = PARAMS | {"max_new_tokens": LONG if mode == "abort" else 4000}
             running = asyncio.create_task(client.post("/generate", json={"text": "a", "sampling_params": params}))
             while not server.status().running:
                 await asyncio.sleep(0.01)
@@ -168,7 +173,23 @@ def test_sglang_information_has_what_frameworks_read(server: LiveServer):
             assert http.get(path).json()["max_total_num_tokens"] == 1024 * 32
         (load,) = http.get("/v1/loads").json()["loads"]
         assert load["num_running_reqs"] == load["num_waiting_reqs"] == load["num_used_tokens"] == 0
+        assert load["num_free_blocks"] == load["num_total_blocks"] == 1024 and load["block_size"] == 32
         assert http.get("/health_generate").status_code == 200
+
+
+def test_42_loads_tell_how_far_back_the_prefix_cache_reaches(server: LiveServer):
+    def age_s() -> float:
+        with server.http as http:
+            told = http.get("/v1/loads").json()
+        assert told["cache_horizon_age_s"] == min(load["cache_horizon_age_s"] for load in told["loads"])
+        return told["cache_horizon_age_s"]
+
+    old_s = age_s()
+    assert age_s() >= old_s > 0, "it is as old as the engine, or as what it has evicted"
+    flushed_s = time.monotonic()
+    with server.http as http:
+        assert http.get("/flush_cache").status_code == 200
+    assert age_s() <= time.monotonic() - flushed_s + 0.001, "a flush brings it to now"
 
 
 def test_sglang_memory_is_released_and_resumed(server: LiveServer):
@@ -188,7 +209,7 @@ def test_sglang_memory_is_released_and_resumed(server: LiveServer):
 def test_vllm_pause_resume_and_is_paused(server: LiveServer, mode: str, reason: str):
     async def main() -> None:
         async with connect(server) as client:
-            body = {"prompt": "a", "max_tokens": 600, "ignore_eos": True}
+            body = {"prompt": "a", "max_tokens": LONG if mode == "abort" else 600, "ignore_eos": True}
             running = asyncio.create_task(client.post("/v1/completions", json=body))
             while not server.status().running:
                 await asyncio.sleep(0.01)
@@ -237,3 +258,91 @@ def test_vllm_token_ids_in_and_out(server: LiveServer):
     assert tokens == choice["token_ids"]
     refused = server.post("/inference/v1/generate", body | {"sampling_params": {"beam_width": 2}})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "sampling_params.beam_width"
+
+
+# --------------------------------------------------------------------------------------------------- weight transfer
+
+
+def free_place() -> tuple[str, int]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()
+
+
+def greedy(server: LiveServer) -> list[int]:
+    return server.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": PARAMS}).json()["output_ids"]
+
+
+def sent_by_a_trainer(folder: Path, place: tuple[str, int], call: Callable[[], httpx.Response]) -> httpx.Response:
+    """What `call` is answered while a trainer sends the weights in `folder`."""
+    tensors, where = dict(SafetensorsFolder(folder)), "tcp://{}:{}".format(*place)
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(send_weights, tensors, where, 2, timeout_s=30)
+        answer = call()
+        sending.result(30)
+    return answer
+
+
+def test_vllm_weight_transfer_in_the_order_of_trl(server: LiveServer, new: Path, folder: Path):
+    """Init, start, update, finish; the server is held from start to finish and then goes on under the new weights."""
+    old, place = greedy(server), free_place()
+    meeting = {"transport": "headgate", "master_address": place[0], "master_port": place[1], "world_size": 2}
+    assert server.post("/init_weight_transfer_engine", {"init_info": meeting | {"rank_offset": 1}}).status_code == 200
+    assert server.post("/start_weight_update", None).status_code == 200
+    assert server.status().state == "paused"
+    names = {"names": ["model.norm.weight"], "dtype_names": ["float32"], "shapes": [[64]]}
+    told = sent_by_a_trainer(new, place, lambda: server.post("/update_weights", {"update_info": names}))
+    version = server.status().version
+    assert told.status_code == 200 and told.json()["weight_version"] == str(version)
+    wrong = server.post("/finish_weight_update", {"weight_version": "999"})
+    assert wrong.status_code == 400 and f"of version {version}" in wrong.json()["error"]["message"]
+    assert server.post("/finish_weight_update", {}).status_code == 200
+    assert server.status().state == "running" and greedy(server) != old
+    # Back again, from files.
+    server.post("/start_weight_update", None)
+    told = server.post("/update_weights", {"update_info": {"path": str(folder / "old"), "version": version + 5}})
+    assert told.json()["weight_version"] == str(version + 5)
+    server.post("/finish_weight_update", {"weight_version": str(version + 5)})
+    assert greedy(server) == old
+
+
+def test_vllm_finish_leaves_a_pause_alone_that_somebody_else_asked_for(server: LiveServer):
+    server.post("/pause?mode=keep", None)
+    for path in ("/start_weight_update", "/finish_weight_update"):
+        assert server.post(path, None).status_code == 200
+    assert server.status().state == "paused"
+
+
+def test_sglang_weights_from_a_trainer_that_sends_our_way(server: LiveServer, new: Path, folder: Path):
+    old, place = greedy(server), free_place()
+    meeting = {"master_address": place[0], "master_port": place[1], "rank_offset": 1, "world_size": 2}
+    body = meeting | {"group_name": "headgate", "backend": "gloo"}
+    assert server.post("/init_weights_update_group", body).json()["success"]
+    told = sent_by_a_trainer(
+        new, place, lambda: server.post("/update_weights_from_distributed", {"group_name": "headgate"})
+    )
+    assert told.json()["success"] and server.status().state == "running" and greedy(server) != old
+    assert server.post("/destroy_weights_update_group", {"group_name": "headgate"}).json()["success"]
+    none = server.post("/update_weights_from_distributed", {"group_name": "headgate"})
+    assert none.status_code == 400 and none.json()["error"]["code"] == "no_group"
+    assert server.post("/update_weights_from_disk", {"model_path": str(folder / "old")}).json()["success"]
+    assert greedy(server) == old
+
+
+MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+UNSUPPORTED = [
+    ("/init_weight_transfer_engine", {"init_info": MEETING | {"packed": True}}, "NCCL id or its handles pickled"),
+    ("/update_weights", {"update_info": {"names": [], "ipc_handles_pickled": "gASV"}}, "handles are pickled"),
+    ("/init_weights_update_group", MEETING | {"group_name": "slime", "backend": "nccl"}, "a model in parts"),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, "serialized tensors are pickled"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"), UNSUPPORTED, ids=lambda value: value if str(value)[:1] == "/" else ""
+)
+def test_54_what_would_have_to_be_unpickled_is_refused_by_name(server: LiveServer, path: str, body: Any, why: str):
+    refused = server.post(path, body)
+    told = refused.json()["error"]
+    assert refused.status_code == 400 and told["code"] == "unsupported_transfer" and why in told["message"]
+    assert "headgate.weights" in told["message"] and server.status().state == "running"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from headgate.api import server as module
-from headgate.api.server import MAX_HEAD_BYTES, HttpServer, take_port
+from headgate.api.server import MAX_HEAD_BYTES, HttpServer
+from headgate.listening import take_port
 
 pytestmark = pytest.mark.anyio
 

@@ -53,6 +53,35 @@ def test_no_key_is_refused_except_for_probes(keys):
         assert keys.caller(path, []) == Caller("", admin=False)
 
 
+def acting(tenant: str) -> list[tuple[bytes, bytes]]:
+    return [(b"x-headgate-tenant", tenant.encode())]
+
+
+def test_11_the_admin_may_call_as_any_tenant_and_is_then_no_admin(keys):
+    for name in ("alice", "carol", "jürgen"):
+        assert keys.caller(CHAT, [*bearer("root"), *acting(name)]) == Caller(name, admin=False)
+    with pytest.raises(Forbidden):
+        keys.caller(PAUSE, [*bearer("root"), *acting("alice")])
+
+
+def test_nobody_else_may_call_as_a_tenant(keys):
+    for caller in (bearer("ka"), bearer("kb")):
+        with pytest.raises(Forbidden):
+            keys.caller(CHAT, [*caller, *acting("alice")])
+    with pytest.raises(Unauthorized):
+        keys.caller(CHAT, acting("alice"))
+    with pytest.raises(Forbidden):
+        Keys(exposed=True).caller(CHAT, acting("alice"))
+    assert Keys().caller(CHAT, acting("alice")) == Caller("alice", admin=False)  # whoever is on this machine is admin
+
+
+@pytest.mark.parametrize("name", [b"", b"a:b", b"a\tb", b"\xff", b"x" * 257])
+def test_a_tenant_that_cannot_be_one_is_refused(keys, name):
+    with pytest.raises(RequestError) as refusal:
+        keys.caller(CHAT, [*bearer("root"), (b"x-headgate-tenant", name)])
+    assert refusal.value.param == "X-Headgate-Tenant"
+
+
 @pytest.mark.parametrize("path", [*CONTROL, "/v1/pause/", "/v1/update_weights/x"])
 def test_control_is_closed_to_tenants_and_open_to_the_admin(keys, path):
     assert keys.caller(path, bearer("root")).admin

@@ -135,3 +135,16 @@ def test_a_stream_that_was_cut_raises_for_strict_clients(client: openai.OpenAI):
     )
     with pytest.raises(openai.APIError, match="cut short"):
         list(stream)
+
+
+@pytest.mark.parametrize("header", [{}, {"X-Headgate-Journal": "1700000000"}])
+def test_a_journal_between_the_events_is_nothing_to_the_client(client: openai.OpenAI, header: dict[str, str]):
+    stream = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=30, seed=1, n=2, stream=True, extra_headers=header
+    )
+    said = {0: "", 1: ""}
+    for chunk in stream:
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=30, seed=1, n=2)
+    assert said == {choice.index: choice.message.content for choice in whole.choices}

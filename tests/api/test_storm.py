@@ -52,7 +52,7 @@ def test_10_13_53_in_a_storm_of_aborts_everyone_gets_one_end_and_nothing_is_left
             await asyncio.gather(*(one(f"s{i}") for i in range(COUNT)))
             sweeping.cancel()
             await asyncio.wait([sweeping])
-            await until(lambda: not server.api.ledger.live)
+            await until(lambda: not server.api.ledger.live and not server.api.ledger.unsettled)
         judge(server, heard, gone)
 
     with live_server(model, device="cpu", kv_blocks=2048, max_running=32, count=2, limit=5000) as server:
@@ -65,21 +65,28 @@ def test_10_13_53_in_a_storm_of_aborts_everyone_gets_one_end_and_nothing_is_left
         record_property("abort_messages_per_engine", messages)
         print(f"{aborts} aborts, abort messages per engine: {messages}")
         assert sum(messages) < aborts / 2
+        # To the token, although three in four were cut where nobody heard the last ones.
+        told = sum(status.output_tokens for status in statuses)
+        assert server.api.ledger.metrics.tokens["engine"] == told > server.api.ledger.metrics.tokens["output"]
 
 
 def judge(server: LiveServer, heard: dict[str, Heard], gone: set[str]) -> None:
     ledger = server.api.ledger
     assert len(heard) == COUNT and ledger.in_flight == 0
-    for id, each in heard.items():
-        if id not in gone:
-            assert each.end == ("abort", "api_abort") and each.done, id
-        assert len(each.ends) <= 1, id
+    stayed = [each for id, each in heard.items() if id not in gone]
+    # On a machine that is busy with something else, an answer may be done before anybody gets to abort it.
+    assert {each.end for each in stayed} <= {("abort", "api_abort"), ("length", "max_tokens")}
+    assert sum(each.end == ("abort", "api_abort") for each in stayed) > 0.9 * len(stayed)
+    assert all(each.done for each in stayed) and all(len(each.ends) <= 1 for each in heard.values())
     usages = [usage for id in heard if (usage := ledger.past(id))]
     assert len(usages) >= COUNT - len(gone), "who left before being accepted has none"
     for usage in usages:
         told = heard[usage.request_id]
-        assert usage.finish_reason == "abort"
         if usage.request_id not in gone:
+            assert (usage.finish_reason, usage.cause) == told.end
             assert usage.output_tokens == len(told.tokens)
+        else:
+            assert usage.finish_reason in ("abort", "length")
     assert sum(ledger.metrics.requests.values()) == len(usages)
-    assert ledger.metrics.tokens["output"] == sum(usage.output_tokens for usage in usages)
+    for kind in ("output", "engine"):
+        assert ledger.metrics.tokens[kind] == sum(getattr(usage, f"{kind}_tokens") for usage in usages)

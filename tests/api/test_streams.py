@@ -92,7 +92,7 @@ def test_a_silent_engine_is_covered_by_comments(model: Path):
     """Sentence 51."""
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         yield Chunk([70], [0], ended=end())
 
     client = run(model, ScriptedEngines(script), asking(), keep_alive_s=0.03)

@@ -118,9 +118,9 @@ async def test_a_server_that_is_not_there_is_one_sentence():
 
 def test_a_seed_gives_the_same_prompts_and_arrivals():
     load = Load(url="x", pace=OpenLoop(10), requests=200, seed=4)
-    assert load.bodies("m") == load.bodies("m") and len(set(load.bodies("m"))) == 200
-    assert load.arrivals_s(10) == load.arrivals_s(10)
-    assert 15 < load.arrivals_s(10)[-1] < 25
+    assert load.conversations() == load.conversations() and len(set(load.conversations())) == 200
+    assert load.arrivals_s(10, 200) == load.arrivals_s(10, 200)
+    assert 15 < load.arrivals_s(10, 200)[-1] < 25
 
 
 @pytest.mark.parametrize(

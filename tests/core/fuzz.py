@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headgate.core.blocks import BlockPool
+from headgate.core.leases import Filled, Granted, Lease, Withdrawn
 from headgate.core.scheduler import Flow, Limits, Scheduler
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import RequestError
@@ -26,6 +27,14 @@ from headgate.testing.device import FakeDevice, expected_entries, expected_token
 BLOCK_SIZE = 4
 VOCAB_SIZE = 97
 EOS = (0, 17)
+EXPORT_LOST = ("preempted", "weights", "capacity", "transfer_failed")
+
+
+@dataclass(eq=False)
+class Transfer:
+    fetch: Fetch
+    copied: int = 0  # blocks
+    wanted: bool = True
 
 
 @dataclass
@@ -37,11 +46,13 @@ class Client:
     scored: int = 0
     ended: Ended | None = None
     aborted: bool = False  # an abort was asked or a deadline passed, so that ending early is right
+    movable: bool = False  # its engine gives up what it cannot keep
     judged: bool = True  # False once its KV mixes weights, when no reference exists
 
     def hear_token(self, token: int, version: int) -> None:
         assert self.ended is None, "a token after the terminal output"
         request = self.request
+        assert not request.export_kv, "an export samples nothing"
         before = [*request.prompt, *request.generated, *self.tokens]
         if self.judged:
             assert token == expected_token(before, version, VOCAB_SIZE), "wrong token"
@@ -54,6 +65,9 @@ class Client:
         answer = [*request.generated, *self.tokens]
         assert ended.output_tokens == len(answer), "usage does not match what was delivered"
         assert ended.cached_tokens <= ended.prompt_tokens + len(request.generated)
+        if request.export_kv:
+            assert ended.finish_reason == "stop" or self.aborted or ended.cause in EXPORT_LOST, "lost for no reason"
+            return
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS)}
         for i, token in enumerate(answer[:-1]):
             assert i < sampling.min_tokens or i < len(request.generated) or token not in stops, "went on after a stop"
@@ -61,9 +75,11 @@ class Client:
             assert answer[-1] in stops and len(answer) > sampling.min_tokens
         elif ended.finish_reason == "length":
             assert sampling.max_tokens is None or len(answer) == sampling.max_tokens
+        elif ended.finish_reason == "pd_reschedule":
+            assert self.movable and ended.cause == "preempted"
         else:
             assert self.aborted, f"ended with {ended.finish_reason} though nobody asked"
-        if ended.finish_reason != "abort" and ended.timings.started_s is not None:
+        if ended.finish_reason in ("stop", "length") and ended.timings.started_s is not None:
             wanted = 0 if sampling.prompt_logprobs is None else len(request.prompt) - 1
             assert self.scored == wanted, "each prompt position is scored exactly once"
 
@@ -90,17 +106,21 @@ class Engine:
             eos_token_ids=EOS,
             patience_s=20,
             lease_s=25,
+            export_wait_s=rng.choice([5, 60]),
             engine=name,
             generation=rng.randrange(100),
+            reschedules=rng.random() < 0.2,
         )
         self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), limits)
         self.device = FakeDevice(num_blocks, BLOCK_SIZE, limits.max_running, VOCAB_SIZE)
         self.depth = rng.choice([1, 2, 3])
         self.clients: dict[int, Client] = {}
         self.resume_at = 0.0
+        self.shelf: dict[int, Lease] = {}  # what a transport would serve
+        self.filled: Counter[int] = Counter()  # blocks of each lease
 
     def offer(self, request: GenerateRequest) -> bool:
-        client = Client(request)
+        client = Client(request, movable=self.scheduler.limits.reschedules)
         self.clients[request.id] = client
         try:
             self.scheduler.add(request)
@@ -146,11 +166,24 @@ class Engine:
             self.clients[sampling[i].id].aborted = True
         return msgspec.structs.replace(result, lost=tuple(lost))
 
+    def read_news(self) -> None:
+        """What the transport is told before a plan can touch blocks that were lent."""
+        for news in self.scheduler.leases.take_news():
+            match news:
+                case Granted(lease):
+                    self.shelf[lease.id] = lease
+                case Filled(id, blocks):
+                    assert self.filled[id] <= blocks <= len(self.shelf[id].blocks), "filled beyond the lease"
+                    self.filled[id] = blocks
+                case Withdrawn(id):
+                    del self.shelf[id]
+
     def _schedule(self) -> StepPlan | None:
         scheduler = self.scheduler
         fresh = [seq for seq in scheduler.waiting if seq.started_s is None]
         flow = scheduler.flow
         plan = scheduler.schedule()
+        self.read_news()
         if plan is not None:
             assert flow is not Flow.FROZEN, "scheduled while frozen"
             assert sum(plan.counts) <= scheduler.limits.max_batch_tokens and len(set(plan.rows)) == len(plan.rows)
@@ -175,13 +208,14 @@ class Engine:
 
     def hear(self, outputs: Outputs) -> list[tuple[Client, Ticket]]:
         """Pass outputs on to the clients; returns the tickets that came with them."""
+        tickets = [(self.clients[id], ticket) for id, ticket in outputs.tickets.items()]
         for id, token in zip(outputs.ids, outputs.tokens, strict=True):
             self.clients[id].hear_token(token, outputs.version)
         for id, scores in outputs.prompt_logprobs.items():
             self.clients[id].hear_scores(scores, outputs.version)
         for ended in outputs.ended:
             self.clients[ended.id].hear_end(ended)
-        return [(self.clients[ended.id], ended.ticket) for ended in outputs.ended if ended.ticket]
+        return tickets
 
     def tick(self, now_s: float) -> None:
         for seq in self.scheduler.sequences.values():
@@ -202,7 +236,7 @@ class World:
         self.p, self.d = Engine("P", self.rng), Engine("D", self.rng)
         self.engines = (self.p, self.d)
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(4)]
-        self.fetches: list[tuple[Engine, Fetch]] = []
+        self.fetches: list[Transfer] = []
         self.counts: Counter[str] = Counter()
         self.ids = iter(range(1, 10**9))
         self.now_s = 0.0
@@ -226,7 +260,8 @@ class World:
             self.trouble()
         for engine in self.engines:
             engine.tick(self.now_s)
-            self.fetches += [(engine, fetch) for fetch in engine.step()]
+            self.fetches += [Transfer(fetch) for fetch in engine.step()]
+            self.give_up_tickets(engine)
             self.deliver(engine)
             engine.scheduler.check()
         self.move_kv()
@@ -307,43 +342,70 @@ class World:
         table = self.p.scheduler.leases
         for lease in list(table):
             assert not table.renew(lease.id, lease.generation + 1, 1e9)
-            self.p.scheduler.end_lease(lease.id, lease.generation + 1)
+            self.p.scheduler.end_lease(lease.id, lease.generation + 1, fetched=True)
             assert table.find(lease.id, lease.generation) is lease, "a stale generation ended a lease"
             assert table.renew(lease.id, lease.generation, self.now_s + 25)
 
     def deliver(self, engine: Engine) -> None:
         for client, ticket in engine.hear(engine.scheduler.take_outputs()):
-            # D asks for a longer answer to the same prompt, with the KV that P keeps for it.
-            sampling = SamplingParams(prompt_logprobs=0 if self.rng.random() < 0.1 else None)
-            request = GenerateRequest(next(self.ids), client.request.prompt, sampling, ticket=self.damage(ticket))
+            # D answers what P computes the KV for.
+            asked = client.request
+            sampling = msgspec.structs.replace(
+                asked.sampling, prompt_logprobs=0 if self.rng.random() < 0.1 else None, grammar=None
+            )
+            request = GenerateRequest(
+                next(self.ids), asked.prompt, sampling, generated=asked.generated, ticket=self.damage(ticket)
+            )
             self.counts["tickets"] += self.d.offer(request)
 
     def damage(self, ticket: Ticket) -> Ticket:
+        wrong: dict[str, object] = {}
         if self.rng.random() < 0.1:
-            wrong = (b"?" * 16,) * len(ticket.keys) if ticket.keys else (b"?" * 16,)
-            return Ticket(ticket.engine, ticket.lease, ticket.generation, ticket.tokens, ticket.version, wrong)
-        if self.rng.random() < 0.1:
-            return Ticket(
-                ticket.engine, ticket.lease, ticket.generation, ticket.tokens, ticket.version + 1, ticket.keys
-            )
-        return ticket
+            wrong = {"key": b"?" * 16}
+        elif self.rng.random() < 0.1:
+            wrong = {"version": ticket.version + 1}
+        elif self.rng.random() < 0.1:
+            wrong = {"tokens": ticket.tokens + self.rng.randrange(-BLOCK_SIZE, BLOCK_SIZE)}
+        return msgspec.structs.replace(ticket, **wrong)
+
+    def give_up_tickets(self, engine: Engine) -> None:
+        unwanted, engine.scheduler.unwanted = engine.scheduler.unwanted, []
+        for id in unwanted:
+            ticket = engine.clients[id].request.ticket
+            assert ticket is not None
+            for transfer in self.fetches:
+                transfer.wanted &= transfer.fetch.id != id
+            self.p.scheduler.end_lease(ticket.lease, ticket.generation, fetched=False)
 
     def move_kv(self) -> None:
         """Transfers write whenever they like, in no order with the steps, and may fail having written rubbish."""
-        for item in list(self.fetches):
+        for transfer in list(self.fetches):
             if self.rng.random() < 0.5:
-                self.fetches.remove(item)
-                self.land_fetch(*item)
+                self.advance(transfer)
 
-    def land_fetch(self, engine: Engine, fetch: Fetch) -> None:
-        source = self.p.scheduler.leases.find(fetch.ticket.lease, fetch.ticket.generation)
-        ok = source is not None and self.rng.random() < 0.85
-        kept = source.blocks[fetch.skip :] if source is not None and ok else []
-        for i, block in enumerate(fetch.blocks):
-            engine.device.kv[block][:] = self.p.device.kv[kept[i]] if ok else [-7] * BLOCK_SIZE
-        engine.scheduler.transfer_done(fetch.number, ok)
-        engine.scheduler.check()
-        self.p.scheduler.end_lease(fetch.ticket.lease, fetch.ticket.generation)
+    def advance(self, transfer: Transfer) -> None:
+        """Copy what P has filled so far. What was copied counts only if the lease is still there after the last block."""
+        fetch, ticket = transfer.fetch, transfer.fetch.ticket
+        lease = self.p.shelf.get(ticket.lease)
+        if lease is None or not transfer.wanted or self.rng.random() < 0.05:
+            return self.land_fetch(transfer, ok=False)
+        ready = self.p.filled[lease.id] - fetch.skip
+        for i in range(transfer.copied, min(ready, len(fetch.blocks))):
+            self.d.device.kv[fetch.blocks[i]][:] = self.p.device.kv[lease.blocks[fetch.skip + i]]
+            transfer.copied = i + 1
+        if transfer.copied == len(fetch.blocks):
+            return self.land_fetch(transfer, ok=True)
+        return None
+
+    def land_fetch(self, transfer: Transfer, *, ok: bool) -> None:
+        self.fetches.remove(transfer)
+        fetch, ticket = transfer.fetch, transfer.fetch.ticket
+        for block in () if ok else fetch.blocks:
+            self.d.device.kv[block][:] = [-7] * BLOCK_SIZE
+        self.d.scheduler.transfer_done(fetch.id, ok)
+        self.d.scheduler.check()
+        self.p.scheduler.end_lease(ticket.lease, ticket.generation, fetched=ok)
+        self.p.scheduler.check()
         self.counts["transfers" if ok else "transfers lost"] += 1
 
     def end_pauses(self) -> None:
@@ -384,6 +446,8 @@ class World:
             assert engine.quiet() and not self.fetches, f"{engine.name} never came to rest: {scheduler!r}"
             assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks leaked"
             assert not scheduler._deadlines and not scheduler._fetching
+            engine.read_news()
+            assert not engine.shelf, "a lease was never withdrawn"
             assert all(client.ended is not None for client in engine.clients.values())
             self.counts["tokens"] += sum(len(client.tokens) for client in engine.clients.values())
             self.counts["preemptions"] += scheduler.counters.preemptions

@@ -52,8 +52,8 @@ MUTANTS = [
     ),
     scheduler(
         "a transfer is a hold",
-        "        self._fetching[number] = seq\n        seq.holds += 1\n",
-        "        self._fetching[number] = seq\n",
+        "        self._fetching[seq.id] = seq\n        seq.holds += 1\n",
+        "        self._fetching[seq.id] = seq\n",
     ),
     scheduler(
         "a step is a hold",
@@ -73,7 +73,11 @@ MUTANTS = [
     scheduler(
         "mixed-weight KV is not published", "if full <= seq.published or not seq.pure:", "if full <= seq.published:"
     ),
-    scheduler("mixed-weight KV is not exported", "export_kv or not seq.pure or", "export_kv or"),
+    scheduler(
+        "mixed-weight KV is not exported",
+        '            if seq.exports:\n                self._finish(seq, "abort", "weights")\n',
+        "",
+    ),
     scheduler("new weights taint running KV", "            seq.pure = False\n", "            pass\n"),
     scheduler("new weights recompute when asked", "        if recompute:\n", "        if False:\n"),
     scheduler(
@@ -91,7 +95,8 @@ MUTANTS = [
         "if ok and ticket is not None and ticket.version == self.version:",
         "if ok and ticket is not None:",
     ),
-    scheduler("a ticket's keys are checked", " and ticket.keys == self._seal(seq, ticket.tokens)", ""),
+    scheduler("a ticket's keys are checked", " and ticket.key == self._keys(seq, count)[-1]", ""),
+    scheduler("a ticket is for whole blocks", "return rest == 0 and ", "return "),
     scheduler("a failed transfer is a prefill", "if ok and ticket is not None", "if ticket is not None"),
     scheduler(
         "a ticket is good for one fetch",
@@ -101,13 +106,13 @@ MUTANTS = [
     scheduler("a transfer leaves one token to compute", "min(ticket.tokens, len(seq.tokens) - 1))", "ticket.tokens)"),
     scheduler(
         "a transfer skips what we have",
-        "skip, number = seq.published, next(self._fetches)",
-        "skip, number = 0, next(self._fetches)",
+        "        skip = seq.published\n",
+        "        skip = 0\n",
     ),
     scheduler(
         "a prefix hit leaves one token to compute",
-        "(len(seq.tokens) - 1) // self.pool.block_size))",
-        "len(seq.tokens) // self.pool.block_size))",
+        "(len(seq.tokens) - 1) // self.pool.block_size - seq.exports))",
+        "len(seq.tokens) // self.pool.block_size - seq.exports))",
     ),
     scheduler(
         "only known tokens are published", "full = min(seq.computed, len(seq.tokens)) //", "full = seq.computed //"
@@ -127,12 +132,59 @@ MUTANTS = [
         "            if seq.phase is not Phase.RUNNING:\n                # Ab",
         "            if seq.phase is Phase.WAITING:\n                # Ab",
     ),
-    scheduler("a lease is a holder", "        self.pool.retain(kept)\n", ""),
-    scheduler("an expired lease gives its blocks back", "            self.pool.release(lease.blocks)\n", ""),
     scheduler(
-        "an ended lease gives its blocks back",
-        "        self.pool.release(self.leases.end(id, generation))",
-        "        self.leases.end(id, generation)",
+        "an expired lease ends its export",
+        "            self.end_lease(lease.id, lease.generation, fetched=False)\n",
+        "            self.leases.end(lease.id)\n",
+    ),
+    scheduler(
+        "an export ends with its lease",
+        "            self._finish(self.sequences[lease.sequence], reason, cause)\n",
+        "            self.leases.end(id)\n",
+    ),
+    scheduler(
+        "a lease ends with its export",
+        "            self.leases.end(seq.lease)\n            seq.lease = None\n",
+        "            seq.lease = None\n",
+    ),
+    scheduler(
+        "blocks are lent when they have landed",
+        "(plan.starts[i] + plan.counts[i]) // self.pool.block_size)",
+        "seq.computed // self.pool.block_size)",
+    ),
+    scheduler(
+        "only whole blocks are lent",
+        "(plan.starts[i] + plan.counts[i]) //",
+        "(plan.starts[i] + plan.counts[i] + 3) //",
+    ),
+    scheduler("an export computes its last block", "self.pool.block_size - seq.exports))", "self.pool.block_size))"),
+    scheduler("an export holds what it exports alone", "min(len(seq.tokens), seq.limit - 1)", "len(seq.tokens)"),
+    scheduler(
+        "an export that makes room is given up",
+        '        if seq.exports:\n            self._finish(seq, "abort", "preempted")\n        elif',
+        "        if",
+    ),
+    scheduler(
+        "what finds no room is given back when asked", "        elif self.limits.reschedules:", "        elif False:"
+    ),
+    scheduler("an export waits only so long", "self.limits.export_wait_s if request.export_kv else inf", "inf"),
+    scheduler(
+        "an export that has begun waits no more",
+        "        seq.deadline_s = inf if seq.request.timeout_s is None",
+        "        seq.deadline_s = seq.deadline_s if seq.request.timeout_s is None",
+    ),
+    scheduler("a ticket that is not wanted is told of", "            self.unwanted.append(seq.id)\n", ""),
+    scheduler(
+        "a ticket that is not used is let go",
+        "        if seq.phase is Phase.RUNNING:\n            self._drop_ticket(seq)\n",
+        "",
+    ),
+    scheduler("an export without a block ends at once", "            if seq.limit == 1:", "            if False:"),
+    scheduler("who serves no KV exports none", "        if not self.limits.exports:", "        if False:"),
+    scheduler(
+        "a shutdown gives back what can go on",
+        'if cause == "shutdown" and self.limits.reschedules else "abort"',
+        'if False else "abort"',
     ),
     scheduler("a prefix hit is a holder", "        self.pool.retain(hit)\n", ""),
     scheduler("frozen means nothing runs", "        if self.flow is Flow.FROZEN:\n            return None\n", ""),
@@ -151,13 +203,13 @@ MUTANTS = [
     ),
     scheduler(
         "deadlines end sequences",
-        '            self._finish(self._deadlines.front(), "abort", "deadline")',
-        "            return",
+        '            self._finish(seq, "abort", "capacity" if',
+        '            return\n            self._finish(seq, "abort", "capacity" if',
     ),
     scheduler(
         "a finished sequence leaves the deadlines",
-        "            self._deadlines.remove((seq.deadline_s, seq.order[-1]), seq)\n",
-        "            pass\n",
+        "        self._unwatch(seq)\n        self._outbox",
+        "        self._outbox",
     ),
     scheduler("an abort is answered for live ids only", "        return live\n", "        return list(ids)\n"),
     scheduler(
@@ -266,10 +318,10 @@ MUTANTS = [
     ),
     Mutant("keys are chained", "protocol/keys.py", "blake2b(parent + array", "blake2b(array"),
     leases("a stale generation is refused", " and lease.generation == generation else None", " else None"),
-    leases(
-        "leases expire", "expired = [lease for lease in self if lease.until_s <= now_s]", "expired: list[Lease] = []"
-    ),
-    leases("an expired lease is gone", "            del self._leases[lease.id]\n", "            pass\n"),
+    leases("leases expire", "return [lease for lease in self if lease.until_s <= now_s]", "return []"),
+    leases("an ended lease is gone", "        del self._leases[id]\n", "        pass\n"),
+    leases("the end of a lease is told", "        self._news.append(Withdrawn(id))\n", ""),
+    leases("news is told once", "        news, self._news = self._news, []\n", "        news = self._news\n"),
     blocks(
         "an evicted block is forgotten",
         "            self._forget(block)\n        self._holders[block] = 1",
@@ -291,6 +343,11 @@ MUTANTS = [
         "if block not in self._key_of:",
     ),
     blocks("a flushed block is free", "        self._free.extend(dropped)\n", ""),
+    blocks("an eviction moves the horizon", "            self.horizon_s = max(self.horizon_s, used_s)\n", ""),
+    blocks("the horizon never goes back", "= max(self.horizon_s, used_s)", "= used_s"),
+    blocks("a flush moves the horizon", "        self.move_horizon()\n        return", "        return"),
+    blocks("blocks are stamped when let go", "self._cached[block] = self.now_s", "self._cached[block] = 0.0"),
+    scheduler("new weights move the horizon", "        self.pool.move_horizon()\n", ""),
 ]
 
 # Mutants that break no promise, and why.

@@ -1,20 +1,37 @@
 from __future__ import annotations
 
-from headgate.core.leases import LeaseTable
+from itertools import count
+
+from headgate.core.leases import Filled, Granted, LeaseTable, Withdrawn
 
 
-def test_a_lease_is_ended_once_and_only_by_its_own_generation():
-    table = LeaseTable(generation=7)
-    lease = table.grant([1, 2], until_s=10)
-    assert table.end(lease.id, 6) == [] and table.end(99, 7) == []
-    assert table.end(lease.id, 7) == [1, 2]
-    assert table.end(lease.id, 7) == [] and len(table) == 0
+def table() -> LeaseTable:
+    return LeaseTable(generation=7, draw_id=count(1).__next__)
+
+
+def test_a_lease_is_found_only_by_its_own_generation():
+    leases = table()
+    lease = leases.grant(5, 0, (1, 2), until_s=10)
+    assert leases.find(lease.id, 6) is None and leases.find(99, 7) is None
+    assert leases.find(lease.id, 7) is lease
+    leases.end(lease.id)
+    assert leases.find(lease.id, 7) is None and len(leases) == 0
 
 
 def test_a_renewed_lease_lives_longer():
-    table = LeaseTable(generation=7)
-    kept, lost = table.grant([1], until_s=10), table.grant([2], until_s=10)
-    assert table.renew(kept.id, 7, until_s=20)
-    assert not table.renew(kept.id, 6, until_s=99)
-    assert [lease.id for lease in table.expire(10)] == [lost.id]
-    assert [lease.id for lease in table.expire(20)] == [kept.id]
+    leases = table()
+    kept, lost = leases.grant(1, 0, (1,), until_s=10), leases.grant(2, 0, (2,), until_s=10)
+    assert leases.renew(kept.id, 7, until_s=20)
+    assert not leases.renew(kept.id, 6, until_s=99)
+    assert [lease.id for lease in leases.overdue(10)] == [lost.id]
+    assert [lease.id for lease in leases.overdue(20)] == [kept.id, lost.id]
+
+
+def test_what_happens_to_leases_is_told_in_order_and_once():
+    leases = table()
+    lease = leases.grant(5, 0, (1, 2), until_s=10)
+    leases.fill(lease.id, 1)
+    assert leases.blocks == 2
+    leases.end(lease.id)
+    assert leases.take_news() == [Granted(lease), Filled(lease.id, 1), Withdrawn(lease.id)]
+    assert leases.take_news() == []

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 import pytest
 
 from headgate.core.blocks import BlockPool
+from headgate.core.leases import Filled, Granted, Withdrawn
 from headgate.core.scheduler import Flow, Limits, Scheduler
 from headgate.core.sequence import Phase
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
 from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.testing.device import expected_entries
 from tests.core.engine import BLOCK_SIZE, VOCAB_SIZE, Engine, prompt_of
 
 
@@ -417,6 +421,23 @@ def test_new_weights_make_new_tokens_and_never_hit_old_kv(recompute):
         assert engine.tokens[1][1:] == engine.answer(prompt, 3)
 
 
+def test_42_the_horizon_is_when_what_was_evicted_had_ended_and_new_weights_move_it_to_now():
+    engine = Engine(blocks=8)
+    for now_s, id in enumerate((1, 2), start=1):
+        engine.scheduler.tick(now_s)
+        engine.add(id, prompt=8)
+        engine.run()
+    assert engine.pool.horizon_s == -inf
+    engine.scheduler.tick(3.0)
+    engine.add(3, prompt=20)
+    engine.run()
+    assert engine.pool.horizon_s == 1.0, "the first request's prefix is gone, the second's is not"
+    engine.scheduler.tick(5.0)
+    engine.scheduler.pause(Flow.FROZEN)
+    engine.scheduler.weights_changed(1, recompute=True)
+    assert engine.pool.horizon_s == 5.0
+
+
 def test_a_block_half_filled_by_old_weights_is_not_published():
     engine = Engine(budget=3)
     engine.add(1, prompt=8, max_tokens=1)
@@ -463,7 +484,7 @@ def test_kv_that_others_count_on_is_not_given_up():
     assert engine.scheduler.lends_kv
     with pytest.raises(AssertionError):
         engine.scheduler.kv_lost()
-    engine.scheduler.end_lease(ticket.lease, ticket.generation)
+    engine.scheduler.end_lease(ticket.lease, ticket.generation, fetched=True)
     assert not engine.scheduler.lends_kv
     engine.scheduler.kv_lost()
 
@@ -534,50 +555,164 @@ def prefilled(prompt: int = 10, **limits: object) -> tuple[Engine, Ticket]:
     engine = Engine(engine="P", generation=3, **limits)
     engine.add(1, prompt=prompt, max_tokens=1, export_kv=True)
     engine.run()
-    ticket = engine.ended[1].ticket
-    assert ticket is not None
-    return engine, ticket
+    return engine, ticket_of(engine)
 
 
-def test_an_exported_prompt_stays_under_a_lease_until_that_ends():
+def ticket_of(engine: Engine, id: int = 1) -> Ticket:
+    (ticket,) = (told.tickets[id] for told in engine.told if id in told.tickets)
+    return ticket
+
+
+def end_of(engine: Engine, id: int = 1) -> tuple[str, str]:
+    engine.listen()
+    return engine.ended[id].finish_reason, engine.ended[id].cause
+
+
+def test_an_export_computes_whole_blocks_and_samples_nothing():
     engine, ticket = prefilled(blocks=8)
-    assert (ticket.engine, ticket.generation, ticket.tokens, len(ticket.keys)) == ("P", 3, 10, 3)
-    assert engine.pool.held == 3
-    engine.scheduler.end_lease(ticket.lease, ticket.generation + 1)
-    assert engine.pool.held == 3
-    engine.scheduler.end_lease(ticket.lease, ticket.generation)
-    engine.scheduler.end_lease(ticket.lease, ticket.generation)
-    assert engine.pool.held == 0
+    assert (ticket.engine, ticket.generation, ticket.tokens) == ("P", 3, 8)
+    assert not engine.tokens and not engine.ended and engine.pool.held == 2
+    assert engine.device.kv[0] + engine.device.kv[1] == expected_entries(prompt_of(1, 8), 0)
+
+
+def test_an_export_ends_when_its_kv_has_been_fetched():
+    engine, ticket = prefilled(blocks=8)
+    engine.scheduler.end_lease(ticket.lease, ticket.generation + 1, fetched=True)
+    assert engine.pool.held == 2
+    engine.scheduler.end_lease(ticket.lease, ticket.generation, fetched=True)
+    engine.scheduler.end_lease(ticket.lease, ticket.generation, fetched=False)
+    assert engine.pool.held == 0 and not engine.scheduler.leases
+    assert end_of(engine) == ("stop", "exported")
+
+
+def test_an_export_that_the_other_engine_gives_up_ends_at_once():
+    engine, ticket = prefilled()
+    engine.scheduler.end_lease(ticket.lease, ticket.generation, fetched=False)
+    assert end_of(engine) == ("abort", "transfer_failed") and engine.pool.held == 0
+
+
+def test_the_ticket_comes_before_the_prompt_is_computed_and_blocks_are_lent_as_they_fill():
+    engine = Engine(budget=4)
+    engine.add(1, prompt=14, export_kv=True)
+    plan = engine.launch()
+    engine.listen()
+    ticket = ticket_of(engine)
+    assert plan.counts == [4] and ticket.tokens == 12
+    (lease,) = engine.scheduler.leases
+    assert engine.scheduler.leases.take_news() == [Granted(lease)]
+    engine.land()
+    engine.step()
+    assert engine.scheduler.leases.take_news() == [Filled(lease.id, 1), Filled(lease.id, 2)]
+    engine.scheduler.abort([1], "client_disconnect")
+    assert engine.scheduler.leases.take_news() == [Withdrawn(lease.id)]
+
+
+def test_an_export_computes_its_last_block_even_if_all_are_cached():
+    engine = Engine()
+    engine.add(1, prompt=12, max_tokens=1)
+    engine.run()
+    engine.add(2, prompt=prompt_of(1, 12), export_kv=True)
+    assert engine.step().counts == [4]
+    assert Filled(1, 2) in engine.scheduler.leases.take_news()
+
+
+def test_a_prompt_without_a_whole_block_has_nothing_to_export():
+    engine = Engine()
+    engine.add(1, prompt=4, export_kv=True)
+    assert end_of(engine) == ("stop", "exported") and not engine.scheduler.leases
+    assert not any(told.tickets for told in engine.told)
+
+
+def test_an_engine_that_others_cannot_reach_exports_nothing():
+    engine = Engine(exports=False)
+    with pytest.raises(RequestError, match="serves no KV to others"):
+        engine.add(1, prompt=9, export_kv=True)
+
+
+def test_an_export_goes_on_from_what_was_generated():
+    engine = Engine()
+    engine.add(1, prompt=4, export_kv=True, generated=(5, 6, 7, 8, 9))
+    engine.run()
+    assert ticket_of(engine).tokens == 8
 
 
 def test_a_lease_that_nobody_fetches_expires():
     engine, _ = prefilled(lease_s=30.0)
     assert engine.scheduler.next_deadline_s == 30.0
     engine.scheduler.tick(29.9)
-    assert engine.pool.held == 3
+    assert engine.pool.held == 2
     engine.scheduler.tick(30.0)
     assert engine.pool.held == 0 and engine.scheduler.counters.leases_expired == 1
+    assert end_of(engine) == ("abort", "transfer_failed")
+
+
+def test_an_export_waits_only_so_long_for_room_and_then_has_its_own_time():
+    engine = Engine(blocks=8, export_wait_s=5.0, lease_s=100.0)
+    engine.add(1, prompt=20, max_tokens=8)
+    engine.launch()
+    engine.add(2, prompt=20, export_kv=True)
+    engine.scheduler.tick(5.0)
+    assert end_of(engine, 2) == ("abort", "capacity")
+    engine.land()
+    engine.run()
+    engine.add(3, prompt=20, export_kv=True, timeout_s=50.0)
+    engine.step()
+    engine.scheduler.tick(54.0)
+    assert 3 not in engine.ended
+    engine.scheduler.tick(55.0)
+    assert end_of(engine, 3) == ("abort", "deadline")
 
 
 def test_an_aborted_export_leaves_no_lease():
     engine = Engine()
-    engine.add(1, max_tokens=1, export_kv=True)
+    engine.add(1, prompt=8, max_tokens=1, export_kv=True)
     engine.launch()
     engine.scheduler.abort([1], "api_abort")
     engine.land()
-    assert not engine.scheduler.leases and engine.ended[1].ticket is None
+    assert not engine.scheduler.leases and engine.pool.held == 0
 
 
-def test_kv_of_mixed_weights_is_not_exported():
+def test_32_an_export_that_must_make_room_is_given_up_at_once():
+    engine = Engine(blocks=8)
+    engine.add(1, prompt=9, max_tokens=20)
+    engine.add(2, prompt=13, export_kv=True, priority=1)
+    while 2 not in engine.ended:
+        engine.step()
+    assert end_of(engine, 2) == ("abort", "preempted") and not engine.scheduler.leases
+    engine.run()
+    assert engine.tokens[1] == engine.answer(prompt_of(1, 9), 20)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_kv_of_mixed_weights_is_not_exported(recompute):
     engine = Engine(budget=4)
-    engine.add(1, prompt=8, max_tokens=1, export_kv=True)
+    engine.add(1, prompt=9, max_tokens=1, export_kv=True)
     engine.step()
     engine.scheduler.pause(Flow.FROZEN)
     engine.device.version = 1
-    engine.scheduler.weights_changed(1, recompute=False)
-    engine.scheduler.resume()
+    engine.scheduler.weights_changed(1, recompute=recompute)
+    assert end_of(engine) == ("abort", "weights") and not engine.scheduler.leases
+
+
+def test_33_what_finds_no_room_is_given_back_to_be_resumed_elsewhere():
+    engine = Engine(blocks=8, reschedules=True)
+    engine.add(1, prompt=9, max_tokens=20)
+    engine.add(2, prompt=13, max_tokens=12, priority=1)
     engine.run()
-    assert engine.ended[1].ticket is None and not engine.scheduler.leases
+    assert end_of(engine, 2) == ("pd_reschedule", "preempted")
+    assert engine.tokens[1] == engine.answer(prompt_of(1, 9), 20)
+    assert 0 < engine.ended[2].output_tokens == len(engine.tokens[2]) < 12
+    assert engine.scheduler.counters.rescheduled == 1 and engine.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize(("reschedules", "reason"), [(True, "pd_reschedule"), (False, "abort")])
+def test_33_what_a_shutdown_cuts_can_be_resumed_elsewhere(reschedules, reason):
+    engine = Engine(reschedules=reschedules)
+    engine.add(1, prompt=9, max_tokens=20)
+    engine.add(2, prompt=9, export_kv=True)
+    engine.step()
+    engine.scheduler.abort([1, 2], "shutdown")
+    assert end_of(engine, 1) == (reason, "shutdown") and end_of(engine, 2) == ("abort", "shutdown")
 
 
 def fetching(ticket: Ticket, **limits: object) -> Engine:
@@ -586,7 +721,7 @@ def fetching(ticket: Ticket, **limits: object) -> Engine:
     return engine
 
 
-def test_a_fetched_prompt_leaves_one_token_to_compute():
+def test_a_fetched_prompt_leaves_the_rest_to_compute():
     p, ticket = prefilled()
     d = fetching(ticket)
     (fetch,) = d.launch().fetches
@@ -594,8 +729,8 @@ def test_a_fetched_prompt_leaves_one_token_to_compute():
     lease = p.scheduler.leases.find(ticket.lease, ticket.generation)
     for ours, theirs in zip(fetch.blocks, lease.blocks, strict=True):
         d.device.kv[ours][:] = p.device.kv[theirs]
-    d.scheduler.transfer_done(fetch.number, ok=True)
-    assert d.step().counts == [1]
+    d.scheduler.transfer_done(fetch.id, ok=True)
+    assert d.step().counts == [2]
     d.run()
     assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
 
@@ -606,14 +741,14 @@ def test_a_step_takes_no_more_than_its_budget_however_many_transfers_land():
     for id in (1, 2, 3):
         d.add(id, prompt=prompt_of(1, 10), max_tokens=4, ticket=ticket)
     for fetch in d.launch().fetches:
-        d.scheduler.transfer_done(fetch.number, ok=True)
-    assert d.launch().counts == [1, 1]
+        d.scheduler.transfer_done(fetch.id, ok=True)
+    assert d.launch().counts == [2]
 
 
 def test_a_lost_transfer_is_a_local_prefill():
     d = fetching(prefilled()[1])
     (fetch,) = d.launch().fetches
-    d.scheduler.transfer_done(fetch.number, ok=False)
+    d.scheduler.transfer_done(fetch.id, ok=False)
     assert d.step().counts == [10]
     assert d.scheduler.counters.transfers_lost == 1
     d.run()
@@ -624,12 +759,12 @@ def test_a_ticket_is_good_for_one_fetch_even_if_the_sequence_is_preempted_later(
     d = Engine(blocks=8)
     d.add(1, prompt=10, max_tokens=4, ticket=prefilled()[1], priority=1)
     (fetch,) = d.launch().fetches
-    d.scheduler.transfer_done(fetch.number, ok=False)
+    d.scheduler.transfer_done(fetch.id, ok=False)
     d.add(2, prompt=16, max_tokens=15)
     fetches = []
     while plan := d.step():
         fetches += plan.fetches
-    assert d.scheduler.counters.preemptions == 1 and not fetches
+    assert d.scheduler.counters.preemptions == 1 and not fetches and not d.scheduler.unwanted
     assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
 
 
@@ -637,11 +772,11 @@ def test_blocks_that_we_have_are_not_fetched():
     d = fetching(prefilled()[1])
     d.scheduler.abort([1], "api_abort")
     d.listen()
-    d.add(2, prompt=prompt_of(1, 9), max_tokens=1)
+    d.add(2, prompt=prompt_of(1, 5), max_tokens=1)
     d.run()
     d.add(3, prompt=prompt_of(1, 10), ticket=prefilled()[1])
     (fetch,) = d.launch().fetches
-    assert fetch.skip == 2 and len(fetch.blocks) == 1
+    assert fetch.skip == 1 and len(fetch.blocks) == 1
 
 
 def test_a_ticket_for_less_than_we_have_is_not_used():
@@ -650,22 +785,43 @@ def test_a_ticket_for_less_than_we_have_is_not_used():
     d.run()
     _, ticket = prefilled(prompt=8)
     d.add(3, prompt=prompt_of(1, 9), ticket=ticket)
-    assert not d.launch().fetches
+    assert not d.launch().fetches and d.scheduler.unwanted == [3]
 
 
-@pytest.mark.parametrize("change", [{"version": 1}, {"keys": (b"?" * 16,) * 3}, {"tokens": 11}, {"tokens": 14}])
+@pytest.mark.parametrize(
+    "change", [{"version": 1}, {"key": b"?" * 16}, {"tokens": 9}, {"tokens": 12}, {"tokens": -4}]
+)
 def test_a_ticket_that_does_not_match_is_not_used(change):
     d = fetching(msgspec.structs.replace(prefilled()[1], **change))
     plan = d.launch()
     assert not plan.fetches and plan.counts == [10]
 
 
-def test_even_a_short_prompts_ticket_is_tied_to_its_weights():
-    _, ticket = prefilled(prompt=3)
+def test_a_forged_ticket_for_more_than_the_prompt_is_not_used():
     d = Engine()
-    d.scheduler.version = 1
-    d.add(1, prompt=3, ticket=msgspec.structs.replace(ticket, version=1))
+    forged = d.scheduler._new_sequence(GenerateRequest(1, tuple(prompt_of(1, 10)))).keys(3, version=0, block_size=4)
+    d.add(1, prompt=10, ticket=Ticket("P", 1, 1, 12, 0, forged[-1]))
     assert not d.launch().fetches
+
+
+def test_a_ticket_for_every_token_leaves_one_to_compute():
+    d = Engine()
+    d.add(1, prompt=8, ticket=prefilled(prompt=9)[1])
+    (fetch,) = d.launch().fetches
+    d.scheduler.transfer_done(fetch.id, ok=True)
+    assert d.launch().counts == [1]
+
+
+def test_who_no_longer_wants_what_a_ticket_names_says_so_once():
+    d = fetching(prefilled()[1], blocks=8)
+    d.scheduler.abort([1], "api_abort")
+    assert d.scheduler.unwanted == [1]
+    d = fetching(prefilled()[1], blocks=8)
+    (fetch,) = d.launch().fetches
+    d.scheduler.abort([1], "api_abort")
+    assert d.scheduler.unwanted == [1]
+    d.scheduler.transfer_done(fetch.id, ok=False)
+    assert d.scheduler.unwanted == [1] and d.pool.held == 0
 
 
 def test_an_abort_while_loading_keeps_blocks_until_the_transfer_lands():
@@ -673,7 +829,7 @@ def test_an_abort_while_loading_keeps_blocks_until_the_transfer_lands():
     (fetch,) = d.launch().fetches
     d.scheduler.abort([1], "api_abort")
     assert d.pool.available == 5
-    d.scheduler.transfer_done(fetch.number, ok=True)
+    d.scheduler.transfer_done(fetch.id, ok=True)
     assert d.pool.available == 8
 
 
@@ -685,7 +841,7 @@ def test_kv_that_lands_after_a_weight_change_is_not_used(recompute):
     d.device.version = 1
     d.scheduler.weights_changed(1, recompute=recompute)
     d.scheduler.resume()
-    d.scheduler.transfer_done(fetch.number, ok=True)
+    d.scheduler.transfer_done(fetch.id, ok=True)
     plan = d.step()
     assert plan.counts == [10] and not plan.fetches, "the ticket was good for one fetch"
     d.run()

@@ -338,7 +338,8 @@ def test_a_frozen_engine_sleeps_and_wakes_and_goes_on_as_if_nothing_had_happened
 def test_kv_on_lease_does_not_sleep():
     harness = Harness()
     harness.submit(1, max_tokens=1, export_kv=True)
-    harness.run()
+    harness.loop.turn()
+    harness.loop.turn()
     harness.call(Pause("freeze"))
     harness.loop.turn()
     kv, weights = harness.call(Sleep(("kv_cache",))), harness.call(Sleep(("weights",)))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from headgate.errors import EngineDead
 from headgate.protocol.command import Command, Result
 from headgate.protocol.message import CLIENT_SHIFT, Abort, Answer, Call, Submit, Told
 from headgate.protocol.output import Ended, Outputs, Refused
+from headgate.protocol.plan import Fetch, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
 from headgate.testing.device import FakeDevice, expected_token
 from headgate.testing.executor import FakeExecutor, ManualClock
+from headgate.transfer.transport import Fetched, NoTransport, Released, Renewed, Transport
 
 VOCAB_SIZE = 1000
 
@@ -25,7 +28,9 @@ VOCAB_SIZE = 1000
 class Harness:
     """A loop over the fake device, and everything that its clients have heard."""
 
-    def __init__(self, *, by_hand: bool = False, run_ahead: int = 1, blocks: int = 32) -> None:
+    def __init__(
+        self, *, by_hand: bool = False, run_ahead: int = 1, blocks: int = 32, transport: Transport | None = None
+    ) -> None:
         self.clock = ManualClock()
         limits = Limits(max_context=100, max_running=4, max_batch_tokens=64, vocab_size=VOCAB_SIZE)
         self.executor = FakeExecutor(FakeDevice(blocks, 4, 4, VOCAB_SIZE), by_hand=by_hand)
@@ -35,6 +40,7 @@ class Harness:
             self.executor,
             self.hear,
             supply=self.executor,
+            transport=transport,
             recorder=Recorder(Path(tempfile.mkdtemp(prefix="headgate-test-"))),
             run_ahead=run_ahead,
             clock=self.clock,
@@ -190,10 +196,92 @@ def test_a_deadline_counts_from_arrival_not_from_the_last_turn():
 
 def test_a_ticket_without_a_transport_is_a_local_prefill():
     harness = Harness()
-    keys = harness.scheduler._new_sequence(request(1)).seal(5, version=0, block_size=4)
-    harness.submit(1, ticket=Ticket("elsewhere", 1, 1, 5, 0, keys))
+    (key,) = harness.scheduler._new_sequence(request(1)).keys(1, version=0, block_size=4)
+    harness.submit(1, ticket=Ticket("elsewhere", 1, 1, 4, 0, key))
     harness.run()
     assert harness.tokens(1) == answer(1, 4) and harness.scheduler.counters.transfers_lost == 1
+
+
+class RecordingTransport(NoTransport):
+    """Does nothing, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[object, ...]] = []
+
+    def attach(self, id: int, ticket: Ticket) -> None:
+        self.told.append(("attach", id))
+
+    def fetch(self, fetch: Fetch) -> None:
+        self.told.append(("fetch", fetch.id, fetch.blocks))
+
+    def leave(self, id: int) -> None:
+        self.told.append(("leave", id))
+
+    def offer(self, lease: int, generation: int, version: int, blocks: tuple[int, ...]) -> None:
+        self.told.append(("offer", lease, blocks))
+
+    def fill(self, lease: int, blocks: int) -> None:
+        self.told.append(("fill", lease, blocks))
+
+    def withdraw(self, lease: int) -> None:
+        self.told.append(("withdraw", lease))
+
+
+def test_28_a_lease_that_was_renewed_in_time_is_kept_however_late_the_loop_is():
+    transport = RecordingTransport()
+    harness = Harness(transport=transport)
+    harness.submit(1, export_kv=True)
+    harness.loop.turn()
+    (told,) = harness.heard[0]
+    ticket = told.tickets[1]
+    harness.loop.post(Renewed(ticket.lease, ticket.generation, 50.0))  # at 20 s
+    harness.clock.now_s = 40.0
+    harness.loop.turn()
+    assert not harness.ends() and transport.told == [("offer", 1, (0,)), ("fill", 1, 1)]
+    harness.loop.post(Released(ticket.lease, ticket.generation, fetched=True))
+    harness.loop.turn()
+    assert [ended.cause for ended in harness.ends()] == ["exported"] and transport.told[-1] == ("withdraw", 1)
+
+
+def test_blocks_are_withdrawn_before_anything_is_launched_that_writes_to_them():
+    transport = RecordingTransport()
+    harness = Harness(transport=transport, blocks=6)
+    launch, seen = harness.executor.launch, []
+
+    def watch(plan: StepPlan) -> Future[StepResult]:
+        blocks = {block for join in plan.joins for block in join.blocks} | {b for _, bs in plan.grown for b in bs}
+        seen.append((blocks, ("withdraw", 1) in transport.told))
+        return launch(plan)
+
+    harness.executor.launch = watch  # type: ignore[method-assign]
+    harness.submit(1, export_kv=True, priority=1)
+    harness.loop.turn()
+    (_, _, lent) = transport.told[0]
+    harness.submit(2, max_tokens=18)
+    harness.run()
+    reused = [withdrawn for blocks, withdrawn in seen[1:] if blocks & set(lent)]
+    assert reused and all(reused) and [ended.cause for ended in harness.ends()] == ["preempted", "max_tokens"]
+
+
+def test_a_ticket_is_held_from_the_start_and_let_go_when_it_is_not_wanted():
+    transport = RecordingTransport()
+    harness = Harness(transport=transport, by_hand=True)
+    (key,) = harness.scheduler._new_sequence(request(1)).keys(1, version=0, block_size=4)
+    good, bad = Ticket("elsewhere", 1, 1, 4, 0, key), Ticket("elsewhere", 2, 1, 4, 0, b"?" * 16)
+    harness.submit(1, ticket=good)
+    harness.submit(2, ticket=bad)
+    harness.loop.turn()
+    assert transport.told[:2] == [("attach", 1), ("attach", 2)]
+    assert set(transport.told[2:]) == {("leave", 2), ("fetch", 1, (0,))}
+    harness.loop.post(Abort([1], "client_disconnect"))
+    harness.loop.turn()
+    assert transport.told[-1] == ("leave", 1) and harness.scheduler.pool.held
+    harness.loop.post(Fetched(1, ok=False))
+    harness.executor.land()
+    harness.loop.post(Abort([2], "client_disconnect"))
+    harness.run()
+    assert not harness.scheduler.pool.held
 
 
 def test_a_step_that_fails_ends_the_loop_with_its_error():

@@ -191,7 +191,7 @@ def test_a_block_that_a_stranger_was_given_may_hold_anything(tmp_path):
 
 
 def test_blocks_that_were_fetched_hold_what_was_fetched(tmp_path):
-    fetch = Fetch(0, Ticket("other", 1, 0, 4, 0, ()), 0, (5,))
+    fetch = Fetch(0, Ticket("other", 1, 0, 4, 0, b""), 0, (5,))
     fetching = plan(1, (0, 5, 1, True), fetches=(fetch,))
     hit = plan(2, (1, 4, 1, True), joins=(join(1, "ABCDE", (5, 6)),))
     assert fault(tmp_path, SOUND, fetching, hit) == (None, None)

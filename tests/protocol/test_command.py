@@ -3,7 +3,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headgate.protocol.command import Command, Files, Group, Sleep, UpdateWeights, Wake
+from headgate.protocol.command import (
+    Command,
+    Files,
+    Group,
+    Shared,
+    SharedStorage,
+    SharedTensor,
+    Sleep,
+    UpdateWeights,
+    Wake,
+)
 
 
 @pytest.mark.parametrize(
@@ -11,6 +21,14 @@ from headgate.protocol.command import Command, Files, Group, Sleep, UpdateWeight
     [
         UpdateWeights(Files("/models/a", {"model.safetensors": "00"}), version=3),
         UpdateWeights(Group("tcp://trainer:29500", world_size=3, rank=2), recompute=False),
+        UpdateWeights(Group("tcp://trainer:29500", world_size=2, backend="nccl")),
+        UpdateWeights(
+            Shared(
+                "GPU-1",
+                (SharedStorage(0, b"\xff\0handle", 128, 0, b"counter", 8, b"event", True),),
+                (SharedTensor("norm", "bfloat16", (64,), 0, 0),),
+            )
+        ),
         Sleep(("weights",)),
         Wake(),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from headgate.protocol.keys import KEY_BYTES, next_key, root_key
 from headgate.protocol.output import Outputs
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
 
 
 @pytest.mark.parametrize(
@@ -108,3 +108,8 @@ def keys0(roots: list[bytes]) -> bytes:
 def test_outputs_are_true_when_they_say_something():
     assert not Outputs()
     assert Outputs(ids=[1], tokens=[2])
+
+
+def test_kv_is_fetched_or_computed_for_others_but_not_both():
+    with pytest.raises(ValueError, match="exclude each other"):
+        GenerateRequest(1, (1, 2), export_kv=True, ticket=Ticket("127.0.0.1:1", 1, 1, 16, 0, b""))

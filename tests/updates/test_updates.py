@@ -319,7 +319,7 @@ class Joined(threading.Thread):
 
     def run(self) -> None:
         try:
-            load_weights(self.model, GroupWeights(self.group, lambda: 2**40))
+            load_weights(self.model, GroupWeights(self.group, lambda _: 2**40))
         except Exception as error:
             self.outcome = error
 

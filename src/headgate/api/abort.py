@@ -142,7 +142,7 @@ def find(ledger: Ledger, scope: Scope, names: Iterable[str]) -> Found:
 
 def find_live(ledger: Ledger, scope: Scope, name: str) -> list[Target]:
     """One, or none; several only for the admin, if tenants use the same name."""
-    for label, choice in _readings(name):
+    for label, choice in readings(name):
         records = ledger.named(label, scope.whose)
         if found := [Target(name, r, choice) for r in records if choice is None or choice < r.choices]:
             return found
@@ -150,14 +150,14 @@ def find_live(ledger: Ledger, scope: Scope, name: str) -> list[Target]:
 
 
 def find_past(ledger: Ledger, scope: Scope, name: str) -> UsageRecord | None:
-    for label, choice in _readings(name):
+    for label, choice in readings(name):
         usage = ledger.past(label, scope.whose)
         if usage and (choice is None or choice < len(usage.choices)):
             return usage
     return None
 
 
-def _readings(name: str) -> list[tuple[str, int | None]]:
+def readings(name: str) -> list[tuple[str, int | None]]:
     """What a name may mean, likeliest first: a request, or one of its choices (`{id}-{index}`)."""
     base, dash, index = name.rpartition("-")
     readings: list[tuple[str, int | None]] = [(label, None) for label in _labels(name)]
@@ -234,7 +234,7 @@ def accept(found: Found) -> AbortResult:
 
 
 async def abort_requests(request: Request) -> Response:
-    body, api, scope = await _read(request), api_of(request), scope_of(request)
+    body, api, scope = await read_abort(request), api_of(request), scope_of(request)
     ids, ledger = body.req_ids, api.ledger
     found = find_all(ledger, scope, body.tags) if ids is None else find(ledger, scope, ids)
     if not body.wait:
@@ -244,7 +244,7 @@ async def abort_requests(request: Request) -> Response:
     return answer(request, result, done=not result.errors)
 
 
-async def _read(request: Request) -> AbortRequest:
+async def read_abort(request: Request) -> AbortRequest:
     raw: dict[str, Any] = await read_object(request)
     if "stop_all" in raw:
         raise RequestError("stop_all is called abort_all here", param="stop_all", code="unknown_parameter")

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headgate.api import abort, control, requests
+from headgate.api import abort, control, dashboard, requests
 from headgate.api.chat import chat_completions
 from headgate.api.completions import completions
 from headgate.api.control import Controls
-from headgate.api.dialects import sglang, vllm
+from headgate.api.dialects import sglang, transfer, vllm
 from headgate.api.gate import Gate
 from headgate.api.health import health, live, ready
 from headgate.api.host import Host
@@ -30,6 +30,8 @@ from headgate.api.openapi import openapi
 from headgate.api.responses import responses
 from headgate.api.state import Api
 from headgate.api.tokenize import detokenize, tokenize
+from headgate.dashboard import page
+from headgate.dashboard.feed import Feed
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -93,6 +95,10 @@ ROUTES: tuple[BaseRoute, ...] = (
     post("/pause_generation", sglang.pause_generation),
     post("/continue_generation", sglang.continue_generation),
     post("/update_weights_from_disk", sglang.update_weights_from_disk),
+    post("/init_weights_update_group", transfer.init_weights_update_group),
+    post("/destroy_weights_update_group", transfer.destroy_weights_update_group),
+    post("/update_weights_from_distributed", transfer.update_weights_from_distributed),
+    post("/update_weights_from_tensor", transfer.update_weights_from_tensor),
     by_method("/flush_cache", GET=sglang.flush_cache, POST=sglang.flush_cache),
     post("/release_memory_occupation", sglang.release_memory),
     post("/resume_memory_occupation", sglang.resume_memory),
@@ -110,9 +116,20 @@ ROUTES: tuple[BaseRoute, ...] = (
     post("/wake_up", vllm.wake_up),
     get("/is_sleeping", vllm.is_sleeping),
     post("/reset_prefix_cache", vllm.reset_prefix_cache),
+    post("/init_weight_transfer_engine", transfer.init_weight_transfer_engine),
+    post("/start_weight_update", transfer.start_weight_update),
+    post("/update_weights", transfer.update_weights),
+    post("/finish_weight_update", transfer.finish_weight_update),
     post("/inference/v1/generate", vllm.generate),
     get("/version", vllm.version),
     get("/get_world_size", vllm.get_world_size),
+)
+
+# For people with a browser, and no part of the API.
+PAGE_ROUTES: tuple[BaseRoute, ...] = (
+    *(get(path, dashboard.show_page) for path in page.ASSETS),
+    get(page.EVENTS, dashboard.watch),
+    get(page.NUMBERS, dashboard.tell_numbers),
 )
 
 
@@ -129,9 +146,11 @@ class App(Starlette):
 
 
 def build_app(api: Api, host: Host, keys: Keys, max_body_bytes: int) -> App:
-    app = App(ROUTES, keys, max_body_bytes)
+    app = App((*ROUTES, *PAGE_ROUTES), keys, max_body_bytes)
     app.state.api = api
     app.state.host = host
     app.state.controls = Controls(api, host)
+    app.state.transfers = transfer.Transfers()
     app.state.replays = Replays()
+    app.state.feed = Feed(dashboard.ServerSource(api, host))
     return app

@@ -150,10 +150,21 @@ class ChatDialect:
             **extras(self._body, job, piece, first=first),
         )
         if first:
-            self._begun[job.index] = self._frame.around(
-                b'{"index":%d,"delta":{"content":' % job.index, b'},"logprobs":null,"finish_reason":null}'
-            )
+            self._begin(job)
         return self._frame.event(choice) + self._ending(job, piece)
+
+    def _begin(self, job: Job) -> None:
+        self._begun[job.index] = self._frame.around(
+            b'{"index":%d,"delta":{"content":' % job.index, b'},"logprobs":null,"finish_reason":null}'
+        )
+
+    def prime(self, job: Job, piece: Piece) -> None:
+        if piece.text or not self._plain:
+            self._begin(job)
+        if parser := self._parsers.get(job.index):
+            parser.push(piece.text)
+        if piece.finish is not None:
+            self._finishes[job.index] = piece.finish
 
     def _delta(self, job: Job, piece: Piece, *, first: bool) -> tuple[Delta, bool]:
         role = "assistant" if first else UNSET

@@ -107,12 +107,20 @@ class CompletionDialect:
         if first:
             if self._waits_for_scores(job, piece):
                 return b""
-            self._begun[job.index] = self._frame.around(
-                b'{"index":%d,"text":' % job.index, b',"logprobs":null,"finish_reason":null}'
-            )
+            self._begin(job)
         choice = self._choice(job, piece, first=first)
         error = cut_short(piece.finish) if piece.finish and self._call.strict else None
         return self._frame.event(choice) + (error_event(error) if error else b"")
+
+    def _begin(self, job: Job) -> None:
+        self._begun[job.index] = self._frame.around(
+            b'{"index":%d,"text":' % job.index, b',"logprobs":null,"finish_reason":null}'
+        )
+
+    def prime(self, job: Job, piece: Piece) -> None:
+        self._begin(job)
+        if piece.finish is not None:
+            self._finishes[job.index] = piece.finish
 
     def _waits_for_scores(self, job: Job, piece: Piece) -> bool:
         """An echoed prompt is told with the first token: only then are its log-probabilities complete."""

@@ -1,8 +1,9 @@
 """Holding all engines, changing their weights, putting them to sleep: one answer for however many there are.
 
 Every call is a job: it has an id (the request's), a deadline, and an answer `{request_id, status, result}` in which each
-engine says what became of it. An engine that is down is named and follows when it comes back; one that refuses makes the
-call an error. While weights or memory move, nothing else that would change an engine's state is begun.
+engine says what became of it. An engine that is down is named and follows when it comes back; one that has not answered in
+time is named and still does what it was told; one that refuses makes the call an error. While weights or memory move,
+nothing else that would change an engine's state is begun.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from headgate.api.metrics import look_at_all
 from headgate.api.schema import convert, read_object
 from headgate.api.state import Api
 from headgate.engine.replicas import Place
-from headgate.errors import EngineDead, HeadgateError, RequestError, Unavailable
+from headgate.errors import EngineDead, HeadgateError, Late, RequestError, Unavailable
 from headgate.protocol.command import (
     DEFAULT_TIMEOUT_S,
     TAGS,
+    Backend,
     Command,
     Denied,
     Files,
@@ -40,6 +42,9 @@ from headgate.protocol.command import (
     PauseMode,
     Result,
     Resume,
+    Shared,
+    SharedStorage,
+    SharedTensor,
     Sleep,
     Source,
     StateTold,
@@ -82,12 +87,22 @@ class GroupSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     world_size: int
     rank: int = 1
     timeout: Seconds = 300.0
+    backend: Backend = "gloo"
+
+
+class SharedSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Handles of GPU memory of a trainer on this host; see `headgate.weights.share`. Bytes are base64."""
+
+    gpu: str
+    storages: tuple[SharedStorage, ...]
+    tensors: tuple[SharedTensor, ...]
 
 
 class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     timeout: Seconds = UPDATE_TIMEOUT_S
     path: Annotated[str, Meta(min_length=1)] | None = None  # a folder, a safetensors or a GGUF file on this host
     group: GroupSource | None = None
+    shared: SharedSource | None = None
     version: Annotated[int, Meta(ge=0, le=2**62)] | None = None
     verify_checksum: dict[str, str] | None = None  # SHA-256 in hex by file name
     kv: Literal["recompute", "keep"] = "recompute"
@@ -185,7 +200,7 @@ class Controls:
         ended = [*(Place(index, id) for index, t in told.items() for id in t.ended), *forced]
         known = before | self._places()
         await _told([known[place].record for place in ended if place in known], LAST_WORDS_S)
-        result = self._result(outcome)
+        result = await self._result(outcome)
         result.aborted, result.finished = len(ended), sum(choice.finished for choice in before.values())
         result.forced = [known[place].name if place in known else str(place) for place in forced]
         result.elapsed_s = round(clock() - began_s, 6)
@@ -195,7 +210,7 @@ class Controls:
 
     async def resume(self) -> FleetResult:
         self._refuse_while_moving()
-        result = self._result(await self._call(Resume(), DEFAULT_TIMEOUT_S))
+        result = await self._result(await self._call(Resume(), DEFAULT_TIMEOUT_S))
         self._metrics.paused.stop()
         return result
 
@@ -209,18 +224,18 @@ class Controls:
     ) -> FleetResult:
         async with self._move("the weights are being updated"):
             outcome = await self._call(UpdateWeights(source, version, recompute), timeout_s)
-        result = self._result(outcome)
+        result = await self._result(outcome)
         if isinstance(source, Files) and source.checksum:
             result.checksum = source.checksum
         return result
 
     async def sleep(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
         async with self._move("the engines are being put to sleep"):
-            return self._result(await self._call(Sleep(tuple(tags)), timeout_s))
+            return await self._result(await self._call(Sleep(tuple(tags)), timeout_s))
 
     async def wake(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
         async with self._move("the engines are being woken"):
-            return self._result(await self._call(Wake(tuple(tags)), timeout_s))
+            return await self._result(await self._call(Wake(tuple(tags)), timeout_s))
 
     async def flush(self) -> FleetResult:
         outcome = await self._call(Flush(), DEFAULT_TIMEOUT_S)
@@ -254,7 +269,7 @@ class Controls:
         denials = {index: result for index, result in outcome.items() if isinstance(result, Denied)}
         if denials:
             raise _refusal(denials, len(outcome))
-        if outcome and all(isinstance(result, HeadgateError) for result in outcome.values()):
+        if outcome and all(map(_is_gone, outcome.values())):
             raise Unavailable("; ".join(str(result) for result in outcome.values()), code="no_engine")
         late = [str(result) for result in outcome.values() if isinstance(result, EngineDead)]
         if late:
@@ -283,7 +298,16 @@ class Controls:
             if stream.place is not None
         }
 
-    def _result(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
+    async def _result(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
+        late = {index: str(result) for index, result in outcome.items() if isinstance(result, Late)}
+        if not late:
+            return self._answered(outcome)
+        result = await self.look()
+        for engine in result.engines:
+            engine.error = late.get(engine.engine, engine.error)
+        return result
+
+    def _answered(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
         engines, told = [], states(outcome)
         for index, result in outcome.items():
             match result:
@@ -318,6 +342,10 @@ def overall(seen: set[str]) -> str:
     if "running" in seen and "paused" in seen:
         return "pausing"
     return next(iter(seen), "running")
+
+
+def _is_gone(result: Result | HeadgateError) -> bool:
+    return isinstance(result, HeadgateError) and not isinstance(result, Late)
 
 
 def states(outcome: Mapping[int, Result | HeadgateError]) -> dict[int, StateTold]:
@@ -390,16 +418,21 @@ async def update_weights(request: Request) -> Response:
 
 
 def source_of(body: UpdateRequest) -> Source:
-    if (body.path is None) == (body.group is None):
-        raise RequestError("say where the weights are with either path or group", param="path")
+    if sum(source is not None for source in (body.path, body.group, body.shared)) != 1:
+        raise RequestError("say where the weights are with one of path, group and shared", param="path")
     if body.path is not None:
         return Files(body.path, body.verify_checksum)
-    group = body.group
-    assert group is not None
     if body.verify_checksum is not None:
-        raise RequestError("checksums go with path; a group has its own", param="verify_checksum")
+        raise RequestError("checksums go with path alone", param="verify_checksum")
+    if body.shared is not None:
+        return Shared(body.shared.gpu, body.shared.storages, body.shared.tensors)
+    assert body.group is not None
+    return group_of(body.group)
+
+
+def group_of(group: GroupSource) -> Group:
     try:
-        return Group(group.init_method, group.world_size, group.rank, group.timeout)
+        return Group(group.init_method, group.world_size, group.rank, group.timeout, group.backend)
     except ValueError as error:
         raise RequestError(str(error), param="group", code="invalid_value") from None
 

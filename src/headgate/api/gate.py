@@ -6,6 +6,7 @@ Handlers below it raise `RequestError`s and whatever starlette raises; nothing t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from http import HTTPStatus
@@ -45,6 +46,9 @@ class Gate:
             await self._app(scope, self._bounded(headers, receive), answer.send)
         except ClientDisconnect:
             log.debug("%s: the client has gone", state["request_id"])
+        except asyncio.CancelledError:
+            # A server whose time is up has closed the connection, and ends what is left; there is nobody to tell.
+            log.debug("%s: broken off", state["request_id"])
         except Exception as error:
             await self._explain(error, answer, scope, receive)
 

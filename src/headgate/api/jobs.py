@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headgate.api.generation import Job
-from headgate.api.schema import ChatRequest, CompletionRequest, Generation, ResponsesRequest, Sampled
+from headgate.api.generation import Finish, Job, Resumed
+from headgate.api.schema import ChatRequest, CompletionRequest, Generation, ResponsesRequest, ResumedChoice, Sampled
 from headgate.errors import RequestError
 from headgate.protocol.request import GenerateRequest, SamplingParams
 
@@ -34,17 +34,20 @@ def make_jobs(body: Generation, prompts: Sequence[Prompt], sampling: SamplingPar
     """The choices of all prompts, those of the first prompt first."""
     if body.generated_token_ids and len(prompts) * n > 1:
         raise RequestError("generated_token_ids goes with one choice only", param="generated_token_ids")
+    _check_kv(body, len(prompts) * n)
     stop = getattr(body, "stop", None) or ()
     seeds = _seeds(sampling.seed)
+    resumed = _resumed(body, sampling, len(prompts) * n)
     return [
         Job(
             index=index,
-            request=_request(body, prompt, msgspec.structs.replace(sampling, seed=next(seeds))),
+            request=_request(body, prompt, _sampling(sampling, next(seeds), resumed.get(index))),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             include_stop=bool(body.include_stop_str_in_output),
             skip_special=body.skip_special_tokens is not False,
             delivered_chars=body.delivered_chars or 0,
             prompt_text=prompt.text,
+            resumed=resumed.get(index),
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
     ]
@@ -82,6 +85,52 @@ def _seeds(seed: int | None) -> Iterator[int]:
             seed = seed + 1 if seed < 2**63 - 1 else -(2**63)
 
 
+def _sampling(sampling: SamplingParams, seed: int, resumed: Resumed | None) -> SamplingParams:
+    # The scores of a prompt are told with the first token.
+    scored = sampling.prompt_logprobs if resumed is None else None
+    return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=scored)
+
+
+def _resumed(body: Generation, sampling: SamplingParams, choices: int) -> dict[int, Resumed]:
+    """By choice, what another server has said of it; nothing of one that has said nothing."""
+    if body.resume is None:
+        return {}
+    if not body.stream and sampling.logprobs is not None:
+        raise RequestError(
+            "resume does not go with logprobs unless the answer is a stream: a journal has none; start anew",
+            param="resume",
+        )
+    resumed: dict[int, Resumed] = {}
+    for i, said in enumerate(body.resume.choices):
+        where = f"resume.choices[{i}]"
+        if said.index >= choices or said.index in resumed:
+            raise RequestError(f"there is no choice {said.index}, or it is named twice", param=f"{where}.index")
+        if said.token_ids or said.finish:
+            resumed[said.index] = _said(said, where)
+    return resumed
+
+
+def _said(choice: ResumedChoice, where: str) -> Resumed:
+    versions = tuple(version for version, count in choice.versions for _ in range(count))
+    if len(versions) != len(choice.token_ids):
+        raise RequestError(
+            f"{len(choice.token_ids)} token ids have {len(versions)} weight versions", param=f"{where}.versions"
+        )
+    finish = None if choice.finish is None else Finish(*choice.finish)
+    return Resumed(tuple(choice.token_ids), versions, choice.delivered_chars, finish)
+
+
+def _check_kv(body: Generation, choices: int) -> None:
+    if body.export_kv and body.kv_ticket is not None:
+        raise RequestError(
+            "export_kv and kv_ticket exclude each other: KV is computed here or fetched from elsewhere",
+            param="kv_ticket",
+        )
+    if (body.export_kv or body.kv_ticket is not None) and choices > 1:
+        name = "export_kv" if body.export_kv else "kv_ticket"
+        raise RequestError(f"{name} goes with one choice only", param=name)
+
+
 def _request(body: Generation, prompt: Prompt, sampling: SamplingParams) -> GenerateRequest:
     try:
         return GenerateRequest(
@@ -92,6 +141,8 @@ def _request(body: Generation, prompt: Prompt, sampling: SamplingParams) -> Gene
             priority=body.priority or 0,
             timeout_s=body.deadline_ms / 1000 if body.deadline_ms is not None else None,
             salt=body.cache_salt or "",
+            export_kv=bool(body.export_kv),
+            ticket=None if body.kv_ticket is None else body.kv_ticket.to_engine(),
         )
     except ValueError as error:
         raise RequestError(str(error), param="prompt", code="invalid_value") from None

@@ -12,6 +12,7 @@ import ipaddress
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,12 +20,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headgate.api.errors import Forbidden, Unauthorized
+from headgate.dashboard import page
 from headgate.errors import RequestError
 
 ADMIN = "admin"
 
-# What anybody may read: probes and scrapers have no key.
-OPEN = frozenset(("/live", "/ready", "/health", "/metrics", "/openapi.json", "/version"))
+# What anybody may read: probes and scrapers have no key, and the page of the dashboard asks for one.
+OPEN = frozenset(("/live", "/ready", "/health", "/metrics", "/openapi.json", "/version", *page.ASSETS))
 
 # What only the admin may call, and everything below it.
 CONTROL = (
@@ -34,6 +36,7 @@ CONTROL = (
     "/v1/sleep",
     "/v1/wakeup",
     "/v1/flush_cache",
+    "/v1/workers",
     "/pause",
     "/resume",
     "/sleep",
@@ -46,10 +49,17 @@ CONTROL = (
     "/pause_generation",
     "/continue_generation",
     "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
     "/flush_cache",
     "/release_memory_occupation",
     "/resume_memory_occupation",
 )
+
+TENANT = b"x-headgate-tenant"
+LONGEST_TENANT = 256
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -102,7 +112,7 @@ class Keys:
 
     def caller(self, path: str, headers: Headers) -> Caller:
         """Who sent these headers; raises unless that one may call `path`."""
-        caller = self._identify(path, headers)
+        caller = _acting(self._identify(path, headers), headers)
         if not caller.admin and is_control(path):
             raise Forbidden(self._why_closed())
         return caller
@@ -135,6 +145,24 @@ class Keys:
         )
 
 
+def _acting(caller: Caller, headers: Headers) -> Caller:
+    """The tenant for whom the admin makes a call: a router asks on behalf of those who asked it."""
+    named = next((value for name, value in headers if name == TENANT), None)
+    if named is None:
+        return caller
+    if not caller.admin:
+        raise Forbidden("X-Headgate-Tenant names another caller, which needs the admin key; leave it out")
+    try:
+        tenant = named.decode()
+    except UnicodeDecodeError:
+        tenant = ""
+    if not 0 < len(tenant) <= LONGEST_TENANT or not tenant.isprintable() or ":" in tenant:
+        raise RequestError(
+            f"must be 1 to {LONGEST_TENANT} printable characters without a colon", param="X-Headgate-Tenant"
+        )
+    return Caller(tenant, admin=False)
+
+
 def _digest(secret: bytes, key: str) -> bytes:
     return blake2b(key.encode(), key=secret, digest_size=32).digest()
 
@@ -158,7 +186,7 @@ def from_elsewhere(headers: Headers) -> bool:
     """
     given = {name: value.decode("latin-1").lower() for name, value in headers if name in _PROVENANCE}
     host, origin = given.get(b"host"), given.get(b"origin")
-    if host is not None and not is_loopback(_hostname(host)):
+    if host is not None and not _names_this_machine(host):
         return True
     if origin is not None and origin.partition("://")[2] != host:
         return True
@@ -166,6 +194,11 @@ def from_elsewhere(headers: Headers) -> bool:
 
 
 _PROVENANCE = frozenset((b"host", b"origin", b"sec-fetch-site"))
+
+
+@lru_cache(256)
+def _names_this_machine(host: str) -> bool:
+    return is_loopback(_hostname(host))
 
 
 def _hostname(host: str) -> str:

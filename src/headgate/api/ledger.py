@@ -2,7 +2,12 @@
 
 A request is *admitted* (or refused, at once and with a reason), lives as an open `Record`, and is closed exactly once,
 whichever way it leaves: all its choices finished, an error, or a client that went away. What is closed goes into the
-metrics, to the listeners (log, traces) and into a bounded history.
+metrics and into a bounded history.
+
+A closed record is *settled* when its engines have said their last word of it, which for a client that went away comes a
+step later. Then its `engine_tokens` are final, and the listeners (log, traces) hear of it. They count what engines made
+for a choice: not what it was resumed with, but also what came after a stop string or after its client had gone. So all
+records together have as many as the engines have told, as long as no engine dies with words that nobody has heard.
 
 From the moment it is admitted a record can be asked to end. A choice that no engine has heard of yet is then ended when it
 would have been sent to one.
@@ -24,6 +29,7 @@ from typing import TYPE_CHECKING, Self
 from weakref import WeakSet
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 
 from headgate.api.errors import QueueFull
@@ -49,7 +55,8 @@ class ChoiceUsage(msgspec.Struct, frozen=True):
     cause: str
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    output_tokens: int = 0
+    output_tokens: int = 0  # of the answer
+    engine_tokens: int = 0  # made for it by engines, whoever heard them; without those that it was resumed with
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -87,6 +94,10 @@ class UsageRecord(msgspec.Struct, frozen=True):
     def output_tokens(self) -> int:
         return sum(choice.output_tokens for choice in self.choices)
 
+    @property
+    def engine_tokens(self) -> int:
+        return sum(choice.engine_tokens for choice in self.choices)
+
 
 Listener = Callable[[UsageRecord], None]
 Key = tuple[str, str]  # tenant and label: what one tenant calls its requests is nothing to another
@@ -97,6 +108,7 @@ class Record:
 
     __slots__ = (
         "_asked",
+        "_begun",
         "_finished",
         "_last_s",
         "_ledger",
@@ -138,6 +150,7 @@ class Record:
         self._prompts: dict[int, int] = {}  # tokens, by choice
         self._outputs: dict[int, int] = {}  # tokens so far, by choice
         self._finished: dict[int, ChoiceUsage] = {}
+        self._begun: dict[int, ChunkStream] = {}  # every choice that an engine was to make
         self._asked: dict[int, Cause] = {}  # choices that shall end
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -170,7 +183,7 @@ class Record:
 
     def begin(self, choice: int, stream: ChunkStream) -> None:
         """An engine is about to make `choice`, unless its end has been asked for already."""
-        self.streams[choice] = stream
+        self.streams[choice] = self._begun[choice] = stream
         if (cause := self._asked.get(choice)) is not None:
             stream.end(cause)
         else:
@@ -269,6 +282,20 @@ class Record:
     def finished(self) -> bool:
         return len(self._finished) >= self.choices
 
+    @property
+    def begun_anywhere(self) -> bool:
+        """Some choice of it has, or may have, been begun by an engine."""
+        working = any(stream.made or not stream.settled for stream in self._begun.values())
+        return working or bool(self._outputs or self._finished)
+
+    @property
+    def unsettled(self) -> list[ChunkStream]:
+        return [stream for stream in self._begun.values() if not stream.settled]
+
+    def made(self, choice: int) -> int:
+        """Tokens that engines have told of it so far."""
+        return self._begun[choice].made if choice in self._begun else 0
+
 
 class Ledger:
     def __init__(
@@ -286,6 +313,7 @@ class Ledger:
         self.in_flight = 0  # choices
         self.closing = False
         self.live: dict[Key, Record] = {}
+        self.unsettled: set[Record] = set()  # closed, but an engine is still to say how many tokens it made
         self._listeners = listeners
         self._history: OrderedDict[Key, UsageRecord] = OrderedDict()
         self._tenants: dict[str, None] = {}  # that were ever in: no more than there are keys
@@ -383,12 +411,31 @@ class Ledger:
         if not self.live:
             self._empty.set()
         self._ends_s.append(self.clock())
-        if isinstance(error, RequestError) and not record._outputs and not record._finished:
+        if isinstance(error, RequestError) and not record.begun_anywhere:
             self.refuse(error, error.code)  # by an engine, or because it could not be understood
             log.debug("%s: refused: %s", record.label, error)
             return
         record.usage = _usage(record, error, record.age_s)
         self._account(record.usage)
+        self._await_last_words(record)
+
+    def _await_last_words(self, record: Record) -> None:
+        self.unsettled.add(record)
+        for stream in record.unsettled:
+            stream.when_settled(lambda: self._settle(record))
+        self._settle(record)
+
+    def _settle(self, record: Record) -> None:
+        if record.unsettled:
+            return
+        self.unsettled.discard(record)
+        before, record.usage = record.usage, _with_engine_tokens(record)
+        if made := record.usage.engine_tokens:
+            self.metrics.tokens["engine"] += made
+        if self._history.get(record.key) is before:  # and not a later request of that name
+            self._history[record.key] = record.usage
+        for listener in self._listeners:
+            listener(record.usage)
 
     def _account(self, usage: UsageRecord) -> None:
         metrics = self.metrics
@@ -400,8 +447,6 @@ class Ledger:
         for kind in ("prompt", "cached", "output"):
             metrics.tokens[kind] += getattr(usage, f"{kind}_tokens")
         self._remember(usage)
-        for listener in self._listeners:
-            listener(usage)
 
     def _remember(self, usage: UsageRecord) -> None:
         key = usage.tenant, usage.request_id
@@ -428,6 +473,12 @@ def _usage(record: Record, error: BaseException | None, elapsed_s: float) -> Usa
         tags=record.tags,
         events=tuple(record.events),
     )
+
+
+def _with_engine_tokens(record: Record) -> UsageRecord:
+    assert record.usage is not None
+    choices = [replace(choice, engine_tokens=record.made(choice.choice)) for choice in record.usage.choices]
+    return replace(record.usage, choices=tuple(choices))
 
 
 def _why_cut(error: BaseException | None) -> tuple[str, str]:

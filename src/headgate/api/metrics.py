@@ -26,7 +26,7 @@ from headgate.api.host import host_of
 from headgate.engine.replicas import Replica
 from headgate.errors import EngineDead
 from headgate.protocol.command import State
-from headgate.protocol.message import EngineInfo, Pong
+from headgate.protocol.message import EngineInfo, Pong, TransferCounts
 
 PREFIX = "headgate:"
 SCRAPE_TIMEOUT_S = 1.0  # an engine that takes longer is shown as down, and the page still comes
@@ -124,7 +124,7 @@ class Metrics:
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by finish reason and cause
     refused: Counter[str] = field(default_factory=Counter)  # before they were accepted, by error code
     aborts: Counter[str] = field(default_factory=Counter)  # choices, by cause
-    tokens: Counter[str] = field(default_factory=Counter)  # by kind: prompt, cached, output
+    tokens: Counter[str] = field(default_factory=Counter)  # by kind: prompt, cached, output, engine
     aborts_ignored: int = 0  # asked for without saying of what
     pauses: Counter[str] = field(default_factory=Counter)  # by mode
     paused: Stopwatch = field(default_factory=lambda: Stopwatch())
@@ -183,7 +183,10 @@ class Page:
         yield by_label("requests_refused", "Requests refused before they were accepted.", "code", metrics.refused)
         yield by_label("aborts", "Choices that ended before they were done.", "cause", metrics.aborts)
         yield by_label(
-            "tokens", "Tokens of ended choices; cached ones are among the prompt's.", "kind", metrics.tokens
+            "tokens",
+            "Tokens of ended choices. Cached ones are among the prompt's; engine: made for them, heard or not.",
+            "kind",
+            metrics.tokens,
         )
 
     def _about_control(self) -> Iterator[Metric]:
@@ -211,6 +214,7 @@ class Page:
         for name, help, field_name, total in _STATUS:
             values = {index: getattr(status, field_name) for index, status in pongs.items()}
             yield by_engine(name, help, values, total=total)
+        yield from _about_transfers({index: status.moved for index, status in pongs.items()})
         usage = {
             view.index: view.pong.status.held_blocks / view.info.num_blocks
             for view in self.engines
@@ -229,8 +233,33 @@ _STATUS = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "cached_tokens", True),
     ("preemptions", "Times a sequence had to give up its blocks.", "preemptions", True),
     ("abort_messages", "Messages with aborts that the engine has heard.", "abort_messages", True),
+    ("generation_tokens", "Tokens that the engine has told, whoever heard them.", "output_tokens", True),
+    ("kv_leases", "Prompts whose KV is kept for another engine.", "leases", False),
+    ("kv_blocks_leased", "KV blocks kept for other engines; they are among those held.", "leased_blocks", False),
+    ("kv_leases_expired", "Leases that ended because nobody fetched.", "leases_expired", True),
+    ("kv_transfers", "Prompts whose KV came from another engine.", "transfers", True),
+    ("kv_transfers_lost", "Prompts computed here after a fetch had failed.", "transfers_lost", True),
+    ("rescheduled", "Answers given back to be resumed elsewhere.", "rescheduled", True),
     ("weight_version", "Version of the weights.", "version", False),
 )
+
+
+def _about_transfers(moved: Mapping[int, TransferCounts]) -> Iterator[Metric]:
+    size = CounterMetricFamily(
+        PREFIX + "kv_transfer_bytes", "KV moved, by direction.", labels=("engine", "direction")
+    )
+    failures = CounterMetricFamily(
+        PREFIX + "kv_transfer_failures", "Fetches that came to nothing, by cause.", labels=("engine", "cause")
+    )
+    for index, counts in moved.items():
+        size.add_metric((str(index), "received"), counts.received_bytes)
+        size.add_metric((str(index), "sent"), counts.sent_bytes)
+        for cause, count in counts.failures.items():
+            failures.add_metric((str(index), cause), count)
+    yield size
+    yield failures
+    seconds = {index: counts.fetch_s for index, counts in moved.items()}
+    yield by_engine("kv_fetch_seconds", "Time in which prompts waited for their KV.", seconds, total=True)
 
 
 class _Families(Collector):

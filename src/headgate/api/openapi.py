@@ -16,6 +16,14 @@ from headgate.api.chat import ChatCompletion
 from headgate.api.completions import Completion
 from headgate.api.control import ControlAnswer, ControlBody, MemoryRequest, PauseRequest, UpdateRequest
 from headgate.api.dialects.sglang import AbortBody, FromDisk, GenerateBody, MemoryBody, PauseBody
+from headgate.api.dialects.transfer import (
+    FinishTransfer,
+    FromDistributed,
+    FromTensor,
+    InitGroup,
+    InitTransfer,
+    UpdateTransfer,
+)
 from headgate.api.dialects.vllm import TokensRequest
 from headgate.api.errors import ErrorBody
 from headgate.api.health import Health, Readiness
@@ -193,6 +201,10 @@ OPERATIONS = (
             ("SGLang", "post", "/pause_generation", PauseBody),
             ("SGLang", "post", "/continue_generation", None),
             ("SGLang", "post", "/update_weights_from_disk", FromDisk),
+            ("SGLang", "post", "/init_weights_update_group", InitGroup),
+            ("SGLang", "post", "/destroy_weights_update_group", None),
+            ("SGLang", "post", "/update_weights_from_distributed", FromDistributed),
+            ("SGLang", "post", "/update_weights_from_tensor", FromTensor),
             ("SGLang", "get", "/flush_cache", None),
             ("SGLang", "post", "/flush_cache", None),
             ("SGLang", "post", "/release_memory_occupation", MemoryBody),
@@ -210,6 +222,10 @@ OPERATIONS = (
             ("vLLM", "post", "/wake_up", None),
             ("vLLM", "get", "/is_sleeping", None),
             ("vLLM", "post", "/reset_prefix_cache", None),
+            ("vLLM", "post", "/init_weight_transfer_engine", InitTransfer),
+            ("vLLM", "post", "/start_weight_update", None),
+            ("vLLM", "post", "/update_weights", UpdateTransfer),
+            ("vLLM", "post", "/finish_weight_update", FinishTransfer),
             ("vLLM", "post", "/inference/v1/generate", TokensRequest),
             ("vLLM", "get", "/version", None),
             ("vLLM", "get", "/get_world_size", None),

@@ -65,14 +65,14 @@ class RequestDetails(msgspec.Struct, kw_only=True):
 async def list_requests(request: Request) -> Response:
     api, scope = api_of(request), scope_of(request)
     scope.in_flight(api.ledger)  # refused before anyone is asked
-    seen = await _sightings(api)
-    return _json(RequestList(data=[_in_flight(record, seen) for record in scope.in_flight(api.ledger)]))
+    seen = await sightings(api)
+    return _json(RequestList(data=[in_flight(record, seen) for record in scope.in_flight(api.ledger)]))
 
 
 async def show_request(request: Request) -> Response:
     api, scope, name = api_of(request), scope_of(request), request.path_params["id"]
     if find_live(api.ledger, scope, name):
-        seen = await _sightings(api)
+        seen = await sightings(api)
         if targets := find_live(api.ledger, scope, name):  # still
             record = targets[0].record
             return _json(
@@ -80,7 +80,7 @@ async def show_request(request: Request) -> Response:
                     request_id=record.label,
                     status="in_flight",
                     events=record.events,
-                    request=_in_flight(record, seen),
+                    request=in_flight(record, seen),
                 )
             )
     usage = _past(api.ledger, scope, name)
@@ -113,9 +113,9 @@ def _unknown(name: str) -> NotFound:
 Sightings = dict[Place, Seen]
 
 
-async def _sightings(api: Api) -> Sightings:
+async def sightings(api: Api, timeout_s: float = LOOK_TIMEOUT_S) -> Sightings:
     """What the engines say of their sequences; one that does not answer in time says nothing."""
-    answers = await api.engines.call_all(Look(), LOOK_TIMEOUT_S)
+    answers = await api.engines.call_all(Look(), timeout_s)
     return {
         Place(index, seen.id): seen
         for index, sighted in answers.items()
@@ -124,7 +124,7 @@ async def _sightings(api: Api) -> Sightings:
     }
 
 
-def _in_flight(record: Record, seen: Sightings) -> InFlight:
+def in_flight(record: Record, seen: Sightings) -> InFlight:
     choices = [_choice(record, choice, seen) for choice in range(record.choices)]
     phases = [choice.phase for choice in choices]
     return InFlight(

@@ -28,7 +28,6 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         **same,
         messages=_messages(body),
         max_completion_tokens=body.max_output_tokens,
-        seed=body.seed,
         stop=body.stop,
         logprobs=LOGPROBS in (body.include or ()) or body.top_logprobs is not None,
         top_logprobs=body.top_logprobs,

@@ -13,7 +13,9 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
+from headgate.api.tickets import KvTicket
 from headgate.errors import RequestError
+from headgate.protocol.output import Cause, FinishReason
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -42,18 +44,36 @@ class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: Any = None
 
 
+class ResumedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What another server has said of a choice, as its journal tells."""
+
+    index: Size
+    token_ids: list[TokenId] = []
+    versions: list[tuple[Size, Count]] = []  # of the weights, and of how many of the ids in a row
+    delivered_chars: Size = 0
+    finish: tuple[FinishReason, Cause, Size, Size, Size] | None = None  # then prompt, cached and output tokens
+
+
+class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    choices: list[ResumedChoice]
+
+
 class Generation(Harmless, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions, and in part responses, have in common. None means the default."""
+    """What chat, completions and responses have in common. None means the default."""
 
     model: str | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
+    seed: Seed | None = None
     # ours, in every kind of request
     request_id: Name | None = None
     tags: Tags | None = None
     generated_token_ids: list[TokenId] | None = None
     delivered_chars: Size | None = None
+    resume: Resume | None = None  # with a journal only
+    export_kv: bool | None = None  # compute the prompt for another server, and answer with a ticket
+    kv_ticket: KvTicket | None = None  # such a ticket, of another server
     return_token_ids: bool | None = None
     return_weight_versions: bool | None = None
     deadline_ms: Annotated[float, Meta(gt=0, le=1e12)] | None = None
@@ -80,7 +100,6 @@ class Sampled(Generation, kw_only=True, forbid_unknown_fields=True):
     n: Count | None = None
     max_tokens: Count | None = None
     stop: Stop = None
-    seed: Seed | None = None
     logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -188,7 +207,6 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    seed: Seed | None = None
     stop: Stop = None
     text: TextOptions | None = None
     tools: list[Object] | None = None

@@ -16,12 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.errors import NotFound
+from headgate.api.export import ExportDialect
 from headgate.api.generation import Job, Piece, collect, run_all
 from headgate.api.idempotency import replays_of
+from headgate.api.journal import HEADER, Resumable, StreamJournal, WholeJournal, asked_at, seed_of
 from headgate.api.schema import Generation
 from headgate.api.sse import Exchange, Reply
 from headgate.api.state import Api, api_of
-from headgate.errors import HeadgateError
+from headgate.errors import HeadgateError, RequestError
 
 if TYPE_CHECKING:
     from headgate.api.ledger import Record
@@ -40,6 +42,7 @@ class Call:
     strict: bool  # only values that OpenAI has
     created: int
     tags: Mapping[str, str] = field(default_factory=dict)
+    journal: bool = False  # another server may have to go on
 
     def id(self, prefix: str) -> str:
         return prefix + self.request_id.removeprefix("req-")
@@ -70,18 +73,27 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
     if tenant := request.state.tenant:
         # Whatever salt a tenant names, it finds its own prefixes alone.
         body.cache_salt = f"{tenant}:{body.cache_salt or ''}"
+    asked_s = asked_at(request)
+    if asked_s is None and body.resume is not None:
+        raise RequestError(f"resume needs the header {HEADER}", param="resume", code="unknown_parameter")
     call = Call(
         request.state.tenant,
         request.state.request_id,
         stream=bool(body.stream),
         strict=request.headers.get("x-openai-strict", "").lower() == "true",
-        created=int(time.time()),
+        created=int(time.time()) if asked_s is None else asked_s,
         tags=body.tags or {},
+        journal=asked_s is not None,
     )
     work = partial(_serve, api, call, kind, choices, prepare)
     if key := request.headers.get("idempotency-key"):
-        return replays_of(request).exchange(request, key, f"{kind} {encode(body)!r}", work)
-    return Exchange(work)
+        asked = f"{kind}{' journal' if call.journal else ''} {encode(body)!r}"
+        response = replays_of(request).exchange(request, key, asked, work)
+    else:
+        response = Exchange(work)
+    if call.journal and body.seed is None:
+        body.seed = seed_of(call.request_id)  # not part of what was asked: a retry has another id
+    return response
 
 
 def check_model(api: Api, name: str | None) -> None:
@@ -99,7 +111,13 @@ async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare
             tenant=call.tenant, label=call.request_id, kind=kind, choices=choices, tags=call.tags
         ) as record:
             jobs, dialect = await prepare(call)
-            if call.stream:
+            if jobs[0].request.export_kv:
+                await _stream(api, record, jobs, ExportDialect(), reply)
+            elif call.journal and (not call.stream or isinstance(dialect, Resumable)):
+                await _journal(api, call, record, jobs, dialect, reply)
+            elif any(job.resumed for job in jobs):
+                raise RequestError("streams of this endpoint cannot be resumed; leave it out", param="resume")
+            elif call.stream:
                 await _stream(api, record, jobs, dialect, reply)
             else:
                 await reply.send_json(dialect.whole(jobs, await collect(api, record, jobs)))
@@ -116,6 +134,19 @@ async def _stream(api: Api, record: Record, jobs: Sequence[Job], dialect: Dialec
     except HeadgateError as error:
         if reply.started:  # and there is no status left to say it with
             await reply.end(dialect.failure(error))
+        raise
+
+
+async def _journal(api: Api, call: Call, record: Record, jobs: Sequence[Job], dialect: Dialect, reply: Reply) -> None:
+    reply.headers.append((HEADER.lower().encode(), b"1"))
+    journal = StreamJournal(dialect, reply) if call.stream else WholeJournal(dialect, reply, jobs)
+    try:
+        async with reply.kept_alive(api.settings.keep_alive_s):
+            await run_all(api, record, jobs, journal.tell)
+        await journal.close()
+    except HeadgateError as error:
+        if reply.started:
+            await journal.fail(error)
         raise
 
 

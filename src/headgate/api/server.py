@@ -8,14 +8,12 @@ deadline now. Nothing here waits without one.
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,11 +28,13 @@ from headgate.api.host import Host
 from headgate.api.keys import Keys, is_loopback
 from headgate.api.ledger import Ledger, UsageRecord
 from headgate.api.metrics import Metrics
+from headgate.api.registration import Heartbeats
 from headgate.api.state import Api
 from headgate.api.traces import tracing
 from headgate.config import ServerConfig
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError, RequestError
+from headgate.listening import StopSignals, cannot_listen, url_of
 from headgate.protocol.message import EngineInfo
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
@@ -48,34 +48,6 @@ BODY_S = 120.0  # for a body to come whole
 LAST_WORDS_S = 5.0  # for clients to be told, after everything has been aborted
 BACKLOG = 4096
 TICKS_PER_S = 10  # uvicorn's
-
-
-class PortTaken(HeadgateError):
-    pass
-
-
-def take_port(host: str, port: int) -> socket.socket:
-    """A socket with that address, not listening yet: clients that come while the model loads are refused, not kept."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise HeadgateError(f"{host!r} is not an address of this machine: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(error, host, port) from None
-    return listener
-
-
-def _cannot_listen(error: OSError, host: str, port: int) -> HeadgateError:
-    if error.errno == errno.EADDRINUSE:
-        return PortTaken(f"port {port} on {host} is taken; choose another with --port, or stop what listens there")
-    if error.errno == errno.EACCES:
-        return HeadgateError(f"port {port} needs more rights than this user has; choose one above 1023 with --port")
-    return HeadgateError(f"cannot listen on {host}, port {port}: {error.strerror}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +107,12 @@ async def _serve(
             )
             host = Host(version, config.model_name, engines.replicas, ledger)
             app = build_app(api, host, keys, config.max_body_bytes)
-            ready = Ready(config, engines.info, _url(listener), template is not None, keys.warning)
+            ready = Ready(config, engines.info, url_of(listener), template is not None, keys.warning)
             server = HttpServer(app, listener, partial(announce, ready))
-            await _run(server, Drain(server, ledger, engines, config.drain_timeout_s), signals)
+            beats = None if config.register is None else Heartbeats(config.register, config, url_of(listener))
+            spare_the_collector()
+            drain = Drain(server, ledger, engines, config.drain_timeout_s)
+            await serve_until_stopped(server, drain, signals, beats)
 
 
 def _engines(config: ServerConfig) -> AbstractAsyncContextManager[Replicas]:
@@ -150,11 +125,17 @@ def _engines(config: ServerConfig) -> AbstractAsyncContextManager[Replicas]:
     )
 
 
-async def _run(server: HttpServer, drain: Drain, signals: StopSignals) -> None:
+async def serve_until_stopped(
+    server: HttpServer, drain: Drain, signals: StopSignals, beats: Heartbeats | None = None
+) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve())
+        beating = None if beats is None else tasks.create_task(beats.run())
         signals.on_stop = drain.hurry
         await signals.first()
+        if beats is not None and beating is not None:
+            beating.cancel()
+            await beats.leave()
         await drain.run()
 
 
@@ -170,9 +151,10 @@ class Drain:
         self._running = False
 
     def hurry(self) -> None:
-        """Make the deadline now; before the drain has begun it changes nothing."""
+        """Make the deadline now; before the drain has begun, and once it has passed, that changes nothing."""
         if self._running:
-            self._deadline.reschedule(asyncio.get_running_loop().time())
+            with suppress(RuntimeError):  # it passes in this very moment
+                self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         ledger = self._ledger
@@ -184,6 +166,7 @@ class Drain:
                 self._running = True
                 await ledger.emptied()
         except TimeoutError:
+            self._running = False
             log.warning("aborting %d requests that are still running", len(ledger.live))
             await self._abort()
         finally:
@@ -331,7 +314,6 @@ class HttpServer(uvicorn.Server):
         self._ended = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        spare_the_collector()
         try:
             await super().serve([self._listener])
         finally:
@@ -342,7 +324,7 @@ class HttpServer(uvicorn.Server):
         try:
             await super().startup(sockets)
         except OSError as error:
-            raise _cannot_listen(error, host, port) from None
+            raise cannot_listen(error, host, port) from None
         self._announce()
 
     @contextmanager
@@ -367,47 +349,11 @@ class HttpServer(uvicorn.Server):
                 await self._ended.wait()
         except TimeoutError:
             self.force_exit = True
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
             for task in list(self.server_state.tasks):
                 task.cancel()
             await self._ended.wait()
-
-
-class StopSignals:
-    """Ctrl-C and SIGTERM. While nothing is being served they end the task that made this."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-        self.on_stop: Callable[[], None] | None = None  # called for every signal
-        self._first = asyncio.Event()
-        self._task = asyncio.current_task()
-        self._loop = asyncio.get_running_loop()
-
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._heard)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.remove_signal_handler(number)
-
-    async def first(self) -> None:
-        await self._first.wait()
-
-    def _heard(self) -> None:
-        self.seen += 1
-        self._first.set()
-        if self.on_stop is not None:
-            self.on_stop()
-        elif self._task is not None and self.seen == 1:
-            self._task.cancel()
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def log_usage(usage: UsageRecord) -> None:

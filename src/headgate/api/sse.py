@@ -31,6 +31,7 @@ class Reply:
         self._send = self.raw = send  # raw: for what is a response already
         self._clock = asyncio.get_running_loop().time
         self._sent_s = self._clock()
+        self.headers: list[tuple[bytes, bytes]] = []  # more of them, for a reply in events
         self.started = False
         self.ended = False
 
@@ -42,16 +43,20 @@ class Reply:
 
     async def send_event(self, event: bytes) -> None:
         if not self.started:
-            await self._start(
-                200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            )
+            await self._start_events()
         self._sent_s = self._clock()
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def end(self, event: bytes) -> None:
         """Send the last event."""
+        if not self.started:
+            await self._start_events()
         self.ended = True
         await self._send({"type": "http.response.body", "body": event})
+
+    async def _start_events(self) -> None:
+        kind = (b"content-type", b"text/event-stream; charset=utf-8")
+        await self._start(200, [kind, (b"cache-control", b"no-cache"), *self.headers])
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True

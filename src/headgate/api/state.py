@@ -41,6 +41,16 @@ class ChunkStream(Protocol):
 
     place: Place | None  # where it is being made; None if no engine has it
 
+    @property
+    def made(self) -> int:
+        """Tokens that engines have told of it, heard or not; final when `settled`."""
+
+    @property
+    def settled(self) -> bool: ...
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Have `call` called at every last word of an engine that is still to come."""
+
     def end(self, cause: Cause) -> None:
         """Ask for the end; the terminal output still comes."""
 

@@ -15,7 +15,7 @@ from headgate.api.errors import ErrorBody, Problem, error_body
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.schema import Sampled
 from headgate.api.usage import Usage, VersionSpan, version_spans
-from headgate.errors import HeadgateError, Unavailable
+from headgate.errors import HeadgateError, PdError, Unavailable
 
 encode = msgspec.json.Encoder().encode
 
@@ -36,8 +36,8 @@ def extras(body: Sampled, job: Job, piece: Piece, *, first: bool) -> dict[str, A
     fields: dict[str, Any] = {}
     if piece.finish is not None:
         fields["cause"] = piece.finish.cause
-    if body.return_token_ids:
-        fields["completion_token_ids"] = piece.tokens
+    if body.return_token_ids or piece.said is not None:
+        fields["completion_token_ids"] = piece.tokens if piece.said is None else piece.said
         if first:
             fields["prompt_token_ids"] = job.request.prompt
     if body.return_weight_versions:
@@ -51,13 +51,15 @@ def finish_reason(finish: Finish | None, *, strict: bool, called: bool = False) 
         return None
     if finish.reason == "stop":
         return "tool_calls" if called else "stop"
-    if strict and finish.reason == "abort":
+    if strict and finish.reason in ("abort", "pd_reschedule"):
         return "length"
     return finish.reason
 
 
 def cut_short(finish: Finish) -> HeadgateError | None:
     """What a client that knows no `abort` is told about one."""
+    if finish.reason == "pd_reschedule":
+        return PdError(f"the answer must go on elsewhere after {finish.output_tokens} tokens ({finish.cause})")
     if finish.reason != "abort":
         return None
     return Unavailable(

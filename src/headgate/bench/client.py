@@ -24,6 +24,12 @@ class Sample(msgspec.Struct):
     output_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None  # short enough to be counted by
+    cached_tokens: int = 0  # of the prompt, as the server says
+
+
+class Reply(msgspec.Struct):
+    sample: Sample
+    text: str = ""
 
 
 class _Delta(msgspec.Struct):
@@ -37,13 +43,22 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
+    def said(self) -> str:
+        return self.text or (self.delta and self.delta.content) or ""
+
+    @property
     def speaks(self) -> bool:
-        return bool(self.text or (self.delta and (self.delta.content or self.delta.reasoning_content)))
+        return bool(self.said or (self.delta and self.delta.reasoning_content))
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Error(msgspec.Struct):
@@ -67,26 +82,26 @@ def address_of(url: str) -> Address:
         raise RequestError(f"{url!r} is not the address of a server: {error}") from None
 
 
-async def ask(address: Address, path: str, body: bytes, *, api_key: str | None, timeout_s: float) -> Sample:
+async def ask(address: Address, path: str, body: bytes, *, api_key: str | None, timeout_s: float) -> Reply:
     """Send one streamed request and watch its answer come; what goes wrong is part of the sample."""
-    sample = Sample(gaps_s=[])
+    sample, text = Sample(gaps_s=[]), ""
     begun_s = clock()
     try:
         async with asyncio.timeout(timeout_s), call(address, "POST", path, body, api_key) as answer:
             if answer.status != 200:
                 sample.error = _refusal(answer.status, await answer.body())
             else:
-                await _watch(answer, sample, begun_s)
+                text = await _watch(answer, sample, begun_s)
     except TimeoutError:
         sample.error = "timeout"
     except (OSError, EOFError, ValueError, HttpFailure) as error:
         sample.error = type(error).__name__
     sample.total_s = clock() - begun_s
-    return sample
+    return Reply(sample, text)
 
 
-async def _watch(answer: Answer, sample: Sample, begun_s: float) -> None:
-    last_s, pieces = None, 0
+async def _watch(answer: Answer, sample: Sample, begun_s: float) -> str:
+    last_s, pieces, said = None, 0, []
     async for line in answer.lines():
         if not line.startswith(b"data:"):
             continue
@@ -97,11 +112,12 @@ async def _watch(answer: Answer, sample: Sample, begun_s: float) -> None:
         if event.error is not None:
             sample.error = str(event.error.code or event.error.message)
         if event.usage is not None:
-            sample.prompt_tokens, sample.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+            _count(event.usage, sample)
         for choice in event.choices:
             sample.finish_reason = choice.finish_reason or sample.finish_reason
             if choice.speaks:
                 now_s = clock()
+                said.append(choice.said)
                 if last_s is None:
                     sample.first_token_s = now_s - begun_s
                 else:
@@ -110,6 +126,13 @@ async def _watch(answer: Answer, sample: Sample, begun_s: float) -> None:
     else:
         sample.error = sample.error or "stream cut"
     sample.output_tokens = sample.output_tokens or pieces
+    return "".join(said)
+
+
+def _count(usage: _Usage, sample: Sample) -> None:
+    sample.prompt_tokens, sample.output_tokens = usage.prompt_tokens, usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        sample.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
 
 def _refusal(status: int, body: bytes) -> str:

@@ -1,8 +1,8 @@
 """How long it takes to stop: aborts and pauses, timed under load, on one server or on two side by side.
 
-Every round keeps `concurrency` long answers running. An *abort* is timed from the call to its answer, which comes when the
-blocks are free and the client has been told. A *disconnect* is timed from closing the socket to the moment the server's
-metrics count one running request less, so that servers without an abort call can be compared; asking for metrics again and
+Every round keeps `concurrency` long answers running. An *abort* is timed from the call until its blocks are free: our
+answer promises that; of a server whose answer does not (vLLM's), until its metrics count one running request less. A
+*disconnect* is timed from closing the socket until the metrics say so, on every server alike; asking for metrics again and
 again costs a few milliseconds itself. A *pause* is timed from the call to its answer. *step* is the time between tokens.
 """
 
@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +26,8 @@ from headgate.bench.report import Spread
 from headgate.errors import HeadgateError, RequestError
 from headgate.httpclient import Answer, HttpFailure, call
 
+SETTLE_S = 1.0  # after which a server that still counts requests is given one, so that it counts anew
+PIECES = 8  # of each answer, before anything is timed
 RUNNING = re.compile(rb"^\w+:num_requests_running(?:{[^}]*})? ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -63,10 +67,23 @@ class _Stream:
     """One answer that is being read, and when its pieces came."""
 
     id: str
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    gaps_s: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    came: asyncio.Event = field(default_factory=asyncio.Event)  # a piece, or the end
+
+    def hear(self) -> None:
+        self.times_s.append(clock())
+        self.came.set()
+
+    async def at_pace(self) -> list[float]:
+        """Seconds between the next few pieces."""
+        first = len(self.times_s)
+        while len(self.times_s) < first + PIECES:
+            self.came.clear()
+            await self.came.wait()
+        return [later - sooner for sooner, later in pairwise(self.times_s[first:])]
 
 
+T = TypeVar("T")
 _TimeOne = Callable[[list[_Stream]], Awaitable[float]]
 _Calling = AbstractAsyncContextManager[Answer]
 
@@ -84,6 +101,8 @@ class Bench:
         report = Report(url=trial.url, model=self._model, concurrency=trial.concurrency, rounds=trial.rounds)
         if await self._has("/v1/abort_requests"):
             report.abort_ms = await self._repeat(self._time_abort)
+        elif await self._has("/abort_requests"):
+            report.abort_ms = await self._repeat(self._time_other_abort)
         report.disconnect_ms = await self._repeat(self._time_disconnect)
         if path := await self._pause_path():
             ours = path.startswith("/v1/")
@@ -108,13 +127,22 @@ class Bench:
         await self._post("/v1/abort_requests", {"req_ids": [streams[0].id]})
         return clock() - began_s
 
+    async def _time_other_abort(self, streams: list[_Stream]) -> float:
+        before = await self._running()
+        began_s = clock()
+        await self._post("/abort_requests", {"request_ids": [f"cmpl-{streams[0].id}-0"]})
+        return await self._until_fewer(before) - began_s
+
     async def _time_disconnect(self, streams: list[_Stream]) -> float:
         before = await self._running()
         began_s = clock()
         self._reading[streams[0]].cancel()
+        return await self._until_fewer(before) - began_s
+
+    async def _until_fewer(self, before: float) -> float:
         while await self._running() >= before:
             pass
-        return clock() - began_s
+        return clock()
 
     async def _time_pause(self, path: str, mode: str) -> float:
         began_s = clock()
@@ -134,15 +162,37 @@ class Bench:
         streams = [_Stream(f"bench-{secrets.token_hex(6)}") for _ in range(self._trial.concurrency)]
         self._reading = {stream: asyncio.create_task(self._read(stream)) for stream in streams}
         try:
-            await asyncio.gather(*(stream.begun.wait() for stream in streams))
+            await self._wait_for(stream.came.wait() for stream in streams)
+            # Only now: until all have begun, steps are long with other answers' prompts.
+            gaps_s = await self._wait_for(stream.at_pace() for stream in streams)
+            self._gaps_s += [gap_s for each in gaps_s for gap_s in each]
             yield streams
         finally:
             for task in self._reading.values():
                 task.cancel()
             await asyncio.wait(self._reading.values())
-            self._gaps_s += [gap_s for stream in streams for gap_s in stream.gaps_s]
-            while await self._running():
-                pass
+            await self._settle()
+
+    async def _wait_for(self, waits: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """What the streams come to, or the failure of the first that ends instead."""
+        waiting = asyncio.gather(*waits)
+        running: list[asyncio.Future[Any]] = [waiting, *self._reading.values()]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result()
+        waiting.cancel()
+        for task in self._reading.values():
+            if task.done():
+                await task
+        raise HeadgateError(f"{self._trial.url}: an answer ended by itself; ask for more tokens")
+
+    async def _settle(self) -> None:
+        """Wait until the server counts no request. vLLM's count stands still when a pause has aborted them all."""
+        counting_s = clock()
+        while await self._running():
+            if clock() - counting_s > SETTLE_S:
+                await self._post("/v1/completions", {"model": self._model, "prompt": "x", "max_tokens": 2})
+                counting_s = clock()
 
     async def _read(self, stream: _Stream) -> None:
         body = {
@@ -153,19 +203,12 @@ class Bench:
             "stream": True,
             "request_id": stream.id,
         }
-        last_s = None
         async with self._call("POST", "/v1/completions", body) as answer:
             if answer.status != 200:
-                stream.begun.set()
                 raise HeadgateError(f"{self._trial.url} answered {answer.status}: {(await answer.body())[:200]!r}")
             async for line in answer.lines():
                 if line.startswith(b"data: {"):
-                    now_s = clock()
-                    if last_s is not None:
-                        stream.gaps_s.append(now_s - last_s)
-                    last_s = now_s
-                    stream.begun.set()
-        stream.begun.set()
+                    stream.hear()
 
     # -- asking -----------------------------------------------------------------
 

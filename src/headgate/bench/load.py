@@ -1,29 +1,26 @@
 """Load on a server: which requests, and when each is sent.
 
 Closed loop: N clients, each sending its next request when the last one is answered; asks what a server can do at most.
-Open loop: requests arrive at random times whatever the server does, as from a crowd; asks how long people wait.
+Open loop: requests arrive at random times whatever the server does, as from a crowd; asks how long people wait. As
+recorded: they arrive when the trace says. Of a conversation, the first request counts for that; the next one is sent when
+its answer is there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, cycle, zip_longest
 
 import msgspec
 from tqdm import tqdm
 
-from headgate.bench.client import Sample, address_of, ask, clock
+from headgate.bench.client import Reply, Sample, address_of, ask, clock
+from headgate.bench.dataset import Conversation, Dataset, Random, Shape, Trace, conversations
 from headgate.errors import HeadgateError, RequestError
 from headgate.httpclient import Address, HttpFailure, call
-
-VOCABULARY = (
-    "time river stone bright window garden winter letter music table silver road morning paper green quiet "
-    "mountain story bread water child door light summer captain island engine market number house"
-)
-WORDS = tuple(VOCABULARY.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,13 @@ class ClosedLoop:
         return f"closed loop, {self.concurrency} clients"
 
 
-Pace = OpenLoop | ClosedLoop
+@dataclass(frozen=True, slots=True)
+class AsRecorded:
+    def __str__(self) -> str:
+        return "as recorded"
+
+
+Pace = OpenLoop | ClosedLoop | AsRecorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class Load:
     prompt_words: int = 64
     max_tokens: int = 64
     ignore_eos: bool = False
+    dataset: Dataset = field(default_factory=Random)
     seed: int = 0
     timeout_s: float = 600.0
     api_key: str | None = field(default=None, repr=False)
@@ -63,37 +67,43 @@ class Load:
         for name in ("requests", "prompt_words", "max_tokens"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1")
-        if not (self.pace.rate if isinstance(self.pace, OpenLoop) else self.pace.concurrency) > 0:
-            raise RequestError("rate and concurrency must be above 0")
+        match self.pace:
+            case OpenLoop(amount) | ClosedLoop(amount) if not amount > 0:
+                raise RequestError("rate and concurrency must be above 0")
+            case AsRecorded() if not isinstance(self.dataset, Trace):
+                raise RequestError("only a trace says when requests are sent")
 
     @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
-    def bodies(self, model: str) -> list[bytes]:
-        chance = random.Random(self.seed)
-        return [self._body(model, " ".join(chance.choices(WORDS, k=self.prompt_words))) for _ in range(self.requests)]
+    def conversations(self) -> list[Conversation]:
+        return conversations(self.dataset, Shape(self.requests, self.prompt_words, self.max_tokens, self.seed))
 
-    def _body(self, model: str, prompt: str) -> bytes:
+    def body(self, model: str, said: Sequence[str], max_tokens: int) -> bytes:
+        """Of a request; `said` are prompts and answers in turn, and the last one is to be answered."""
         body: dict[str, object] = {
             "model": model,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "max_tokens": self.max_tokens,
+            "max_tokens": max_tokens,
             "temperature": 0,
         }
         if self.ignore_eos:
             body["ignore_eos"] = True
         if self.api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
+            roles = cycle(("user", "assistant"))
+            body["messages"] = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
         else:
-            body["prompt"] = prompt
+            # Nothing between a prompt and its answer, or the KV of the answer would not be that of this prompt.
+            exchanges = zip_longest(said[::2], said[1::2], fillvalue="")
+            body["prompt"] = "\n".join(prompt + answer for prompt, answer in exchanges)
         return msgspec.json.encode(body)
 
-    def arrivals_s(self, rate: float) -> list[float]:
-        """When each request of an open loop is sent: a Poisson process."""
+    def arrivals_s(self, rate: float, count: int) -> list[float]:
+        """When each conversation of an open loop begins: a Poisson process."""
         chance = random.Random(self.seed + 1)
-        return list(accumulate(chance.expovariate(rate) for _ in range(self.requests)))
+        return list(accumulate(chance.expovariate(rate) for _ in range(count)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,45 +124,57 @@ def run(load: Load, *, progress: bool = False) -> Result:
 
 async def measure(load: Load, *, progress: bool = False) -> Result:
     address = address_of(load.url)
+    talks = load.conversations()
     model = load.model or await first_model(address, load.api_key)
-    bodies = load.bodies(model)
     samples: list[Sample] = []
     begun_s = clock()
-    with tqdm(total=load.requests, unit="request", disable=not progress) as bar:
+    with tqdm(total=sum(len(talk.turns) for talk in talks), unit="request", disable=not progress) as bar:
 
-        async def send(body: bytes) -> None:
+        async def send(body: bytes) -> Reply:
             start_s = clock() - begun_s
-            sample = await ask(address, load.path, body, api_key=load.api_key, timeout_s=load.timeout_s)
-            sample.start_s = start_s
-            samples.append(sample)
+            reply = await ask(address, load.path, body, api_key=load.api_key, timeout_s=load.timeout_s)
+            reply.sample.start_s = start_s
+            samples.append(reply.sample)
             bar.update()
+            return reply
+
+        async def hold(talk: Conversation) -> None:
+            said: list[str] = []
+            for turn in talk.turns:
+                said.append(turn.prompt)
+                reply = await send(load.body(model, said, turn.max_tokens))
+                if reply.sample.error is not None:
+                    return  # nobody goes on with an answer that did not come
+                said.append(reply.text)
 
         match load.pace:
             case OpenLoop(rate):
-                await _send_openly(bodies, load.arrivals_s(rate), send)
+                await _begin_openly(talks, load.arrivals_s(rate, len(talks)), hold)
+            case AsRecorded():
+                await _begin_openly(talks, [talk.at_s for talk in talks], hold)
             case ClosedLoop(concurrency):
-                await _send_in_turn(bodies, concurrency, send)
+                await _hold_in_turn(talks, concurrency, hold)
     return Result(load, model, clock() - begun_s, samples)
 
 
-Send = Callable[[bytes], Coroutine[None, None, None]]
+Hold = Callable[[Conversation], Coroutine[None, None, None]]
 
 
-async def _send_openly(bodies: list[bytes], arrivals_s: list[float], send: Send) -> None:
+async def _begin_openly(talks: list[Conversation], arrivals_s: list[float], hold: Hold) -> None:
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
     async with asyncio.TaskGroup() as tasks:
-        for body, arrival_s in zip(bodies, arrivals_s, strict=True):
+        for talk, arrival_s in zip(talks, arrivals_s, strict=True):
             await asyncio.sleep(begun_s + arrival_s - loop.time())  # late is sent at once
-            tasks.create_task(send(body))
+            tasks.create_task(hold(talk))
 
 
-async def _send_in_turn(bodies: list[bytes], concurrency: int, send: Send) -> None:
-    rest = iter(bodies)
+async def _hold_in_turn(talks: list[Conversation], concurrency: int, hold: Hold) -> None:
+    rest = iter(talks)
 
     async def client() -> None:
-        for body in rest:
-            await send(body)
+        for talk in rest:
+            await hold(talk)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(concurrency):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -49,6 +50,8 @@ class Summary(msgspec.Struct, frozen=True):
     inter_token_latency_ms: Spread | None
     time_per_output_token_ms: Spread | None
     end_to_end_ms: Spread | None
+    dataset: str = ""
+    cached_share: float = 0.0  # of prompt tokens, as the server says
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -74,7 +77,13 @@ def summarise(result: Result) -> Summary:
         inter_token_latency_ms=Spread.of([gap_s for sample in done for gap_s in sample.gaps_s]),
         time_per_output_token_ms=Spread.of([each for sample in done if (each := per_token_s(sample)) is not None]),
         end_to_end_ms=Spread.of([sample.total_s for sample in done]),
+        dataset=str(result.load.dataset),
+        cached_share=cached_share(done),
     )
+
+
+def cached_share(samples: Sequence[Sample]) -> float:
+    return sum(sample.cached_tokens for sample in samples) / max(1, sum(sample.prompt_tokens for sample in samples))
 
 
 def per_token_s(sample: Sample) -> float | None:
@@ -93,7 +102,7 @@ def table(result: Result) -> str:
         "end to end": summary.end_to_end_ms,
     }
     lines = [
-        f"{summary.model} at {summary.url}: {summary.pace}",
+        f"{summary.model} at {summary.url}: {summary.pace}, {summary.dataset}",
         "",
         f"{'milliseconds':<22}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}",
         *(_row(name, spread) for name, spread in spreads.items()),
@@ -102,6 +111,7 @@ def table(result: Result) -> str:
         f"{summary.requests_per_s:.2f}/s",
         f"{'prompt tokens/s':<22}{summary.prompt_tokens_per_s:>10.1f}",
         f"{'output tokens/s':<22}{summary.output_tokens_per_s:>10.1f}",
+        f"{'cached prompt tokens':<22}{summary.cached_share:>10.1%}",
         f"{'errors':<22}{summary.requests - summary.completed:>10}",
         *(f"{'':<22}{count:>10} {error}" for error, count in summary.errors.items()),
     ]
@@ -119,8 +129,8 @@ def save_json(result: Result, path: Path) -> None:
     path.write_bytes(msgspec.json.format(saved, indent=1) + b"\n")
 
 
-def save_plot(result: Result, path: Path) -> None:
-    """Where the time went: how first-token and end-to-end times are spread, and how they went over the run."""
+def drawing() -> Any:
+    """Matplotlib, which needs no screen here."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -128,6 +138,12 @@ def save_plot(result: Result, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def save_plot(result: Result, path: Path) -> None:
+    """Where the time went: how first-token and end-to-end times are spread, and how they went over the run."""
+    pyplot = drawing()
     done = result.completed
     figure, (spread, course) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, values_s in _series(done).items():

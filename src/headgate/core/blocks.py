@@ -1,13 +1,15 @@
 """KV blocks: who holds which, which are cached for reuse, which are free.
 
 Rules: a block is *held* (by sequences and leases, counted), *cached* (held by nobody, but published under a key) or
-*free*, and exactly one of these. A cached block is evicted only when no free one is left, least recently used first.
+*free*, and exactly one of these. A cached block is evicted only when no free one is left, least recently used first. So
+one number says which of them are gone: the *horizon*, when the most recently evicted one was last let go.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
+from math import inf
 
 from headgate.protocol.keys import Key
 
@@ -16,9 +18,11 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.now_s = 0.0  # told by the scheduler
+        self.horizon_s = -inf  # what was last let go before this is not found any more
         self._holders = [0] * num_blocks
         self._free = deque(range(num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, float] = OrderedDict()  # when it was let go
         self._key_of: dict[int, Key] = {}
         self._block_of: dict[Key, int] = {}
 
@@ -48,7 +52,8 @@ class BlockPool:
         if self._free:
             block = self._free.popleft()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, used_s = self._cached.popitem(last=False)
+            self.horizon_s = max(self.horizon_s, used_s)
             self._forget(block)
         self._holders[block] = 1
         return block
@@ -66,7 +71,7 @@ class BlockPool:
             assert self._holders[block] >= 0, f"block {block} released more often than taken"
             if self._holders[block] == 0:
                 if block in self._key_of:
-                    self._cached[block] = None
+                    self._cached[block] = self.now_s
                 else:
                     self._free.append(block)
 
@@ -97,7 +102,12 @@ class BlockPool:
             self._forget(block)
         self._cached.clear()
         self._free.extend(dropped)
+        self.move_horizon()
         return len(dropped)
+
+    def move_horizon(self) -> None:
+        """Nothing that was let go until now will be found again."""
+        self.horizon_s = self.now_s
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
@@ -109,5 +119,7 @@ class BlockPool:
         assert self._holders == [holders.get(block, 0) for block in range(self.num_blocks)]
         assert len(free) + len(cached) + len(held) == self.num_blocks == len(free | cached | held)
         assert len(free) == len(self._free)
+        let_go = list(self._cached.values())
+        assert let_go == sorted(let_go), "evicted in another order than the horizon says"
         assert cached == self._key_of.keys() - held
         assert {key: block for block, key in self._key_of.items()} == self._block_of

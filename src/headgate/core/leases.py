@@ -1,29 +1,55 @@
-"""Leases: blocks we keep for another engine until it has fetched them, or until its time is up.
+"""Leases: KV of ours that another engine may fetch, until it has, or until its time is up.
 
-Rules: every lease has a deadline and the generation of the engine that granted it, so that a fetch meant for an earlier
-life of this engine is recognised and refused. The table decides and returns blocks; its owner gives them back.
+A lease belongs to a sequence that was asked to export its KV; both end together, so whatever ends the sequence takes the
+KV back. Rules: every lease has a deadline and the generation of the engine that granted it, so that a fetch meant for an
+earlier life of this engine is recognised and refused. What happens to leases is noted in order, for whoever serves them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
     id: int
     generation: int
-    blocks: list[int]
+    sequence: int
+    version: int  # of the weights that compute its KV
+    blocks: tuple[int, ...]
     until_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Granted:
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The first `blocks` blocks of a lease hold their KV."""
+
+    id: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """Its blocks may be given to others as soon as the next step is planned."""
+
+    id: int
+
+
+News = Granted | Filled | Withdrawn
+
+
 class LeaseTable:
-    def __init__(self, generation: int) -> None:
+    def __init__(self, generation: int, draw_id: Callable[[], int]) -> None:
         self.generation = generation
+        self._draw_id = draw_id
         self._leases: dict[int, Lease] = {}
-        self._ids = count(1)
+        self._news: list[News] = []
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -31,9 +57,14 @@ class LeaseTable:
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._leases.values())
 
-    def grant(self, blocks: list[int], until_s: float) -> Lease:
-        lease = Lease(next(self._ids), self.generation, blocks, until_s)
+    @property
+    def blocks(self) -> int:
+        return sum(len(lease.blocks) for lease in self)
+
+    def grant(self, sequence: int, version: int, blocks: tuple[int, ...], until_s: float) -> Lease:
+        lease = Lease(self._draw_id(), self.generation, sequence, version, blocks, until_s)
         self._leases[lease.id] = lease
+        self._news.append(Granted(lease))
         return lease
 
     def find(self, id: int, generation: int) -> Lease | None:
@@ -43,17 +74,19 @@ class LeaseTable:
     def renew(self, id: int, generation: int, until_s: float) -> bool:
         lease = self.find(id, generation)
         if lease is not None:
-            self._leases[id] = Lease(id, generation, lease.blocks, until_s)
+            self._leases[id] = replace(lease, until_s=until_s)
         return lease is not None
 
-    def end(self, id: int, generation: int) -> list[int]:
-        """The blocks to give back: none if the lease is unknown, ended before, or of another generation."""
-        if self.find(id, generation) is None:
-            return []
-        return self._leases.pop(id).blocks
+    def fill(self, id: int, blocks: int) -> None:
+        self._news.append(Filled(id, blocks))
 
-    def expire(self, now_s: float) -> list[Lease]:
-        expired = [lease for lease in self if lease.until_s <= now_s]
-        for lease in expired:
-            del self._leases[lease.id]
-        return expired
+    def end(self, id: int) -> None:
+        del self._leases[id]
+        self._news.append(Withdrawn(id))
+
+    def overdue(self, now_s: float) -> list[Lease]:
+        return [lease for lease in self if lease.until_s <= now_s]
+
+    def take_news(self) -> list[News]:
+        news, self._news = self._news, []
+        return news

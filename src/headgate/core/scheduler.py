@@ -11,7 +11,7 @@ Rules: one thread, no clock (`tick` tells the time), no I/O. Admission never pre
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
@@ -26,6 +26,9 @@ from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.output import Cause, Ended, FinishReason, Outputs, Timings
 from headgate.protocol.plan import Fetch, Logprobs, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
+
+FETCHED: tuple[FinishReason, Cause] = ("stop", "exported")
+LOST: tuple[FinishReason, Cause] = ("abort", "transfer_failed")
 
 
 class Flow(Enum):
@@ -45,9 +48,12 @@ class Limits:
     max_batch_tokens: int  # tokens of one step
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    exports: bool = True  # others can fetch KV from us
     takes_grammars: bool = True  # the device can hold an answer to one
     patience_s: float = 60.0  # a request without a deadline queues as if it had to be done by then
-    lease_s: float = 30.0
+    lease_s: float = 30.0  # how long KV is kept for an engine that says nothing
+    export_wait_s: float = 30.0  # how long a request to export KV may wait for room
+    reschedules: bool = False  # what would be preempted is given back to be resumed elsewhere
     engine: str = "local"  # how tickets name us
     generation: int = 0  # tells our leases from those of an earlier life
 
@@ -59,12 +65,17 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0  # of admitted sequences, looked up in the prefix cache
     cached_tokens: int = 0  # of those, found there
+    output_tokens: int = 0  # told, whoever hears them
     leases_expired: int = 0
-    transfers_lost: int = 0
+    transfers: int = 0
+    transfers_lost: int = 0  # each of them became a local prefill
+    rescheduled: int = 0
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: Limits, *, version: int = 0) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: Limits, *, version: int = 0, draw_lease_id: Callable[[], int] | None = None
+    ) -> None:
         self.pool = pool
         self.limits = limits
         self.version = version
@@ -74,14 +85,15 @@ class Scheduler:
         self.waiting = OrderedQueue()
         self.running: dict[Sequence, None] = {}  # RUNNING and LOADING, in order of admission
         self.leaving: set[Sequence] = set()  # finished or preempted, still held
-        self.leases = LeaseTable(limits.generation)
+        self.leases = LeaseTable(limits.generation, draw_lease_id or count(1).__next__)
+        self.unwanted: list[int] = []  # sequences that no longer want the KV their ticket names; the loop empties it
         self.now_s = 0.0
         self._deadlines = OrderedQueue()
         self._free_rows = list(reversed(range(limits.max_running)))
         self._launched: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._fetching: dict[int, Sequence] = {}
         self._outbox = Outputs(version)
-        self._arrivals, self._steps, self._fetches = count(), count(), count()
+        self._arrivals, self._steps = count(), count()
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self.running)} running, {len(self.waiting)} waiting, {self.pool!r}>"
@@ -93,25 +105,28 @@ class Scheduler:
         seq = self._new_sequence(request)
         self.sequences[seq.id] = seq
         self.waiting.add(self._rank(seq), seq)
-        if seq.deadline_s < inf:
-            self._deadlines.add((seq.deadline_s, seq.order[-1]), seq)
+        self._watch(seq)
         self._finish_if_done(seq)
 
     def abort(self, ids: Iterable[int], cause: Cause) -> list[int]:
         """End these sequences where they are; returns the ids that were live."""
         live = [id for id in ids if id in self.sequences]
+        reason: FinishReason = "pd_reschedule" if cause == "shutdown" and self.limits.reschedules else "abort"
         for id in live:
             # An id given twice is aborted once.
             if seq := self.sequences.get(id):
-                self._finish(seq, "abort", cause)
+                self._finish(seq, "abort" if seq.exports else reason, cause)
         return live
 
     def has_any(self, ids: Collection[int]) -> bool:
         """Whether one of these sequences is live, or gone but not yet rid of all it owned."""
         return any(id in self.sequences for id in ids) or any(seq.id in ids for seq in self.leaving)
 
-    def end_lease(self, id: int, generation: int) -> None:
-        self.pool.release(self.leases.end(id, generation))
+    def end_lease(self, id: int, generation: int, *, fetched: bool) -> None:
+        """Another engine has fetched the KV of a lease, or never will."""
+        if lease := self.leases.find(id, generation):
+            reason, cause = FETCHED if fetched else LOST
+            self._finish(self.sequences[lease.sequence], reason, cause)
 
     def take_outputs(self) -> Outputs:
         outputs, self._outbox = self._outbox, Outputs(self.version)
@@ -121,12 +136,13 @@ class Scheduler:
 
     def tick(self, now_s: float) -> None:
         """Tell the time, and end what is overdue."""
-        self.now_s = now_s
+        self.now_s = self.pool.now_s = now_s
         while self._deadlines and self._deadlines.front().deadline_s <= now_s:
-            self._finish(self._deadlines.front(), "abort", "deadline")
-        for lease in self.leases.expire(now_s):
+            seq = self._deadlines.front()
+            self._finish(seq, "abort", "capacity" if seq.exports and seq.phase is Phase.WAITING else "deadline")
+        for lease in self.leases.overdue(now_s):
             self.counters.leases_expired += 1
-            self.pool.release(lease.blocks)
+            self.end_lease(lease.id, lease.generation, fetched=False)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run. A plan without rows only fetches and needs no commit."""
@@ -179,6 +195,9 @@ class Scheduler:
                 continue
             if scores := result.prompt_logprobs.get(i):
                 self._tell_scores(seq, plan.starts[i], scores)
+            if seq.lease is not None:
+                # Steps land in order, so whatever this one has found in the cache is written too.
+                self.leases.fill(seq.lease, (plan.starts[i] + plan.counts[i]) // self.pool.block_size)
             if index in result.lost:
                 self._finish(seq, "abort", "grammar")
             elif samples:
@@ -197,9 +216,9 @@ class Scheduler:
 
     # -- transfers --------------------------------------------------------------
 
-    def transfer_done(self, number: int, ok: bool) -> None:
-        """A fetch has filled its blocks, or never will; either way it no longer touches them."""
-        seq = self._fetching.pop(number)
+    def transfer_done(self, id: int, ok: bool) -> None:
+        """The fetch for a sequence has filled its blocks, or never will; either way it no longer touches them."""
+        seq = self._fetching.pop(id)
         seq.holds -= 1
         ticket, seq.ticket = seq.ticket, None
         if seq.phase is not Phase.LOADING:
@@ -209,6 +228,7 @@ class Scheduler:
         if ok and ticket is not None and ticket.version == self.version:
             # One token short of everything, because sampling needs a token to compute.
             seq.computed = max(seq.computed, min(ticket.tokens, len(seq.tokens) - 1))
+            self.counters.transfers += 1
         else:
             self.counters.transfers_lost += 1  # a lost transfer is just a local prefill
 
@@ -235,8 +255,11 @@ class Scheduler:
         """From now on keys and tokens belong to `version`. KV of the old weights is never hit again."""
         assert self.quiesced and not self._outbox
         self.version = self._outbox.version = version
-        for seq in self.running:
+        self.pool.move_horizon()
+        for seq in list(self.running):
             seq.pure = False
+            if seq.exports:
+                self._finish(seq, "abort", "weights")
         if recompute:
             for seq in list(self.running):
                 self._preempt(seq)
@@ -259,6 +282,7 @@ class Scheduler:
         number, sampling = next(self._arrivals), request.sampling
         deadline_s = inf if request.timeout_s is None else self.now_s + request.timeout_s
         due_s = min(deadline_s, self.now_s + self.limits.patience_s)
+        wait_s = self.limits.export_wait_s if request.export_kv else inf
         stops: dict[int, Cause] = dict.fromkeys(sampling.stop_token_ids, "stop_token")
         if not sampling.ignore_eos:
             stops |= dict.fromkeys(self.limits.eos_token_ids, "eos")
@@ -269,13 +293,25 @@ class Scheduler:
             stops=stops,
             order=(request.priority, due_s, number),
             arrived_s=self.now_s,
-            deadline_s=deadline_s,
+            deadline_s=min(deadline_s, self.now_s + wait_s),
             lockstep=sampling.grammar is not None,
             ticket=request.ticket,
         )
 
     def _limit(self, request: GenerateRequest) -> int:
         """Tokens that this sequence may have in all; raises if it can never run."""
+        limit = self._answer_limit(request)
+        if not request.export_kv:
+            return limit
+        if not self.limits.exports:
+            raise RequestError(
+                "this engine serves no KV to others (kv_listen); leave export_kv out", param="export_kv"
+            )
+        # Whole blocks, and one token short of everything: the other engine needs one to compute.
+        size = self.pool.block_size
+        return (len(request.prompt) + len(request.generated) - 1) // size * size + 1
+
+    def _answer_limit(self, request: GenerateRequest) -> int:
         if request.id in self.sequences:
             raise DuplicateId(f"request {request.id} is already running")
         if (largest := max(request.prompt + request.generated)) >= self.limits.vocab_size:
@@ -310,10 +346,18 @@ class Scheduler:
         """Who has started goes first; then by priority, due time and arrival."""
         return (seq.started_s is None, *seq.order)
 
+    def _watch(self, seq: Sequence) -> None:
+        if seq.deadline_s < inf:
+            self._deadlines.add((seq.deadline_s, seq.order[-1]), seq)
+
+    def _unwatch(self, seq: Sequence) -> None:
+        if seq.deadline_s < inf:
+            self._deadlines.remove((seq.deadline_s, seq.order[-1]), seq)
+
     def _admit(self, seq: Sequence) -> bool:
         """Give `seq` a row and blocks for all its tokens, or leave everything as it was. Never preempts."""
         hit = self._cached_prefix(seq)
-        need = self.pool.blocks_for(len(seq.tokens)) - len(hit)
+        need = self.pool.blocks_for(min(len(seq.tokens), seq.limit - 1)) - len(hit)
         # One block for each running sequence stays free, so that admission does not cause preemption at once.
         if need + self.pool.idle(hit) + len(self.running) > self.pool.available:
             return False
@@ -324,14 +368,19 @@ class Scheduler:
         seq.row = self._free_rows.pop()
         seq.computed, seq.published = len(hit) * self.pool.block_size, len(hit)
         seq.phase = Phase.LOADING if self._worth_fetching(seq) else Phase.RUNNING
+        if seq.phase is Phase.RUNNING:
+            self._drop_ticket(seq)
+        if seq.exports:
+            self._lend(seq)
         self._note_admission(seq)
         return True
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if self._unscored(seq):
             return []
-        # One token short of everything, because sampling needs a token to compute.
-        return self.pool.lookup(self._keys(seq, (len(seq.tokens) - 1) // self.pool.block_size))
+        # One token short of everything, because sampling needs a token to compute. An export computes its last block
+        # itself: when that has landed, what it found in the cache is known to be written.
+        return self.pool.lookup(self._keys(seq, (len(seq.tokens) - 1) // self.pool.block_size - seq.exports))
 
     def _unscored(self, seq: Sequence) -> bool:
         """Every prompt position must be computed to be scored, here and by this sequence."""
@@ -341,14 +390,32 @@ class Scheduler:
         ticket = seq.ticket
         if ticket is None or ticket.version != self.version or ticket.tokens <= seq.computed or self._unscored(seq):
             return False
-        return ticket.tokens <= len(seq.tokens) and ticket.keys == self._seal(seq, ticket.tokens)
+        count, rest = divmod(ticket.tokens, self.pool.block_size)
+        return rest == 0 and ticket.tokens <= len(seq.tokens) and ticket.key == self._keys(seq, count)[-1]
 
     def _fetch(self, seq: Sequence) -> Fetch:
         assert seq.ticket is not None
-        skip, number = seq.published, next(self._fetches)
-        self._fetching[number] = seq
+        skip = seq.published
+        self._fetching[seq.id] = seq
         seq.holds += 1
-        return Fetch(number, seq.ticket, skip, tuple(seq.blocks[skip : self.pool.blocks_for(seq.ticket.tokens)]))
+        return Fetch(seq.id, seq.ticket, skip, tuple(seq.blocks[skip : self.pool.blocks_for(seq.ticket.tokens)]))
+
+    def _drop_ticket(self, seq: Sequence) -> None:
+        """Whatever a ticket names is not wanted any more. A fetch that is under way will fail, and still be told of."""
+        if seq.ticket is not None:
+            self.unwanted.append(seq.id)
+            seq.ticket = None
+
+    def _lend(self, seq: Sequence) -> None:
+        """Let another engine fetch the KV of `seq`, from now on and as it is computed."""
+        lease = self.leases.grant(seq.id, self.version, tuple(seq.blocks), self.now_s + self.limits.lease_s)
+        seq.lease = lease.id
+        self._unwatch(seq)  # it waits no more, and has what is left of its own time
+        seq.deadline_s = inf if seq.request.timeout_s is None else seq.arrived_s + seq.request.timeout_s
+        self._watch(seq)
+        key = self._keys(seq, len(seq.blocks))[-1]
+        ticket = Ticket(self.limits.engine, lease.id, lease.generation, seq.limit - 1, self.version, key)
+        self._outbox.tickets[seq.id] = ticket
 
     def _note_admission(self, seq: Sequence) -> None:
         if seq.started_s is None:
@@ -365,7 +432,7 @@ class Scheduler:
             if self.leaving:
                 return False  # blocks are on their way home; wait for them
             victim = max(self.running, key=lambda other: other.order)
-            self._preempt(victim)
+            self._evict(victim)
             if victim is seq:
                 return False
         if need > 0:
@@ -388,18 +455,22 @@ class Scheduler:
         outbox.ids.append(seq.request.id)
         outbox.tokens.append(token)
         seq.tokens.append(token)
+        self.counters.output_tokens += 1
         if seq.first_token_s is None:
             seq.first_token_s = self.now_s
         if token in seq.stops or len(seq.tokens) >= seq.limit:
             self._finish_if_done(seq)
 
     def _finish_if_done(self, seq: Sequence) -> None:
-        if not seq.output_len:
+        if seq.exports:
+            if seq.limit == 1:
+                self._finish(seq, *FETCHED)  # there is not one whole block to export
+        elif not seq.output_len:
             return
-        if (cause := seq.stops.get(seq.tokens[-1])) and seq.output_len > seq.request.sampling.min_tokens:
-            self._finish(seq, "stop", cause, ticket=self._export(seq))
+        elif (cause := seq.stops.get(seq.tokens[-1])) and seq.output_len > seq.request.sampling.min_tokens:
+            self._finish(seq, "stop", cause)
         elif len(seq.tokens) >= seq.limit:
-            self._finish(seq, "length", "max_tokens", ticket=self._export(seq))
+            self._finish(seq, "length", "max_tokens")
 
     def _tell_scores(self, seq: Sequence, start: int, scores: tuple[Logprobs, ...]) -> None:
         """Pass on log-probabilities of prompt tokens start + 1 ..., each position once however often computed."""
@@ -421,28 +492,19 @@ class Scheduler:
     def _keys(self, seq: Sequence, count: int) -> list[bytes]:
         return seq.keys(count, version=self.version, block_size=self.pool.block_size)
 
-    def _seal(self, seq: Sequence, count: int) -> tuple[bytes, ...]:
-        return seq.seal(count, version=self.version, block_size=self.pool.block_size)
-
-    def _export(self, seq: Sequence) -> Ticket | None:
-        """Leave the prompt's blocks under a lease, if that was asked and they are all of one version."""
-        if not seq.request.export_kv or not seq.pure or not seq.blocks:
-            return None
-        kept = seq.blocks[: self.pool.blocks_for(seq.prompt_len)]
-        self.pool.retain(kept)
-        lease = self.leases.grant(kept, self.now_s + self.limits.lease_s)
-        keys = self._seal(seq, seq.prompt_len)
-        return Ticket(self.limits.engine, lease.id, lease.generation, seq.prompt_len, self.version, keys)
-
     # -- the only ways out ------------------------------------------------------
 
-    def _finish(self, seq: Sequence, reason: FinishReason, cause: Cause, *, ticket: Ticket | None = None) -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason, cause: Cause) -> None:
         self._publish(seq)
         self._dequeue(seq)
+        self._drop_ticket(seq)
+        if seq.lease is not None:
+            self.leases.end(seq.lease)
+            seq.lease = None
+        self.counters.rescheduled += reason == "pd_reschedule"
         seq.phase = Phase.FINISHED
         del self.sequences[seq.id]
-        if seq.deadline_s < inf:
-            self._deadlines.remove((seq.deadline_s, seq.order[-1]), seq)
+        self._unwatch(seq)
         self._outbox.ended.append(
             Ended(
                 seq.id,
@@ -452,14 +514,23 @@ class Scheduler:
                 seq.cached_tokens or 0,
                 seq.output_len,
                 Timings(seq.arrived_s, seq.started_s, seq.first_token_s, self.now_s),
-                ticket,
             )
         )
         self._release(seq)
 
+    def _evict(self, seq: Sequence) -> None:
+        """Take the blocks of `seq` for others. Who waits for an export is told at once, not after a second try."""
+        if seq.exports:
+            self._finish(seq, "abort", "preempted")
+        elif self.limits.reschedules:
+            self._finish(seq, "pd_reschedule", "preempted")
+        else:
+            self._preempt(seq)
+
     def _preempt(self, seq: Sequence) -> None:
         self.counters.preemptions += 1
         self._dequeue(seq)
+        self._drop_ticket(seq)
         seq.phase = Phase.WAITING
         self.waiting.add(self._rank(seq), seq)
         self._release(seq)
@@ -490,6 +561,8 @@ class Scheduler:
         rows = [seq.row for seq in owners] + self._free_rows
         assert sorted(rows) == list(range(self.limits.max_running))
         assert {*self.running, *self.waiting} == set(self.sequences.values())
+        lent = {seq.id: tuple(seq.blocks) for seq in self.running if seq.lease is not None}
+        assert lent == {lease.sequence: lease.blocks for lease in self.leases}
         for seq in self.sequences.values():
             self._check_sequence(seq)
 
@@ -503,6 +576,4 @@ class Scheduler:
         holders: Counter[int] = Counter()
         for seq in {*self.running, *self.leaving}:
             holders.update(seq.blocks)
-        for lease in self.leases:
-            holders.update(lease.blocks)
         return holders

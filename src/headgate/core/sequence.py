@@ -52,12 +52,18 @@ class Sequence:
     published: int = 0  # leading blocks already offered to the prefix cache
     pure: bool = True  # all our KV belongs to the current weights, and may be published or exported
     ticket: Ticket | None = None  # good for one fetch
+    lease: int | None = None  # under which another engine may fetch our KV
     _keys: list[Key] = field(default_factory=list)
     _keys_version: int = -1
 
     @property
     def id(self) -> int:
         return self.request.id
+
+    @property
+    def exports(self) -> bool:
+        """It computes KV for another engine, and samples nothing."""
+        return self.request.export_kv
 
     @property
     def prompt_len(self) -> int:
@@ -84,23 +90,9 @@ class Sequence:
             self._keys, self._keys_version = [], version
         keys, tokens = self._keys, self.tokens
         for i in range(len(keys), count):
-            keys.append(next_key(self._last(keys, version), tokens[i * block_size : (i + 1) * block_size]))
+            last = keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
+            keys.append(next_key(last, tokens[i * block_size : (i + 1) * block_size]))
         return keys[:count]
-
-    def seal(self, count: int, *, version: int, block_size: int) -> tuple[Key, ...]:
-        """The keys of all blocks of our first `count` tokens.
-
-        A last block that is not full counts with the tokens it has, so that even a prompt shorter than a block is tied to
-        its tokens, weights and tenant.
-        """
-        full = count // block_size
-        keys = self.keys(full, version=version, block_size=block_size)
-        if tail := self.tokens[full * block_size : count]:
-            keys.append(next_key(self._last(keys, version), tail))
-        return tuple(keys)
-
-    def _last(self, keys: list[Key], version: int) -> Key:
-        return keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
 
     def disown(self) -> None:
         """Everything we owned has gone back: start over from the tokens we have."""

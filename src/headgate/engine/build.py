@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 
 from headgate.config import EngineConfig
@@ -12,6 +14,8 @@ from headgate.core.scheduler import Limits, Scheduler
 from headgate.engine.evidence import Recorder
 from headgate.engine.loop import EngineLoop
 from headgate.protocol.message import Answer, EngineInfo, Told
+from headgate.transfer.tcp import TcpTransport, parse_address
+from headgate.transfer.transport import BlockMemory, NoTransport, Transport
 from headgate.worker.build import Wanted, build_worker
 from headgate.worker.executor import Executor
 
@@ -21,6 +25,7 @@ class Engine:
     info: EngineInfo
     loop: EngineLoop
     executor: Executor
+    transport: Transport
 
     @property
     def scheduler(self) -> Scheduler:
@@ -28,6 +33,7 @@ class Engine:
 
     def close(self) -> None:
         self.loop.close()
+        self.transport.close()
         self.executor.close()
 
 
@@ -40,6 +46,7 @@ def build_engine(
     """
     worker = build_worker(model, config, wanted)
     spec = worker.spec
+    transport = open_transport(config, worker.blocks)
     limits = Limits(
         max_context=worker.max_context,
         max_running=config.max_running,
@@ -47,8 +54,19 @@ def build_engine(
         vocab_size=spec.vocab,
         eos_token_ids=spec.eos_ids,
         takes_grammars=worker.takes_grammars,
+        lease_s=config.lease_s,
+        export_wait_s=config.export_wait_s,
+        reschedules=config.on_preempt == "reschedule",
+        exports=bool(transport.address),
+        engine=transport.address,
+        generation=secrets.randbits(63),
     )
-    scheduler = Scheduler(BlockPool(worker.num_blocks, config.block_size), limits, version=worker.version)
+    scheduler = Scheduler(
+        BlockPool(worker.num_blocks, config.block_size),
+        limits,
+        version=worker.version,
+        draw_lease_id=lambda: secrets.randbits(63),  # who does not know it cannot fetch
+    )
     info = EngineInfo(
         max_context=scheduler.max_context,
         vocab_size=spec.vocab,
@@ -65,7 +83,20 @@ def build_engine(
         worker.executor,
         send,
         supply=worker.supply,
+        transport=transport,
         recorder=Recorder(None if config.crash_folder is None else Path(config.crash_folder)),
         run_ahead=worker.run_ahead,
     )
-    return Engine(info, loop, worker.executor)
+    return Engine(info, loop, worker.executor, transport)
+
+
+def open_transport(config: EngineConfig, blocks: BlockMemory) -> Transport:
+    if config.kv_listen is None:
+        return NoTransport()
+    return TcpTransport(
+        blocks,
+        parse_address(config.kv_listen),
+        peers=tuple(map(ip_network, config.kv_peers)),
+        lease_s=config.lease_s,
+        wait_s=config.kv_wait_s,
+    )

@@ -3,13 +3,16 @@
 Rules: leaving a stream before its terminal output sends exactly one abort. Requests and aborts that pile up within one
 turn of the event loop travel as one message (at most `MOST_IDS` ids each); a lone one leaves at once, no timer involved.
 When the engine is lost, every open stream ends with EngineDead, once.
+
+A stream that was left is not forgotten before the engine has said its last word of it: only then is it known how many
+tokens were made for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -36,7 +39,7 @@ from headgate.protocol.message import (
 )
 from headgate.protocol.output import Cause, Ended, Outputs, Refused
 from headgate.protocol.plan import Logprobs
-from headgate.protocol.request import GenerateRequest
+from headgate.protocol.request import GenerateRequest, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +55,21 @@ class Chunk:
     versions: list[int] = field(default_factory=list)  # of the weights, one per token
     logprobs: list[Logprobs] = field(default_factory=list)  # one per token, if asked
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    ticket: Ticket | None = None  # for the KV of the prompt, if that is exported
     ended: Ended | None = None
 
 
 class TokenStream:
     """The answer to one request, as an async iterator of chunks."""
 
-    def __init__(self, id: int) -> None:
+    def __init__(self, id: int, resumed: int = 0) -> None:
         self.id = id
+        self.made = 0  # tokens that the engine has told, heard here or not; final when `settled`
+        self.settled = False  # the engine's last word has come, also if nobody reads us any more
+        self.on_settled: Callable[[], None] | None = None
         self.cause: Cause = "client_disconnect"  # what leaving early will be called
         self.done = False  # the terminal output, a refusal or the engine's end has been heard
+        self._resumed = resumed  # tokens that the request came with
         self._chunk = Chunk()
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -85,9 +93,10 @@ class TokenStream:
 
     def _ready(self) -> bool:
         chunk = self._chunk
-        return bool(chunk.tokens or chunk.prompt_logprobs) or chunk.ended is not None
+        return bool(chunk.tokens or chunk.prompt_logprobs or chunk.ticket) or chunk.ended is not None
 
     def hear_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
+        self.made += 1
         self._chunk.tokens.append(token)
         self._chunk.versions.append(version)
         if logprobs is not None:
@@ -98,15 +107,27 @@ class TokenStream:
         self._chunk.prompt_logprobs += scores
         self._wake()
 
+    def hear_ticket(self, ticket: Ticket) -> None:
+        self._chunk.ticket = ticket
+        self._wake()
+
     def hear_end(self, ended: Ended) -> None:
         self._chunk.ended = ended
         self.done = True
+        self.made = ended.output_tokens - self._resumed
+        self._settle()
         self._wake()
 
     def fail(self, error: Exception) -> None:
         self._failure = error
         self.done = True
+        self._settle()
         self._wake()
+
+    def _settle(self) -> None:
+        self.settled = True
+        if self.on_settled is not None:
+            self.on_settled()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -128,6 +149,7 @@ class EngineClient:
         self._answers: dict[int, asyncio.Future[Result]] = {}
         self._pings = count(1)
         self._streams: dict[int, TokenStream] = {}
+        self._left: dict[int, TokenStream] = {}  # by their readers; the engine's last word is still to come
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         self._submits: list[GenerateRequest] = []
         self._aborts: dict[int, Cause] = {}
@@ -200,8 +222,9 @@ class EngineClient:
     def lose(self, error: EngineDead) -> None:
         """The engine is gone: every open stream ends with `error`, and no new one opens."""
         self.lost = error
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
+        streams = [*self._streams.values(), *self._left.values()]
+        self._streams, self._left = {}, {}
+        for stream in streams:
             stream.fail(error)
         waits: list[asyncio.Future[Any]] = [*self._answers.values(), *self._pongs.values()]
         for waiting in waits:
@@ -214,7 +237,7 @@ class EngineClient:
         if self.lost is not None:
             raise self.lost
         request = msgspec.structs.replace(request, id=self._base | next(self._ids))
-        stream = self._streams[request.id] = TokenStream(request.id)
+        stream = self._streams[request.id] = TokenStream(request.id, len(request.generated))
         if not self._submits:
             asyncio.get_running_loop().call_soon(self._send_submits)
         self._submits.append(request)
@@ -223,7 +246,12 @@ class EngineClient:
     def _close(self, stream: TokenStream) -> None:
         # An id leaves the registry at the moment its abort is taken, so that no abort is sent twice.
         if self._streams.pop(stream.id, None) is not None and not stream.done:
+            self._left[stream.id] = stream
             self.abort(stream.id, stream.cause)
+
+    def _take(self, id: int) -> TokenStream | None:
+        """The stream that its last word is for."""
+        return self._streams.pop(id, None) or self._left.pop(id, None)
 
     def _send_submits(self) -> None:
         requests, self._submits = self._submits, []
@@ -235,7 +263,7 @@ class EngineClient:
             self._channel.send(submit)
         except EngineDead as error:
             for request in submit.requests:
-                if stream := self._streams.pop(request.id, None):
+                if stream := self._take(request.id):
                     stream.fail(error)
 
     def _send_aborts(self) -> None:
@@ -270,11 +298,14 @@ class EngineClient:
         for id, scores in outputs.prompt_logprobs.items():
             if stream := streams.get(id):
                 stream.hear_scores(scores)
+        for id, ticket in outputs.tickets.items():
+            if stream := streams.get(id):
+                stream.hear_ticket(ticket)
         for ended in outputs.ended:
-            if stream := streams.pop(ended.id, None):
+            if stream := self._take(ended.id):
                 stream.hear_end(ended)
         for refused in outputs.refused:
-            if stream := streams.pop(refused.id, None):
+            if stream := self._take(refused.id):
                 stream.fail(_error(refused))
 
 

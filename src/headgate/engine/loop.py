@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
+from headgate.core.leases import Filled, Granted, Withdrawn
 from headgate.core.scheduler import Scheduler
 from headgate.engine.control import Control, Supply
 from headgate.engine.evidence import Recorder
@@ -25,8 +26,9 @@ from headgate.errors import EngineDead, RequestError
 from headgate.protocol.command import Stop
 from headgate.protocol.message import Abort, Answer, Call, EngineStatus, Message, Submit, Told
 from headgate.protocol.output import Refused
-from headgate.protocol.plan import StepPlan, StepResult
+from headgate.protocol.plan import StepResult
 from headgate.protocol.request import GenerateRequest
+from headgate.transfer.transport import Event, Fetched, NoTransport, Released, Renewed, Transport
 from headgate.worker.executor import Executor
 
 # Longest sleep of an idle loop; leases are renewed and expire on a coarser scale than this.
@@ -41,6 +43,7 @@ class EngineLoop:
         send: Callable[[int, Told | Answer], None],
         *,
         supply: Supply,
+        transport: Transport | None = None,
         recorder: Recorder | None = None,
         run_ahead: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -50,7 +53,8 @@ class EngineLoop:
         self._send = send
         self._run_ahead = run_ahead  # steps on the device at once; more hides scheduling, fewer makes aborts quicker
         self._clock = clock
-        self._inbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Message | Event | None] = SimpleQueue()
+        self._transport = transport or NoTransport()
         self._steps: deque[Future[StepResult]] = deque()
         self._refused: list[Refused] = []
         self._recorder = recorder or Recorder()
@@ -58,9 +62,11 @@ class EngineLoop:
         self._abort_messages = 0
         self.control = Control(scheduler, supply=supply, tell=self._tell, wake=self.wake)
         scheduler.tick(clock())
+        scheduler.pool.move_horizon()  # nothing is older than the engine
         self.status = self._look()  # replaced whole every turn, so any thread may read it
+        self._transport.start(self.post)
 
-    def post(self, message: Message) -> None:
+    def post(self, message: Message | Event) -> None:
         """Hand the loop a message; may be called from any thread, and never blocks."""
         self._inbox.put(message)
 
@@ -96,13 +102,19 @@ class EngineLoop:
 
     def _turn(self) -> None:
         messages = self._receive()
+        for event in messages:
+            # Before the clock: whoever renewed a lease in time keeps it, however long we have been away.
+            if isinstance(event, Event):
+                self._moved(event)
         self.scheduler.tick(self._clock())
         for message in messages:
-            self._handle(message)
+            if not isinstance(message, Event):
+                self._handle(message)
         self._commit()
         self._launch()
         self._tell()
         self._answer()
+        self._inform_transport()
         self.status = self._look()
 
     def quiet(self) -> tuple[float, EngineStatus]:
@@ -134,13 +146,22 @@ class EngineLoop:
             self.control.mode,
             self.control.rejecting,
             self._abort_messages,
+            counters.output_tokens,
+            scheduler.pool.horizon_s,
+            len(scheduler.leases),
+            scheduler.leases.blocks,
+            counters.leases_expired,
+            counters.transfers,
+            counters.transfers_lost,
+            counters.rescheduled,
+            self._transport.counts(),
         )
 
     # -- in ---------------------------------------------------------------------
 
-    def _receive(self) -> list[Message]:
+    def _receive(self) -> list[Message | Event]:
         """All that has arrived, after a sleep if nothing has. `None` only wakes us."""
-        messages: list[Message | None] = []
+        messages: list[Message | Event | None] = []
         with suppress(Empty):
             messages.append(self._inbox.get(timeout=self._sleep_s()))
             while True:
@@ -167,6 +188,8 @@ class EngineLoop:
         try:
             self.control.refuse_if_rejecting()
             self.scheduler.add(_seeded(request))
+            if request.ticket is not None:
+                self._transport.attach(request.id, request.ticket)
         except RequestError as error:
             self._refused.append(Refused(request.id, error.status, error.code, error.message, error.param))
 
@@ -180,17 +203,39 @@ class EngineLoop:
 
     def _launch(self) -> None:
         while len(self._steps) < self._run_ahead and (plan := self.scheduler.schedule()):
+            # Before the plan can touch a block that was lent until now.
+            self._inform_transport()
             self._recorder.planned(plan)
-            self._fetch(plan)
+            for fetch in plan.fetches:
+                self._transport.fetch(fetch)
             if plan.rows:
                 step = self.executor.launch(plan)
                 self._steps.append(step)
                 step.add_done_callback(lambda _: self.wake())
 
-    def _fetch(self, plan: StepPlan) -> None:
-        # No transport yet: whoever brings a ticket gets a local prefill.
-        for fetch in plan.fetches:
-            self.scheduler.transfer_done(fetch.number, ok=False)
+    # -- other engines ------------------------------------------------------------
+
+    def _moved(self, event: Event) -> None:
+        match event:
+            case Fetched(id, ok):
+                self.scheduler.transfer_done(id, ok)
+            case Renewed(lease, generation, until_s):
+                self.scheduler.leases.renew(lease, generation, until_s)
+            case Released(lease, generation, fetched):
+                self.scheduler.end_lease(lease, generation, fetched=fetched)
+
+    def _inform_transport(self) -> None:
+        for news in self.scheduler.leases.take_news():
+            match news:
+                case Granted(lease):
+                    self._transport.offer(lease.id, lease.generation, lease.version, lease.blocks)
+                case Filled(id, blocks):
+                    self._transport.fill(id, blocks)
+                case Withdrawn(id):
+                    self._transport.withdraw(id)
+        unwanted, self.scheduler.unwanted = self.scheduler.unwanted, []
+        for id in unwanted:
+            self._transport.leave(id)
 
     # -- out --------------------------------------------------------------------
 

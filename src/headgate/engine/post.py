@@ -23,6 +23,7 @@ def _ids(outputs: Outputs) -> Iterator[int]:
     yield from outputs.prompt_logprobs
     yield from (ended.id for ended in outputs.ended)
     yield from (refused.id for refused in outputs.refused)
+    yield from outputs.tickets
 
 
 def _share(outputs: Outputs, client: int) -> Outputs:
@@ -35,4 +36,5 @@ def _share(outputs: Outputs, client: int) -> Outputs:
         {id: scores for id, scores in outputs.prompt_logprobs.items() if client_of(id) == client},
         [ended for ended in outputs.ended if client_of(ended.id) == client],
         [refused for refused in outputs.refused if client_of(refused.id) == client],
+        {id: ticket for id, ticket in outputs.tickets.items() if client_of(id) == client},
     )

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -29,7 +29,7 @@ from headgate.config import EngineConfig
 from headgate.engine.client import CALL_TIMEOUT_S, MOST_IDS, Chunk, EngineClient, TokenStream, connected
 from headgate.engine.start import CANNOT_START, EngineStart
 from headgate.engine.tasks import lone_errors
-from headgate.errors import CannotStart, EngineDead, HeadgateError, RequestError
+from headgate.errors import CannotStart, EngineDead, HeadgateError, Late, RequestError
 from headgate.logs import LogFormat
 from headgate.protocol.command import (
     Command,
@@ -110,6 +110,7 @@ class MovingStream:
         self.chunks: AsyncGenerator[Chunk, None]
         self.at: tuple[EngineClient, TokenStream] | None = None
         self.place: Place | None = None  # the same, as a value
+        self.parts: list[TokenStream] = []  # of all engines it has been at
         self.wait: asyncio.Timeout | None = None  # for an engine
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -129,6 +130,21 @@ class MovingStream:
         self._leave(cause)
         return self.place
 
+    @property
+    def made(self) -> int:
+        """Tokens that engines have told of it, heard or not; final when `settled`."""
+        return sum(part.made for part in self.parts)
+
+    @property
+    def settled(self) -> bool:
+        return all(part.settled for part in self.parts)
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Have `call` called at every last word that is still to come."""
+        for part in self.parts:
+            if not part.settled:
+                part.on_settled = call
+
     def _leave(self, cause: Cause) -> None:
         if not self.ending:
             self.cause, self.ending = cause, True
@@ -143,7 +159,7 @@ class Replicas:
         self._start = start
         self._client = client
         self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(count)]
-        self._streams: set[MovingStream] = set()
+        self._streams: dict[MovingStream, None] = {}  # in the order in which they were opened
         self._weights = FleetWeights()
         self._pause: Pause | None = None  # what the fleet was last asked
         self._info: EngineInfo | None = None
@@ -171,12 +187,12 @@ class Replicas:
         """The answer to `request` as chunks, from whichever engine; leaving early aborts it."""
         answer = MovingStream()
         answer.chunks = self._chunks(request, answer)
-        self._streams.add(answer)
+        self._streams[answer] = None
         try:
             async with aclosing(answer.chunks):
                 yield answer
         finally:
-            self._streams.discard(answer)
+            self._streams.pop(answer, None)
 
     def end_all(self, cause: Cause) -> None:
         """Ask for the end of every stream; each still gets its terminal output."""
@@ -190,9 +206,12 @@ class Replicas:
             client = replica.client
             assert client is not None
             known, timeout_s = len(tokens), _left(request.timeout_s, began_s)
-            resumed = msgspec.structs.replace(request, generated=tuple(tokens), timeout_s=timeout_s)
+            # A ticket is good for one engine: its lease ended with the connection of the first.
+            ticket = None if answer.parts else request.ticket
+            resumed = msgspec.structs.replace(request, generated=tuple(tokens), timeout_s=timeout_s, ticket=ticket)
             try:
                 async with client.generate(resumed) as stream:
+                    answer.parts.append(stream)
                     answer.at, answer.place = (client, stream), Place(replica.index, stream.id)
                     try:
                         async for chunk in _without_scores(stream, scored):
@@ -205,6 +224,8 @@ class Replicas:
             except EngineDead as error:
                 if answer.ending:
                     return
+                if request.export_kv:
+                    raise  # its ticket is out, and names an engine that is gone
                 stalled = stalled + 1 if len(tokens) == known else 0
                 if stalled > MOST_MOVES:
                     raise EngineDead(
@@ -357,7 +378,12 @@ class Replicas:
 
     @asynccontextmanager
     async def _process(self, replica: Replica, weights: FleetWeights) -> AsyncIterator[asyncio.subprocess.Process]:
-        start = msgspec.structs.replace(self._start, address=replica.address, name=f"engine {replica.index}")
+        start = msgspec.structs.replace(
+            self._start,
+            address=replica.address,
+            name=f"engine {replica.index}",
+            config=self._start.config.for_replica(replica.index),
+        )
         argument = msgspec.json.encode(weights.to_start_with(start)).decode()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "headgate.engine.process", argument),
@@ -407,7 +433,7 @@ async def _call(replica: Replica, command: Command, timeout_s: float) -> Result 
     try:
         return await replica.client.call(command, timeout_s)
     except TimeoutError:
-        return EngineDead(f"engine {replica.index} has not answered in {timeout_s:g} s")
+        return Late(f"engine {replica.index} has not answered in {timeout_s:g} s")
     except HeadgateError as error:
         return error
 

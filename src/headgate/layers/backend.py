@@ -61,6 +61,7 @@ class Backend(Protocol):
     """Operations on `device` in `dtype`, for attention of one shape."""
 
     name: str
+    kv_layout: str  # names what is inside a KV block
     device: torch.device
     dtype: torch.dtype
     heads: Heads

@@ -18,6 +18,7 @@ from headgate.layers.cpu.kernels import LANES, kv_block_shapes
 
 class CpuBackend:
     device = torch.device("cpu")
+    kv_layout = f"cpu, {LANES} lanes"
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, heads: Heads) -> None:
         self.name = f"cpu, {kernels.isa}"

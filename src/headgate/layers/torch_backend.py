@@ -18,6 +18,7 @@ from headgate.layers.batch import Batch
 
 class TorchBackend:
     name = "torch"
+    kv_layout = "tokens, heads"
 
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: Heads) -> None:
         self.device = device

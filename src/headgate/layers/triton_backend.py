@@ -20,6 +20,7 @@ from headgate.layers.triton.rope import rope_and_write
 
 class TritonBackend(TorchBackend):
     name = "triton"
+    kv_layout = "heads, tokens"
 
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: Heads) -> None:
         super().__init__(device, dtype, heads)

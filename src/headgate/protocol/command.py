@@ -17,6 +17,8 @@ Tag = Literal["weights", "kv_cache"]  # what can sleep
 
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
+Backend = Literal["gloo", "nccl"]  # by which the bytes of a group travel
+
 DEFAULT_TIMEOUT_S = 30.0
 
 
@@ -54,6 +56,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True, tag="group"):
     world_size: int  # the trainer and all engines
     rank: int = 1  # of this engine; behind one address, of the first, and the others follow
     timeout_s: float = 300.0  # for all of it, from joining to the last tensor
+    backend: Backend = "gloo"  # nccl: from device memory to device memory, one GPU for each rank
 
     def __post_init__(self) -> None:
         host, _, port = self.init_method.removeprefix("tcp://").rpartition(":")
@@ -72,7 +75,38 @@ class Group(msgspec.Struct, frozen=True, array_like=True, tag="group"):
         return host.strip("[]"), int(port)
 
 
-Source = Files | Group
+class SharedStorage(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of CUDA memory of another process on this host, as `UntypedStorage._share_cuda_` of torch names it."""
+
+    device: int  # of the process that shares it
+    handle: bytes
+    size: int  # bytes
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_needed: bool
+
+
+class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in one piece, and where it lies."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    storage: int  # index
+    start: int  # bytes into it
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
+    """Weights in the GPU memory of a trainer on this host; see `headgate.weights.share`."""
+
+    gpu: str  # its UUID: both processes may number their devices differently
+    storages: tuple[SharedStorage, ...]
+    tensors: tuple[SharedTensor, ...]
+
+
+Source = Files | Group | Shared
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):

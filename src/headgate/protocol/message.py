@@ -68,6 +68,15 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
 
 
+class TransferCounts(msgspec.Struct, frozen=True, array_like=True):
+    """KV that has moved between this engine and others."""
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    fetch_s: float = 0.0  # all fetches together
+    failures: dict[str, int] = {}  # fetches that came to nothing, by cause
+
+
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     """What an engine is doing, as of its last turn."""
 
@@ -86,6 +95,15 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     mode: PauseMode | None = None  # of the pause, if there is one
     rejecting: bool = False  # new requests are refused
     abort_messages: int = 0  # heard so far, however many ids each had
+    output_tokens: int = 0  # told so far, whoever heard them
+    horizon_s: float = 0.0  # the engine's clock: what was last used before this has left the prefix cache
+    leases: int = 0  # under which others may fetch KV from us
+    leased_blocks: int = 0
+    leases_expired: int = 0
+    transfers: int = 0  # prompts whose KV came from elsewhere
+    transfers_lost: int = 0  # and that were computed here after all
+    rescheduled: int = 0
+    moved: TransferCounts = TransferCounts()
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

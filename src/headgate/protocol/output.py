@@ -22,6 +22,8 @@ Cause = Literal[
     "shutdown",
     "preempted",
     "transfer_failed",
+    "exported",  # another engine has fetched its KV
+    "capacity",  # there was no room for it in time
     "engine_lost",
     "weights",
     "grammar",  # the answer could not be kept within its grammar, or only at too high a cost
@@ -47,7 +49,6 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int
     output_tokens: int
     timings: Timings
-    ticket: Ticket | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
@@ -70,6 +71,7 @@ class Outputs(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = {}  # by request id, in the order of the prompt
     ended: list[Ended] = []
     refused: list[Refused] = []
+    tickets: dict[int, Ticket] = {}  # by request id, as soon as other engines may fetch its KV
 
     def __bool__(self) -> bool:
-        return bool(self.ids or self.ended or self.prompt_logprobs or self.refused)
+        return bool(self.ids or self.ended or self.prompt_logprobs or self.refused or self.tickets)

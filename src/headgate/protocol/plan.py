@@ -28,7 +28,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
     """Pull KV named by `ticket` into our `blocks`, skipping the ticket's first `skip` blocks."""
 
-    number: int
+    id: int  # of the sequence; none fetches twice
     ticket: Ticket
     skip: int
     blocks: tuple[int, ...]

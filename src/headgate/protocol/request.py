@@ -81,14 +81,14 @@ def _check(name: str, ok: bool, allowed: str) -> None:
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Names KV that another engine keeps for us under a lease."""
+    """Names KV that another engine keeps for us under a lease; the lease is a secret, so only who was told can fetch."""
 
-    engine: str
+    engine: str  # HOST:PORT
     lease: int
     generation: int
-    tokens: int
+    tokens: int  # of whole blocks
     version: int
-    keys: tuple[Key, ...]
+    key: Key  # of the last block, which names all tokens before it too
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -102,7 +102,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float | None = None  # from acceptance to the last token
     salt: str = ""
     adapter: str = ""
-    export_kv: bool = False  # leave the prompt's KV under a lease and answer with a ticket
+    export_kv: bool = False  # compute the tokens' KV for another engine: answer with a ticket, sample nothing
     ticket: Ticket | None = None
 
     def __post_init__(self) -> None:
@@ -113,3 +113,5 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
         _check("priority", -(2**31) <= self.priority < 2**31, "a 32-bit integer")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError("timeout_s must be above 0")
+        if self.export_kv and self.ticket is not None:
+            raise ValueError("export_kv and a ticket exclude each other: fetch KV or compute it for others")

@@ -109,6 +109,6 @@ class FakeDevice:
         for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
             stop = min(start + count + 1, self._scored[row])
             if start + 1 < stop:
-                entries, tokens = self.read(row, stop), self._tokens[row]
+                entries, tokens = self.read(row, stop - 1), self._tokens[row]
                 scores[i] = tuple(score(entries[p - 1], tokens[p]) for p in range(start + 1, stop))
         return scores

@@ -16,6 +16,8 @@ from headgate.layers.backend import KV
 from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of
 from headgate.protocol.command import Files
 from headgate.text.tokenizer import load_tokenizer
+from headgate.transfer.transport import BlockMemory
+from headgate.worker.blocks import block_memory, fingerprint
 from headgate.worker.draw import draw, fastest_draw
 from headgate.worker.executor import Executor, LocalExecutor, PipelinedExecutor
 from headgate.worker.grammar import Grammars, read_vocabulary
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 class Worker:
     executor: Executor
     supply: Supply
+    blocks: BlockMemory
     version: int  # of the weights
     spec: ModelSpec
     device: str
@@ -99,7 +102,8 @@ def build_worker(path: Path, config: EngineConfig, wanted: Wanted | None = None)
     executor = PipelinedExecutor(runner) if on_gpu else LocalExecutor(runner)
     return Worker(
         executor=executor,
-        supply=Supply(executor, origin),
+        supply=Supply(executor, origin, device),
+        blocks=block_memory(kv, model.backend, fingerprint(weight_files(path))),
         version=version,
         spec=spec,
         device=str(device),
@@ -133,6 +137,10 @@ def choose_device(name: str) -> torch.device:
 def open_model(path: Path) -> tuple[ModelSpec, WeightSource]:
     spec = spec_of(Config(str(path), hub_config(read_gguf(path)))) if path.is_file() else read_spec(path)
     return spec, open_files(path)
+
+
+def weight_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.glob("*.safetensors"))
 
 
 def load_first_weights(

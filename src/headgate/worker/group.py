@@ -9,12 +9,16 @@ Every part of it is a collective of all ranks:
 
 A group of our own is made for each exchange, beside any default group there may be. All waits end at one deadline, and a
 rank that dies is noticed at once, by its connections. Nothing is pickled.
+
+Words (header, verdicts) always travel through the host. Buckets may travel by NCCL instead, from device memory to device
+memory; a rank that dies in the middle of one is then noticed at the deadline.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import time
 from collections import deque
@@ -29,7 +33,8 @@ import torch
 import torch.distributed
 
 from headgate.errors import BrokenCheckpoint, SourceLost
-from headgate.protocol.command import Group
+from headgate.protocol.command import Backend, Group
+from headgate.worker.memory import finish_copies
 from headgate.worker.weights import TensorInfo, type_name
 
 dist: Any = torch.distributed  # whose stubs leave out half of it
@@ -40,6 +45,8 @@ ALIGN = 16  # bytes; any dtype can be viewed at such an offset
 VERDICT = 1024  # bytes of UTF-8; none is consent
 LEAVE_S = 5.0  # how long the trainer waits for engines to hear of the end
 MARGIN = 256 * 2**20  # bytes that staging leaves free
+LOOK_S = 0.0005  # how often a bucket that travels by NCCL is looked after
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +113,47 @@ def decode_entry(entry: dict[str, Any]) -> tuple[str, TensorInfo]:
 class Circle:
     """All ranks of one exchange, from joining to leaving. Raises SourceLost when one is gone or time is up."""
 
-    def __init__(self, address: tuple[str, int], world_size: int, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        world_size: int,
+        rank: int,
+        timeout_s: float,
+        *,
+        backend: Backend = "gloo",
+        device: torch.device = CPU,
+    ) -> None:
         self.rank, self.world_size = rank, world_size
+        self.device = device if backend == "nccl" else CPU  # of buckets
+        self._nccl: Any = None
         self._deadline_s = time.monotonic() + timeout_s
         with lost("the group could not be joined"):
             self._store = dist.TCPStore(*address, None, rank == 0, self._left(), wait_for_workers=False)
             named = dist.PrefixStore("headgate", self._store)
             self._group = dist.ProcessGroupGloo(named, rank, world_size, self._options(address))
+        try:
+            self._agree_on(backend)
+            if backend == "nccl":
+                with lost("the NCCL group could not be joined"):
+                    self._nccl = nccl_group(dist.PrefixStore("nccl", self._store), rank, world_size, timeout_s)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _agree_on(self, backend: Backend) -> None:
+        """Before anything else, or those who can would wait for the one who cannot."""
+        with lost("another rank of the group is gone"):
+            if self.rank == 0:
+                self._store.set("backend", backend)
+            trainers = self._store.get("backend").decode()
+        objection = ""
+        if trainers != backend:
+            objection = f"the trainer sends by {trainers}, and this engine was told {backend}"
+        elif backend == "nccl" and not takes_nccl(self.device):
+            objection = f"nccl needs a GPU, and {self.device} is none"
+        if objections := self.poll(objection):
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in objections.items())
+            raise BrokenCheckpoint(f"the group cannot be: {reasons}")
 
     def broadcast(self, data: torch.Tensor) -> None:
         """From rank 0 into the `data` of all others."""
@@ -122,6 +163,25 @@ class Circle:
         options.rootRank, options.timeout = 0, self._left()
         with lost("the broadcast broke off"):
             self._group.broadcast([data], options).wait()
+
+    def broadcast_bucket(self, data: torch.Tensor) -> None:
+        """The same for the bytes of tensors, which lie on `device`."""
+        if self._nccl is None or not data.numel():
+            return self.broadcast(data)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        with lost("the broadcast broke off"):
+            work = self._nccl.broadcast([data], options)
+            self._await(work)
+        return None
+
+    def _await(self, work: Any) -> None:
+        """By looking: NCCL's own way to end a wait in time is to end the process."""
+        while not work.is_completed():
+            self._left()
+            time.sleep(LOOK_S)
+        work.wait()  # which does not wait, but raises what went wrong
+        finish_copies(self.device)
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
         """What rank 0 gives, whose length the others do not know."""
@@ -151,6 +211,9 @@ class Circle:
                 self._store.wait([f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_S))
             elif self.rank:
                 self._store.set(f"left/{self.rank}", "")
+        if self._nccl is not None:
+            with suppress(Exception):
+                self._nccl.abort()
         self.__dict__.clear()  # closes the connections, whoever still looks at us
 
     def _left(self) -> timedelta:
@@ -164,6 +227,18 @@ class Circle:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(address))]
         options._timeout = self._left()
         return options
+
+
+def takes_nccl(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def nccl_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    # Its watchdog would end the process when a broadcast fails or takes too long; we look after that ourselves.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * timeout_s + 600)
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 def own_address(peer: tuple[str, int]) -> str:
@@ -194,10 +269,11 @@ def lost(what: str) -> Iterator[None]:
 class GroupWeights:
     """A `WeightSource`. Tensors are given out when all have arrived, if memory allows; otherwise as they arrive."""
 
-    def __init__(self, group: Group, room: Callable[[], int]) -> None:
-        """`room` says how many bytes could be allocated now."""
+    def __init__(self, group: Group, room: Callable[[torch.device], int], device: torch.device = CPU) -> None:
+        """`room` says how many bytes could be allocated now; `device` is the model's."""
         self._group = group
         self._room = room
+        self._device = device
         self._circle: Circle | None = None
         self._header: Header | None = None
         self._accepted = False
@@ -207,7 +283,11 @@ class GroupWeights:
 
     def __enter__(self) -> GroupWeights:
         group = self._group
-        self._circle = Circle(group.address, group.world_size, group.rank, group.timeout_s)
+        self._circle = Circle(
+            *(group.address, group.world_size, group.rank, group.timeout_s),
+            backend=group.backend,
+            device=self._device,
+        )
         return self
 
     def __exit__(
@@ -239,7 +319,7 @@ class GroupWeights:
         self._agree()
         buckets = self._heard.buckets
         incoming = self._receive(buckets)
-        if sum(bucket.size for bucket in buckets) * 1.05 + MARGIN <= self._room():
+        if sum(bucket.size for bucket in buckets) * 1.05 + MARGIN <= self._room(self._joined.device):
             staged = deque(incoming)
             self._agree()
             while staged:
@@ -250,8 +330,8 @@ class GroupWeights:
 
     def _receive(self, buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in buckets:
-            data = torch.empty(bucket.size, dtype=torch.uint8)
-            self._joined.broadcast(data)
+            data = torch.empty(bucket.size, dtype=torch.uint8, device=self._joined.device)
+            self._joined.broadcast_bucket(data)
             for name, start in bucket.starts.items():
                 info = self._heard.tensors[name]
                 yield name, data[start : start + size_of(info)].view(info.dtype).view(info.shape)
@@ -271,25 +351,24 @@ def offer(circle: Circle, tensors: Mapping[str, torch.Tensor], bucket_bytes: int
     circle.broadcast_bytes(encode_header(header))
     if objections := circle.poll():
         return objections
-    scratch = torch.empty(
-        min(bucket_bytes, sum(map(size_of, infos.values())) + ALIGN * len(infos)), dtype=torch.uint8
-    )
+    room = min(bucket_bytes, sum(map(size_of, infos.values())) + ALIGN * len(infos))
+    scratch = torch.empty(room, dtype=torch.uint8, device=circle.device)
     for bucket in header.buckets:
-        circle.broadcast(fill_bucket(bucket, tensors, scratch))
+        circle.broadcast_bucket(fill_bucket(bucket, tensors, scratch))
     return circle.poll()
 
 
 def fill_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
     """The bytes of `bucket`: those of its only tensor where they lie, or of several in `scratch`."""
     if len(bucket.starts) == 1:
-        return raw(tensors[next(iter(bucket.starts))])
+        return raw(tensors[next(iter(bucket.starts))], scratch.device)
     data = scratch[: bucket.size]
     for name, start in bucket.starts.items():
-        part = raw(tensors[name])
+        part = raw(tensors[name], scratch.device)
         data[start : start + len(part)] = part
     return data
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor`, without a copy if it lies in one piece in host memory."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def raw(tensor: torch.Tensor, device: torch.device = CPU) -> torch.Tensor:
+    """The bytes of `tensor` on `device`, without a copy if it lies there in one piece."""
+    return tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)

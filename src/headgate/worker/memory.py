@@ -1,4 +1,4 @@
-"""How much memory is left, on a device, a machine or in a container."""
+"""How much memory is left, on a device, a machine or in a container; and when copies into it have landed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(free_on_machine(), free_in_cgroup())
+
+
+def finish_copies(device: torch.device) -> None:
+    """Wait until everything that was asked of `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def free_on_machine(meminfo: Path = Path("/proc/meminfo")) -> int:

@@ -13,22 +13,25 @@ from pathlib import Path
 import torch
 
 from headgate.errors import SourceLost
-from headgate.protocol.command import Files, Group, Source, Tag
+from headgate.protocol.command import Files, Group, Shared, Source, Tag
 from headgate.worker.executor import Executor
 from headgate.worker.gguf import GGUFWeights
-from headgate.worker.group import GroupWeights
+from headgate.worker.group import CPU, GroupWeights
+from headgate.worker.ipc import SharedWeights
 from headgate.worker.memory import free_bytes
 from headgate.worker.stamps import Stamps, stamps
 from headgate.worker.weights import SafetensorsFiles, SafetensorsFolder, WeightSource
 
 
-def open_source(source: Source) -> WeightSource:
-    """Not a tensor is read yet. SourceLost or NotAModel if there is nothing to read."""
+def open_source(source: Source, device: torch.device = CPU) -> WeightSource:
+    """Not a tensor is read yet; `device` is the model's. SourceLost or NotAModel if there is nothing to read."""
     match source:
         case Files(path, checksum):
             return open_files(Path(path), checksum)
         case Group():
-            return GroupWeights(source, lambda: free_bytes(torch.device("cpu")))
+            return GroupWeights(source, free_bytes, device)
+        case Shared():
+            return SharedWeights(source, device)
 
 
 def open_files(path: Path, checksum: dict[str, str] | None = None) -> WeightSource:
@@ -50,7 +53,7 @@ class Origin:
     stamps: Stamps
 
     def open_again(self) -> WeightSource:
-        if isinstance(self.source, Group):
+        if not isinstance(self.source, Files):
             raise SourceLost("the weights came from a trainer and cannot be read again; send them with an update")
         path = Path(self.source.path)
         if not self.stamps or stamps(path) != self.stamps:
@@ -65,8 +68,9 @@ def origin_of(source: Source) -> Origin:
 class Supply:
     """One update, sleep or wake at a time; the caller sees to that."""
 
-    def __init__(self, executor: Executor, origin: Origin) -> None:
+    def __init__(self, executor: Executor, origin: Origin, device: torch.device = CPU) -> None:
         self._executor = executor
+        self._device = device
         self._origin = origin  # of the weights that the model holds, or held before it went to sleep
         self._update: tuple[Origin, Future[None]] | None = None  # the last one begun
 
@@ -78,7 +82,7 @@ class Supply:
         self._origin = self._last_origin()
         # Stamped before it is read: what changes meanwhile is then not taken for the same.
         origin = origin_of(source)
-        loading = self._executor.load_weights(open_source(source))
+        loading = self._executor.load_weights(open_source(source, self._device))
         self._update = origin, loading
         return loading
 

@@ -20,15 +20,17 @@ from starlette.responses import PlainTextResponse, Response
 
 from headgate.api import abort
 from headgate.api.constraints import constraint_for
-from headgate.api.control import Controls, FleetResult, controls_of, json_response, read_control
-from headgate.api.generation import Job, Piece
+from headgate.api.control import controls_of, json_response, read_control
+from headgate.api.dialects.transfer import Outcome, number_of, update_held
+from headgate.api.errors import QueueFull
+from headgate.api.generation import Job, Piece, run
 from headgate.api.health import PING_TIMEOUT_S, judge, overall
 from headgate.api.host import Host, host_of
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.logprobs import LOWEST
 from headgate.api.metrics import EngineView, look_at_all
 from headgate.api.prompts import text_prompt
-from headgate.api.schema import CompletionRequest, Name, convert, prompts_of, read_body
+from headgate.api.schema import CompletionRequest, Name, Resume, convert, prompts_of, read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.sse import DONE
 from headgate.api.state import LONG_TEXT, Api, api_of
@@ -76,6 +78,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     top_logprobs_num: Annotated[int, Meta(ge=0, le=20)] | None = None
     return_text_in_logprobs: bool = False
     priority: int | None = None
+    resume: Resume | None = None  # ours, as in every other body
 
 
 Scored = tuple[float | None, int, str | None]
@@ -118,6 +121,7 @@ def completion(asked: GenerateBody) -> CompletionRequest:
         "request_id": asked.rid,
         "stream": asked.stream,
         "priority": asked.priority,
+        "resume": asked.resume,
         "max_tokens": MAX_NEW_TOKENS,
     }
     for name, value in (asked.sampling_params or {}).items():
@@ -168,6 +172,14 @@ class GenerateDialect:
         generated = self._generated(job, so_far)
         generated.index = job.index
         return b"data: " + encode(generated) + b"\n\n"
+
+    def prime(self, job: Job, piece: Piece) -> None:
+        if self._asked.return_logprob:
+            raise RequestError(
+                "resume does not go with return_logprob: every event repeats those of all tokens; start anew",
+                param="resume",
+            )
+        self._so_far[job.index] = piece
 
     def closing(self) -> bytes:
         return DONE
@@ -276,36 +288,18 @@ class FromDisk(msgspec.Struct, kw_only=True):
     flush_cache: bool = True
 
 
-class Outcome(msgspec.Struct, kw_only=True):
-    success: bool
-    message: str
-    num_paused_requests: int = 0
-
-
 async def update_weights_from_disk(request: Request) -> Response:
     body, controls = await read_control(request, FromDisk), controls_of(request)
-    try:
-        version = None if body.weight_version is None else int(body.weight_version)
-    except ValueError:
-        raise RequestError("weight_version must be a number, written as text", param="weight_version") from None
+    version = number_of(body.weight_version)
     held = len(api_of(request).ledger.live)
     try:
-        result = await _update_held(controls, body, version)
+        result = await update_held(
+            controls, Files(body.model_path), version, abort=body.abort_all_requests, recompute=body.flush_cache
+        )
     except HeadgateError as error:
         return json_response(Outcome(success=False, message=str(error), num_paused_requests=held), 400)
     message = f"Succeeded to update model weights. The version is {result.weight_version}."
     return json_response(Outcome(success=True, message=message, num_paused_requests=held))
-
-
-async def _update_held(controls: Controls, body: FromDisk, version: int | None) -> FleetResult:
-    paused = (await controls.look()).is_paused
-    if not paused:
-        await controls.pause(Pause("abort" if body.abort_all_requests else "freeze", queue=True, timeout_s=LONG_S))
-    try:
-        return await controls.update(Files(body.model_path), version, recompute=body.flush_cache)
-    finally:
-        if not paused and (await controls.look()).state == "paused":
-            await controls.resume()
 
 
 async def flush_cache(request: Request) -> Response:
@@ -382,7 +376,15 @@ async def server_info(request: Request) -> Response:
 async def loads(request: Request) -> Response:
     views = await look_at_all(host_of(request).replicas, PING_TIMEOUT_S)
     told = [load for view in views if (load := _load(view))]
-    return json_response({"timestamp": time.time(), "dp_rank_count": len(told), "loads": told})
+    return json_response(
+        {
+            "timestamp": time.time(),
+            "dp_rank_count": len(told),
+            "loads": told,
+            # Of several engines the youngest horizon: what was used since then is cached wherever it was.
+            "cache_horizon_age_s": min((load["cache_horizon_age_s"] for load in told), default=None),
+        }
+    )
 
 
 def _load(view: EngineView) -> dict[str, Any] | None:
@@ -396,6 +398,10 @@ def _load(view: EngineView) -> dict[str, Any] | None:
         "num_total_reqs": status.running + status.waiting,
         "num_used_tokens": status.held_blocks * info.block_size,
         "max_total_num_tokens": info.num_blocks * info.block_size,
+        "num_free_blocks": info.num_blocks - status.held_blocks,
+        "num_total_blocks": info.num_blocks,
+        "block_size": info.block_size,
+        "cache_horizon_age_s": round(view.pong.quiet_s + status.turn_s - status.horizon_s, 3),
         "max_running_requests": info.max_running,
         "token_usage": status.held_blocks / info.num_blocks,
         "weight_version": str(status.version),
@@ -411,12 +417,18 @@ async def health_generate(request: Request) -> Response:
     if (await controls_of(request).look()).state == "running":
         probe = GenerateRequest(0, (0,), SamplingParams(max_tokens=1, temperature=0.0))
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S), api.engines.generate(probe) as stream:
-                async for _ in stream:
-                    pass
+            # A request like any other, so that what it costs is accounted for.
+            async with asyncio.timeout(PROBE_TIMEOUT_S), api.ledger.admit(kind="probe") as record:
+                await run(api, record, Job(index=0, request=probe), _unheard)
+        except QueueFull:
+            pass  # busy is not dead
         except (TimeoutError, HeadgateError):
             return Response(status_code=503)
     return Response()
+
+
+async def _unheard(job: Job, piece: Piece) -> None:
+    pass
 
 
 async def _alive(host: Host) -> bool:

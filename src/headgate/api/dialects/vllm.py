@@ -1,8 +1,7 @@
 """vLLM's names: what TRL, verl and others call on a vLLM server.
 
 A pause holds new requests back until the resume, as vLLM's does. Sleeping pauses first, and waking everything resumes.
-Weight transfer (`/init_weight_transfer_engine` and what follows) speaks NCCL inside vLLM's own group and is not here;
-`/v1/update_weights` takes a process group of ours.
+Weight transfer (`/init_weight_transfer_engine` and what follows) is in `transfer.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from headgate.api.host import host_of
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.logprobs import ChatLogprobs, chat_logprobs
 from headgate.api.prompts import text_prompt
-from headgate.api.schema import CompletionRequest, TokenId, convert, read_body
+from headgate.api.schema import CompletionRequest, Resume, TokenId, convert, read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.sse import DONE
 from headgate.api.state import Api, api_of
@@ -112,6 +111,7 @@ class TokensRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
     priority: int = 0
     cache_salt: str | None = None
+    resume: Resume | None = None  # ours, as in every other body
 
 
 class TokensChoice(msgspec.Struct, kw_only=True):
@@ -152,6 +152,7 @@ async def generate(request: Request) -> Response:
 def _completion(asked: TokensRequest) -> CompletionRequest:
     fields: dict[str, Any] = {"prompt": asked.token_ids, "model": asked.model, "stream": asked.stream}
     fields |= {"request_id": asked.request_id, "priority": asked.priority, "cache_salt": asked.cache_salt}
+    fields["resume"] = asked.resume
     for name, value in asked.sampling_params.items():
         if name in SAME:
             fields[name] = value
@@ -176,6 +177,9 @@ class TokensDialect:
         if not piece.tokens and piece.finish is None:
             return b""
         return b"data: " + encode(self._response([self._choice(job, piece)])) + b"\n\n"
+
+    def prime(self, job: Job, piece: Piece) -> None:
+        """Events know nothing of each other."""
 
     def closing(self) -> bytes:
         return DONE

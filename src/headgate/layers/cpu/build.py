@@ -65,7 +65,7 @@ def load_kernels(
     isa: str | None = None, *, compiler: str = "g++", cache: Path | None = None
 ) -> Kernels | Unavailable:
     """The kernels for `isa`, by default the best that this CPU runs; compiled first if need be."""
-    module = _load_module(compiler, cache or _default_cache())
+    module = _load_module(compiler, cache or default_cache())
     if isinstance(module, Unavailable):
         return module
     supported: list[str] = module.supported_isas()
@@ -76,11 +76,11 @@ def load_kernels(
 
 def supported_isas() -> tuple[str, ...]:
     """What `load_kernels` takes on this machine, best first; empty without kernels."""
-    module = _load_module("g++", _default_cache())
+    module = _load_module("g++", default_cache())
     return () if isinstance(module, Unavailable) else tuple(module.supported_isas())
 
 
-def _default_cache() -> Path:
+def default_cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "headgate" / "kernels"
 
@@ -88,10 +88,10 @@ def _default_cache() -> Path:
 @functools.lru_cache
 def _load_module(compiler: str, cache: Path) -> Any:
     """The extension module, or `Unavailable`. Remembered, as a module can be loaded only once."""
-    reason = _why_not_here(_cpu_flags())
+    reason = why_not_here(cpu_flags())
     if reason is not None:
         return Unavailable(reason)
-    library = cache / _fingerprint() / f"{MODULE}.so"
+    library = library_in(cache)
     try:
         if not library.exists():
             built = _build(compiler, library)
@@ -102,14 +102,19 @@ def _load_module(compiler: str, cache: Path) -> Any:
         return Unavailable(f"cannot build or load {library}: {error}")
 
 
-def _why_not_here(cpu_flags: frozenset[str]) -> str | None:
+def library_in(cache: Path) -> Path:
+    """Where the library for these sources and this torch is, or will be when it is built."""
+    return cache / _fingerprint() / f"{MODULE}.so"
+
+
+def why_not_here(flags: frozenset[str]) -> str | None:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"the CPU kernels are for x86-64 Linux, not {platform.machine()} {sys.platform}"
-    missing = [flag for flag in NEEDED_CPU_FLAGS if flag not in cpu_flags]
+    missing = [flag for flag in NEEDED_CPU_FLAGS if flag not in flags]
     return f"this CPU lacks {' and '.join(missing)}" if missing else None
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,0 +1,252 @@
+"""Makes the site out of this folder: pages that are generated from the program itself, and those that live at the root of
+the repository because people look for them there.
+
+Generated pages are written nowhere: what they say is as new as the code. `tests/test_docs.py` reads them as the site does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from headgate import __version__, cli
+from headgate import config as configs
+from headgate.api.metrics import Metrics, Page
+from headgate.api.openapi import ERRORS, describe
+
+ROOT = Path(__file__).parents[1]
+
+# Pages of the site that are files of the repository.
+FROM_ROOT = {
+    "index.md": "README.md",
+    "index.zh-CN.md": "README.zh-CN.md",
+    "architecture.md": "ARCHITECTURE.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
+
+
+# ----------------------------------------------------------------------------------------------- what mkdocs calls
+
+
+def on_config(config: Any) -> Any:
+    """Pages that the navigation does not name are guides."""
+    named = set(re.findall(r"[\w./-]+\.md", repr(config.nav)))
+    guides = next(section["Guides"] for section in config.nav if "Guides" in section)
+    guides += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in named]
+    inside = next(section["Inside"] for section in config.nav if "Inside" in section)
+    decisions = sorted((ROOT / "docs/decisions").glob("*.md"))
+    inside.append({"Decisions": [f"decisions/{page.name}" for page in decisions]})
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for path, text in made_pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    return relinked(markdown, page.file.src_uri)
+
+
+# ------------------------------------------------------------------------------------------------------------ pages
+
+
+def made_pages() -> dict[str, str]:
+    """Every page that is not a file in this folder, by its place in the site."""
+    return {path: (ROOT / source).read_text("utf-8") for path, source in FROM_ROOT.items()} | {
+        "reference/http.md": http_page(),
+        "reference/command-line.md": command_page(),
+        "reference/configuration.md": configuration_page(),
+        "reference/metrics.md": metrics_page(),
+    }
+
+
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^()\s]+)\)")
+
+
+def relinked(markdown: str, page: str) -> str:
+    """Links between files of the repository as links between pages; what is no page is named and not linked."""
+    source = PurePosixPath(FROM_ROOT.get(page, f"docs/{page}"))
+    pages = {name: path for path, name in FROM_ROOT.items()}
+
+    def place(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        path, _, anchor = target.partition("#")
+        file = os.path.normpath(source.parent / path)
+        found = pages.get(file) or (file.removeprefix("docs/") if re.fullmatch(r"docs/.*\.md", file) else None)
+        if found is None:
+            return match[0] if page.startswith("reference/") else text
+        here = os.path.relpath(found, PurePosixPath(page).parent)
+        return f"[{text}]({here}{'#' * bool(anchor)}{anchor})"
+
+    return LINK.sub(place, markdown)
+
+
+# --------------------------------------------------------------------------------------------------------- HTTP API
+
+
+def http_page() -> str:
+    described = describe(__version__)
+    lines = ["# HTTP API, every call", "", "As `GET /openapi.json` describes it.", "", "## Errors", ""]
+    lines += [f"Their body is {type_of({'$ref': 'ErrorBody'})}.", "", "| status | means |", "|---|---|"]
+    lines += [f"| {status} | {meaning} |" for status, meaning in ERRORS.items()]
+    lines += ["", "## Calls", ""]
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            lines += [*_operation(method, path, operation), ""]
+    lines += ["## Types", ""]
+    for name, schema in sorted(described["components"]["schemas"].items()):
+        lines += [*_component(name, schema), ""]
+    return "\n".join(lines)
+
+
+def _operation(method: str, path: str, operation: dict[str, Any]) -> list[str]:
+    lines = [f"### `{method.upper()} {path}`", "", f"{operation['summary']}.", ""]
+    if body := operation.get("requestBody"):
+        lines += [f"Body: {type_of(body['content']['application/json']['schema'])}", ""]
+    failures = []
+    for status, response in operation["responses"].items():
+        bodies = [_content(kind, each["schema"]) for kind, each in response.get("content", {}).items()]
+        if bodies == [type_of({"$ref": "ErrorBody"})]:
+            failures.append(status)
+        else:
+            lines += [f"{status}: {' or '.join(bodies) or 'nothing'}", ""]
+    return [*lines, f"Errors: {', '.join(failures)}"]
+
+
+def _content(kind: str, schema: dict[str, Any]) -> str:
+    return type_of(schema) if kind == "application/json" else f"`{kind}`"
+
+
+def _component(name: str, schema: dict[str, Any]) -> list[str]:
+    lines = [f"### {name}", ""]
+    if "description" in schema:
+        lines += [" ".join(schema["description"].split()), ""]
+    if "properties" not in schema:
+        return [*lines, type_of(schema)]
+    lines += ["| field | type | default |", "|---|---|---|"]
+    for field, each in schema["properties"].items():
+        lines.append(f"| `{field}` | {type_of(each)} | {_default(field, each, schema)} |")
+    return lines
+
+
+def _default(field: str, schema: dict[str, Any], owner: dict[str, Any]) -> str:
+    if field in owner.get("required", ()):
+        return "needed"
+    return f"`{schema['default']}`" if schema.get("default") not in (None, [], {}) else ""
+
+
+def type_of(schema: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    match schema:
+        case {"$ref": str(reference)}:
+            name = reference.rpartition("/")[2]
+            return f"[{name}](#{name.lower()})"
+        case {"anyOf": list(options)}:
+            return " or ".join(dict.fromkeys(type_of(each) for each in options))
+        case {"enum": list(values)}:
+            return " or ".join(f"`{value}`" for value in values)
+        case {"const": value}:
+            return f"`{value}`"
+        case {"type": "array", "items": dict(items)}:
+            return f"list of {type_of(items)}"
+        case {"type": "object", "additionalProperties": dict(values)}:
+            return f"object of {type_of(values)}"
+        case {"type": str(kind)}:
+            return kind + _bounds(schema)
+    return "anything"
+
+
+WIDE = 2**31 - 1  # a bound that only says which integers there are
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    words = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<"}
+    words |= {"minLength": "length ≥", "maxLength": "length ≤"}
+    told = [f"{word} {schema[name]}" for name, word in words.items() if abs(schema.get(name, WIDE)) < WIDE]
+    return f" ({', '.join(told)})" if told else ""
+
+
+# ----------------------------------------------------------------------------------- command line and configuration
+
+
+def command_page() -> str:
+    lines = ["# Command line", "", f"What `--help` says, of version {__version__}.", ""]
+    for command in _parsers(cli.parser()):
+        # Python versions differ in how they fill lines; a page should not.
+        command.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100, max_help_position=28)
+        lines += [f"## `{command.prog}`", "", "```", command.format_help().rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _parsers(command)
+
+
+def configurations() -> list[type]:
+    """The dataclasses of `headgate.config`, in the order in which they are written there."""
+    found = [each for _, each in inspect.getmembers(configs, inspect.isclass) if each.__module__ == configs.__name__]
+    return sorted(found, key=lambda each: inspect.getsourcelines(each)[1])
+
+
+def configuration_page() -> str:
+    lines = [
+        "# Configuration",
+        "",
+        "What an engine, a server and a router are set up with (`headgate.config`). Flags of the command line set fields",
+        "of the same name; `LLM(path, field=value, ...)` takes those of `EngineConfig`.",
+        "",
+    ]
+    for each in configurations():
+        comments = _comments(each)
+        lines += [f"## {each.__name__}", "", "| field | type | default | |", "|---|---|---|---|"]
+        for field in fields(each):
+            kind = str(field.type).replace("|", "\\|")
+            lines.append(f"| `{field.name}` | `{kind}` | {_value(field)} | {comments.get(field.name, '')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _value(field: Field[Any]) -> str:
+    if field.default is MISSING:
+        return "needed" if field.default_factory is MISSING else ""
+    return "" if is_dataclass(field.default) else f"`{field.default!r}`"
+
+
+def _comments(owner: type) -> dict[str, str]:
+    """What is written behind the fields of a dataclass."""
+    found = re.findall(r"^ {4}(\w+): [^#\n]*?(?:\(\n[^#\n]*?)?#\s*(.*)$", inspect.getsource(owner), re.MULTILINE)
+    return {name: comment.replace("|", "\\|") for name, comment in found}
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+def metrics_page() -> str:
+    page = Page(version=__version__, model="", metrics=Metrics(), in_flight=0, limit=0, engines=[])
+    lines = [
+        "# Metrics",
+        "",
+        "On `GET /metrics`, for Prometheus; beside them those of the process (`process_…`).",
+        "",
+    ]
+    lines += ["| metric | kind | labels | |", "|---|---|---|---|"]
+    for family in page.families():
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        lines.append(f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,182 @@
+"""What the dashboard shows of one server: its engines, its requests, its numbers.
+
+`/dashboard/numbers` tells a router the same of this server, in counts that it can add to those of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.control import overall
+from headgate.api.host import Host, host_of
+from headgate.api.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S, EngineView, look_at_all
+from headgate.api.requests import Sightings, in_flight, sightings
+from headgate.api.sse import Exchange, Reply
+from headgate.api.state import Api
+from headgate.dashboard import page
+from headgate.dashboard.feed import Feed
+from headgate.dashboard.frame import Bounds, Card, Glance, Shown, Viewer
+from headgate.dashboard.meter import Counts
+
+LOOK_TIMEOUT_S = 0.8  # an engine that takes longer is shown as one that does not answer
+SEND_TIMEOUT_S = 10.0  # a viewer that has not read for so long has gone
+BOUNDS = Bounds(tuple(FIRST_TOKEN_S), tuple(BETWEEN_TOKENS_S))
+
+# In the words of the page; what has no line here is its own.
+PHASES = {"preparing": "queued", "waiting": "queued", "preempted": "queued", "loading": "transfer"}
+
+
+class EngineNumbers(msgspec.Struct, kw_only=True):
+    engine: int
+    state: str
+    detail: str = ""
+    version: int | None = None
+    running: int = 0
+    waiting: int = 0
+    total: int = 0  # KV blocks
+    held: int = 0
+    leased: int = 0
+    cached: int = 0
+    counts: Counts = Counts()
+
+
+class Numbers(msgspec.Struct, kw_only=True):
+    engines: list[EngineNumbers]
+    counts: Counts
+
+
+class ServerSource:
+    kind = "server"
+    bounds = BOUNDS
+
+    def __init__(self, api: Api, host: Host) -> None:
+        self.version = host.version
+        self._api = api
+        self._host = host
+        self._seen: Sightings = {}
+
+    async def look(self) -> Glance:
+        numbers, self._seen = await asyncio.gather(look_at_server(self._host), self._sightings())
+        ledger = self._host.ledger
+        sources = {f"{engine.engine}/": engine.counts for engine in numbers.engines}
+        return Glance(
+            model=self._host.model_name,
+            state="draining" if ledger.closing else state_of(numbers),
+            cards=[_card(engine) for engine in numbers.engines],
+            sources=sources | {"server": numbers.counts},
+            over=ledger.closing and not ledger.live,
+        )
+
+    async def _sightings(self) -> Sightings:
+        return await sightings(self._api, LOOK_TIMEOUT_S) if self._host.ledger.live else {}
+
+    def requests(self, viewer: Viewer, most: int) -> tuple[list[Shown], int]:
+        mine = [record for record in self._host.ledger.live.values() if viewer.sees(record.tenant)]
+        shown = []
+        for record in islice(mine, most):
+            told = in_flight(record, self._seen)
+            worker = next((str(choice.worker) for choice in told.choices if choice.worker is not None), None)
+            phase = phase_of(told.phase, told.output_tokens)
+            shown.append(
+                Shown(
+                    record.label, record.tenant, record.kind, phase, round(told.age_s, 2), told.output_tokens, worker
+                )
+            )
+        return shown, len(mine)
+
+
+def phase_of(phase: str, output_tokens: int) -> str:
+    if phase in ("running", "unknown"):  # unknown: it began after the engines were asked
+        return "decode" if output_tokens else "prefill"
+    return PHASES.get(phase, phase)
+
+
+def state_of(numbers: Numbers) -> str:
+    answering = {engine.state for engine in numbers.engines} - {"down", "wedged"}
+    return overall(answering) if answering else "down"
+
+
+async def look_at_server(host: Host) -> Numbers:
+    views = await look_at_all(host.replicas, LOOK_TIMEOUT_S)
+    metrics = host.ledger.metrics
+    counts = Counts(
+        requests=sum(metrics.requests.values()),
+        aborts=dict(metrics.aborts),
+        first_token=tuple(metrics.first_token.counts),
+        between_tokens=tuple(metrics.between_tokens.counts),
+    )
+    return Numbers(engines=[_numbers(view) for view in views], counts=counts)
+
+
+def _numbers(view: EngineView) -> EngineNumbers:
+    if view.info is None or view.pong is None:
+        return EngineNumbers(engine=view.index, state="down" if view.info is None else "wedged")
+    info, status = view.info, view.pong.status
+    return EngineNumbers(
+        engine=view.index,
+        state=status.state,
+        detail=f"{info.device} {info.dtype}",
+        version=status.version,
+        running=status.running,
+        waiting=status.waiting,
+        total=info.num_blocks,
+        held=status.held_blocks,
+        leased=status.leased_blocks,
+        cached=status.cached_blocks,
+        counts=Counts(
+            tokens=status.output_tokens, prompt_tokens=status.prompt_tokens, cached_tokens=status.cached_tokens
+        ),
+    )
+
+
+def _card(engine: EngineNumbers) -> Card:
+    return Card(
+        id=str(engine.engine),
+        name=f"engine {engine.engine}",
+        detail=engine.detail,
+        state=engine.state,
+        version=engine.version,
+        running=engine.running,
+        waiting=engine.waiting,
+        total=engine.total,
+        held=engine.held,
+        leased=engine.leased,
+        cached=engine.cached,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ handlers
+
+
+async def show_page(request: Request) -> Response:
+    return page.asset(request.url.path)
+
+
+async def tell_numbers(request: Request) -> Response:
+    return Response(msgspec.json.encode(await look_at_server(host_of(request))), media_type="application/json")
+
+
+async def watch(request: Request) -> Response:
+    feed: Feed = request.app.state.feed
+    return watched(request, feed)
+
+
+def watched(request: Request, feed: Feed) -> Response:
+    """The feed as an answer that lasts until the viewer leaves."""
+    if request.method == "HEAD":
+        return Response(media_type="text/event-stream")
+    viewer = Viewer(request.state.tenant, request.state.admin)
+
+    async def tell(reply: Reply) -> None:
+        with feed.watching():
+            async for event in feed.events(viewer):
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await reply.send_event(event)
+        await reply.end(b"")
+
+    return Exchange(tell)

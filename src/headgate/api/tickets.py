@@ -1,0 +1,39 @@
+"""A ticket for KV, as JSON: what one server gives out for `export_kv`, and another takes as `kv_ticket`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from headgate.protocol.request import Ticket
+
+Hex64 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$(?!\n)")]
+Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$(?!\n)")]
+
+
+class KvTicket(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Numbers of 64 bits as text, because JSON readers round them."""
+
+    address: Annotated[str, Meta(min_length=1, max_length=128)]
+    lease: Hex64
+    generation: Hex64
+    tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    version: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    key: Hex128
+
+    def to_engine(self) -> Ticket:
+        lease, generation = int(self.lease, 16), int(self.generation, 16)
+        return Ticket(self.address, lease, generation, self.tokens, self.version, bytes.fromhex(self.key))
+
+
+def kv_ticket(ticket: Ticket) -> KvTicket:
+    return KvTicket(
+        address=ticket.engine,
+        lease=f"{ticket.lease:016x}",
+        generation=f"{ticket.generation:016x}",
+        tokens=ticket.tokens,
+        version=ticket.version,
+        key=ticket.key.hex(),
+    )

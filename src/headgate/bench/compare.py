@@ -1,0 +1,154 @@
+"""The same figures of several runs side by side: as ratios to the first one, and drawn.
+
+A run is a file that `bench serve`, `bench lifecycle` or `bench prefix` has written; a figure that a run lacks is a dash in
+its column. Runs of different kinds have nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headgate.bench import lifecycle, prefix
+from headgate.bench.report import Saved, Spread, drawing
+from headgate.errors import RequestError
+
+Name = tuple[str, str]  # what is measured, and which number of it
+
+PERCENTILES = ("p50", "p90", "p99")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    label: str
+    kind: str  # which bench it is of
+    figures: Mapping[Name, float]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """All runs of all files; those of one kind, and at least two."""
+    runs = [run for path in paths for run in read_file(path)]
+    kinds = {run.kind for run in runs}
+    if len(kinds) > 1:
+        raise RequestError(
+            f"these are results of different things: {', '.join(sorted(kinds))}; compare like with like"
+        )
+    if len(runs) < 2:
+        raise RequestError("there is only one result; give another file to compare it with")
+    return runs
+
+
+def read_file(path: Path) -> list[Run]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    for read in (_serve, _lifecycle, _prefix):
+        try:
+            return list(read(data, str(path.with_suffix(""))))
+        except msgspec.MsgspecError:
+            continue
+    raise RequestError(f"{path} is no result of `headgate bench`; write one with its --json")
+
+
+def _serve(data: bytes, label: str) -> Iterator[Run]:
+    summary = msgspec.json.decode(data, type=Saved).summary
+    figures: dict[Name, float] = {
+        ("tokens/s", "output"): summary.output_tokens_per_s,
+        ("tokens/s", "prompt"): summary.prompt_tokens_per_s,
+    }
+    figures |= _of_spread("first token, ms", summary.time_to_first_token_ms)
+    figures |= _of_spread("between tokens, ms", summary.inter_token_latency_ms)
+    figures |= _of_spread("end to end, ms", summary.end_to_end_ms)
+    figures["requests", "per second"] = summary.requests_per_s
+    figures["requests", "failed"] = summary.requests - summary.completed
+    yield Run(label, "bench serve", figures)
+
+
+def _lifecycle(data: bytes, label: str) -> Iterator[Run]:
+    reports = msgspec.json.decode(data, type=list[lifecycle.Report])
+    for report in reports:
+        figures: dict[Name, float] = {}
+        for name, field in lifecycle.ROWS.items():
+            figures |= _of_spread(f"{name}, ms", getattr(report, field))
+        yield Run(label if len(reports) == 1 else f"{label} {report.url}", "bench lifecycle", figures)
+
+
+def _prefix(data: bytes, label: str) -> Iterator[Run]:
+    report = msgspec.json.decode(data, type=prefix.Report)
+    figures = _of_spread("cold first token, ms", report.cold.first_token_ms)
+    figures |= _of_spread("warm first token, ms", report.warm.first_token_ms)
+    figures["warm prompt", "cached share"] = report.warm.cached_share
+    yield Run(label, "bench prefix", figures)
+
+
+def _of_spread(what: str, spread: Spread | None) -> dict[Name, float]:
+    return {} if spread is None else {(what, name): getattr(spread, name) for name in PERCENTILES}
+
+
+# ------------------------------------------------------------------------------------------------------------ table
+
+
+def names_of(runs: Sequence[Run]) -> list[Name]:
+    return list(dict.fromkeys(name for run in runs for name in run.figures))
+
+
+def table(runs: Sequence[Run]) -> str:
+    """One line per figure; behind each number its ratio to the first run's."""
+    first, *others = runs
+    labels = _short([run.label for run in runs])
+    width = max(12, *(len(label) + 2 for label in labels))
+    head = f"{'':<36}{labels[0]:>{width}}" + "".join(f"{label:>{width}}{'ratio':>8}" for label in labels[1:])
+    lines = [head]
+    for what, number in names_of(runs):
+        base = first.figures.get((what, number))
+        cells = (f"{_told(value, width)}{_ratio(base, value):>8}" for value in _values(others, (what, number)))
+        lines.append(f"{what + ' ' + number:<36}{_told(base, width)}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def _values(runs: Sequence[Run], name: Name) -> list[float | None]:
+    return [run.figures.get(name) for run in runs]
+
+
+def _told(value: float | None, width: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.2f}"
+
+
+def _ratio(base: float | None, value: float | None) -> str:
+    return "-" if not base or value is None else f"{value / base:.2f}"
+
+
+def _short(labels: Sequence[str]) -> list[str]:
+    """Names of files without their folders, if that still tells them apart."""
+    names = [label.rpartition("/")[2] for label in labels]
+    return names if len(set(names)) == len(names) else list(labels)
+
+
+# ------------------------------------------------------------------------------------------------------------- plot
+
+
+def save_plot(runs: Sequence[Run], path: Path) -> None:
+    """One panel per thing that is measured, one bar per run."""
+    pyplot = drawing()
+    panels: dict[str, list[str]] = {}
+    for what, number in names_of(runs):
+        panels.setdefault(what, []).append(number)
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(3.2 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    labels = _short([run.label for run in runs])
+    for axis, (what, numbers) in zip(axes[0], panels.items(), strict=True):
+        for i, (label, run) in enumerate(zip(labels, runs, strict=True)):
+            places = [place + i * 0.8 / len(runs) for place in range(len(numbers))]
+            axis.bar(places, [run.figures.get((what, n), 0) for n in numbers], 0.8 / len(runs), label=label)
+        axis.set_xticks([place + 0.4 - 0.4 / len(runs) for place in range(len(numbers))], numbers, fontsize=8)
+        axis.set_title(what, fontsize=9)
+        axis.set_ylim(bottom=0)
+    axes[0][0].legend(fontsize=8)
+    figure.suptitle(runs[0].kind, fontsize=10)
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)

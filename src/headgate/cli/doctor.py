@@ -1,0 +1,35 @@
+"""`headgate doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from headgate.cli.exits import FAILED
+
+
+def add_doctor(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=doctor)
+    add = command.add_argument
+    add("--host", default="127.0.0.1", help="where a server would listen (default: %(default)s)")
+    add("--port", type=int, default=8000, help="default: %(default)s")
+    add("--json", action="store_true", help="print a JSON object instead of lines")
+
+
+def doctor(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Exits with 1 if no model could be served here."""
+    from headgate.cli.serve import checked_port
+    from headgate.doctor import Wanted, can_serve, examine
+    from headgate.zoo.find import Places
+
+    places = Places.of(environ)
+    findings = examine(Wanted(options.host, checked_port(options.port), places.our_cache))
+    well = can_serve(findings)
+    if options.json:
+        print(json.dumps({"can_serve": well, "findings": [asdict(finding) for finding in findings]}, indent=1))
+    else:
+        print("\n".join(map(str, findings)))
+        print("\nThis machine can serve." if well else "\nThis machine cannot serve; see the problems above.")
+    return 0 if well else FAILED

@@ -1,0 +1,240 @@
+"""`headgate serve`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from headgate import __version__
+from headgate.config import DTYPES, LOOPBACK, PREEMPTED, EngineConfig, Registration, ServerConfig
+from headgate.errors import RequestError
+
+if TYPE_CHECKING:
+    from headgate.api.server import Ready
+
+ROLES = ("mixed", "prefill", "decode")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def add_serve(command: argparse.ArgumentParser) -> None:
+    command.usage = "headgate serve [MODEL] [options]"
+    command.set_defaults(run=serve)
+    add = command.add_argument
+    add("model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id; default: SmolLM2-135M-Instruct")
+
+    add = command.add_argument_group("where it listens").add_argument
+    add("--host", default="127.0.0.1", help="address (default: %(default)s, this machine alone)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--served-name", metavar="NAME", help="what clients call the model (default: its own name)")
+    add("--register", metavar="URL", help="a router to join; its key: $HEADGATE_ROUTER_KEY")
+    add("--role", choices=ROLES, default="mixed", metavar="ROLE", help="there: mixed, prefill or decode (mixed)")
+    add(
+        "--kv-listen",
+        default="127.0.0.1:0",
+        metavar="IP:PORT",
+        help="where engines fetch KV; 0: any port (%(default)s)",
+    )
+    add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="where KV may be fetched (this machine)")
+    # For whoever starts servers and must not outlive them: it holds the other end of our standard input.
+    add("--with-parent", action="store_true", help=argparse.SUPPRESS)
+
+    add = command.add_argument_group("how it computes").add_argument
+    add("--replicas", type=int, default=1, metavar="N", help="engine processes behind one API (default: 1)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
+    add("--dtype", choices=DTYPES, default="auto", metavar="TYPE", help=f"{', '.join(DTYPES)} (the checkpoint's)")
+    add("--deterministic", action="store_true", help="answers never depend on what else runs, to the bit")
+
+    add = command.add_argument_group("limits").add_argument
+    add("--max-context", type=int, metavar="TOKENS", help="prompt and answer together (default: the model's)")
+    add("--max-running", type=int, default=256, metavar="N", help="answers computed at once, per engine (256)")
+    add("--max-queue", type=int, default=1024, metavar="N", help="answers that may wait beyond those (1024)")
+    add("--kv-blocks", type=int, metavar="N", help="blocks of 32 tokens of KV cache (default: what fits)")
+    add("--drain-timeout", type=float, default=30.0, metavar="S", help="for requests to finish at the end (30)")
+    add(
+        "--kv-times",
+        type=kv_times,
+        default=KvTimes(),
+        metavar="L,W,E",
+        help="lease, fetch, export seconds (30,10,30)",
+    )
+    add(
+        "--on-preempt",
+        choices=PREEMPTED,
+        default="recompute",
+        metavar="WHAT",
+        help="recompute, or reschedule elsewhere",
+    )
+
+    add = command.add_argument_group("who may call, and what is logged").add_argument
+    add("--api-keys", type=Path, metavar="FILE", help="lines of name:key, or JSON; else $HEADGATE_API_KEYS")
+    add("--admin-key", metavar="KEY", help="for control calls; better in $HEADGATE_ADMIN_KEY")
+    add(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        metavar="FORMAT",
+        help="text or json (default: text)",
+    )
+    add("--log-level", type=str.upper, choices=LOG_LEVELS, default="INFO", metavar="LEVEL", help="default: info")
+
+
+def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from headgate.api.server import run_server
+    from headgate.listening import take_port
+    from headgate.logs import set_up
+    from headgate.zoo.find import Places, find_model
+
+    set_up(options.log_format, options.log_level, "api")
+    if options.with_parent:
+        end_with_parent()
+    engine = engine_config(options)
+    keys, admin_key = read_keys(options, environ)
+    with take_port(options.host, checked_port(options.port)) as listener:
+        model = find_model(options.model, Places.of(environ))
+        config = ServerConfig(
+            model=model.path,
+            model_name=options.served_name or model.name,
+            engine=engine,
+            replicas=options.replicas,
+            host=options.host,
+            max_queue=options.max_queue,
+            drain_timeout_s=options.drain_timeout,
+            api_keys=keys,
+            admin_key=admin_key,
+            log_format=options.log_format,
+            log_level=options.log_level,
+            otlp_endpoint=environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None,
+            register=registration(options, environ),
+        )
+        run_server(config, listener, __version__, announce)
+    return 0
+
+
+def registration(options: argparse.Namespace, environ: Mapping[str, str]) -> Registration | None:
+    if options.register is None:
+        return None
+    key = checked_key(environ.get("HEADGATE_ROUTER_KEY"), "HEADGATE_ROUTER_KEY")
+    return Registration(router=options.register, role=options.role, key=key)
+
+
+def end_with_parent() -> None:
+    """Stop, as after a signal, when the other end of our standard input closes."""
+    import os
+    import signal
+    import threading
+
+    def watch() -> None:
+        # Not through `sys.stdin`, whose lock the interpreter wants at exit.
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="headgate-parent", daemon=True).start()
+
+
+class KvTimes(NamedTuple):
+    lease_s: float = 30.0
+    wait_s: float = 10.0
+    export_s: float = 30.0
+
+
+def kv_times(text: str) -> KvTimes:
+    try:
+        lease_s, wait_s, export_s = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"give three numbers of seconds, such as 30,10,30, not {text!r}") from None
+    return KvTimes(lease_s, wait_s, export_s)
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        device=options.device,
+        dtype=options.dtype,
+        deterministic=options.deterministic,
+        max_context=options.max_context,
+        max_running=options.max_running,
+        kv_blocks=options.kv_blocks,
+        kv_listen=options.kv_listen,
+        kv_peers=tuple(filter(None, options.kv_peers.split(","))),
+        lease_s=options.kv_times.lease_s,
+        kv_wait_s=options.kv_times.wait_s,
+        export_wait_s=options.kv_times.export_s,
+        on_preempt=options.on_preempt,
+    )
+
+
+def checked_port(port: int) -> int:
+    if not 0 <= port <= 65535:
+        raise RequestError(f"--port must be between 0 and 65535, not {port}")
+    return port
+
+
+def read_keys(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
+    """API keys by tenant, and the admin key; a flag wins over the environment."""
+    from headgate.api.keys import parse_keys, read_keys
+
+    keys: dict[str, str] = {}
+    if options.api_keys is not None:
+        keys = read_keys(options.api_keys)
+    elif (text := environ.get("HEADGATE_API_KEYS")) is not None:
+        keys = parse_keys(text, "HEADGATE_API_KEYS")
+    if options.admin_key is not None:
+        return keys, checked_key(options.admin_key, "--admin-key")
+    return keys, checked_key(environ.get("HEADGATE_ADMIN_KEY"), "HEADGATE_ADMIN_KEY")
+
+
+def checked_key(key: str | None, where: str) -> str | None:
+    if key is not None and not key.strip():
+        # A script whose variable is not set must not open the server to everyone.
+        raise RequestError(f"{where} is empty; give it a key or leave it out")
+    return key
+
+
+def announce(ready: Ready) -> None:
+    """Tell that requests are taken now: a block for people, a line for machines."""
+    import logging
+
+    log = logging.getLogger(__name__)
+    config, info = ready.config, ready.info
+    if config.log_format == "json":
+        fields: dict[str, object] = {
+            "url": ready.url,
+            "model": config.model_name,
+            "dtype": info.dtype,
+            "backend": info.backend,
+        }
+        fields |= {"kv_blocks": info.num_blocks, "max_context": info.max_context, "replicas": config.replicas}
+        log.info("ready", extra={"fields": fields})
+    else:
+        print(ready_block(ready), flush=True)
+    if ready.warning is not None:
+        log.warning(ready.warning)
+
+
+def ready_block(ready: Ready) -> str:
+    config, info = ready.config, ready.info
+    kv_tokens = info.num_blocks * info.block_size
+    lines = {
+        "model": f"{config.model_name} ({info.dtype}, {info.backend} backend on {info.device})",
+        "context": f"{info.max_context} tokens",
+        "KV cache": f"{info.num_blocks} blocks of {info.block_size} tokens: {kv_tokens} tokens per engine",
+        "engines": f"{config.replicas}, each with up to {info.max_running} answers at once; {config.max_queue} may wait",
+        "listening": f"{ready.url} ({ready.url}/openapi.json says what there is)",
+    }
+    told = "\n".join(f"  {name:<10} {value}" for name, value in lines.items())
+    return f"\nHeadgate {__version__} is ready.\n\n{told}\n\nTry it:\n\n  {curl(ready)}\n"
+
+
+def curl(ready: Ready) -> str:
+    """A command that can be pasted into a shell."""
+    # Small models lose the thread at OpenAI's default temperature of 1.
+    settings = '"temperature": 0.2, "max_tokens": 100, "stream": true'
+    path, body = "/v1/completions", f'{{"prompt": "Once upon a time", {settings}}}'
+    if ready.chat:
+        question = '{"role": "user", "content": "What is the capital of France?"}'
+        path, body = "/v1/chat/completions", f'{{"messages": [{question}], {settings}}}'
+    key = ' -H "Authorization: Bearer $KEY"' if ready.config.api_keys else ""
+    return f"curl -sN {ready.url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"

@@ -1,0 +1,1 @@
+"""Where engines live: servers as processes of this machine."""

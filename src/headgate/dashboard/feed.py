@@ -1,0 +1,142 @@
+"""The feed: one look a second for all who watch, and none when nobody does.
+
+There is no task: of those who wait for the next frame one takes it, under a lock, and the others find it there. Whoever
+reads slowly gets the latest frame and misses those in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from headgate.dashboard.frame import Frame, Glance, Point, Source, Viewer
+from headgate.dashboard.meter import Meter, percentile, together
+from headgate.errors import RequestError
+
+INTERVAL_S = 1.0
+STALE = 3  # intervals
+HISTORY = 240  # points: minutes, at one a second
+MOST_WATCHERS = 32
+MOST_REQUESTS = 50  # in a frame
+
+encode = msgspec.json.Encoder().encode
+
+
+class TooManyWatchers(RequestError):
+    status = 429
+    code = "too_many_watchers"
+
+
+class Feed:
+    def __init__(self, source: Source, *, interval_s: float = INTERVAL_S, most_watchers: int = MOST_WATCHERS) -> None:
+        self._source = source
+        self._interval_s = interval_s
+        self._most_watchers = most_watchers
+        self._watchers = 0
+        self._meter = Meter()
+        self._history: deque[Point] = deque(maxlen=HISTORY)
+        self._number = 0  # of the last look
+        self._looked_s = float("-inf")
+        self._glance: Glance | None = None
+        self._point: Point | None = None
+        self._lock = asyncio.Lock()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        if self._watchers >= self._most_watchers:
+            raise TooManyWatchers(f"{self._watchers} watch already, and no more may; close a dashboard")
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+
+    async def events(self, viewer: Viewer) -> AsyncIterator[bytes]:
+        """Server-sent events, the first with the history, until there is nothing more to see."""
+        seen = 0
+        while True:
+            glance = await self._next(seen)
+            yield b"data: %b\n\n" % encode(self._frame(glance, viewer, first=not seen))
+            if glance.over:
+                return
+            seen = self._number
+
+    async def _next(self, seen: int) -> Glance:
+        if not self._has_news(seen):
+            async with self._lock:
+                if not self._has_news(seen):
+                    await self._look()
+        assert self._glance is not None
+        return self._glance
+
+    def _has_news(self, seen: int) -> bool:
+        """What was seen before everybody left is no news to who comes back."""
+        return self._number > seen and asyncio.get_running_loop().time() - self._looked_s < STALE * self._interval_s
+
+    async def _look(self) -> None:
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(max(0.0, self._looked_s + self._interval_s - clock()))
+        began_s = clock()
+        glance = await self._source.look()
+        self._looked_s = began_s
+        self._meter.read(began_s, glance.sources)
+        self._rate_cards(glance)
+        self._point = self._measure(glance)
+        if self._point is not None:
+            self._history.append(self._point)
+        self._glance = glance
+        self._number += 1
+
+    def _rate_cards(self, glance: Glance) -> None:
+        step, step_s = self._meter.step(), self._meter.step_s
+        for card in glance.cards:
+            own = [counts.tokens for name, counts in step.items() if name.startswith(f"{card.id}/")]
+            card.tokens_s = round(sum(own) / step_s, 1) if own else None
+
+    def _measure(self, glance: Glance) -> Point | None:
+        step_s = self._meter.step_s
+        if not step_s:
+            return None
+        step, window, bounds = together(self._meter.step().values()), self._meter.window(), self._source.bounds
+        return Point(
+            at=round(time.time(), 2),
+            tokens_s=round(step.tokens / step_s, 1),
+            requests_s=round(step.requests / step_s, 2),
+            running=sum(card.running for card in glance.cards),
+            waiting=sum(card.waiting for card in glance.cards),
+            first_token_p50=_short(percentile(bounds.first_token, window.first_token, 0.5)),
+            first_token_p99=_short(percentile(bounds.first_token, window.first_token, 0.99)),
+            between_tokens_p50=_short(percentile(bounds.between_tokens, window.between_tokens, 0.5)),
+            between_tokens_p99=_short(percentile(bounds.between_tokens, window.between_tokens, 0.99)),
+            hit_rate=_short(window.cached_tokens / window.prompt_tokens) if window.prompt_tokens else None,
+            retries=step.retries,
+            resumes=step.resumes,
+            aborts=step.aborts,
+        )
+
+    def _frame(self, glance: Glance, viewer: Viewer, *, first: bool) -> Frame:
+        requests, total = self._source.requests(viewer, MOST_REQUESTS) if viewer.sees_requests else ([], 0)
+        return Frame(
+            kind=self._source.kind,
+            version=self._source.version,
+            model=glance.model,
+            state=glance.state,
+            cards=glance.cards,
+            tenant=viewer.tenant,
+            admin=viewer.admin,
+            sees_requests=viewer.sees_requests,
+            requests=requests,
+            total=total,
+            now=self._point,
+            history=list(self._history) if first else None,
+        )
+
+
+def _short(value: float | None) -> float | None:
+    """Four digits are more than a line on a screen shows."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,120 @@
+"""What the page is told: one frame a second, compact because it goes to everyone who watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from headgate.dashboard.meter import Counts
+
+
+class Card(msgspec.Struct, kw_only=True):
+    """A worker of a router, or an engine of a server."""
+
+    id: str  # what requests name as their worker
+    name: str
+    detail: str  # what it is
+    state: str
+    role: str = ""
+    version: int | None = None  # of its weights
+    running: int = 0
+    waiting: int = 0
+    total: int = 0  # KV blocks
+    held: int = 0
+    leased: int = 0  # of those held: for other engines
+    cached: int = 0
+    tokens_s: float | None = None
+
+
+class Shown(msgspec.Struct, array_like=True):
+    """A request in flight. No word of what was asked."""
+
+    id: str
+    tenant: str
+    kind: str
+    phase: str  # queued, prefill, transfer, decode, moving, unknown
+    age_s: float
+    tokens: int
+    worker: str | None
+    moves: int = 0
+
+
+class Point(msgspec.Struct, array_like=True):
+    """One second of the lines."""
+
+    at: float  # seconds since 1970
+    tokens_s: float
+    requests_s: float
+    running: int
+    waiting: int
+    first_token_p50: float | None  # seconds, over the window
+    first_token_p99: float | None
+    between_tokens_p50: float | None
+    between_tokens_p99: float | None
+    hit_rate: float | None
+    retries: int
+    resumes: int
+    aborts: Mapping[str, int]  # by cause
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Who watches. One without a key sees numbers alone: nothing tells its requests from others'."""
+
+    tenant: str
+    admin: bool
+
+    @property
+    def sees_requests(self) -> bool:
+        return self.admin or bool(self.tenant)
+
+    def sees(self, tenant: str) -> bool:
+        return self.admin or self.tenant == tenant
+
+
+class Frame(msgspec.Struct, kw_only=True):
+    kind: str  # server, router
+    version: str
+    model: str
+    state: str
+    cards: list[Card]
+    tenant: str
+    admin: bool
+    sees_requests: bool
+    requests: list[Shown]  # the oldest
+    total: int  # in flight, of those that the viewer may see
+    now: Point | None  # None until there are two readings
+    history: list[Point] | None = None  # in the first frame of a stream
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """Of the histograms, which all sources share."""
+
+    first_token: tuple[float, ...]
+    between_tokens: tuple[float, ...]
+
+
+class Glance(msgspec.Struct, kw_only=True):
+    """Everything but requests, as of one moment."""
+
+    model: str
+    state: str
+    cards: list[Card]
+    sources: dict[str, Counts]  # those that begin with a card's id and a slash are that card's
+    over: bool = False  # nothing more will be seen
+
+
+class Source(Protocol):
+    """What can be watched."""
+
+    kind: str
+    version: str
+    bounds: Bounds
+
+    async def look(self) -> Glance: ...
+
+    def requests(self, viewer: Viewer, most: int) -> tuple[list[Shown], int]:
+        """The oldest that the viewer may see, as of the last look, and how many there are."""

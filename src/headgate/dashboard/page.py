@@ -1,0 +1,43 @@
+"""The page's own files, and the headers under which browsers let nothing else run in it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+from starlette.responses import Response
+
+PATH = "/dashboard"
+EVENTS = f"{PATH}/events"
+NUMBERS = f"{PATH}/numbers"
+
+# path -> file, media type
+ASSETS = {
+    PATH: ("page.html", "text/html"),
+    f"{PATH}/page.css": ("page.css", "text/css"),
+    f"{PATH}/page.js": ("page.js", "text/javascript"),
+    f"{PATH}/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+def asset(path: str) -> Response:
+    name, media_type = ASSETS[path]
+    return Response(_read(name), headers=HEADERS, media_type=media_type)
+
+
+@cache
+def _read(name: str) -> bytes:
+    return (files("headgate.dashboard") / "assets" / name).read_bytes()

@@ -1,0 +1,287 @@
+"""What this machine has, and what that means for serving on it.
+
+Each question is a function that is given what it looks at and returns findings. *ok* is as it should be, *note* costs speed
+or a feature, *problem* means that no model could be served. Nothing is fetched, built or left behind, and whatever is
+missing is a finding: torch, and what needs it, is imported only where it is asked about.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from headgate.errors import HeadgateError
+from headgate.listening import take_port
+
+Verdict = Literal["ok", "note", "problem"]
+VersionOf = Callable[[str], str | None]
+
+GIB = 2**30
+LEAST_MEMORY = GIB  # torch, two processes and the smallest model
+LEAST_DISK = GIB
+LEAST_FILES = 4096
+WEIGHTS_SHARE = 0.8  # of free memory; the rest is for KV and what comes and goes
+BYTES_PER_PARAMETER = 2  # bfloat16
+
+# What an optional library is for, by extra.
+EXTRAS = {
+    "bench": "plots of benchmarks",
+    "gpu": "kernels for NVIDIA GPUs",
+    "nixl": "KV transfer by NIXL",
+    "otel": "traces",
+    "ray": "engines placed by Ray",
+}
+
+# CPU flags that a kernel set needs, best first; the rule of `layers/cpu/bind.cpp`.
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+KERNEL_SETS = {
+    "AMX": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    "AVX512-BF16": (*_AVX512, "avx512_bf16"),
+    "AVX-512": _AVX512,
+    "AVX2": ("avx2", "fma"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str
+    verdict: Verdict
+    found: str
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<8} {self.subject:<12} {self.found}: {self.meaning}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where a server would be put."""
+
+    host: str
+    port: int
+    model_cache: Path
+
+
+def examine(wanted: Wanted) -> list[Finding]:
+    return [
+        python(sys.version_info[:3]),
+        *libraries(_requirements(), version_of),
+        *_with_torch(),
+        *limits(wanted),
+        *options(_requirements(), version_of),
+    ]
+
+
+def can_serve(findings: Sequence[Finding]) -> bool:
+    return all(finding.verdict != "problem" for finding in findings)
+
+
+# ------------------------------------------------------------------------------------------------------- libraries
+
+
+def python(version: tuple[int, ...]) -> Finding:
+    told = f"{'.'.join(map(str, version))} on {platform.machine()} {sys.platform}"
+    if version < (3, 11):
+        return Finding("python", "problem", told, "3.11 or later is needed")
+    if sys.platform != "linux":
+        return Finding("python", "note", told, "only Linux is tested")
+    return Finding("python", "ok", told, "supported")
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    name: str
+    at_least: str
+    extra: str | None
+
+    @classmethod
+    def of(cls, line: str) -> Requirement:
+        """From a line of a package's metadata: `name>=1.2; extra == "x"`."""
+        what, _, marker = line.partition(";")
+        extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
+        name = re.match(r"[\w.-]+", what.strip())
+        least = re.search(r">=\s*([\d.]+)", what)
+        assert name is not None, line
+        return cls(name[0], least[1] if least else "0", extra[1] if extra else None)
+
+    def met_by(self, version: str) -> bool:
+        return _numbers(version) >= _numbers(self.at_least)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` is 2, 13, 0."""
+    return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", version)[0].split("."))  # type: ignore[index]
+
+
+def _requirements() -> list[Requirement]:
+    """None in a source tree that nobody has installed."""
+    try:
+        lines = importlib.metadata.requires("headgate") or ()
+    except importlib.metadata.PackageNotFoundError:
+        lines = ()
+    return [Requirement.of(line) for line in lines]
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def libraries(requirements: Sequence[Requirement], version: VersionOf) -> Iterator[Finding]:
+    """What cannot be done without: all of it in one line, or a line for each that is not right."""
+    needed = [each for each in requirements if each.extra is None]
+    if not needed:
+        yield Finding(
+            "libraries", "note", "headgate is not installed", "what it needs is known when it is: pip install"
+        )
+        return
+    have = {each.name: version(each.name) for each in needed}
+    wrong = list(filter(None, (_wrong(each, have[each.name]) for each in needed)))
+    if wrong:
+        yield from wrong
+    else:
+        told = ", ".join(f"{name} {version}" for name, version in have.items())
+        yield Finding("libraries", "ok", told, "all there")
+
+
+def _wrong(requirement: Requirement, version: str | None) -> Finding | None:
+    if version is None:
+        return Finding(requirement.name, "problem", "not installed", "pip install headgate")
+    if not requirement.met_by(version):
+        wanted = f"{requirement.at_least} or later is needed"
+        return Finding(requirement.name, "problem", version, wanted)
+    return None
+
+
+def options(requirements: Sequence[Requirement], version: VersionOf) -> Iterator[Finding]:
+    for extra, purpose in EXTRAS.items():
+        have = {each.name: version(each.name) for each in requirements if each.extra == extra}
+        missing = [name for name, found in have.items() if found is None]
+        if missing:
+            advice = f"no {purpose}; pip install 'headgate[{extra}]'"
+            yield Finding(f"extra {extra}", "note", f"{', '.join(missing)} not installed", advice)
+        elif have:
+            yield Finding(
+                f"extra {extra}", "ok", ", ".join(f"{name} {found}" for name, found in have.items()), purpose
+            )
+
+
+# --------------------------------------------------------------------------------------------------------- hardware
+
+
+def _with_torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("torch", "problem", f"cannot be imported ({error})", "nothing can be computed without it")
+        return
+    from headgate.layers.cpu import build
+    from headgate.worker.memory import free_in_cgroup, free_on_machine
+
+    flags = build.cpu_flags()
+    library = build.library_in(build.default_cache())
+    yield cpu(flags, build.why_not_here(flags), torch.get_num_threads())
+    yield kernels(build.why_not_here(flags), library, shutil.which("g++"))
+    yield from gpus(torch.cuda, version_of("triton")) if torch.cuda.is_available() else no_gpu(torch.__version__)
+    yield memory("memory", min(free_on_machine(), free_in_cgroup()))
+
+
+def cpu(flags: frozenset[str], unsupported: str | None, threads: int) -> Finding:
+    told = f"{platform.machine()}, {threads} threads"
+    best = next((name for name, needed in KERNEL_SETS.items() if flags.issuperset(needed)), None)
+    if unsupported is not None or best is None:
+        reason = unsupported or "no kernels for this CPU"
+        return Finding("cpu", "note", told, f"{reason}; plain torch computes instead, several times slower")
+    if best in ("AVX-512", "AVX2"):
+        return Finding("cpu", "ok", f"{told}, {best}", "own kernels; bfloat16 is computed in float32 here")
+    return Finding("cpu", "ok", f"{told}, {best}", "own kernels, with bfloat16 in hardware")
+
+
+def kernels(unsupported: str | None, library: Path, compiler: str | None) -> Finding:
+    if unsupported is not None:
+        return Finding("kernels", "note", "none for this CPU", "torch computes instead")
+    if library.exists():
+        return Finding("kernels", "ok", f"built, in {library.parent}", "a server starts with them")
+    if compiler is not None:
+        return Finding(
+            "kernels", "ok", f"not built yet, {compiler} is there", "the first start takes half a minute more"
+        )
+    return Finding("kernels", "note", "not built, no C++ compiler", "install g++, or torch computes instead, slower")
+
+
+def gpus(cuda: Any, triton: str | None) -> Iterator[Finding]:
+    """`cuda` is torch's."""
+    for index in range(cuda.device_count()):
+        free, total = cuda.mem_get_info(index)
+        told = f"{cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        if triton is None:
+            yield Finding(
+                f"gpu {index}", "problem", told, "needs Triton: pip install 'headgate[gpu]'; or --device cpu"
+            )
+        else:
+            yield Finding(f"gpu {index}", "ok", told, fits(free))
+
+
+def no_gpu(torch_version: str) -> Iterator[Finding]:
+    yield Finding("gpu", "note", f"torch {torch_version} finds none", "models are computed by the CPU")
+
+
+def memory(subject: str, free: int) -> Finding:
+    told = f"{free / GIB:.1f} GiB free"
+    if free < LEAST_MEMORY:
+        return Finding(subject, "problem", told, f"a server needs {LEAST_MEMORY / GIB:g} GiB at the least")
+    return Finding(subject, "ok", told, fits(free))
+
+
+def fits(free: int) -> str:
+    billions = free * WEIGHTS_SHARE / BYTES_PER_PARAMETER / 1e9
+    return f"room for a model of about {billions:.2g} billion parameters in bfloat16, and its KV"
+
+
+# ----------------------------------------------------------------------------------------------------------- limits
+
+
+def limits(wanted: Wanted) -> Iterator[Finding]:
+    yield cache_folder(wanted.model_cache)
+    yield port(wanted.host, wanted.port)
+    yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def cache_folder(folder: Path) -> Finding:
+    """Models are fetched to it; a model that is on the disk needs none."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        return Finding(
+            "cache", "note", f"{folder} cannot be written", "serve a model by its path, or set XDG_CACHE_HOME"
+        )
+    free = shutil.disk_usage(there).free
+    told = f"{folder}, {free / GIB:.1f} GiB free"
+    if free < LEAST_DISK:
+        return Finding("cache", "note", told, "little room for models; set XDG_CACHE_HOME to a larger disk")
+    return Finding("cache", "ok", told, "models and kernels are kept there")
+
+
+def port(host: str, number: int) -> Finding:
+    try:
+        with take_port(host, number):
+            return Finding("port", "ok", f"{number} on {host} is free", "a server can listen there")
+    except HeadgateError as error:
+        return Finding("port", "note", f"{number} on {host} cannot be had", str(error))
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    told = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} at once"
+    if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
+        return Finding("open files", "ok", told, "each connection takes one")
+    return Finding("open files", "note", told, f"each connection takes one; `ulimit -n {LEAST_FILES}` allows more")

@@ -1,0 +1,77 @@
+"""What every process that listens needs: a port of its own, and word of the signals that end it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import Callable
+
+from headgate.errors import HeadgateError
+
+
+class PortTaken(HeadgateError):
+    pass
+
+
+def take_port(host: str, port: int) -> socket.socket:
+    """A socket with that address, not listening yet: clients that come while the model loads are refused, not kept."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise HeadgateError(f"{host!r} is not an address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise cannot_listen(error, host, port) from None
+    return listener
+
+
+def cannot_listen(error: OSError, host: str, port: int) -> HeadgateError:
+    if error.errno == errno.EADDRINUSE:
+        return PortTaken(f"port {port} on {host} is taken; choose another with --port, or stop what listens there")
+    if error.errno == errno.EACCES:
+        return HeadgateError(f"port {port} needs more rights than this user has; choose one above 1023 with --port")
+    return HeadgateError(f"cannot listen on {host}, port {port}: {error.strerror}")
+
+
+class StopSignals:
+    """Ctrl-C and SIGTERM. While nothing is being served they end the task that made this."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.on_stop: Callable[[], None] | None = None  # called for every signal
+        self._first = asyncio.Event()
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._heard)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    async def first(self) -> None:
+        await self._first.wait()
+
+    def _heard(self) -> None:
+        self.seen += 1
+        self._first.set()
+        if self.on_stop is not None:
+            self.on_stop()
+        elif self._task is not None and self.seen == 1:
+            self._task.cancel()
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

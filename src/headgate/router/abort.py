@@ -1,0 +1,226 @@
+"""Ending requests wherever they are: each is asked of the worker that has it, and told truthfully.
+
+What this router has placed it knows; what it does not know is asked of everybody: another router may have placed it. From
+the moment it is asked to end, a request goes on nowhere else. What waits here, or is between two workers, or is at a worker
+that has no such call, ends here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headgate.api.abort import Aborted, AbortRequest, AbortResult, Trouble, readings
+from headgate.api.errors import Forbidden
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply, fan_out
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.relay import Exchange
+    from headgate.router.router import Router
+
+log = logging.getLogger(__name__)
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose requests a caller may see and end."""
+
+    tenant: str
+    admin: bool
+
+    def check_all(self) -> None:
+        if not (self.tenant or self.admin):
+            raise Forbidden(
+                "without a key only requests that are named by their ids can be seen and ended; send a key"
+            )
+
+    def sees(self, exchange: Exchange) -> bool:
+        return self.admin or exchange.tenant == self.tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A request of this router's, or one choice of it, under the name it was asked for."""
+
+    name: str
+    exchange: Exchange
+    choice: int | None = None
+
+
+class AbortOutcome(msgspec.Struct, kw_only=True):
+    status: int | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+
+
+class RouterAbortResult(AbortResult, kw_only=True):
+    workers: dict[str, AbortOutcome]
+
+
+class _Tagged(msgspec.Struct):
+    tags: dict[str, str] = {}
+
+
+def find(router: Router, scope: Scope, name: str) -> Target | None:
+    for label, choice in readings(name):
+        exchange = router.live.get(label)
+        if exchange is not None and scope.sees(exchange) and (choice is None or choice < exchange.ask.n):
+            return Target(name, exchange, choice)
+    return None
+
+
+async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking) -> RouterAbortResult:
+    unknown: list[str] = []
+    if body.req_ids is None:
+        scope.check_all()
+        targets = _matching(router, scope, body.tags)
+    else:
+        targets, unknown = _named(router, scope, body.req_ids)
+    began_s = router.loop.time()
+    ended_here = _end_here(targets)
+    calls = _calls(router, body, targets, unknown)
+    replies = await fan_out(router, calls, asking, body.timeout + SLACK_S)
+    merged = Merged(replies)
+    if body.wait:
+        await _ended(targets, body.timeout - (router.loop.time() - began_s))
+    return merged.result(body, targets, unknown, ended_here)
+
+
+def _named(router: Router, scope: Scope, names: Iterable[str]) -> tuple[list[Target], list[str]]:
+    found = {name: find(router, scope, name) for name in names}
+    return [target for target in found.values() if target], [name for name, target in found.items() if not target]
+
+
+def _matching(router: Router, scope: Scope, tags: Any) -> list[Target]:
+    """All of the caller's that are here, or those with these tags."""
+    wanted = (tags or {}).items()
+    mine = [exchange for exchange in router.live.values() if scope.sees(exchange)]
+    return [Target(e.id, e) for e in mine if not wanted or wanted <= _tags(e).items()]
+
+
+def _tags(exchange: Exchange) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(exchange.request.body, type=_Tagged).tags
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _end_here(targets: Iterable[Target]) -> set[str]:
+    """End what no worker could be asked about; the names of those. The others go on nowhere else."""
+    ended = set()
+    for target in targets:
+        exchange, whole = target.exchange, target.choice is None or target.exchange.ask.n == 1
+        exchange.ending = exchange.ending or whole
+        if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
+            exchange.end()
+            ended.add(target.name)
+    return ended
+
+
+def _calls(
+    router: Router, body: AbortRequest, targets: Sequence[Target], unknown: Sequence[str]
+) -> dict[Worker, Call]:
+    """One call for each worker concerned."""
+    plain = {"wait": body.wait, "timeout": body.timeout}
+    everybody = [worker for worker in router.fleet if worker.kind in ("headgate", "unknown")]
+    if body.req_ids is None:
+        which = {"abort_all": True} if body.tags is None else {"tags": body.tags}
+        return dict.fromkeys(everybody, _call(plain | which))
+    names: defaultdict[Worker, list[str]] = defaultdict(list)
+    for target in targets:
+        worker = target.exchange.worker
+        if worker is not None and worker.kind == "headgate":
+            names[worker].append(target.name)
+    for worker in everybody if unknown else ():
+        names[worker] += unknown
+    return {worker: _call(plain | {"req_ids": asked}) for worker, asked in names.items()}
+
+
+def _call(body: dict[str, Any]) -> Call:
+    return Call("POST", "/v1/abort_requests", encode(body))
+
+
+async def _ended(targets: Sequence[Target], timeout_s: float) -> None:
+    tasks = [t.exchange.task for t in targets if t.exchange.ending and t.exchange.task is not None]
+    if tasks:
+        await asyncio.wait(tasks, timeout=max(timeout_s, 0.05))
+
+
+class Merged:
+    """What the workers have said, by name."""
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self.workers: dict[str, AbortOutcome] = {}
+        self.silent: list[Reply] = []
+        self.aborted: dict[str, int] = {}
+        self.finished: set[str] = set()
+        self.errors: dict[str, Trouble] = {}
+        self.accepted: dict[str, None] = {}
+        for reply in replies:
+            self._take(reply)
+
+    def _take(self, reply: Reply) -> None:
+        told = reply.json().get("result")
+        if not reply.ok or told is None:
+            self.silent.append(reply)
+            self.workers[reply.worker.url] = AbortOutcome(status=reply.status or UNSET, error=reply.error)
+            return
+        self.workers[reply.worker.url] = AbortOutcome(status=reply.status)
+        self.aborted |= {each["request_id"]: each["output_token_count"] for each in told["aborted"]}
+        self.finished |= set(told["already_finished"])
+        self.errors |= {each["request_id"]: Trouble(**each) for each in told["errors"]}
+        self.accepted |= dict.fromkeys(told.get("accepted", ()))
+
+    def result(
+        self, body: AbortRequest, targets: Sequence[Target], unknown: Collection[str], ended_here: set[str]
+    ) -> RouterAbortResult:
+        result = RouterAbortResult(workers=self.workers)
+        if not body.wait:
+            return self._accepted(result, targets, unknown)
+        here = {target.name: target for target in targets}
+        for name in dict.fromkeys([*here, *unknown, *self.aborted, *self.errors]):
+            self._judge(result, name, here.get(name), name in ended_here)
+        return result
+
+    def _judge(self, result: RouterAbortResult, name: str, target: Target | None, ended_here: bool) -> None:
+        if name in self.aborted:
+            result.aborted.append(Aborted(name, self.aborted[name]))
+        elif target is not None and target.exchange.cut:
+            result.aborted.append(Aborted(name, target.exchange.journal.tokens))
+        elif name in self.errors:
+            result.errors.append(self.errors[name])
+        elif name in self.finished:
+            result.already_finished.append(name)
+        elif target is not None and not _over(target.exchange):
+            result.errors.append(Trouble(name, "not_told", "it was asked to end, and has not yet"))
+        elif target is not None:
+            result.already_finished.append(name)
+        elif self.silent:
+            who = ", ".join(reply.worker.name for reply in self.silent)
+            result.errors.append(Trouble(name, "unreachable", f"nobody who answered knows it; no answer from {who}"))
+        else:
+            result.not_found.append(name)
+
+    def _accepted(
+        self, result: RouterAbortResult, targets: Sequence[Target], unknown: Collection[str]
+    ) -> RouterAbortResult:
+        result.accepted = list(dict.fromkeys([*(target.name for target in targets), *self.accepted]))
+        for name in unknown:
+            if name in self.finished:
+                result.already_finished.append(name)
+            elif name not in self.accepted:
+                result.not_found.append(name)
+        return result
+
+
+def _over(exchange: Exchange) -> bool:
+    return exchange.task is None or exchange.task.done()

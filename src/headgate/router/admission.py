@@ -1,0 +1,106 @@
+"""How many requests are in flight at once, and who is next when there is room.
+
+Beyond the limit a request waits; beyond the queue it is refused at once. Room goes to the tenant that has the least in
+flight. A full queue takes a newcomer only in place of somebody of a tenant that has more waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from headgate.api.errors import QueueFull
+
+
+class Admission:
+    def __init__(self, limit: int | None, queue: int) -> None:
+        self._limit = limit
+        self._queue = queue
+        self._in_flight: Counter[str] = Counter()
+        self.in_flight = 0
+        self.waited = 0  # requests that had to
+        self.waited_s = 0.0
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def try_enter(self, tenant: str) -> bool:
+        """Take a place if one is free and nobody waits for it."""
+        if self._limit is not None and (self._waiting or self.in_flight >= self._limit):
+            return False
+        self._take(tenant)
+        return True
+
+    def _take(self, tenant: str) -> None:
+        self.in_flight += 1
+        self._in_flight[tenant] += 1
+
+    async def enter(self, tenant: str) -> None:
+        """Take a place, waiting for it; raises QueueFull at once if too many do."""
+        if self.try_enter(tenant):
+            return
+        if self.waiting >= self._queue:
+            self._make_room(tenant)
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[None] = loop.create_future()
+        began_s = loop.time()
+        self.waited += 1
+        self._waiting.setdefault(tenant, deque()).append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self.leave(tenant)  # it had been given in the same moment
+            else:
+                self._forget(tenant, place)
+            raise
+        finally:
+            self.waited_s += loop.time() - began_s
+
+    def _make_room(self, tenant: str) -> None:
+        """Refuse the newest of the tenant that waits most, or the newcomer if that is its own."""
+        own = len(self._waiting.get(tenant, ()))
+        largest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
+        if len(self._waiting.get(largest, ())) <= own + 1:
+            raise self._full()
+        loser = self._waiting[largest][-1]
+        self._forget(largest, loser)
+        if not loser.done():  # one that is leaving anyway has made room by that
+            loser.set_exception(self._full())
+
+    def _full(self) -> QueueFull:
+        return QueueFull(
+            f"{self._limit} requests are in flight and {self._queue} wait; more are refused until some have ended"
+        )
+
+    def leave(self, tenant: str) -> None:
+        self.in_flight -= 1
+        self._in_flight[tenant] -= 1
+        if not self._in_flight[tenant]:
+            del self._in_flight[tenant]
+        while self._waiting and (self._limit is None or self.in_flight < self._limit):
+            least = min(self._waiting, key=lambda name: self._in_flight[name])
+            place = self._waiting[least][0]
+            self._forget(least, place)
+            if not place.done():
+                self._take(least)
+                place.set_result(None)
+
+    def _forget(self, tenant: str, place: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(tenant)
+        if queue is not None and place in queue:
+            queue.remove(place)
+            if not queue:
+                del self._waiting[tenant]
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        await self.enter(tenant)
+        try:
+            yield
+        finally:
+            self.leave(tenant)

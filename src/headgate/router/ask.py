@@ -1,0 +1,116 @@
+"""What the router must know of a request: read once from its body, without parsing the prompt.
+
+The prompt stays the bytes that the client sent. Conversations grow at the end, so one turn's bytes are a prefix of the
+next one's, and that is all the index needs. Whatever else is in the body is the worker's business.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from headgate.errors import RequestError
+
+BYTES_PER_TOKEN: Final = 4  # of English text; good enough to weigh one worker's work against another's
+
+_NONE: Final = msgspec.Raw()
+_UNASKED: Final = frozenset({b"", b"null", b"false"})
+_NUMBERS: Final = frozenset(bytes([character]) for character in b"0123456789[")
+
+
+class _Body(msgspec.Struct, gc=False):
+    """Only what is named here is decoded, and what is Raw is passed over."""
+
+    model: str | None = None
+    stream: bool | None = None
+    request_id: str | None = None
+    n: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+    rid: msgspec.Raw = _NONE  # SGLang's request_id; may be a list
+    logprobs: msgspec.Raw = _NONE  # a number or a boolean
+    return_logprob: bool | None = None  # SGLang's
+    session_id: msgspec.Raw = _NONE
+    user: msgspec.Raw = _NONE
+    # what comes before the prompt in the model's eyes
+    tools: msgspec.Raw = _NONE
+    instructions: msgspec.Raw = _NONE
+    # the prompt, under the names that OpenAI, SGLang and vLLM give it
+    messages: msgspec.Raw = _NONE
+    prompt: msgspec.Raw = _NONE
+    input: msgspec.Raw = _NONE
+    text: msgspec.Raw = _NONE
+    input_ids: msgspec.Raw = _NONE
+    token_ids: msgspec.Raw = _NONE
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    model: str | None
+    stream: bool
+    request_id: str | None
+    session: bytes  # who goes on talking; empty if nobody said
+    n: int
+    root: int  # prompts of different roots have nothing in common: endpoint, model, tools, salt, tenant
+    prompt: bytes  # as it was sent, but for its closing bracket or quote; empty if there is none
+    chat: bool  # the prompt is a list of messages
+    tokens: int  # of the prompt, estimated
+    logprobs: bool  # the answer has log-probabilities
+    deadline_ms: float | None = None  # from its arrival to its last token
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_decode_name = msgspec.json.Decoder(str).decode
+
+
+def read_ask(path: str, body: bytes, *, session: str | None = None, tenant: str = "") -> Ask:
+    """`session` is the routing key of a header, and goes before what the body says."""
+    told = _read(body)
+    prompt = _prompt(told)
+    return Ask(
+        told.model,
+        told.stream is True,
+        told.request_id or (_name(told.rid) if told.rid else None),
+        session.encode() if session else bytes(told.session_id) or bytes(told.user),
+        told.n or 1,
+        hash((path, told.model, bytes(told.tools), bytes(told.instructions), told.cache_salt, tenant)),
+        prompt,
+        _first(prompt) == b"{",
+        estimate_tokens(prompt),
+        told.return_logprob is True or bytes(told.logprobs) not in _UNASKED,
+        told.deadline_ms,
+    )
+
+
+def estimate_tokens(prompt: bytes) -> int:
+    """One per number in lists of token ids, one per four bytes of anything else."""
+    if _first(prompt) in _NUMBERS:
+        return prompt.count(b",") + 1
+    return len(prompt) // BYTES_PER_TOKEN
+
+
+def _read(body: bytes) -> _Body:
+    try:
+        return _decode(body)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the router cannot read this request: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _prompt(told: _Body) -> bytes:
+    raw = told.messages or told.prompt or told.input or told.text or told.input_ids or told.token_ids
+    prompt = bytes(raw)
+    return b"" if prompt in (b"null", b"[]", b'""') else prompt[:-1]
+
+
+def _first(prompt: bytes) -> bytes:
+    """What the first thing in a list begins with."""
+    return prompt[1:64].lstrip()[:1] if prompt[:1] == b"[" else b""
+
+
+def _name(raw: msgspec.Raw) -> str | None:
+    try:
+        return _decode_name(raw) or None
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,131 @@
+"""Control calls beside the data path: a request that came in whole, handed to an ASGI app."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from headgate.errors import RequestError
+from headgate.router.downstream import Answering, Downstream, HttpRequest, answer_head, error_answer
+from headgate.router.upstream import Headers
+
+log = logging.getLogger(__name__)
+
+
+class Failed(RequestError):
+    status = 500
+    code = "internal_error"
+
+
+class Bridge:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, client: Downstream, request: HttpRequest, tenant: str, admin: bool) -> Answering:
+        visit = Visit(client, request)
+        visit.task = asyncio.get_running_loop().create_task(visit.run(self._app, {"tenant": tenant, "admin": admin}))
+        self._tasks.add(visit.task)
+        visit.task.add_done_callback(self._tasks.discard)
+        return visit
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Visit:
+    """One call of the app."""
+
+    def __init__(self, client: Downstream, request: HttpRequest) -> None:
+        self._client = client
+        self._request = request
+        self._asked = False
+        self._left = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._started = False
+        self._chunked = False
+        self._whole = True
+        self._head: tuple[int, Headers] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def client_left(self) -> None:
+        self._left.set()
+        self._drained.set()
+
+    def client_full(self, full: bool) -> None:
+        (self._drained.clear if full else self._drained.set)()
+
+    async def run(self, app: ASGIApp, state: dict[str, Any]) -> None:
+        path, _, query = self._request.target.partition(b"?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": self._request.version,
+            "method": self._request.method,
+            "scheme": "http",
+            "path": path.decode("latin-1"),
+            "raw_path": path,
+            "root_path": "",
+            "query_string": query,
+            "headers": self._request.headers,
+            "state": state,
+        }
+        try:
+            await app(scope, self._receive, self._send)
+        except RequestError as error:
+            self._fail(error)
+        except Exception as error:
+            log.exception("%s %s failed", self._request.method, scope["path"])
+            self._fail(Failed(f"the router made a mistake; its log says more ({type(error).__name__})"))
+
+    def _fail(self, error: RequestError) -> None:
+        if self._started:
+            self._client.abort()  # the one way left to say "this was not all"
+        elif not self._client.gone:
+            self._client.write(error_answer(error))
+            self._client.finished()
+
+    async def _receive(self) -> Message:
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message["status"], [(bytes(k), bytes(v)) for k, v in message.get("headers", ())]
+            return
+        await self._drained.wait()
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if not self._started:
+            self._start(body, more)
+        elif body:
+            self._client.write(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
+        if not more and not self._client.gone:
+            if self._chunked:
+                self._client.write(b"0\r\n\r\n")
+            self._client.finished(keep_alive=self._whole or self._chunked)
+
+    def _start(self, body: bytes, more: bool) -> None:
+        assert self._head is not None
+        self._started = True
+        status, headers = self._head
+        if not more:
+            if not any(name == b"content-length" for name, _ in headers):
+                headers.append((b"content-length", b"%d" % len(body)))
+        elif self._request.version == "1.1":
+            self._chunked = True
+            headers.append((b"transfer-encoding", b"chunked"))
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        else:
+            self._whole = False
+        if self._request.method == "HEAD":
+            body = b""
+        self._client.write(answer_head(status, headers) + body)

@@ -1,0 +1,410 @@
+"""Holding the whole fleet, changing its weights, putting it to sleep: the same verbs as on one server, for all workers.
+
+A call is all or nothing from the caller's point of view: 200 if every worker has followed, 202 if those that are down are
+still to, and an error that names who has not if one could but did not. What the fleet was asked is remembered for those
+who come back (`following`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headgate.api.abort import Seconds
+from headgate.api.control import (
+    EngineOutcome,
+    FleetResult,
+    MemoryRequest,
+    PauseRequest,
+    Refusal,
+    UpdateRequest,
+    overall,
+    source_of,
+)
+from headgate.errors import RequestError
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask, fan_out, is_down, to_all
+from headgate.router.monitor import STATES
+from headgate.router.relay import NoWorker
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.router import Router
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+ACCEPTED = 202  # a worker's own word for: not all of my engines yet
+
+encode = msgspec.json.Encoder().encode
+
+
+class FleetUpdate(UpdateRequest, kw_only=True, forbid_unknown_fields=True):
+    strategy: Literal["all", "rolling"] = "all"
+    drain_timeout: Seconds = DRAIN_S  # rolling: for a worker's requests to finish before they go on elsewhere
+
+
+class WorkerOutcome(msgspec.Struct, kw_only=True):
+    state: str  # the worker's, or down
+    weight_version: int | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+    code: str | UnsetType = UNSET
+
+
+class EngineAt(EngineOutcome, kw_only=True):
+    worker: str
+
+
+class RouterResult(FleetResult, kw_only=True):
+    workers: dict[str, WorkerOutcome]
+
+
+class Partial(RequestError):
+    """Some workers have followed, and others have not."""
+
+    status = 502
+    code = "partial"
+
+    def __init__(self, message: str, result: RouterResult, *, status: int = 502, code: str = "partial") -> None:
+        super().__init__(message, code=code)
+        self.status = status
+        self.result = result
+
+
+class FleetControls:
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._fleet = router.fleet
+        self._moving: str | None = None  # what is moving weights or memory
+        self._verbs = 0  # calls in progress
+        self.pause_asked: PauseRequest | None = None  # what the fleet was last asked
+        self.paused: set[Worker] = set()  # who has followed
+        self.update_asked: dict[str, Any] | None = None  # the body of the last one that others can be given too
+        self._given: dict[Worker, bytes] = {}  # the update that each has been given last
+
+    # -- verbs ------------------------------------------------------------------------
+
+    async def pause(self, body: PauseRequest, asking: Asking) -> RouterResult:
+        self.refuse_while_moving()
+        self._refuse_if_empty()
+        began_s = self._router.loop.time()
+        with self.busy():
+            self.hold(body)
+            replies = await self._all(Call("POST", "/v1/pause", encode(body)), asking, body.timeout + SLACK_S)
+            if self.pause_asked is not body:  # somebody has resumed, or paused otherwise, and what was told is old
+                return await self.look(asking)
+            self.paused = {reply.worker for reply in replies if reply.ok}
+        result = self._result(replies)
+        told = [reply.json().get("result", {}) for reply in replies if reply.ok]
+        result.aborted = sum(each.get("aborted", 0) for each in told)
+        result.finished = sum(each.get("finished", 0) for each in told)
+        result.forced = [id for each in told for id in each.get("forced", ())]
+        result.elapsed_s = round(self._router.loop.time() - began_s, 6)
+        return self._checked(result, replies)
+
+    async def resume(self, asking: Asking) -> RouterResult:
+        self.refuse_while_moving()
+        with self.busy():
+            try:
+                replies = await self._all(Call("POST", "/v1/resume"), asking, self.patience_s)
+                result = self._result(replies)
+            finally:
+                self.release()
+        return self._checked(result, replies)
+
+    async def look(self, asking: Asking) -> RouterResult:
+        return self._result(await self._all(Call("GET", "/v1/is_paused"), asking, self.patience_s))
+
+    async def sleep(self, body: MemoryRequest, asking: Asking) -> RouterResult:
+        return await self._move_memory("/v1/sleep", "the fleet is being put to sleep", body, asking)
+
+    async def wake(self, body: MemoryRequest, asking: Asking) -> RouterResult:
+        return await self._move_memory("/v1/wakeup", "the fleet is being woken", body, asking)
+
+    async def flush(self, asking: Asking) -> RouterResult:
+        replies = await self._all(Call("POST", "/v1/flush_cache"), asking, self.patience_s)
+        self.forget_prefixes(reply.worker for reply in replies if reply.ok)
+        result = self._result(replies)
+        result.blocks = sum(reply.json().get("result", {}).get("blocks", 0) for reply in replies if reply.ok)
+        return self._checked(result, replies)
+
+    async def _move_memory(self, path: str, what: str, body: MemoryRequest, asking: Asking) -> RouterResult:
+        async with self._move(what):
+            replies = await self._all(Call("POST", path, encode(body)), asking, body.timeout + SLACK_S)
+            self.forget_prefixes(reply.worker for reply in replies if reply.ok)
+            return self._checked(self._result(replies), replies)
+
+    # -- weights ----------------------------------------------------------------------
+
+    async def update(self, body: FleetUpdate, asking: Asking) -> RouterResult:
+        source_of(body)  # refused before anybody is asked
+        if body.strategy == "rolling":
+            async with self._move("the weights are being updated, worker by worker"):
+                return await self._roll(body, asking)
+        async with self._move("the weights are being updated"):
+            return await self._update_all(body, asking)
+
+    async def _update_all(self, body: FleetUpdate, asking: Asking) -> RouterResult:
+        look = await self.look(asking)
+        if unpaused := [url for url, told in look.workers.items() if told.state in ("running", "pausing")]:
+            raise Partial(
+                f"pause the fleet before an update; not paused: {', '.join(unpaused)}",
+                look,
+                status=409,
+                code="not_paused",
+            )
+        version = self._new_version(body, look)
+        calls = await self._updates(body, version, asking)
+        had = [Reply(worker, 200) for worker, one in calls.items() if self._has(worker, one, version)]
+        for reply in had:
+            del calls[reply.worker]
+        replies = await fan_out(self._router, calls, asking, body.timeout + SLACK_S)
+        for reply in replies:
+            self.note_update(reply, calls[reply.worker].body, version)
+        result = self._result([*replies, *had])
+        self._checked(result, replies)
+        self.settle(_plain(body, version) if body.path is not None else None, version)
+        result.weight_version = version
+        if body.verify_checksum:
+            result.checksum = body.verify_checksum
+        return result
+
+    def _new_version(self, body: FleetUpdate, look: RouterResult) -> int:
+        """One number for all of them, whatever each has counted to."""
+        if body.version is not None:
+            return body.version
+        return 1 + max(look.weight_version, self._fleet.wanted_version or 0)
+
+    def _has(self, worker: Worker, one: Call, version: int) -> bool:
+        """It has followed this very update before, when others did not."""
+        return worker.version == version and self._given.get(worker) == one.body
+
+    def note_update(self, reply: Reply, body: bytes, version: int) -> None:
+        if reply.ok and reply.status != ACCEPTED:
+            self._given[reply.worker] = body
+            self._fleet.set_version(reply.worker, version)
+            self.forget_prefixes([reply.worker])
+
+    def settle(self, update: dict[str, Any] | None, version: int) -> None:
+        """Every worker that could has these weights: from now on nobody is asked who has not."""
+        self.update_asked = update
+        self._fleet.wanted_version = version
+        self._fleet.set_floor()
+
+    async def _updates(self, body: FleetUpdate, version: int, asking: Asking) -> dict[Worker, Call]:
+        """What each worker is told; in a trainer's group each of its engines has a rank of its own."""
+        workers = self._able()
+        if body.group is None:
+            return to_all(workers, update_call(_plain(body, version)))
+        plain, calls = _plain(body, version), {}
+        ranks = await share_ranks(self._router, workers, asking, body.group.rank, body.group.world_size)
+        for worker, rank in ranks.items():
+            calls[worker] = update_call(plain | {"group": plain["group"] | {"rank": rank}})
+        return calls
+
+    async def _roll(self, body: FleetUpdate, asking: Asking) -> RouterResult:
+        """One worker after another; what it has finishes, or goes on elsewhere."""
+        if body.group is not None:
+            raise RequestError("a group takes all workers at once; use strategy all, or path", param="strategy")
+        look = await self.look(asking)
+        if self._router.holding or any(told.state != "running" for told in look.workers.values()):
+            raise Partial(
+                "a rolling update needs a running fleet; resume it, or use strategy all",
+                look,
+                status=409,
+                code="not_running",
+            )
+        version, replies = self._new_version(body, look), []
+        self._fleet.rolling = True
+        self._fleet.set_floor()
+        try:
+            for worker in self._able():
+                replies.append(await self._roll_one(worker, body, version, asking))
+                if not replies[-1].ok:
+                    return self._stopped(replies)
+            self.settle(_plain(body, version), version)
+        finally:
+            self._fleet.rolling = False
+            self._fleet.set_floor()
+        return self._checked(self._result(replies), replies)
+
+    async def _roll_one(self, worker: Worker, body: FleetUpdate, version: int, asking: Asking) -> Reply:
+        """Its last reply: the first that is no success, or else that it runs again."""
+        log.info("%s gets version %d", worker.name, version)
+        update = update_call(_plain(body, version))
+        self._fleet.set_state(worker, "draining")
+        pause = Call("POST", "/v1/pause", encode({"mode": "drain", "timeout": body.drain_timeout}))
+        try:
+            paused = await ask(self._router, worker, pause, asking, body.drain_timeout + SLACK_S)
+            if not paused.ok:
+                return paused
+            updated = await ask(self._router, worker, update, asking, body.timeout + SLACK_S)
+            self.note_update(updated, update.body, version)
+            resumed = await ask(self._router, worker, Call("POST", "/v1/resume"), asking, self.patience_s)
+            return resumed if updated.ok else updated
+        finally:
+            self._fleet.set_state(worker, "paused")
+            await self.probe(worker)
+
+    def _stopped(self, replies: Sequence[Reply]) -> RouterResult:
+        last = replies[-1]
+        share = f"{len(replies) - 1} of {len(self._able())} workers have it"
+        message = f"the update stopped at {last.worker.name}: {last.error} ({share})"
+        raise Partial(message, self._result(replies), status=502 if len(replies) > 1 else last.status or 502)
+
+    def check(self, replies: Sequence[Reply]) -> None:
+        """Raises unless everybody has followed who is not down."""
+        self._checked(self._result(replies), replies)
+
+    # -- what dialects share ------------------------------------------------------------
+
+    def hold(self, pause: PauseRequest) -> None:
+        self.pause_asked = pause
+        self._router.hold(queue=pause.new_requests == "queue")
+
+    def release(self) -> None:
+        self.pause_asked = None
+        self.paused.clear()
+        self._router.release()
+
+    def refuse_while_moving(self) -> None:
+        if self._moving is not None:
+            raise Refusal(409, "updating", f"{self._moving}; try again when that is done")
+
+    def forget_prefixes(self, workers: Iterable[Worker]) -> None:
+        now_s = self._fleet.clock()
+        for worker in workers:
+            worker.horizon_s = max(worker.horizon_s, now_s)
+
+    async def probe_all(self) -> None:
+        await asyncio.gather(*(self.probe(worker) for worker in self._fleet))
+
+    # -- parts ------------------------------------------------------------------------
+
+    @property
+    def patience_s(self) -> float:
+        return self._router.config.control_timeout_s
+
+    def _able(self) -> list[Worker]:
+        return [worker for worker in self._fleet if worker.state != "down"]
+
+    async def _all(self, one: Call, asking: Asking, timeout_s: float) -> list[Reply]:
+        self._refuse_if_empty()
+        return await fan_out(self._router, to_all(self._fleet, one), asking, timeout_s)
+
+    def _refuse_if_empty(self) -> None:
+        if not len(self._fleet):
+            raise NoWorker("there is no worker; POST /v1/workers adds one")
+
+    async def probe(self, worker: Worker) -> None:
+        assert self._router.monitor is not None
+        await self._router.monitor.probe(worker)
+
+    @property
+    def at_rest(self) -> bool:
+        return not self._verbs
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        self._verbs += 1
+        try:
+            yield
+        finally:
+            self._verbs -= 1
+
+    @asynccontextmanager
+    async def _move(self, what: str) -> AsyncIterator[None]:
+        self.refuse_while_moving()
+        self._moving = what
+        try:
+            with self.busy():
+                yield
+        finally:
+            self._moving = None
+
+    def _result(self, replies: Sequence[Reply]) -> RouterResult:
+        """What they say together; states are taken over at once, so that nobody has to wait for a probe."""
+        workers: dict[str, WorkerOutcome] = {}
+        engines: list[EngineOutcome] = []
+        told = [(reply.worker, reply.json().get("result") or {}) for reply in replies if reply.ok]
+        for reply in replies:
+            workers[reply.worker.url] = self._outcome(reply)
+        for worker, result in told:
+            engines += [EngineAt(**engine, worker=worker.url) for engine in result.get("engines", ())]
+        seen = {workers[worker.url].state for worker, _ in told}
+        versions = [o.weight_version for o in workers.values() if isinstance(o.weight_version, int)]
+        return RouterResult(
+            is_paused=bool(seen) and not seen & {"running", "pausing"},
+            state="draining" if self._router.draining else overall(seen),
+            mode=next((result["mode"] for _, result in told if result.get("mode")), None),
+            weight_version=max(versions, default=0),
+            asleep=list(dict.fromkeys(tag for _, result in told for tag in result.get("asleep", ()))),
+            engines=engines,
+            workers=workers,
+        )
+
+    def _outcome(self, reply: Reply) -> WorkerOutcome:
+        worker = reply.worker
+        if not reply.ok:
+            code = reply.code if reply.status else "unreachable"
+            state = "down" if not reply.status else worker.state
+            return WorkerOutcome(state=state, error=reply.error, code=code)
+        told = reply.json().get("result") or {}
+        state, version = told.get("state", worker.state), told.get("weight_version", worker.version)
+        if "state" in told and state in STATES and worker.state not in ("down", "draining", "starting"):
+            self._fleet.probed(worker, STATES[state])
+        outcome = WorkerOutcome(state=state, weight_version=UNSET if version is None else version)
+        if reply.status == ACCEPTED:
+            outcome.error, outcome.code = "not all of its engines have followed yet", "accepted"
+        return outcome
+
+    def _checked(self, result: RouterResult, replies: Sequence[Reply]) -> RouterResult:
+        """Raises unless everybody has followed who is not down."""
+        failed = [reply for reply in replies if not reply.ok and reply.worker.state != "down"]
+        followed = [reply for reply in replies if reply.ok]
+        if not failed and followed:
+            return result
+        if not failed:
+            raise Partial("no worker answers", result, status=503, code=NoWorker.code)
+        message = "; ".join(f"{reply.worker.name}: {reply.error}" for reply in failed)
+        same = {(reply.status, reply.code) for reply in failed}
+        if not followed and len(same) == 1 and failed[0].status:
+            raise Partial(message, result, status=failed[0].status, code=failed[0].code)
+        raise Partial(f"{message} ({len(followed)} of {len(replies)} workers have followed)", result)
+
+
+async def share_ranks(
+    router: Router, workers: Iterable[Worker], asking: Asking, first: int, world_size: int
+) -> dict[Worker, int]:
+    """The rank of each worker's first engine in a trainer's group; every engine has one of its own."""
+    call = to_all(workers, Call("GET", "/get_world_size"))
+    sizes = await fan_out(router, call, asking, router.config.control_timeout_s)
+    if silent := [reply.worker.name for reply in sizes if not reply.ok and not is_down(reply.worker)]:
+        raise Refusal(
+            502, "partial", f"nobody was asked, because {', '.join(silent)} did not say how many engines it has"
+        )
+    ranks, rank = {}, first
+    for reply in sizes:
+        if reply.ok:
+            ranks[reply.worker] = rank
+            rank += int(reply.json()["world_size"])
+    if rank > world_size:
+        raise RequestError(f"there are ranks up to {rank - 1}, so world_size must be {rank}", param="group")
+    return ranks
+
+
+def _plain(body: FleetUpdate, version: int) -> dict[str, Any]:
+    """An update as one worker is told it."""
+    told: dict[str, Any] = msgspec.to_builtins(body)
+    for name in ("strategy", "drain_timeout"):
+        del told[name]
+    return {name: value for name, value in told.items() if value is not None} | {"version": version}
+
+
+def update_call(body: Mapping[str, Any]) -> Call:
+    return Call("POST", "/v1/update_weights", encode(body))

@@ -1,0 +1,184 @@
+"""Other systems' names for control: passed on to every worker as they came, and answered as one worker would.
+
+Each worker of ours translates them itself. What a pause means for requests that come meanwhile is known here: in these
+dialects they wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headgate.api.abort import AbortRequest
+from headgate.api.control import PauseRequest
+from headgate.api.dialects.sglang import AbortBody, FromDisk
+from headgate.api.schema import convert, decode
+from headgate.router.abort import abort
+from headgate.router.control import FleetControls, share_ranks
+from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all
+from headgate.router.relay import NoWorker
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.abort import Scope
+    from headgate.router.router import Router
+
+LONG_S = 3700.0  # their calls have no timeout; ours on a worker have an hour
+
+FROM_DISK = "/update_weights_from_disk"
+PAUSES = frozenset(("/pause", "/pause_generation", "/sleep", "/release_memory_occupation", "/start_weight_update"))
+RESUMES = frozenset(
+    ("/resume", "/continue_generation", "/wake_up", "/resume_memory_occupation", "/finish_weight_update")
+)
+UPDATES = frozenset((FROM_DISK, "/update_weights_from_distributed"))  # which hold workers that run
+FORGETS = frozenset(("/flush_cache", "/reset_prefix_cache", "/update_weights", *UPDATES, *PAUSES))
+MEETINGS = frozenset(("/init_weights_update_group", "/init_weight_transfer_engine"))  # of a trainer and all engines
+
+# For all workers; the first one's answer stands for the others'.
+FOR_ALL = (
+    ("/pause_generation", ("POST",)),
+    ("/continue_generation", ("POST",)),
+    ("/update_weights_from_disk", ("POST",)),
+    ("/flush_cache", ("GET", "POST")),
+    ("/release_memory_occupation", ("POST",)),
+    ("/resume_memory_occupation", ("POST",)),
+    ("/pause", ("POST",)),
+    ("/resume", ("POST",)),
+    ("/sleep", ("POST",)),
+    ("/wake_up", ("POST",)),
+    ("/reset_prefix_cache", ("POST",)),
+    ("/init_weights_update_group", ("POST",)),
+    ("/destroy_weights_update_group", ("POST",)),
+    ("/update_weights_from_distributed", ("POST",)),
+    ("/init_weight_transfer_engine", ("POST",)),
+    ("/start_weight_update", ("POST",)),
+    ("/update_weights", ("POST",)),
+    ("/finish_weight_update", ("POST",)),
+)
+# Of any worker.
+OF_ONE = ("/model_info", "/get_model_info", "/server_info", "/get_server_info")
+
+KINDS = ("headgate", "sglang", "vllm")
+
+
+async def for_all(router: Router, controls: FleetControls, request: Request) -> Response:
+    path = request.url.path
+    controls.refuse_while_moving()
+    with controls.busy(), _held(router, controls, path in UPDATES):
+        if path in PAUSES:
+            controls.hold(PauseRequest(new_requests="queue"))
+        replies = await _ask_all(router, request)
+        await controls.probe_all()
+        if path in PAUSES:
+            controls.paused = {reply.worker for reply in replies if reply.ok}
+        elif path in RESUMES and not any(worker.state == "paused" for worker in router.fleet):
+            controls.release()  # waking a part of what sleeps resumes nothing
+        if path in FORGETS:
+            controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
+        if path == FROM_DISK and all(reply.ok for reply in replies):
+            _settle(router, controls, decode(await request.body(), FromDisk))
+    return _merged(controls, replies)
+
+
+@contextmanager
+def _held(router: Router, controls: FleetControls, update: bool) -> Iterator[None]:
+    """New requests wait while workers that run are held by an update."""
+    if not update or router.holding:
+        yield
+        return
+    controls.hold(PauseRequest(new_requests="queue"))
+    try:
+        yield
+    finally:
+        controls.release()
+
+
+def _settle(router: Router, controls: FleetControls, body: FromDisk) -> None:
+    """Whoever comes back later gets these weights too."""
+    version = max((worker.version for worker in router.fleet if worker.version is not None), default=None)
+    if version is not None:
+        controls.settle({"path": body.model_path, "version": version}, version)
+
+
+async def _ask_all(router: Router, request: Request) -> list[Reply]:
+    query = f"?{request.url.query}" if request.url.query else ""
+    call = Call(request.method, request.url.path + query, await request.body())
+    calls = to_all(of_kind(router.fleet, KINDS), call)
+    if request.url.path in MEETINGS:
+        calls = await _ranked(router, calls, Asking.of(request))
+    return await fan_out(router, calls, Asking.of(request), LONG_S)
+
+
+async def _ranked(router: Router, calls: dict[Worker, Call], asking: Asking) -> dict[Worker, Call]:
+    """The same call, with a rank for each worker's first engine."""
+    call = next(iter(calls.values()), Call("POST", "/"))
+    body: dict[str, Any] = decode(call.body or b"{}", dict[str, Any])
+    info = body.get("init_info", body)
+    if not isinstance(info, dict) or "world_size" not in info:
+        return calls  # nobody meets, or the workers say what is wrong
+    first: int = convert(info.get("rank_offset", 1), int, "rank_offset")
+    ranks = await share_ranks(router, calls, asking, first, convert(info["world_size"], int, "world_size"))
+    return {
+        worker: Call(call.method, call.path, msgspec.json.encode(_with_rank(body, rank)))
+        for worker, rank in ranks.items()
+    }
+
+
+def _with_rank(body: dict[str, Any], rank: int) -> dict[str, Any]:
+    if "init_info" in body:
+        return body | {"init_info": body["init_info"] | {"rank_offset": rank}}
+    return body | {"rank_offset": rank}
+
+
+def _merged(controls: FleetControls, replies: Sequence[Reply]) -> Response:
+    """One worker's answer if all who are up have followed; otherwise an error that names who has not."""
+    controls.check(replies)
+    first = next(reply for reply in replies if reply.ok)
+    return Response(first.body, first.status, media_type=_media_type(first.body))
+
+
+def _media_type(body: bytes) -> str | None:
+    return None if not body else "application/json" if body[:1] in (b"{", b"[") else "text/plain"
+
+
+async def of_one(router: Router, request: Request) -> Response:
+    """What any worker that is up says."""
+    workers = [worker for worker in of_kind(router.fleet, KINDS) if worker.state not in ("down", "starting")]
+    for worker in workers:
+        call = to_all([worker], Call("GET", request.url.path))
+        (reply,) = await fan_out(router, call, Asking.of(request), router.config.control_timeout_s)
+        if reply.ok:
+            return Response(reply.body, reply.status, media_type=_media_type(reply.body))
+    raise NoWorker("no worker answers this")
+
+
+async def abort_request(router: Router, request: Request, scope: Scope) -> Response:
+    body = decode(await request.body() or b"{}", AbortBody)
+    if body.abort_all:
+        await abort(router, AbortRequest(abort_all=True, wait=False), scope, Asking.of(request))
+    elif body.rid:
+        await abort(router, AbortRequest(req_ids=[body.rid], wait=False), scope, Asking.of(request))
+    else:
+        router.counters.aborts_ignored += 1
+    return Response()
+
+
+async def is_paused(controls: FleetControls, request: Request) -> Response:
+    return JSONResponse({"is_paused": (await controls.look(Asking.of(request))).is_paused})
+
+
+async def is_sleeping(controls: FleetControls, request: Request) -> Response:
+    return JSONResponse({"is_sleeping": bool((await controls.look(Asking.of(request))).asleep)})
+
+
+async def get_world_size(router: Router, request: Request) -> Response:
+    """How many engines take part in a weight update."""
+    workers = of_kind(router.fleet, ("headgate",))
+    call = to_all(workers, Call("GET", "/get_world_size"))
+    replies = await fan_out(router, call, Asking.of(request), router.config.control_timeout_s)
+    return JSONResponse({"world_size": sum(reply.json().get("world_size", 0) for reply in replies if reply.ok)})

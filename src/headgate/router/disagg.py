@@ -1,0 +1,122 @@
+"""The first half of a request whose prompt is computed by one worker and answered by another.
+
+The prefill worker is asked with `export_kv` and answers with a ticket as soon as KV can be fetched, long before the prompt
+is computed. Its connection stays open for as long as somebody may want the rest: closing it is how it learns that nobody
+does. Whatever goes wrong here costs time, never an answer: without a ticket the other worker computes the prompt itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from headgate.router.journal import splice
+from headgate.router.upstream import Headers, Upstream, WorkerLost
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.fleet import Taken
+    from headgate.router.relay import Exchange
+
+log = logging.getLogger(__name__)
+
+TICKET = re.compile(rb'^data: \{"kv_ticket":(\{.*\})\}\r?$', re.MULTILINE)
+MOST_BYTES = 2**20
+
+
+class NoTicket(Exception):
+    """The worker is well, and has nothing to fetch: the prompt is too short, or it has no room."""
+
+
+class Leg:
+    """Reads the prefill worker's answer: a ticket, and then its end. Gives the worker's load back when that comes."""
+
+    def __init__(self, taken: Taken) -> None:
+        self.worker = taken.worker
+        self.ticket: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.upstream: Upstream | None = None
+        self._taken = taken
+        self._over = False
+        self._status = 0
+        self._body = b""
+
+    def head(self, status: int, headers: Headers) -> None:
+        self._status = status
+
+    def data(self, data: bytes) -> None:
+        if self.ticket.done():
+            return
+        self._body += data
+        if self._status == 200 and (found := TICKET.search(self._body)):
+            self.ticket.set_result(found[1])
+        elif len(self._body) > MOST_BYTES:
+            self._no_ticket(WorkerLost("it sends no ticket"))
+
+    def ended(self) -> None:
+        self._no_ticket(NoTicket(f"it answered {self._status}: {self._body[:200]!r}"))
+        self._end()
+
+    def lost(self, why: str) -> None:
+        self._no_ticket(WorkerLost(why))
+        self.leave()
+
+    def give_up(self, why: str) -> None:
+        """Wait no longer for its ticket; what it has given one for may still be fetched."""
+        if not self.ticket.done():
+            self.lost(why)
+
+    def leave(self) -> None:
+        """Nobody wants the rest: the worker learns that by the closing of its connection."""
+        if self.upstream is not None and self.upstream.answers(self):
+            self.upstream.drop()
+        if self.ticket.done() and not self.ticket.cancelled():
+            self.ticket.exception()  # seen
+        self._end()
+
+    def _end(self) -> None:
+        if not self._over:
+            self._over = True
+            self._taken.give_back()
+
+    def _no_ticket(self, error: Exception) -> None:
+        if not self.ticket.done():
+            self.ticket.set_exception(error)
+
+
+@asynccontextmanager
+async def prefilled(exchange: Exchange, worker: Worker) -> AsyncIterator[bytes | None]:
+    """A ticket for the KV of the prompt, which `worker` computes as long as we are here; None if it cannot."""
+    leg = exchange.leg = Leg(exchange.router.fleet.taking(worker, exchange.ask.tokens))
+    try:
+        ticket = await _ticket(exchange, worker, leg)
+        if ticket is None:
+            leg.leave()  # now, not when the answer ends: it may be waiting for its turn
+        yield ticket
+    finally:
+        exchange.leg = None
+        leg.leave()
+
+
+async def _ticket(exchange: Exchange, worker: Worker, leg: Leg) -> bytes | None:
+    router = exchange.router
+    try:
+        async with asyncio.timeout(router.config.ticket_timeout_s):
+            # A fresh connection: a kept one may be closed by the worker in this very moment.
+            leg.upstream = await router.fleet.pool(worker).connect()
+            body = splice(exchange.request.body, "export_kv", b"true")
+            leg.upstream.send(exchange.request_to(worker, body), leg, once=True)
+            return await leg.ticket
+    except NoTicket as error:
+        why = str(error)
+    except TimeoutError:
+        why = f"no ticket within {router.config.ticket_timeout_s:g} s"
+    except WorkerLost as error:
+        why = str(error)
+        router.fleet.failed(worker, why)
+    log.info("%s: %s computes no prompt for it (%s)", exchange.id, worker.name, why)
+    router.counters.prefills_lost += 1
+    return None

@@ -1,0 +1,326 @@
+"""Connections from clients: HTTP/1.1 requests come in whole and one at a time, answers go out as bytes.
+
+Hand-written for speed: one parser in C, no stream objects, no task per read. A request that does not come in time, or
+is too large, is refused here; everything else is `Handler`'s. A client that leaves is told to whoever answers it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+from headgate.api.errors import RETRIED, RETRY_AFTER_S, error_body
+from headgate.errors import RequestError
+from headgate.router.upstream import Headers
+
+MAX_HEAD_BYTES = 64 * 2**10
+MOST_PIPELINED = 32
+REQUEST_S = 120.0  # for a request to come whole
+KEEP_ALIVE_S = 75.0
+LINGER_S = 2.0  # for a client that was refused to read why
+
+
+class Answering(Protocol):
+    """Whoever makes the answer to the current request of a connection."""
+
+    def client_left(self) -> None: ...
+
+    def client_full(self, full: bool) -> None:
+        """The client reads more slowly than the answer comes, or has caught up."""
+
+
+class HttpRequest:
+    __slots__ = ("body", "first", "headers", "keep_alive", "method", "target", "version")
+
+    def __init__(self) -> None:
+        self.method = ""
+        self.target = b""
+        self.headers: Headers = []
+        self.first: dict[bytes, bytes] = {}  # of the headers of each name
+        self.body = b""
+        self.keep_alive = True
+        self.version = "1.1"
+
+    @property
+    def path(self) -> str:
+        return self.target.partition(b"?")[0].decode("latin-1")
+
+    def header(self, name: bytes) -> bytes | None:
+        return self.first.get(name)
+
+
+Handler = Callable[["Downstream", HttpRequest], Answering | None]
+
+
+class Connections:
+    """All clients of one router, so that it can look after the slow ones and say goodbye."""
+
+    def __init__(self, handle: Handler, max_body_bytes: int) -> None:
+        self.handle = handle
+        self.max_body_bytes = max_body_bytes
+        self.closing = False
+        self._open: dict[Downstream, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __call__(self) -> Downstream:
+        return Downstream(self)
+
+    def opened(self, connection: Downstream) -> None:
+        self._open[connection] = None
+
+    def closed(self, connection: Downstream) -> None:
+        self._open.pop(connection, None)
+
+    def sweep(self, now_s: float) -> None:
+        for connection in tuple(self._open):
+            connection.sweep(now_s)
+
+    def close(self) -> None:
+        """Close what is idle; the others close after their answer."""
+        self.closing = True
+        for connection in tuple(self._open):
+            connection.close_if_idle()
+
+    def abort(self) -> None:
+        for connection in tuple(self._open):
+            connection.abort()
+
+
+class Downstream(asyncio.Protocol):
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._request = HttpRequest()
+        self._head_bytes = 0
+        self._unseen_bytes = 0  # of a head that came in pieces
+        self._body_bytes = 0
+        self._body: list[bytes] = []
+        self._waiting: deque[HttpRequest] = deque()
+        self._current: HttpRequest | None = None
+        self._answering: Answering | None = None
+        self._since_s = self._loop.time()  # that nothing of a request, or only a part of it, has come
+        self._in_head = True
+        self._full = False  # the client reads too slowly
+        self._refusal: BadHttp | None = None
+
+    # -- for whoever answers ----------------------------------------------------------
+
+    @property
+    def gone(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    @property
+    def peer(self) -> str:
+        address = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(address[0]) if address else ""
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def finished(self, *, keep_alive: bool = True) -> None:
+        """The answer is complete: on to the next request of this connection."""
+        request, self._current, self._answering = self._current, None, None
+        assert request is not None
+        if self._transport is None or self._transport.is_closing():
+            return
+        if not (keep_alive and request.keep_alive) or self._connections.closing:
+            self._transport.close()
+            return
+        self._since_s = self._loop.time()
+        self._next()
+        if self._current is None and self._refusal is not None and not self._waiting:
+            self._refuse(self._refusal)
+
+    # -- asyncio.Protocol ---------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._connections.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        head = self._request if self._in_head else None
+        try:
+            self._parser.feed_data(data)
+            if self._in_head and head is self._request:  # one header that never ends is not seen by `on_header`
+                self._unseen_bytes += len(data)
+                self._count(0)
+        except httptools.HttpParserUpgrade:
+            self._refuse(BadHttp(400, "upgrade_refused", "this server speaks HTTP/1.1 alone"))
+        except httptools.HttpParserCallbackError as error:
+            refusal = error.__context__
+            if not isinstance(refusal, BadHttp):
+                raise
+            self._refuse(refusal)
+        except httptools.HttpParserError as error:
+            self._refuse(BadHttp(400, "bad_http", f"this is not HTTP: {error}"))
+        except BadHttp as error:
+            self._refuse(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._connections.closed(self)
+        self._waiting.clear()
+        answering, self._answering = self._answering, None
+        if answering is not None:
+            answering.client_left()
+
+    def pause_writing(self) -> None:
+        self._full = True
+        if self._answering is not None:
+            self._answering.client_full(True)
+
+    def resume_writing(self) -> None:
+        self._full = False
+        if self._answering is not None:
+            self._answering.client_full(False)
+        else:
+            self._next()
+
+    # -- httptools ----------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._request, self._body, self._since_s = HttpRequest(), [], self._loop.time()
+        self._in_head = True
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        self._request.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._count(0)
+        request, name = self._request, name.lower()
+        request.headers.append((name, value))
+        request.first.setdefault(name, value)
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES or self._unseen_bytes > MAX_HEAD_BYTES:
+            raise BadHttp(431, "headers_too_large", f"the head of a request has at most {MAX_HEAD_BYTES} bytes")
+
+    def on_headers_complete(self) -> None:
+        request, most = self._request, self._connections.max_body_bytes
+        self._in_head = False
+        if self._parser.should_upgrade():
+            raise BadHttp(400, "upgrade_refused", "this server speaks HTTP/1.1 alone")
+        request.method = self._parser.get_method().decode("ascii")
+        request.version = self._parser.get_http_version()
+        request.keep_alive = self._parser.should_keep_alive()
+        length = request.header(b"content-length")
+        if length is not None and int(length) > most:
+            raise BadHttp(413, "body_too_large", f"the body has {int(length)} bytes; at most {most} are taken")
+        # Nothing can be said in the middle of another answer; clients that wait for this do not wait for long.
+        if self._current is None and (request.header(b"expect") or b"").lower() == b"100-continue":
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes > self._connections.max_body_bytes:
+            most = self._connections.max_body_bytes
+            raise BadHttp(413, "body_too_large", f"the body has more than {most} bytes")
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        request = self._request
+        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body, self._head_bytes, self._unseen_bytes, self._body_bytes = [], 0, 0, 0
+        if len(self._waiting) >= MOST_PIPELINED:
+            raise BadHttp(429, "too_many_requests", "too many requests wait on this connection")
+        self._waiting.append(request)
+        self._next()
+
+    def _next(self) -> None:
+        if self._current is None and self._waiting and not self._full and not self.gone:
+            self._current = request = self._waiting.popleft()
+            answering = self._connections.handle(self, request)
+            if self._current is request:  # not answered at once
+                self._answering = answering
+
+    # -- what is not waited for -------------------------------------------------------------
+
+    def sweep(self, now_s: float) -> None:
+        if self._current is not None:
+            return
+        if self._refusal is not None:
+            if now_s - self._since_s > LINGER_S:
+                self.abort()
+            return
+        partial = self._head_bytes or self._unseen_bytes or self._body_bytes
+        if partial and now_s - self._since_s > REQUEST_S:
+            self._refuse(BadHttp(408, "request_timeout", f"the request did not come within {REQUEST_S:g} s"))
+        elif not partial and now_s - self._since_s > KEEP_ALIVE_S:
+            self.abort()
+
+    def close_if_idle(self) -> None:
+        if self._current is None and self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _refuse(self, error: BadHttp) -> None:
+        """What cannot be read is answered after everything that could, and ends the connection."""
+        self._refusal = error
+        if self._transport is not None and self._current is None and not self._waiting and not self.gone:
+            self._since_s = self._loop.time()
+            self.write(error_answer(error, keep_alive=False))
+            # Closing while the client still sends would reset the connection, and it might never read the answer.
+            self._transport.write_eof()
+
+
+class BadHttp(RequestError):
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+
+
+REASONS = {
+    200: b"OK",
+    202: b"Accepted",
+    204: b"No Content",
+    400: b"Bad Request",
+    401: b"Unauthorized",
+    403: b"Forbidden",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    409: b"Conflict",
+    413: b"Content Too Large",
+    422: b"Unprocessable Content",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    502: b"Bad Gateway",
+    503: b"Service Unavailable",
+    504: b"Gateway Timeout",
+}
+
+
+def answer_head(status: int, headers: Headers) -> bytes:
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, REASONS.get(status, b"Unknown"), lines)
+
+
+def error_answer(error: RequestError, headers: Headers = [], *, keep_alive: bool = True) -> bytes:  # noqa: B006
+    body = error_body(error)
+    lines: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if not keep_alive:
+        lines.append((b"connection", b"close"))
+    if error.status == 401:
+        lines.append((b"www-authenticate", b"Bearer"))
+    if error.status in RETRIED:
+        lines.append((b"retry-after", b"%d" % getattr(error, "retry_after_s", RETRY_AFTER_S)))
+    return answer_head(error.status, lines + headers) + body

@@ -1,0 +1,74 @@
+"""The last words for a client whose request was ended while no worker had it: in a queue, or between two workers.
+
+A worker tells the end of what it has itself. Here nothing was computed that the client has not seen, so all there is to say
+is that it is over: `finish_reason: abort`, for every choice that has not finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from headgate.errors import RequestError
+from headgate.router.journal import Journal
+
+Usage = dict[str, int]
+
+CAUSE = "api_abort"
+encode = msgspec.json.Encoder().encode
+
+
+class Ended(RequestError):
+    """For endpoints whose answers have no place for a reason."""
+
+    status = 409
+    code = "aborted"
+
+
+def last_words(
+    path: str, id: str, created: int, model: str, choices: Collection[int], *, stream: bool, usage: Usage | None
+) -> bytes:
+    """Events, or a whole answer; raises `Ended` where only an error can say it."""
+    words = _WORDS.get(path)
+    if words is None:
+        raise Ended("this request was aborted before a worker had it")
+    kind, prefix, streamed, whole = words
+    common: dict[str, Any] = {"id": prefix + id.removeprefix("req-"), "created": created, "model": model}
+    if not stream:
+        return encode({**common, "object": kind, "choices": [_choice(i, whole) for i in choices], "usage": usage})
+    kind += ".chunk" if kind == "chat.completion" else ""
+    events = [encode({**common, "object": kind, "choices": [_choice(i, streamed)]}) for i in choices]
+    if usage is not None:
+        events.append(encode({**common, "object": kind, "choices": [], "usage": usage}))
+    return b"".join(b"data: %b\n\n" % event for event in [*events, b"[DONE]"])
+
+
+def usage_told(journal: Journal) -> Usage:
+    """What the client has got; how long its prompt is, only a worker that has finished a choice has said."""
+    prompts = [int(str(told.finish[2])) for told in journal.choices.values() if told.finish is not None]
+    prompt = prompts[0] if prompts else 0
+    return {"prompt_tokens": prompt, "completion_tokens": journal.tokens, "total_tokens": prompt + journal.tokens}
+
+
+def wants_usage(body: bytes) -> bool:
+    """Whether a stream is to end with its usage."""
+    options = msgspec.json.decode(body).get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _choice(index: int, content: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": "abort", "cause": CAUSE}
+
+
+# path -> object, prefix of its id, what a choice says in a stream and in a whole answer
+_WORDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        "chat.completion",
+        "chatcmpl-",
+        {"delta": {}},
+        {"message": {"role": "assistant", "content": ""}},
+    ),
+    "/v1/completions": ("text_completion", "cmpl-", {"text": ""}, {"text": ""}),
+}

@@ -1,0 +1,124 @@
+"""One call to many workers at once: each has its own time, and what became of it is told for each.
+
+Whoever is known to be down is not asked, and one that goes down while it is asked is not waited for any longer, so that a
+dead worker delays the others' answer by at most the timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request
+
+from headgate.router.upstream import Headers, WorkerLost, call
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.router import Router
+
+SLACK_S = 20.0  # a worker whose time is up still has to force requests out and to answer
+KEYS = (b"authorization", b"x-api-key")
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """In whose name workers are asked: the caller's, as far as they check keys themselves."""
+
+    tenant: str = ""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    @classmethod
+    def of(cls, request: Request) -> Asking:
+        keys = tuple((name, value) for name, value in request.headers.raw if name in KEYS)
+        return cls("" if request.state.admin else request.state.tenant, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    method: str
+    path: str
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a worker has answered, or why it has not."""
+
+    worker: Worker
+    status: int = 0  # 0: not at all
+    body: bytes = b""
+    why: str = ""  # it did not answer
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    def json(self) -> dict[str, Any]:
+        """Its answer; empty if there is none that could be read."""
+        try:
+            told = msgspec.json.decode(self.body) if self.body else {}
+        except msgspec.DecodeError:
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    @property
+    def error(self) -> str:
+        """In a sentence, what is wrong; empty if nothing is."""
+        if self.ok:
+            return ""
+        if self.why:
+            return self.why
+        told = self.json().get("error")
+        message = told.get("message") if isinstance(told, dict) else self.json().get("message")
+        return str(message) if message else f"it answered {self.status}"
+
+    @property
+    def code(self) -> str:
+        told = self.json().get("error")
+        return str(told.get("code")) if isinstance(told, dict) else "worker_failed"
+
+
+async def fan_out(router: Router, calls: Mapping[Worker, Call], asking: Asking, timeout_s: float) -> list[Reply]:
+    """The replies of all who were called, in that order."""
+    return await asyncio.gather(*(ask(router, worker, one, asking, timeout_s) for worker, one in calls.items()))
+
+
+async def ask(router: Router, worker: Worker, one: Call, asking: Asking, timeout_s: float) -> Reply:
+    if is_down(worker):
+        return Reply(worker, why="it is down")
+    asked = asyncio.ensure_future(_call(router, worker, one, asking, timeout_s))
+    try:
+        while not asked.done() and not is_down(worker):
+            change = asyncio.ensure_future(router.fleet_changed(timeout_s))
+            await asyncio.wait({asked, change}, return_when=asyncio.FIRST_COMPLETED)
+            change.cancel()
+        return asked.result() if asked.done() else Reply(worker, why="it went down before it had answered")
+    finally:
+        asked.cancel()
+
+
+def is_down(worker: Worker) -> bool:
+    return worker.state == "down"
+
+
+async def _call(router: Router, worker: Worker, one: Call, asking: Asking, timeout_s: float) -> Reply:
+    headers: Headers = router.credentials(worker, list(asking.headers), asking.tenant)
+    try:
+        pool = router.fleet.pool(worker)
+        status, _, body = await call(pool, one.method, one.path, one.body, headers=headers, timeout_s=timeout_s)
+    except (WorkerLost, KeyError) as error:  # KeyError: it has left meanwhile
+        return Reply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
+    return Reply(worker, status, body)
+
+
+def to_all(workers: Iterable[Worker], one: Call) -> dict[Worker, Call]:
+    return dict.fromkeys(workers, one)
+
+
+def of_kind(workers: Iterable[Worker], kinds: Collection[str]) -> list[Worker]:
+    """Those that may understand a call; of one that is not known yet that is worth a try."""
+    return [worker for worker in workers if worker.kind in kinds or worker.kind == "unknown"]

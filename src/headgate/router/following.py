@@ -1,0 +1,113 @@
+"""Workers that come back: whatever the fleet was asked while they were away, they do before they get a request.
+
+One that comes back while the fleet is paused is paused. One that has older weights than the fleet gets the fleet's last
+update, if that can be given to it: files can, a trainer's group is gone. Until then it is outdated and gets nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headgate.api.control import UPDATE_TIMEOUT_S
+from headgate.protocol.command import DEFAULT_TIMEOUT_S
+from headgate.router.control import FleetControls, update_call
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.router import Router
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+TRY_AGAIN_S = 3.0  # with one that did not follow
+
+
+class Follower:
+    def __init__(self, router: Router, controls: FleetControls) -> None:
+        self._router = router
+        self._fleet = router.fleet
+        self._controls = controls
+        self._not_before_s: dict[Worker, float] = {}
+
+    async def run(self) -> None:
+        while True:
+            await self._router.fleet_changed(LOOK_EVERY_S)
+            if self._controls.at_rest:
+                await self._look_for_others()
+                await asyncio.gather(*(self._catch_up(worker) for worker in self._late()))
+
+    async def _look_for_others(self) -> None:
+        """A paused worker that runs again without having been away was resumed by somebody else; that holds for all."""
+        controls = self._controls
+        for worker in tuple(controls.paused):
+            if worker.state in ("down", "starting"):
+                controls.paused.discard(worker)
+            elif worker.state in ("ready", "outdated") and await self._runs(worker):
+                log.warning("%s was resumed by somebody else; the fleet is not held any longer", worker.name)
+                controls.release()
+                return
+
+    async def _runs(self, worker: Worker) -> bool:
+        """By its own word, asked now: a probe may be older than the pause."""
+        reply = await self._ask(worker, Call("GET", "/v1/is_paused"), self._controls.patience_s)
+        result = reply.json().get("result") or {}
+        return reply.ok and result.get("state") == "running" and self._controls.at_rest
+
+    def _late(self) -> list[Worker]:
+        now_s = self._router.loop.time()
+        return [
+            worker
+            for worker in self._fleet
+            if worker.kind == "headgate"
+            and worker.state in ("ready", "outdated", "paused")
+            and now_s >= self._not_before_s.get(worker, 0.0)
+            and (self._is_unpaused(worker) or self._is_outdated(worker))
+        ]
+
+    def _is_unpaused(self, worker: Worker) -> bool:
+        controls = self._controls
+        return controls.pause_asked is not None and worker not in controls.paused and worker.state != "paused"
+
+    def _is_outdated(self, worker: Worker) -> bool:
+        wanted, version = self._fleet.wanted_version, worker.version
+        if self._controls.update_asked is None or wanted is None or version is None:
+            return False
+        return version < wanted
+
+    async def _catch_up(self, worker: Worker) -> None:
+        reply = await self._pause(worker)
+        if reply.ok and self._is_outdated(worker):
+            reply = await self._update(worker)
+        if self._controls.pause_asked is None:
+            resumed = await self._ask(worker, Call("POST", "/v1/resume"), self._controls.patience_s)
+            reply = resumed if reply.ok else reply
+        if not reply.ok:
+            log.warning("%s does not follow the fleet: %s", worker.name, reply.error)
+            self._not_before_s[worker] = self._router.loop.time() + TRY_AGAIN_S
+        await self._controls.probe(worker)
+
+    async def _pause(self, worker: Worker) -> Reply:
+        asked = self._controls.pause_asked
+        new_requests = "queue" if asked is None else asked.new_requests
+        body = msgspec.json.encode({"mode": "abort", "new_requests": new_requests})
+        reply = await self._ask(worker, Call("POST", "/v1/pause", body), DEFAULT_TIMEOUT_S + SLACK_S)
+        if reply.ok and self._controls.pause_asked is not None:
+            self._controls.paused.add(worker)
+        return reply
+
+    async def _update(self, worker: Worker) -> Reply:
+        asked = self._controls.update_asked
+        assert asked is not None
+        log.info("%s gets version %d, as the others have", worker.name, asked["version"])
+        update = update_call(asked)
+        reply = await self._ask(worker, update, UPDATE_TIMEOUT_S)
+        self._controls.note_update(reply, update.body, asked["version"])
+        return reply
+
+    async def _ask(self, worker: Worker, one: Call, timeout_s: float) -> Reply:
+        return await ask(self._router, worker, one, Asking(), timeout_s)

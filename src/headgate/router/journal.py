@@ -1,0 +1,113 @@
+"""What a client has been told, read from the comments that a worker writes between the events of its answer.
+
+Bytes are kept as they come and read only when there are many of them, or when another worker has to go on; see
+`docs/decisions/0006-the-journal.md` for the lines.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+
+import msgspec
+
+KEPT_BYTES = 16 * 2**10  # raw; more is read and thrown away
+
+# Both begin with a literal, which is searched for many times faster than a `^`.
+TOKENS = re.compile(rb"\n:j (\d+) (-?\d+) (\d+) ([\d,]*)(?=\r?\n)")
+FINISH = re.compile(rb"\n:f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)(?=\r?\n)")
+VEIL = b":m "
+
+
+@dataclass(slots=True)
+class Told:
+    """One choice, as far as it has come."""
+
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    versions: list[list[int]] = field(default_factory=list)  # [version, count] spans
+    chars: int = 0
+    finish: list[object] | None = None  # reason, cause, prompt, cached and output tokens
+
+    def add(self, version: int, chars: int, ids: bytes) -> None:
+        new = array("I", map(int, ids.split(b","))) if ids else array("I")
+        self.tokens += new
+        self.chars = chars
+        if not new:
+            return
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1][1] += len(new)
+        else:
+            self.versions.append([version, len(new)])
+
+
+class Journal:
+    def __init__(self) -> None:
+        self._raw: list[bytes] = []
+        self._size = 0
+        self._choices: dict[int, Told] = {}
+
+    def feed(self, events: bytes) -> None:
+        """Whole events, as the worker sent them."""
+        self._raw.append(events)
+        self._size += len(events)
+        if self._size > KEPT_BYTES:
+            self._read()
+
+    def _read(self) -> None:
+        if not self._raw:
+            return
+        raw, self._raw, self._size = b"\n" + b"".join(self._raw), [], 0
+        for (index, version), lines in groupby(TOKENS.findall(raw), itemgetter(0, 1)):
+            *_, chars, ids = zip(*lines, strict=True)
+            self._told(int(index)).add(int(version), int(chars[-1]), b",".join(filter(None, ids)))
+        for finished, reason, cause, *counts in FINISH.findall(raw):
+            self._told(int(finished)).finish = [reason.decode(), cause.decode(), *map(int, counts)]
+
+    def _told(self, index: int) -> Told:
+        told = self._choices.get(index)
+        if told is None:
+            told = self._choices[index] = Told()
+        return told
+
+    @property
+    def choices(self) -> dict[int, Told]:
+        self._read()
+        return self._choices
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(told.tokens) for told in self.choices.values())
+
+    def resume(self, *, streamed: bool) -> bytes:
+        """The field of a request that asks another worker to go on."""
+        return msgspec.json.encode(
+            {
+                "choices": [
+                    {
+                        "index": index,
+                        "token_ids": list(told.tokens),
+                        "versions": told.versions,
+                        "delivered_chars": told.chars if streamed else 0,
+                        "finish": told.finish,
+                    }
+                    for index, told in sorted(self.choices.items())
+                ]
+            }
+        )
+
+
+def splice(body: bytes, name: str, value: bytes) -> bytes:
+    """A JSON object with one more field."""
+    body = body.rstrip()
+    assert body.endswith(b"}")
+    comma = b"" if body[:-1].rstrip().endswith(b"{") else b","
+    return b'%b%b"%b":%b}' % (body[:-1], comma, name.encode(), value)
+
+
+def unveil(veiled: bytes) -> bytes:
+    """What a worker would have told a client, had there been nobody to ask another worker."""
+    lines = veiled.splitlines(keepends=True)
+    return b"".join(line.removeprefix(VEIL) for line in lines if line.startswith((VEIL, b":e ")))

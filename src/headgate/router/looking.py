@@ -1,0 +1,76 @@
+"""What anybody may ask of a fleet: is it alive, would it take a request, which models has it, how much has it to do."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from headgate.api.errors import NotFound
+from headgate.router.fanout import Asking, Call, fan_out, of_kind, to_all
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.router import Router
+
+ANSWERING = ("ready", "paused", "outdated", "draining")
+
+
+def health(router: Router) -> tuple[bool, dict[str, Any]]:
+    """Green as long as a worker answers: a pause is no illness."""
+    well = [worker for worker in router.fleet if worker.state in ANSWERING]
+    status = "unhealthy" if not well else "ok" if len(well) == len(router.fleet) else "degraded"
+    workers = [{"url": worker.url, "state": worker.state} for worker in router.fleet]
+    return bool(well), {"status": status, "workers": workers}
+
+
+def readiness(router: Router) -> tuple[bool, dict[str, Any]]:
+    """Whether a request would be taken now."""
+    states = Counter(worker.state for worker in router.fleet)
+    if router.draining:
+        reason = "shutting down"
+    elif router.holding:
+        reason = "paused"
+    elif states["ready"]:
+        reason = ""
+    else:
+        reason = f"no worker is ready ({', '.join(f'{n} {state}' for state, n in sorted(states.items())) or 'none'})"
+    return not reason, {"ready": not reason, "reason": reason}
+
+
+async def loads(router: Router, asking: Asking) -> dict[str, Any]:
+    workers = of_kind(router.fleet, ("headgate",))
+    call = to_all(workers, Call("GET", "/v1/loads"))
+    replies = await fan_out(router, call, asking, router.config.probe_timeout_s)
+    told = [
+        {**load, "worker": reply.worker.url}
+        for reply in replies
+        if reply.ok
+        for load in reply.json().get("loads", ())
+    ]
+    ages = [load["cache_horizon_age_s"] for load in told if load.get("cache_horizon_age_s") is not None]
+    return {
+        "timestamp": time.time(),
+        "dp_rank_count": len(told),
+        "loads": told,
+        "cache_horizon_age_s": min(ages, default=None),
+        "unreachable": [reply.worker.url for reply in replies if not reply.ok],
+    }
+
+
+async def models(router: Router, asking: Asking) -> list[dict[str, Any]]:
+    """All that some worker serves, each once."""
+    workers: list[Worker] = [worker for worker in router.fleet if worker.state != "starting"]
+    call = to_all(workers, Call("GET", "/v1/models"))
+    found: dict[str, dict[str, Any]] = {}
+    for reply in await fan_out(router, call, asking, router.config.probe_timeout_s):
+        for model in reply.json().get("data", ()) if reply.ok else ():
+            found.setdefault(str(model["id"]), model)
+    return list(found.values())
+
+
+async def model(router: Router, asking: Asking, name: str) -> dict[str, Any]:
+    for each in await models(router, asking):
+        if each["id"] == name:
+            return each
+    raise NotFound(f"the model {name!r} is not served here", param="model", code="model_not_found")

@@ -1,0 +1,70 @@
+"""What is in flight in the whole fleet, and what happened to one request: the workers' own words, and what waits here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from headgate.api.errors import NotFound
+from headgate.router.abort import Scope, find
+from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all
+
+if TYPE_CHECKING:
+    from headgate.router.relay import Exchange
+    from headgate.router.router import Router
+
+
+async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[str, Any]:
+    scope.check_all()
+    workers = of_kind(router.fleet, ("headgate",))
+    replies = await fan_out(
+        router, to_all(workers, Call("GET", "/v1/requests")), asking, router.config.control_timeout_s
+    )
+    told: list[dict[str, Any]] = []
+    for reply in replies:
+        told += [{**entry, "worker": reply.worker.url} for entry in reply.json().get("data", ()) if reply.ok]
+    known = {entry["request_id"] for entry in told}
+    here = [_entry(e, router) for e in router.live.values() if scope.sees(e) and e.id not in known]
+    return {"object": "list", "data": told + here, "unreachable": [r.worker.url for r in replies if not r.ok]}
+
+
+async def show_request(router: Router, scope: Scope, asking: Asking, name: str) -> dict[str, Any]:
+    target = find(router, scope, name)
+    worker = target.exchange.worker if target is not None else None
+    workers = of_kind(router.fleet, ("headgate",)) if worker is None else [worker]
+    call = Call("GET", f"/v1/requests/{quote(name, safe='')}")
+    replies = await fan_out(router, to_all(workers, call), asking, router.config.control_timeout_s)
+    told = [{**reply.json(), "worker": reply.worker.url} for reply in replies if reply.ok]
+    if target is not None and not target.exchange.cut and not any(each["status"] == "in_flight" for each in told):
+        entry = _entry(target.exchange, router)
+        return {"request_id": entry["request_id"], "status": "in_flight", "events": [], "request": entry}
+    if not told:
+        raise _unknown(name, replies)
+    return max(told, key=_latest)
+
+
+def _latest(told: dict[str, Any]) -> tuple[bool, float]:
+    """Of an answer that has moved, the last worker's word."""
+    return told["status"] == "in_flight", (told.get("usage") or {}).get("arrived", 0.0)
+
+
+def _unknown(name: str, replies: list[Reply]) -> NotFound:
+    silent = [reply.worker.name for reply in replies if not reply.ok and reply.status != 404]
+    more = f" (no answer from {', '.join(silent)})" if silent else ""
+    return NotFound(f"there is no request {name!r}, or it ended long ago{more}", param="id", code="request_not_found")
+
+
+def _entry(exchange: Exchange, router: Router) -> dict[str, Any]:
+    """One that no worker has told of: it waits here, or its worker is of another kind or does not answer."""
+    worker = exchange.worker
+    return {
+        "request_id": exchange.id,
+        "tenant": exchange.tenant,
+        "kind": exchange.request.path.rpartition("/")[2],
+        "phase": "queued" if worker is None else "running",
+        "age_s": round(router.loop.time() - exchange.began_s, 6),
+        "output_tokens": exchange.journal.tokens,
+        "tags": {},
+        "choices": [],
+        "worker": None if worker is None else worker.url,
+    }

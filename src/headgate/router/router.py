@@ -1,0 +1,458 @@
+"""The router: what comes in at one address goes to one of many workers.
+
+It owns the fleet, the prefix index, the requests in flight and the limits on them. It decides who gets a request; `relay`
+carries the bytes, `monitor` watches the workers, `control` speaks for the whole fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headgate.api.keys import Keys, is_loopback
+from headgate.config import RouteConfig
+from headgate.errors import DuplicateId, RequestError, Unavailable
+from headgate.router.admission import Admission
+from headgate.router.ask import Ask, read_ask
+from headgate.router.downstream import Answering, Connections, Downstream, HttpRequest, error_answer
+from headgate.router.fleet import Fleet, Half
+from headgate.router.index import Match, Path, PrefixIndex, Visit, path_of
+from headgate.router.policy import POLICIES, Policy
+from headgate.router.relay import Answered, Course, Exchange, Lost, NoWorker, Outcome, Veiled
+from headgate.router.upstream import Headers
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.bridge import Bridge
+    from headgate.router.monitor import Monitor
+
+log = logging.getLogger(__name__)
+
+RELAYED = frozenset(
+    (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/generate",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+    )
+)
+JOURNALLED = frozenset(("/v1/chat/completions", "/v1/completions"))  # our workers show life while they compute these
+EXPORTING = JOURNALLED | {"/v1/responses"}  # and take `export_kv` and `kv_ticket` with these
+KEEP_ALIVE_S = 10.0
+LONGEST_ID = 256
+KEPT_KEYS = 10_000  # Idempotency-Keys, each with the worker that has its answer
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """Who answers, why, and who computes the prompt if that is somebody else. Lasts as long as the attempt."""
+
+    worker: Worker
+    reason: str
+    clock: Callable[[], float]
+    tokens: int  # of the prompt, that the worker has yet to compute
+    visits: tuple[Visit, ...] = ()
+    prefill: Worker | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        now_s = self.clock()
+        for visit in self.visits:
+            visit.end(now_s)
+
+    def undo(self) -> None:
+        """The worker has never had it, or has it no more."""
+        for visit in self.visits:
+            visit.undo()
+
+
+def _missing(worker: Worker, ask: Ask, match: Match) -> int:
+    """Tokens of the prompt that are not in that worker's cache, as far as we know."""
+    found = match.found.get(worker)
+    return ask.tokens if found is None else int(ask.tokens * (1 - found.size / len(ask.prompt)))
+
+
+class RetryBudget:
+    """How many attempts may be second ones: a share of all requests, so that a broken fleet is not hammered."""
+
+    SHARE, MOST = 0.2, 1000.0
+
+    def __init__(self) -> None:
+        self._left = self.MOST
+
+    def earn(self) -> None:
+        self._left = min(self._left + self.SHARE, self.MOST)
+
+    def take(self) -> bool:
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class Router:
+    def __init__(self, config: RouteConfig, *, fleet: Fleet | None = None, seed: int | None = None) -> None:
+        self.config = config
+        self.loop = asyncio.get_running_loop()
+        self.random = random.Random(seed)
+        self.fleet = fleet or Fleet(connect_timeout_s=config.connect_timeout_s, clock=self.loop.time)
+        self.fleet.on_lost = self._worker_lost
+        self.fleet.on_change = self._fleet_changed
+        self.index = PrefixIndex(config.index_nodes)
+        self.admission = Admission(config.max_in_flight, config.max_queue)
+        self.retry_budget = RetryBudget()
+        self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
+        self.live: dict[str, Exchange] = {}
+        self.counters = Counters()
+        self.connections = Connections(self.handle, config.max_body_bytes)
+        self.draining = False
+        self.holding = False  # the whole fleet is being paused, or is: what a worker ends goes nowhere else
+        self.queueing = False  # and new requests wait until that is over
+        self._emptied = asyncio.Event()  # while draining: nothing is in flight any more
+        self._policies: dict[Half, Policy] = {
+            "mixed": POLICIES[config.policy](),
+            "prefill": POLICIES[config.prefill_policy](),
+            "decode": POLICIES[config.decode_policy](),
+        }
+        self._name = secrets.token_hex(4)
+        self._numbers = count(1)
+        self._keyed: OrderedDict[bytes, Worker] = OrderedDict()  # by Idempotency-Key
+        self._changed = asyncio.Event()
+        self.bridge: Bridge | None = None
+        self.monitor: Monitor | None = None
+        self._deadline: asyncio.Timeout | None = None
+
+    # -- requests in ------------------------------------------------------------------
+
+    def handle(self, client: Downstream, request: HttpRequest) -> Answering | None:
+        path = request.path
+        try:
+            caller = self.keys.caller(path, request.headers)
+            if path in RELAYED and request.method == "POST":
+                return self._relay(client, request, path, caller.tenant)
+        except RequestError as error:
+            client.write(error_answer(error))
+            client.finished()
+            return None
+        assert self.bridge is not None
+        return self.bridge(client, request, caller.tenant, caller.admin)
+
+    def _relay(self, client: Downstream, request: HttpRequest, path: str, tenant: str) -> Answering:
+        if self.draining:
+            raise Unavailable("the router is shutting down", code="shutting_down")
+        session = request.header(b"x-session-id") or request.header(b"x-routing-key")
+        ask = read_ask(path, request.body, session=session.decode("latin-1") if session else None, tenant=tenant)
+        exchange = Exchange(self, client, request, ask, tenant)
+        self._register(exchange)
+        self.retry_budget.earn()
+        self.counters.requests += 1
+        exchange.task = self.loop.create_task(exchange.run())
+        return exchange
+
+    def _register(self, exchange: Exchange) -> None:
+        """Give it an id of its own, in this fleet."""
+        id = exchange.ask.request_id or _id_header(exchange.request)
+        exchange.id = checked_id(id) if id is not None else f"req-{self._name}{next(self._numbers):x}"
+        key = exchange.id
+        if key in self.live:
+            if exchange.request.header(b"idempotency-key") is None:
+                raise DuplicateId(f"a request with the id {key!r} is running", param="request_id")
+            key = f"{key}#{next(self._numbers)}"  # a retry that its worker will attach to the running one
+        exchange.key = key
+        self.live[key] = exchange
+
+    def exchange_ended(self, exchange: Exchange) -> None:
+        if self.live.get(exchange.key) is exchange:
+            del self.live[exchange.key]
+            if self.draining and not self.live:
+                self._emptied.set()
+
+    # -- who gets it --------------------------------------------------------------------
+
+    async def place(self, exchange: Exchange, course: Course) -> Placement | None:
+        """Somebody for the next attempt; None if waiting for one is no use."""
+        if self.holding and not await self._resumed(exchange, course):
+            return None
+        if backoff_s := course.backoff_s:
+            await asyncio.sleep(backoff_s)
+        placement = self._choose(exchange, course)
+        if placement is None and self._worth_waiting(course):
+            placement = await self._wait_for_one(exchange, course)
+        if placement is not None:
+            self.counters.chosen[placement.reason] += 1
+        return placement
+
+    async def _resumed(self, exchange: Exchange, course: Course) -> bool:
+        """Whether this request has waited until the fleet was resumed; otherwise its client is told now."""
+        waits = self.queueing if course.last is None else isinstance(course.last[1], Lost)
+        while waits and self.holding:
+            if not await self.fleet_changed(KEEP_ALIVE_S):
+                exchange.keep_alive()
+        return waits
+
+    def hold(self, *, queue: bool) -> None:
+        """Send nothing to anybody: from this moment on the whole fleet is paused."""
+        self.holding, self.queueing = True, queue
+        self._fleet_changed()
+
+    def release(self) -> None:
+        self.holding = self.queueing = False
+        self._fleet_changed()
+
+    async def _wait_for_one(self, exchange: Exchange, course: Course) -> Placement | None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.patience_s):
+                while self._worth_waiting(course):
+                    if (placement := self._choose(exchange, course)) is not None:
+                        return placement
+                    if not await self.fleet_changed(KEEP_ALIVE_S):
+                        exchange.keep_alive()
+        return None
+
+    def _worth_waiting(self, course: Course) -> bool:
+        """A worker may come up; one that is paused says so, and the client should hear it."""
+        if course.last is not None and not course.may_return:
+            # An answer that its worker broke off is worth more than that: somebody else may be back in a moment.
+            cut = isinstance(course.last[1], Veiled)
+            others = (worker for worker in self.fleet if worker not in course.excluded)
+            return cut and any(worker.state in ("starting", "down") for worker in others)
+        if self.fleet.rolling:
+            return True
+        return any(worker.state in ("starting", "down", "outdated", "ready") for worker in self.fleet)
+
+    def _choose(self, exchange: Exchange, course: Course) -> Placement | None:
+        ask, going_on = exchange.ask, bool(exchange.moves and exchange.journal.choices)
+        half: Half = "decode" if self.fleet.disaggregated else "mixed"
+        workers = self._able(half, ask.model, course.excluded, going_on)
+        if not workers and not course.rescheduled:
+            workers = self._able("any", ask.model, course.excluded, going_on)  # rather than back to who has failed
+        if not workers and course.may_return:
+            workers = self._able(half, ask.model, (), going_on)
+        if not workers:
+            return None
+        path, match = self._look_up(ask, half)
+        worker, reason = self._keyed_worker(exchange, workers), "idempotency_key"
+        if worker is None:
+            worker = (
+                workers[0] if len(workers) == 1 else self._policies[half].choose(workers, ask, match, self.random)
+            )
+            reason = "resume" if going_on else self._reason(worker, match)
+        splits = half == "decode" and not going_on and exchange.request.path in EXPORTING
+        prefill = self._prefiller(worker, ask, match, course) if splits else None
+        visited = (
+            [] if path is None else [self.index.insert(path, who) for who in (worker, prefill) if who is not None]
+        )
+        return Placement(worker, reason, self.loop.time, _missing(worker, ask, match), tuple(visited), prefill)
+
+    def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:
+        if half == "mixed" and not self._policies[half].uses_index:
+            return None, Match({}, [])
+        path = path_of(ask.root, ask.prompt, chat=ask.chat)
+        return path, self.index.match(path)
+
+    def _able(
+        self, half: Half, model: str | None, excluded: set[Worker] | tuple[()], going_on: bool
+    ) -> tuple[Worker, ...]:
+        workers = self.fleet.candidates(half, model, excluded)
+        if going_on:
+            return tuple(worker for worker in workers if worker.kind == "headgate")
+        return workers
+
+    def _reason(self, worker: Worker, match: Match) -> str:
+        return "cache" if worker in match.found else "load"
+
+    def _keyed_worker(self, exchange: Exchange, workers: tuple[Worker, ...]) -> Worker | None:
+        """Who has the answer of an Idempotency-Key; from now on, that is whoever gets this request."""
+        key = exchange.request.header(b"idempotency-key")
+        if key is None:
+            return None
+        worker = self._keyed.get(key)
+        return worker if worker in workers else None
+
+    def _prefiller(self, worker: Worker, ask: Ask, match: Match, course: Course) -> Worker | None:
+        """Somebody else for the prompt, unless it is short or `worker` has most of it."""
+        missing = _missing(worker, ask, match)
+        if worker.kind != "headgate" or ask.n > 1 or missing < self.config.disaggregate_tokens:
+            return None
+        others = tuple(
+            other
+            for other in self.fleet.candidates("prefill", ask.model, course.excluded)
+            if other is not worker
+            and other.kind == "headgate"
+            and other.role != "decode"
+            and other.version == worker.version  # KV of other weights would be computed for nothing
+        )
+        return self._policies["prefill"].choose(others, ask, match, self.random) if others else None
+
+    def nobody(self) -> RequestError:
+        states = Counter(worker.state for worker in self.fleet)
+        if self.holding or (states["paused"] and not states["ready"]):
+            return Unavailable("the fleet is paused; try again when it has been resumed", code="paused")
+        told = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+        return NoWorker(f"no worker can take this request ({told or 'there are none'})")
+
+    # -- how it went ----------------------------------------------------------------------
+
+    def attempt_ended(self, exchange: Exchange, placement: Placement, outcome: Outcome) -> None:
+        worker = placement.worker
+        key = exchange.request.header(b"idempotency-key")
+        if key is not None:
+            self._keyed[key] = worker
+            if len(self._keyed) > KEPT_KEYS:
+                self._keyed.popitem(last=False)
+        self.counters.attempt(worker, outcome)
+        if isinstance(outcome, Lost):
+            placement.undo()
+            self.fleet.failed(worker, outcome.why)
+        elif not (isinstance(outcome, Answered) and outcome.status >= 500):
+            self.fleet.answered(worker)
+
+    def failed(self, exchange: Exchange, error: RequestError) -> None:
+        self.counters.refused[error.code] += 1
+        log.debug("%s: %s", exchange.id, error.message)
+
+    def _worker_lost(self, worker: Worker, why: str) -> None:
+        for exchange in tuple(self.live.values()):
+            attempt = exchange.attempt
+            if attempt is not None and attempt.worker is worker and not attempt.outcome.done():
+                attempt.fail(why)
+            if exchange.leg is not None and exchange.leg.worker is worker:
+                exchange.leg.give_up(why)
+
+    def last_byte_s(self, worker: Worker) -> float:
+        """When something last came from that worker in answer to a request."""
+        return max(
+            (
+                exchange.attempt.last_s
+                for exchange in self.live.values()
+                if exchange.attempt is not None and exchange.attempt.worker is worker and exchange.attempt.status
+            ),
+            default=0.0,
+        )
+
+    # -- time -------------------------------------------------------------------------------
+
+    def _fleet_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def fleet_changed(self, timeout_s: float) -> bool:
+        """Wait until a worker joins, leaves or changes its state; False if none does in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def sweep(self) -> None:
+        """Once a second: give up what has been silent for too long."""
+        while True:
+            await asyncio.sleep(1.0)
+            now_s = self.loop.time()
+            self.connections.sweep(now_s)
+            self.fleet.sweep()
+            for exchange in tuple(self.live.values()):
+                self._look_at(exchange, now_s)
+
+    def _look_at(self, exchange: Exchange, now_s: float) -> None:
+        attempt = exchange.attempt
+        if attempt is None or attempt.outcome.done() or exchange.full:
+            return
+        shows_life = attempt.status or (attempt.worker.kind == "headgate" and exchange.request.path in JOURNALLED)
+        limit_s = self.config.idle_timeout_s if shows_life else self.config.first_byte_timeout_s
+        if now_s - attempt.last_s > limit_s:
+            attempt.fail(f"it has said nothing for {limit_s:g} s")
+
+    # -- the end ------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Take nothing new, and let what there is end, for a while."""
+        self.draining = True
+        if not self.live:
+            self._emptied.set()
+        self.connections.close()
+        log.info("stopping: %d requests may finish within %g s", len(self.live), self.config.drain_timeout_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout_s) as self._deadline:
+                await self._emptied.wait()
+
+    def hurry(self) -> None:
+        """Make the deadline now, unless it has passed."""
+        if self._deadline is not None:
+            with suppress(RuntimeError):
+                self._deadline.reschedule(self.loop.time())
+
+    async def close(self) -> None:
+        """End what is still there; clients are told."""
+        tasks = [exchange.task for exchange in self.live.values() if exchange.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.bridge is not None:
+            await self.bridge.close()
+        self.connections.close()
+        self.fleet.close()
+
+    # -- who we are to workers ----------------------------------------------------------------
+
+    def credentials(self, worker: Worker, headers: Headers, tenant: str) -> Headers:
+        """The client's own key where workers check keys; else the worker's, and in whose name."""
+        key = worker.key or (self.config.worker_key if worker.kind in ("headgate", "unknown") else None)
+        if not (self.config.api_keys or self.config.admin_key or key):
+            return headers
+        headers = [header for header in headers if header[0] not in (b"authorization", b"x-api-key")]
+        if key is not None:
+            headers.append((b"authorization", b"Bearer " + key.encode()))
+        if tenant and worker.kind == "headgate":
+            headers.append((b"x-headgate-tenant", tenant.encode()))
+        return headers
+
+
+class Counters:
+    """What has happened so far, for `/metrics`."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.retries = 0  # attempts after one that brought nothing
+        self.resumes = 0  # answers that another worker went on with
+        self.aborts_ignored = 0  # that did not say of what
+        self.prefills_lost = 0  # prompts that were computed where they were answered, because their ticket never came
+        self.chosen: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.attempts: Counter[tuple[str, str]] = Counter()  # by worker and outcome
+
+    def moved(self, exchange: Exchange) -> None:
+        if exchange.journal.choices:
+            self.resumes += 1
+        else:
+            self.retries += 1
+
+    def attempt(self, worker: Worker, outcome: Outcome) -> None:
+        self.attempts[worker.name, type(outcome).__name__.lower()] += 1
+
+
+def _id_header(request: HttpRequest) -> str | None:
+    value = request.header(b"x-request-id")
+    return None if value is None else value.decode("latin-1")
+
+
+def checked_id(id: str) -> str:
+    """It becomes part of a header."""
+    if not (0 < len(id) <= LONGEST_ID and id.isascii() and id.isprintable()):
+        raise RequestError(f"must be 1 to {LONGEST_ID} printable ASCII characters", param="request_id")
+    return id

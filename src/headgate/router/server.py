@@ -1,0 +1,153 @@
+"""The life of a router process: take the port, find the workers, relay, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import uvloop
+
+from headgate.config import RouteConfig, WorkerAddress
+from headgate.errors import HeadgateError, RequestError
+from headgate.listening import StopSignals, url_of
+from headgate.router.app import ControlPlane
+from headgate.router.bridge import Bridge
+from headgate.router.monitor import Monitor
+from headgate.router.router import Router
+from headgate.router.worker import Worker
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4096
+FIRST_LOOK_S = 1.0  # for workers to be found before the first request
+LAST_WORDS_S = 5.0
+
+Announce = Callable[[str, list[str]], None]
+
+
+def run_router(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
+    """Route until a signal comes."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(route(config, listener, version, announce))
+
+
+async def route(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
+    with StopSignals() as signals:
+        router = Router(config)
+        async with serving(router, listener, version) as url:
+            spare_the_collector()
+            announce(url, [repr(worker) for worker in router.fleet])
+            signals.on_stop = router.hurry
+            await signals.first()
+            await router.drain()
+
+
+class serving:  # noqa: N801 - reads as `async with serving(router, ...)`
+    """A router that listens, and watches its workers."""
+
+    def __init__(self, router: Router, listener: socket.socket, version: str) -> None:
+        self._router = router
+        self._listener = listener
+        self._version = version
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> str:
+        router, loop = self._router, asyncio.get_running_loop()
+        router.monitor = Monitor(router)
+        plane = ControlPlane(router, self._version)
+        router.bridge = Bridge(plane.app)
+        for address in router.config.workers:
+            add_worker(router, address)
+        if router.config.workers_file is not None:
+            take_over(router, router.config.workers_file)
+        self._tasks = [loop.create_task(work) for work in (router.monitor.run(), router.sweep(), plane.run())]
+        if router.config.workers_file is not None:
+            self._tasks.append(loop.create_task(follow(router, router.config.workers_file)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_S):
+                while any(worker.state == "starting" for worker in router.fleet):
+                    await router.fleet_changed(FIRST_LOOK_S)
+        self._server = await loop.create_server(router.connections, sock=self._listener, backlog=BACKLOG)
+        return url_of(self._listener)
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._router.close()
+
+
+def spare_the_collector() -> None:
+    """What start-up has made stays, and a request leaves no circles behind: reference counts clear it away."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
+def add_worker(router: Router, address: WorkerAddress) -> Worker:
+    worker = router.fleet.add(address.url, address.role)  # type: ignore[arg-type]
+    worker.key = address.key
+    return worker
+
+
+# ---------------------------------------------------------------------------------------- a file that lists the workers
+
+
+async def follow(router: Router, path: Path) -> None:
+    """Take over what the file says, whenever it has changed."""
+    stamp = _stamp(path)
+    while True:
+        await asyncio.sleep(1.0)
+        if (now := _stamp(path)) != stamp:
+            stamp = now
+            try:
+                take_over(router, path)
+            except HeadgateError as error:
+                log.warning("the workers stay as they are: %s", error)
+
+
+def take_over(router: Router, path: Path) -> None:
+    listed = {address.url: address for address in read_workers(path)}
+    for worker in router.fleet:
+        if worker.listed and worker.url not in listed:
+            router.fleet.remove(worker)
+    for address in listed.values():
+        add_worker(router, address).listed = True
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def read_workers(path: Path) -> list[WorkerAddress]:
+    """Lines of `URL [role]`; empty ones and those that begin with # are skipped."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the workers in {path} cannot be read: {error}") from None
+    return [parse_worker(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if _says(line)]
+
+
+def _says(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def parse_worker(text: str, where: str) -> WorkerAddress:
+    from headgate.router.fleet import checked_url
+    from headgate.router.worker import ROLES
+
+    url, *rest = text.split()
+    role = rest[0] if rest else "mixed"
+    if len(rest) > 1 or role not in ROLES:
+        raise RequestError(f"{where}: a worker is `URL [{'|'.join(ROLES)}]`, not {text.strip()!r}")
+    return WorkerAddress(url=checked_url(url), role=role)

@@ -1,0 +1,136 @@
+"""HTTP from outside the fleet: one call on one connection, by a client that may be slow, impatient or gone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httptools
+import msgspec
+
+from headgate.testing.sim.loop import SimLoop
+
+
+@dataclass(eq=False)
+class Reply:
+    """What has come of an answer so far."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+    whole: bool = False  # it has come to its end
+    broken: str = ""  # why it never will
+    left: bool = False  # by its client
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+    def json(self) -> Any:
+        return msgspec.json.decode(bytes(self.body))
+
+    @property
+    def streamed(self) -> bool:
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
+    def events(self) -> list[Any]:
+        """The whole events of a stream; `[DONE]` as None."""
+        told = []
+        for block in bytes(self.body).split(b"\n\n")[:-1]:
+            for line in block.split(b"\n"):
+                if line.startswith(b"data: "):
+                    told.append(None if line == b"data: [DONE]" else msgspec.json.decode(line[6:]))
+        return told
+
+
+class _Reader(asyncio.Protocol):
+    def __init__(self, reply: Reply, done: asyncio.Future[None], slow_s: float) -> None:
+        self._reply = reply
+        self._done = done
+        self._slow_s = slow_s
+        self._parser = httptools.HttpResponseParser(self)
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        assert self.transport is not None
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._reply.broken = f"not HTTP: {error}"
+            self._end()
+        if self._slow_s and not self._done.done():
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_later(self._slow_s, self.transport.resume_reading)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._reply.whole and not self._done.done():
+            self._reply.broken = str(error) if error else "closed early"
+        self._end()
+
+    def _end(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._reply.headers[name.decode().lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._reply.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._reply.body += body
+
+    def on_message_complete(self) -> None:
+        self._reply.whole = True
+        self._end()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manners:
+    """How a client behaves."""
+
+    leaves_after_s: float | None = None
+    slow_s: float = 0.0  # between two looks at what has come
+    patience_s: float = 600.0
+
+
+async def call(
+    address: tuple[str, int],
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    manners: Manners | None = None,
+    reply: Reply | None = None,
+) -> Reply:
+    """The answer, or as much of it as came; never raises for what the network does."""
+    manners, reply = manners or Manners(), reply or Reply()
+    loop = cast(SimLoop, asyncio.get_running_loop())
+    reply.began_s = loop.time()
+    limit_s = manners.patience_s if manners.leaves_after_s is None else manners.leaves_after_s
+    transport: asyncio.Transport | None = None
+    try:
+        async with asyncio.timeout(limit_s):
+            done: asyncio.Future[None] = loop.create_future()
+            transport, _ = await loop.create_connection(lambda: _Reader(reply, done, manners.slow_s), *address)
+            transport.write(_request(address[0], method, path, body, headers or {}))
+            await done
+    except TimeoutError:
+        reply.left = manners.leaves_after_s is not None
+        reply.broken = "the client has left" if reply.left else f"no end within {limit_s:g} s"
+    except OSError as error:
+        reply.broken = f"no connection: {error}"
+    finally:
+        if transport is not None:
+            transport.abort()
+        reply.ended_s = loop.time()
+    return reply
+
+
+def _request(host: str, method: str, path: str, body: Any, headers: dict[str, str]) -> bytes:
+    content = b"" if body is None else msgspec.json.encode(body)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(content)}\r\n{lines}\r\n"
+    return head.encode() + content

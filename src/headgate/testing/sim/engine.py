@@ -1,0 +1,440 @@
+"""The engine process: the real loop, scheduler and messages over a fake device, started as `Replicas` starts a process.
+
+`asyncio.create_subprocess_exec` lands in `Processes.start`, `ClientChannel` is replaced by `SimClientChannel`, and the loop's
+turns are callbacks. All else is the code that runs in production.
+
+A token depends on everything that must be right: the KV that was really read, the weights that made it, and the seed and
+position of the random stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from headgate.core.blocks import BlockPool
+from headgate.core.scheduler import Limits, Scheduler
+from headgate.engine.channel import EngineChannel, _encoder, _from_engine, _identity
+from headgate.engine.evidence import Recorder
+from headgate.engine.loop import EngineLoop
+from headgate.engine.start import EngineStart
+from headgate.errors import HalfWritten, SourceLost
+from headgate.protocol.command import Files, Source
+from headgate.protocol.message import Answer, EngineInfo, FromClient, FromEngine, Told
+from headgate.protocol.plan import StepPlan, StepResult
+from headgate.testing.device import FakeDevice, entry
+from headgate.testing.executor import FakeExecutor
+from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
+from headgate.testing.sim.words import EOS, SPOKEN, VOCABULARY
+
+FRAME_S = 0.0001  # from one process to another
+END_S = 0.01  # for a process that was asked to end
+
+
+# -------------------------------------------------------------------------------------------------------------- device
+
+
+def choose(kv: int, length: int, seed: int) -> int:
+    """The token after `length` tokens whose last KV entry is `kv`."""
+    return hash((kv, length, seed)) % SPOKEN
+
+
+def expected(tokens: list[int], version: int, seed: int) -> int:
+    """What a correct engine says next."""
+    kv = 0
+    for token in tokens:
+        kv = entry(kv, token, version)
+    return choose(kv, len(tokens), seed)
+
+
+class SimDevice(FakeDevice):
+    """Samples from a row's own random stream. Reads the last entry alone, which is a hash of all before it."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_rows: int, version: int) -> None:
+        super().__init__(num_blocks, block_size, max_rows, SPOKEN, version)
+        self._seeds = [0] * max_rows
+
+    def land(self) -> StepResult:
+        for join in self._queue[0].joins:
+            self._seeds[join.row] = join.sampling.seed or 0
+        return super().land()
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        sampled = []
+        for row, start, length, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
+            if samples:
+                end = start + length
+                table, last = self._tables[row], end - 1
+                kv = self.kv[table[last // self.block_size]][last % self.block_size]
+                sampled.append(choose(kv, end, self._seeds[row]))
+                self._tokens[row][end:] = sampled[-1:]
+        return sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast an engine is, and how much it holds."""
+
+    step_s: float = 0.004
+    start_s: float = 0.1
+    load_s: float = 0.05
+    blocks: int = 48
+    block_size: int = 4
+    rows: int = 6
+    batch_tokens: int = 64
+    context: int = 160
+    run_ahead: int = 1
+    reschedules: bool = False
+
+
+class SimExecutor(FakeExecutor):
+    """Executor and supply: steps take time, one after another; weights are a file whose name says what they are."""
+
+    def __init__(self, device: SimDevice, pace: Pace, host: Host, rng: random.Random, breaks: float) -> None:
+        super().__init__(device, by_hand=True)
+        self._pace = pace
+        self._host = host
+        self._random = rng
+        self._breaks = breaks  # share of updates that fail
+        self._steps = Pipe(host.loop, lambda _: self.land(), host.context)
+        self._free_s = 0.0  # when the device has done all it was given
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        future = super().launch(plan)
+        self.plans.clear()
+        now_s = self._host.loop.time()
+        self._free_s = max(self._free_s, now_s) + self._pace.step_s * self._random.uniform(0.5, 1.5)
+        self._steps.send(None, self._free_s - now_s)
+        return future
+
+    def load_weights(self, source: object) -> Future[None]:
+        assert isinstance(source, Files)
+        loading: Future[None] = Future()
+        delay_s = self._pace.load_s * self._random.uniform(0.2, 2.0)
+        self._host.loop.call_later(delay_s, self._loaded, loading, source, context=self._host.context)
+        return loading
+
+    def _loaded(self, loading: Future[None], source: Files) -> None:
+        if self._random.random() < self._breaks:
+            broken = HalfWritten("a tensor broke off") if self._random.random() < 0.3 else SourceLost("it is gone")
+            loading.set_exception(broken)
+            return
+        self.device.version = weights_in(source)
+        self.asleep = tuple(tag for tag in self.asleep if tag != "weights")
+        loading.set_result(None)
+
+
+def weights_in(source: Source) -> int:
+    """Which weights a file holds: `weights-7.safetensors`."""
+    assert isinstance(source, Files)
+    return int(Path(source.path).stem.rpartition("-")[2])
+
+
+# ---------------------------------------------------------------------------------------------------------------- loop
+
+
+class TurningLoop(EngineLoop):
+    """A loop whose sleep is the simulation's: a turn never waits, and is called when there is something to do."""
+
+    on_post: Callable[[], None] | None = None
+
+    def post(self, message: Any) -> None:
+        super().post(message)
+        self._poke()
+
+    def wake(self) -> None:
+        super().wake()
+        self._poke()
+
+    def _poke(self) -> None:
+        if self.on_post is not None:
+            self.on_post()
+
+    def _sleep_s(self) -> float:
+        return 0.0
+
+    def pause_s(self) -> float:
+        """Until the next turn, if nothing comes."""
+        return super()._sleep_s()
+
+
+class Turner:
+    """Turns a loop in its host, for as long as that lives."""
+
+    def __init__(self, host: Host, engine: TurningLoop, on_crash: Callable[[Exception], None]) -> None:
+        self._host = host
+        self._engine = engine
+        self._on_crash = on_crash
+        self._next: asyncio.TimerHandle | None = None
+        engine.on_post = self.poke
+        self.poke()
+
+    def poke(self) -> None:
+        self._at(0.0)
+
+    def _at(self, delay_s: float) -> None:
+        when_s = self._host.loop.time() + delay_s
+        if self._next is not None:
+            if self._next.when() <= when_s:
+                return
+            self._next.cancel()
+        self._next = self._host.loop.call_at(when_s, self._turn, context=self._host.context)
+
+    def _turn(self) -> None:
+        self._next = None
+        if not self._host.alive or self._engine.closed:
+            return
+        try:
+            self._engine.turn()
+        except Exception as error:
+            self._on_crash(error)
+        else:
+            self._at(self._engine.pause_s())
+
+
+# ------------------------------------------------------------------------------------------------------------- channel
+
+
+class Bus:
+    """Engines by their address, and what was sent before they listened, as ZeroMQ keeps it."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self.loop = loop
+        self.engines: dict[str, SimEngineChannel] = {}
+        self.clients: dict[tuple[str, bytes], SimClientChannel] = {}
+        self.early: dict[str, list[tuple[bytes, bytes]]] = {}
+
+    def send(self, address: str, identity: bytes, frame: bytes) -> None:
+        engine = self.engines.get(address)
+        if engine is None:
+            self.early.setdefault(address, []).append((identity, frame))
+        else:
+            engine.pipe.send((identity, frame), FRAME_S)
+
+
+class SimEngineChannel(EngineChannel):
+    """The engine's end, without threads or sockets; what it makes of a frame is the real one's code."""
+
+    def __init__(self, bus: Bus, address: str, info: EngineInfo, engine: EngineLoop, host: Host) -> None:
+        self._info, self._post, self._status = info, engine.post, engine.quiet
+        self._bus, self._address, self._host = bus, address, host
+        self.pipe = Pipe(bus.loop, self._heard, host.context)
+        bus.engines[address] = self
+        host.on_end.append(self._unbind)
+        for early in bus.early.pop(address, ()):
+            self.pipe.send(early, FRAME_S)
+
+    def _unbind(self) -> None:
+        if self._bus.engines.get(self._address) is self:
+            del self._bus.engines[self._address]
+
+    def _heard(self, sent: tuple[bytes, bytes]) -> None:
+        if self._host.alive:
+            self._receive(*sent)
+
+    def send(self, client: int, message: Told | Answer) -> None:
+        self._answer(_identity(client), message)
+
+    def _answer(self, identity: bytes, message: FromEngine) -> None:
+        client = self._bus.clients.get((self._address, identity))
+        if client is not None and self._host.alive:
+            client.pipe.send(_encoder.encode(message), FRAME_S)
+
+
+class SimClientChannel:
+    """A client's end; takes the place of `headgate.engine.channel.ClientChannel`."""
+
+    def __init__(self, address: str, client: int) -> None:
+        loop = cast(SimLoop, asyncio.get_running_loop())
+        host = HOST.get()
+        assert host is not None
+        self._bus, self._address, self._identity, self._host = loop.processes.bus, address, _identity(client), host
+        self._frames: deque[bytes] = deque()
+        self._arrived = asyncio.Event()
+        self.pipe = Pipe(loop, self._arrive, host.context)
+        self._bus.clients[address, self._identity] = self
+
+    def _arrive(self, frame: bytes) -> None:
+        self._frames.append(frame)
+        self._arrived.set()
+
+    def send(self, message: FromClient) -> None:
+        if self._host.alive:
+            self._bus.send(self._address, self._identity, _encoder.encode(message))
+
+    async def receive(self) -> FromEngine:
+        while not self._frames:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return _from_engine.decode(self._frames.popleft())
+
+    def close(self) -> None:
+        if self._bus.clients.get((self._address, self._identity)) is self:
+            del self._bus.clients[self._address, self._identity]
+        self._bus.early.pop(self._address, None)
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+class EngineProcess(asyncio.SubprocessTransport):
+    """An engine as `asyncio.subprocess` sees a process."""
+
+    def __init__(self, processes: Processes, pid: int, start: EngineStart, parent: Host) -> None:
+        super().__init__()
+        self._processes = processes
+        self._pid = pid
+        self._start = start
+        self._waiters: list[asyncio.Future[int]] = []
+        self.code: int | None = None
+        self.loop: TurningLoop | None = None  # once it is up
+        self.host = Host(processes.loop, f"{parent.name}/{start.name.replace(' ', '')}", parent)
+        self.host.on_end.append(lambda: self.end(-9))
+        delay_s = processes.pace.start_s * processes.random.uniform(0.5, 2.0)
+        processes.loop.call_later(delay_s, self._come_up, context=self.host.context)
+
+    def _come_up(self) -> None:
+        if self.code is not None:
+            return
+        start, pace, rng = self._start, self._processes.pace, self._processes.random
+        content = 0 if start.weights is None else weights_in(start.weights)
+        device = SimDevice(pace.blocks, pace.block_size, pace.rows, content)
+        executor = SimExecutor(device, pace, self.host, rng, self._processes.update_breaks)
+        limits = Limits(
+            pace.context,
+            pace.rows,
+            pace.batch_tokens,
+            VOCABULARY,
+            (EOS,),
+            exports=False,
+            takes_grammars=False,
+            reschedules=pace.reschedules,
+            engine="",
+        )
+        scheduler = Scheduler(BlockPool(pace.blocks, pace.block_size), limits, version=start.version)
+        channel: SimEngineChannel
+        self.loop = TurningLoop(
+            scheduler,
+            executor,
+            lambda client, message: channel.send(client, message),
+            supply=executor,
+            recorder=Recorder(self._processes.crash_folder),
+            run_ahead=pace.run_ahead,
+            clock=self.host.loop.time,
+        )
+        info = EngineInfo(
+            scheduler.max_context,
+            VOCABULARY,
+            (EOS,),
+            pace.blocks,
+            pace.block_size,
+            pace.rows,
+            "none",
+            "simulated",
+            "none",
+        )
+        channel = SimEngineChannel(self._processes.bus, start.address, info, self.loop, self.host)
+        self._processes.note(self.host, f"is up with weights {content}")
+        Turner(self.host, self.loop, self._crashed)
+
+    def _crashed(self, error: Exception) -> None:
+        self._processes.on_crash(self.host, error)
+        self.end(1)
+
+    def end(self, code: int) -> None:
+        if self.code is not None:
+            return
+        self.code = code
+        self._processes.note(self.host, f"has ended with {code}")
+        self.host.kill()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(code)
+
+    # -- asyncio.SubprocessTransport -----------------------------------------------------
+
+    def get_pid(self) -> int:
+        return self._pid
+
+    def get_returncode(self) -> int | None:
+        return self.code
+
+    def get_pipe_transport(self, fd: int) -> asyncio.BaseTransport | None:
+        return Stdin(self) if fd == 0 else None
+
+    def kill(self) -> None:
+        self.end(-9)
+
+    def close(self) -> None:
+        """Its standard input has closed: it ends, when it runs."""
+        self._processes.loop.call_later(END_S, self.end, 0, context=self.host.context)
+
+    async def _wait(self) -> int:
+        if self.code is None:
+            self._waiters.append(self._processes.loop.create_future())
+            return await self._waiters[-1]
+        return self.code
+
+
+class Stdin(asyncio.WriteTransport):
+    def __init__(self, process: EngineProcess) -> None:
+        super().__init__()
+        self._process = process
+
+    def close(self) -> None:
+        self._process.close()
+
+    def is_closing(self) -> bool:
+        return self._process.code is not None
+
+
+class Processes:
+    """What the operating system knows of engine processes."""
+
+    def __init__(
+        self,
+        loop: SimLoop,
+        rng: random.Random,
+        pace: Pace,
+        *,
+        note: Callable[[Host, str], None],
+        on_crash: Callable[[Host, Exception], None],
+        crash_folder: Path,
+        update_breaks: float = 0.0,
+    ) -> None:
+        self.loop = loop
+        self.random = rng
+        self.pace = pace
+        self.note = note
+        self.on_crash = on_crash
+        self.crash_folder = crash_folder
+        self.update_breaks = update_breaks
+        self.bus = Bus(loop)
+        self.engines: list[EngineProcess] = []
+        self._pids = count(1)
+
+    def start(
+        self, protocol: asyncio.SubprocessProtocol, arguments: tuple[str, ...]
+    ) -> tuple[asyncio.SubprocessTransport, asyncio.SubprocessProtocol]:
+        parent = HOST.get()
+        assert parent is not None
+        start = msgspec.json.decode(arguments[-1], type=EngineStart)
+        process = EngineProcess(self, next(self._pids), start, parent)
+        self.engines.append(process)
+        protocol.connection_made(process)
+        return process, protocol
+
+    @property
+    def living(self) -> list[EngineProcess]:
+        return [engine for engine in self.engines if engine.code is None]
+
+

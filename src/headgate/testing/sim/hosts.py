@@ -1,0 +1,191 @@
+"""Servers and routers as hosts of the simulated world: the real ones, put together as their processes put them together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from headgate.api.app import App, build_app
+from headgate.api.host import Host as ApiHost
+from headgate.api.idempotency import Replays
+from headgate.api.keys import Keys
+from headgate.api.ledger import Ledger
+from headgate.api.metrics import Metrics, Stopwatch
+from headgate.api.server import Drain, HttpServer, serve_until_stopped
+from headgate.api.state import Api, ApiSettings
+from headgate.config import EngineConfig, RouteConfig, WorkerAddress
+from headgate.engine import client as engine_client
+from headgate.engine.replicas import Replicas, started
+from headgate.errors import HeadgateError
+from headgate.listening import StopSignals
+from headgate.router.router import Router
+from headgate.router.server import serving
+from headgate.testing.sim import words
+from headgate.testing.sim.engine import SimClientChannel
+from headgate.testing.sim.loop import Host, SimLoop
+from headgate.testing.sim.network import SimSocket
+
+EPOCH_S = 1_800_000_000.0
+MODEL = "simulated"
+PORT = 8000
+KEY = "operator"  # of whoever controls the fleet
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Signals:
+    """`StopSignals`, sent by the simulation."""
+
+    def __init__(self) -> None:
+        self.on_stop: Any = None
+        self._first = asyncio.Event()
+
+    async def first(self) -> None:
+        await self._first.wait()
+
+    def send(self) -> None:
+        self._first.set()
+        if self.on_stop is not None:
+            self.on_stop()
+
+
+class OrderedSet(dict[T, None], Generic[T]):
+    """A set that is iterated in the order in which it was filled."""
+
+    def add(self, item: T) -> None:
+        self[item] = None
+
+    def discard(self, item: T) -> None:
+        self.pop(item, None)
+
+
+class SimHost:
+    """Something that listens at an address of its own, dies, and comes back."""
+
+    def __init__(self, loop: SimLoop, name: str) -> None:
+        self.loop = loop
+        self.name = name
+        self.address = name, PORT
+        self.url = f"http://{name}:{PORT}"
+        self.host = Host(loop, name)
+        self.host.alive = False
+        self.signals = Signals()
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.host = Host(self.loop, self.name)
+        host = self.host
+        host.on_end.append(lambda: self.loop.network.host_ended(host))
+        self.signals = Signals()
+        self.task = host.spawn(self._run(host))
+
+    async def _run(self, host: Host) -> None:
+        """As a process that says why it cannot go on, and ends."""
+        try:
+            await self._live()
+        except HeadgateError as error:
+            log.warning("%s ends: %s", self.name, error)
+        host.kill()
+
+    @property
+    def alive(self) -> bool:
+        return self.host.alive and self.task is not None and not self.task.done()
+
+    async def _live(self) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    engines: int = 1
+    most_choices: int = 64
+    drain_s: float = 2.0
+    keep_alive_s: float = 3.0
+
+
+class SimServer(SimHost):
+    """`headgate serve`."""
+
+    def __init__(self, loop: SimLoop, name: str, settings: ServerSettings) -> None:
+        super().__init__(loop, name)
+        self._settings = settings
+        self.app: App | None = None  # while it serves
+        self.ledger: Ledger | None = None
+        self.engines: Replicas | None = None
+        self.http: HttpServer | None = None
+
+    async def _live(self) -> None:
+        settings = self._settings
+        config = EngineConfig(kv_listen=None)
+        async with started(Path("/simulated"), config, count=settings.engines) as engines:
+            ledger = self._ledger()
+            api = Api(
+                engines=engines,
+                ledger=ledger,
+                model_name=MODEL,
+                created=int(EPOCH_S),
+                tokenizer=words.tokenizer(),
+                template=words.template(),
+                settings=ApiSettings(keep_alive_s=settings.keep_alive_s),
+            )
+            self.app = build_app(api, ApiHost("0", MODEL, engines.replicas, ledger), Keys(admin=KEY), 1 << 20)
+            self.app.state.replays = Replays(self.loop.time)
+            self.http = HttpServer(self.app, cast(Any, SimSocket(*self.address)), lambda: None)
+            self.http.server_state.connections = cast(Any, OrderedSet())
+            self.ledger, self.engines = ledger, engines
+            drain = Drain(self.http, ledger, engines, settings.drain_s)
+            await serve_until_stopped(self.http, drain, cast(StopSignals, self.signals))
+
+    def _ledger(self) -> Ledger:
+        metrics = Metrics()
+        metrics.paused = Stopwatch(self.loop.time)
+        return Ledger(metrics, limit=self._settings.most_choices, clock=self.loop.time)
+
+
+class SimRouter(SimHost):
+    """`headgate route`."""
+
+    def __init__(self, loop: SimLoop, name: str, config: RouteConfig, seed: int) -> None:
+        super().__init__(loop, name)
+        self._config = config
+        self._seed = seed
+        self.router: Router | None = None
+
+    async def _live(self) -> None:
+        self.router = Router(self._config, seed=self._seed)
+        async with serving(self.router, cast(Any, SimSocket(*self.address)), "0"):
+            await self.signals.first()
+            await self.router.drain()
+
+
+def workers(servers: list[SimServer]) -> tuple[WorkerAddress, ...]:
+    return tuple(WorkerAddress(url=server.url) for server in servers)
+
+
+@contextmanager
+def simulated(loop: SimLoop, rng: Any) -> Iterator[None]:
+    """What the code asks of the machine beside its loop: wall-clock time, randomness, and a channel to engines."""
+    replaced = [
+        (time, "time", lambda: EPOCH_S + loop.time()),
+        (time, "monotonic", loop.time),
+        (secrets, "token_hex", lambda size=16: rng.randbytes(size).hex()),
+        (secrets, "randbits", rng.getrandbits),
+        (engine_client, "ClientChannel", SimClientChannel),
+    ]
+    before = [getattr(where, name) for where, name, _ in replaced]
+    for where, name, instead in replaced:
+        setattr(where, name, instead)
+    try:
+        yield
+    finally:
+        for (where, name, _), original in zip(replaced, before, strict=True):
+            setattr(where, name, original)

@@ -1,0 +1,306 @@
+"""What clients may get: the oracles of a run. Every one returns sentences about what is wrong.
+
+The reference is not an engine: each token is checked against what a device that read the right KV, under the weights that
+the answer names, would have said after exactly the tokens before it. So a token that is lost, doubled, or made from
+another sequence's KV makes that token or the next one wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from headgate.api.journal import seed_of
+from headgate.testing.sim import words
+from headgate.testing.sim.engine import expected
+from headgate.testing.sim.script import ROUTER, Ask
+from headgate.text.detokenizer import token_bytes
+
+# By what has happened in a run: the codes with which a request may be refused or end, and the causes of an early end.
+REFUSALS = {
+    "busy": {"queue_full"},
+    "pause": {"paused"},
+    "trouble": {"no_worker", "worker_lost", "no_engine", "engine_lost", "shutting_down", "duplicate_id", "engine_dead"},
+}
+CAUSES = {
+    "abort": {"api_abort"},
+    "pause": {"pause"},
+    "deadline": {"deadline"},
+    "trouble": {"shutdown", "engine_lost", "preempted"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What has happened in a run that excuses an answer that is not whole."""
+
+    busy: bool = False  # limits are so low that requests may be refused
+    abort: bool = False
+    pause: bool = False
+    trouble: bool = False
+    updated: bool = False  # there were several weights
+    reschedules: bool = False
+
+    def holds(self, name: str) -> bool:
+        return bool(getattr(self, name, False))
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: str | None = None
+    cause: str | None = None
+    prompt: list[int] | None = None
+
+
+@dataclass
+class Told:
+    """An answer as its client understood it."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    done: bool = False
+
+
+def judge(ask: Ask, seen: Circumstances) -> list[str]:
+    return [f"{ask.name}: {complaint}" for complaint in _complaints(ask, seen)]
+
+
+def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
+    reply = ask.reply
+    if reply.broken and not reply.left:
+        excused = ask.disturbed or (seen.trouble and ask.to != ROUTER)
+        if not excused:
+            yield f"its connection broke: {reply.broken}"
+        if not reply.streamed:
+            return
+    if reply.left and (not reply.streamed or not reply.status):
+        return
+    if reply.status != 200:
+        yield from _refused(ask, seen)
+        return
+    told = read(ask)
+    yield from _content(ask, told, seen)
+    if not (reply.left or reply.broken):
+        yield from _ends(ask, told, seen)
+
+
+def _refused(ask: Ask, seen: Circumstances) -> Iterator[str]:
+    try:
+        error = ask.reply.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        yield f"refused with {ask.reply.status} and no error: {bytes(ask.reply.body)[:200]!r}"
+        return
+    yield from _excused(error, ask.reply.status, seen)
+
+
+def _excused(error: dict[str, Any], status: int, seen: Circumstances) -> Iterator[str]:
+    allowed = {code for reason, codes in REFUSALS.items() if seen.holds(reason) for code in codes}
+    if error.get("code") not in allowed:
+        yield f"refused with {status} {error.get('code')}: {error.get('message')}"
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read(ask: Ask) -> Told:
+    told = Told()
+    if not ask.reply.streamed:
+        body = ask.reply.json()
+        told.usage, told.done = body["usage"], True
+        for choice in body["choices"]:
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            _add(told, choice, text)
+        return told
+    for event in ask.reply.events():
+        if event is None:
+            told.done = True
+        elif "error" in event:
+            told.error = event["error"]
+        else:
+            told.usage = event.get("usage") or told.usage
+            for choice in event["choices"]:
+                text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+                _add(told, choice, text or "")
+    return told
+
+
+def _add(told: Told, part: dict[str, Any], text: str) -> None:
+    choice = told.choices.setdefault(part["index"], Choice())
+    choice.text += text
+    if part.get("finish_reason") == "pd_reschedule":
+        choice.ids = []  # its end repeats them all
+    choice.ids += part.get("completion_token_ids", ())
+    for span in part.get("weight_versions", ()):
+        choice.versions += [span["version"]] * span["tokens"]
+    choice.finish = part.get("finish_reason") or choice.finish
+    choice.cause = part.get("cause") or choice.cause
+    choice.prompt = part.get("prompt_token_ids", choice.prompt)
+
+
+# ------------------------------------------------------------------------------------------------------------- content
+
+
+def _content(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
+    if told.choices.keys() - set(range(ask.n)):
+        yield f"choices {sorted(told.choices)} of {ask.n}"
+    for index, choice in told.choices.items():
+        for complaint in _choice(ask, index, choice, seen):
+            yield f"choice {index}: {complaint}"
+
+
+def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterator[str]:
+    seed = _seed(ask)
+    if choice.prompt is not None and tuple(choice.prompt) != ask.prompt:
+        yield "the prompt is another one"
+    if not ask.tells_ids:
+        if seed is None or seen.updated:
+            return
+        ids = reference(ask, seed + index)
+        if choice.finish == "abort" or choice.finish is None or choice.finish == "pd_reschedule":
+            if not _text(ask, ids).startswith(choice.text.rstrip("\ufffd")):
+                yield f"{choice.text!r} is no beginning of {_text(ask, ids)!r}"
+        elif choice.text != _text(ask, ids):
+            yield f"{choice.text!r} instead of {_text(ask, ids)!r}"
+        return
+    if len(choice.versions) != len(choice.ids):
+        yield f"{len(choice.ids)} tokens have {len(choice.versions)} weight versions"
+        return
+    if seed is not None and choice.finish != "pd_reschedule":
+        yield from _tokens(ask, choice, seed + index)
+    whole = _text(ask, choice.ids)
+    if choice.finish is None or choice.finish == "pd_reschedule":
+        if not whole.startswith(choice.text):
+            yield f"{choice.text!r} is no beginning of {whole!r}"
+    elif choice.text != whole:
+        yield f"{choice.text!r} instead of {whole!r}"
+
+
+def _seed(ask: Ask) -> int | None:
+    """Of its first choice; None if nobody can know."""
+    if "seed" in ask.body:
+        return int(ask.body["seed"])
+    return seed_of(ask.headers["x-request-id"]) if ask.to == ROUTER else None
+
+
+def _tokens(ask: Ask, choice: Choice, seed: int) -> Iterator[str]:
+    known = list(ask.prompt)
+    for place, (token, version) in enumerate(zip(choice.ids, choice.versions, strict=True)):
+        right = expected(known, version, seed)
+        if token != right:
+            yield f"token {place} is {token} and not {right} (version {version}, {len(choice.ids)} tokens in all)"
+            return
+        known.append(token)
+
+
+def reference(ask: Ask, seed: int) -> list[int]:
+    """The whole answer of weights that never changed."""
+    known, ids = list(ask.prompt), []
+    while len(ids) < ask.body["max_tokens"]:
+        ids.append(expected(known, 0, seed))
+        known.append(ids[-1])
+        if (ids[-1] == words.EOS and not ask.body.get("ignore_eos")) or _stop_at(_decode(ids), ask.stops) is not None:
+            break
+    return ids
+
+
+def _text(ask: Ask, ids: list[int]) -> str:
+    text = _decode(ids)
+    stop = _stop_at(text, ask.stops)
+    return text if stop is None else text[:stop]
+
+
+def _decode(ids: list[int]) -> str:
+    spoken = [token_bytes(words.tokenizer(), token) for token in ids if token != words.EOS]
+    return b"".join(spoken).decode(errors="replace")
+
+
+def _stop_at(text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the stop string begins that was complete first."""
+    found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- ends
+
+
+def _ends(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
+    if told.error is not None:
+        yield from _excused(told.error, 200, seen)
+        return
+    if not told.done:
+        yield "its stream ended without [DONE]"
+    for index in range(ask.n):
+        choice = told.choices.get(index)
+        if choice is None or choice.finish is None:
+            yield f"choice {index} never ended"
+        else:
+            for complaint in _end(ask, choice, seen):
+                yield f"choice {index}: {complaint}"
+    if told.usage is not None:
+        yield from _usage(ask, told)
+    elif not ask.stream or "stream_options" in ask.body:
+        yield "there is no usage"
+
+
+def _end(ask: Ask, choice: Choice, seen: Circumstances) -> Iterator[str]:
+    ids, cause = choice.ids, choice.cause
+    match choice.finish:
+        case "length":
+            if ask.tells_ids and len(ids) != ask.body["max_tokens"]:
+                yield f"length after {len(ids)} of {ask.body['max_tokens']} tokens"
+        case "stop" if cause == "eos":
+            if ask.tells_ids and (ids[-1:] != [words.EOS] or ask.body.get("ignore_eos")):
+                yield f"eos after {ids[-3:]}"
+        case "stop":
+            if cause != "stop_string" or (ask.tells_ids and _stop_at(_decode(ids), ask.stops) is None):
+                yield f"stopped by {cause} with {ids[-3:]}"
+        case "abort":
+            if cause not in _causes(ask, seen):
+                yield f"aborted by {cause}"
+        case "pd_reschedule" if seen.reschedules:
+            pass
+        case other:
+            yield f"finished with {other}"
+    if ask.tells_ids and not ask.body.get("ignore_eos") and words.EOS in ids[:-1]:
+        yield "went on after its end"
+
+
+def _causes(ask: Ask, seen: Circumstances) -> set[str]:
+    allowed = {cause for reason, causes in CAUSES.items() if seen.holds(reason) for cause in causes}
+    return allowed | (CAUSES["deadline"] if "deadline_ms" in ask.body else set())
+
+
+def _usage(ask: Ask, told: Told) -> Iterator[str]:
+    usage = told.usage or {}
+    unread = not usage["prompt_tokens"] and any(choice.cause == "api_abort" for choice in told.choices.values())
+    if usage["prompt_tokens"] != len(ask.prompt) and not unread:  # one that no worker has read has no length
+        yield f"{usage['prompt_tokens']} prompt tokens instead of {len(ask.prompt)}"
+    made = sum(len(choice.ids) for choice in told.choices.values())
+    if ask.tells_ids and usage["completion_tokens"] != made:
+        yield f"{usage['completion_tokens']} tokens in its usage, and {made} told"
+
+
+def tally(asks: list[Ask]) -> Counter[str]:
+    """How requests ended."""
+    ends: Counter[str] = Counter()
+    for ask in asks:
+        reply = ask.reply
+        if reply.left:
+            ends["left"] += 1
+        elif reply.broken:
+            ends["broken"] += 1
+        elif reply.status != 200:
+            ends[f"{reply.status} {reply.json()['error']['code']}"] += 1
+        else:
+            told = read(ask)
+            if told.error is not None:
+                ends[f"cut {told.error.get('code')}"] += 1
+            for choice in told.choices.values():
+                ends[str(choice.cause)] += 1
+    return ends

@@ -1,0 +1,238 @@
+"""Time and processes: an event loop that never sleeps, and hosts whose work can be stopped, held or ended at once.
+
+When nothing is ready, the clock jumps to the next timer. Every callback belongs to the host in whose context it was
+scheduled: those of a stopped host wait until it goes on, as those of a process that got SIGSTOP would.
+
+Sets of tasks and futures are iterated by asyncio itself, and their order must not depend on where objects lie in memory:
+ours are hashed by number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context, ContextVar, copy_context
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from headgate.testing.sim.engine import Processes
+    from headgate.testing.sim.network import Listener, Network
+
+T = TypeVar("T")
+
+TURN_S = 1e-7  # nothing takes no time: who sleeps until a moment finds it past
+JUMP_S = 1e-4
+MOST_TURNS = 200_000  # of the loop without the clock jumping: something spins
+
+
+class Hung(Exception):
+    """Nothing will ever happen again, or only that."""
+
+
+class Host:
+    """A process of the simulated world."""
+
+    def __init__(self, loop: SimLoop, name: str, parent: Host | None = None) -> None:
+        self.loop = loop
+        self.name = name
+        self.alive = True
+        self.stopped = False
+        self.held: deque[asyncio.Handle] = deque()  # work that waits until it goes on
+        self.children: list[Host] = []
+        self.on_end: list[Callable[[], None]] = []  # what dies with it
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        self.context = copy_context()
+        self.context.run(HOST.set, self)
+        if parent is not None:
+            parent.children.append(self)
+
+    def __repr__(self) -> str:
+        return f"<Host {self.name}{'' if self.alive else ', dead'}{', stopped' if self.stopped else ''}>"
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self.loop.create_task(work, context=self.context.copy())
+
+    def stop(self) -> None:
+        """As SIGSTOP does, children included."""
+        for host in self.family():
+            host.stopped = True
+
+    def go_on(self) -> None:
+        for host in self.family():
+            host.stopped = False
+            self.loop.take_back(host.held)
+
+    def kill(self) -> None:
+        """End it between two callbacks: nothing it does from now on reaches anybody."""
+        if not self.alive:
+            return
+        for child in self.children:
+            child.kill()
+        self.alive = False
+        for end in self.on_end:
+            end()
+        # Their clean-up runs, like a bird without a head: the network no longer knows this host.
+        for task in list(self.tasks):
+            task.cancel()
+        self.go_on()
+
+    def family(self) -> Generator[Host, None, None]:
+        yield self
+        for child in self.children:
+            yield from child.family()
+
+
+HOST: ContextVar[Host | None] = ContextVar("HOST", default=None)
+
+
+class SimFuture(asyncio.Future[Any]):
+    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._number = number
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class SimTask(asyncio.Task[Any]):
+    def __init__(self, number: int, work: Coroutine[Any, Any, Any], **options: Any) -> None:
+        self._number = number
+        super().__init__(work, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._turns = 0  # since the clock last jumped
+        self._numbers = count()
+        self.network: Network
+        self.processes: Processes
+        self.deadline_s = float("inf")
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # that have not ended
+        self.set_task_factory(self._make_task)
+
+    # -- time -----------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _run_once(self) -> None:
+        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0].cancelled():
+            heapq.heappop(timers)
+        self._now_s += TURN_S
+        if not ready:
+            self._advance(timers)
+        while timers and timers[0].when() <= self._now_s:
+            ready.append(heapq.heappop(timers))
+        self._turns += 1
+        if self._turns > MOST_TURNS:
+            raise Hung(f"the loop spins at {self._now_s:.3f} s")
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle.cancelled():
+                continue
+            host = _context_of(handle).get(HOST)
+            if host is not None and host.stopped:
+                host.held.append(handle)
+            else:
+                handle._run()
+
+    def _advance(self, timers: list[asyncio.TimerHandle]) -> None:
+        if not timers:
+            raise Hung("nothing will ever happen again")
+        next_s = timers[0].when()
+        if next_s > self.deadline_s:
+            raise Hung(f"not over at {self.deadline_s:.0f} s")
+        if next_s > self._now_s + JUMP_S:
+            self._turns = 0
+        self._now_s = max(self._now_s, next_s)
+
+    def take_back(self, handles: deque[asyncio.Handle]) -> None:
+        self._ready.extend(handles)  # type: ignore[attr-defined]
+        handles.clear()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass  # those at the front are dropped each turn, and a run is short
+
+    # -- tasks and futures ------------------------------------------------------------
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return SimFuture(next(self._numbers), self)
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        task = SimTask(next(self._numbers), work, loop=loop, context=context)
+        host = HOST.get() if context is None else context.get(HOST)
+        self.tasks[task] = None
+        task.add_done_callback(self._task_ended)
+        if host is not None:
+            host.tasks[task] = None
+            task.add_done_callback(host.tasks.pop)
+            if not host.alive:
+                self.call_soon(task.cancel)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.pop(task, None)
+
+    # -- what asyncio asks of a loop ------------------------------------------------------
+
+    def _write_to_self(self) -> None:
+        pass  # nothing sleeps that would have to be woken
+
+    async def create_connection(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int, **options: Any
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        transport = await self.network.connect(protocol_factory, (host, port))
+        return transport, transport.get_protocol()
+
+    async def create_server(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], *, sock: Any, **options: Any
+    ) -> Listener:
+        return self.network.listen(protocol_factory, sock.getsockname())
+
+    async def subprocess_exec(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.SubprocessProtocol], *arguments: str, **options: Any
+    ) -> tuple[asyncio.SubprocessTransport, asyncio.SubprocessProtocol]:
+        return self.processes.start(protocol_factory(), arguments)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """At once: there is one thread."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def _context_of(handle: asyncio.Handle) -> Context:
+    context: Context = handle._context  # type: ignore[attr-defined]
+    return context
+
+
+class Pipe:
+    """Things that arrive one after another, each a while after it was sent, in the context of whoever gets them."""
+
+    __slots__ = ("_context", "_deliver", "_last_s", "_loop")
+
+    def __init__(self, loop: SimLoop, deliver: Callable[[Any], None], context: Context) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._context = context
+        self._last_s = 0.0
+
+    def send(self, item: Any, delay_s: float) -> None:
+        # Timers of the same moment have no order of their own.
+        self._last_s = max(self._loop.time() + delay_s, self._last_s + 1e-7)
+        self._loop.call_at(self._last_s, self._deliver, item, context=self._context)

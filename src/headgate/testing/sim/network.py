@@ -1,0 +1,327 @@
+"""Bytes between hosts: connections that keep their order and lose, delay, split and hold back what the seed says.
+
+A connection is a pair of `SimTransport`s. Bytes arrive in pieces of any size, later, in order. A cut between two machines
+is silent: what is under way arrives when the cut is over, unless the connection has been given up by then. A host that
+dies resets its connections, or, if its machine has gone with it, leaves its peers without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+from typing import Any, cast
+
+from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
+
+FIN = b""
+RESET = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """How the network is, for a whole run."""
+
+    delay_s: float = 0.0003
+    jitter_s: float = 0.0002
+    splits: float = 0.1  # share of writes that arrive in pieces
+    high_water: int = 65536
+
+
+class SimSocket:
+    """As much of a listening socket as servers look at."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address = host, port
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.address
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Listener:
+    """What `create_server` gives."""
+
+    network: Network
+    address: tuple[str, int]
+    factory: Callable[[], asyncio.BaseProtocol]
+    host: Host
+    context: Context
+
+    def close(self) -> None:
+        if self.network.listeners.get(self.address) is self:
+            del self.network.listeners[self.address]
+
+    async def wait_closed(self) -> None:
+        pass
+
+
+class SimTransport(asyncio.Transport):
+    def __init__(self, network: Network, number: int, host: Host, context: Context, names: tuple[Any, Any]) -> None:
+        super().__init__({"sockname": names[0], "peername": names[1]})
+        self.network = network
+        self.number = number
+        self.host = host
+        self.context = context
+        self.peer: SimTransport
+        self.protocol: asyncio.Protocol | None = None
+        self.lost = False
+        self._pipe = Pipe(network.loop, self._arrive, context)  # towards us
+        self._waiting: deque[bytes | None] = deque()  # arrived, and not taken yet
+        self._unread = 0  # bytes of ours that the peer has not taken
+        self._full = False
+        self._closing = False
+        self._reading = True
+        self._high = network.weather.high_water
+
+    # -- asyncio.Transport --------------------------------------------------------------
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        assert self.protocol is not None
+        return self.protocol
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = cast(asyncio.Protocol, protocol)
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def is_reading(self) -> bool:
+        return self._reading
+
+    def pause_reading(self) -> None:
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        if not self._reading:
+            self._reading = True
+            self.network.loop.call_soon(self.take, context=self.context)
+
+    def get_write_buffer_size(self) -> int:
+        return self._unread
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._high = self.network.weather.high_water if high is None else high
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._closing or self.lost or not data:
+            return
+        for piece in self.network.cut_up(bytes(data)):
+            self._unread += len(piece)
+            self.peer.receive(piece)
+        if self._unread > self._high and not self._full:
+            self._full = True
+            assert self.protocol is not None
+            self.protocol.pause_writing()
+
+    def close(self) -> None:
+        if not self._closing and not self.lost:
+            self._closing = True
+            self.peer.receive(FIN)
+            self.network.loop.call_soon(self._lose, None, context=self.context)
+
+    def abort(self) -> None:
+        if not self.lost:
+            self._closing = True
+            self.peer.receive(RESET)
+            self.network.loop.call_soon(self._lose, None, context=self.context)
+
+    # -- the network's ---------------------------------------------------------------------
+
+    def receive(self, piece: bytes | None) -> None:
+        self._pipe.send(piece, self.network.delay_s())
+
+    def _arrive(self, piece: bytes | None) -> None:
+        self._waiting.append(piece)
+        self.take()
+
+    def take(self) -> None:
+        """Hand over what has arrived, as far as it may be."""
+        while self._waiting and not self.lost and self.protocol is not None:
+            if self.network.are_cut(self.host, self.peer.host):
+                return
+            if self._waiting[0] is not RESET and not self._reading and not self._closing:
+                return
+            self._deliver(self._waiting.popleft())
+
+    def _deliver(self, piece: bytes | None) -> None:
+        self.network.seen(self.number, piece)
+        if piece is RESET:
+            self._lose(ConnectionResetError(104, "Connection reset by peer"))
+        elif piece == FIN:
+            assert self.protocol is not None
+            if not self._closing and not self.protocol.eof_received():
+                self.close()
+        elif not self._closing:
+            self.peer.taken(len(piece))
+            self._hand_over(piece)
+
+    def _hand_over(self, piece: bytes) -> None:
+        assert self.protocol is not None
+        try:
+            self.protocol.data_received(piece)
+        except Exception as error:
+            context = {"message": f"{self.protocol!r} failed", "exception": error, "protocol": self.protocol}
+            self.network.loop.call_exception_handler(context)
+            self.abort()
+
+    def taken(self, size: int) -> None:
+        self._unread -= size
+        if self._full and self._unread <= self._high // 4:
+            self._full = False
+            self.network.loop.call_soon(self._drained, context=self.context)
+
+    def _drained(self) -> None:
+        if not self.lost and not self._full and self.protocol is not None:
+            self.protocol.resume_writing()
+
+    def _lose(self, error: Exception | None) -> None:
+        if self.lost:
+            return
+        self.vanish()
+        if self.protocol is not None:
+            self.protocol.connection_lost(error)
+
+    def vanish(self) -> None:
+        """Without a word to its protocol, whose process is gone."""
+        self.lost = self._closing = True
+        self._waiting.clear()
+        self.network.transports.pop(self, None)
+
+    def break_off(self) -> None:
+        """Both ends learn that it is over; what was under way is lost."""
+        for end in (self, self.peer):
+            end._waiting.clear()
+            if not end.lost:
+                self.network.loop.call_soon(end._lose, ConnectionResetError(104, "reset"), context=end.context)
+
+
+class Network:
+    def __init__(self, loop: SimLoop, rng: random.Random, weather: Weather) -> None:
+        self.loop = loop
+        self.weather = weather
+        self.listeners: dict[tuple[str, int], Listener] = {}
+        self.transports: dict[SimTransport, None] = {}
+        self.hash = blake2b(digest_size=16)  # of every byte that arrived, and when
+        self._random = rng
+        self._numbers = count(1)
+        self._cuts: dict[frozenset[str], None] = {}
+        self._dark: dict[str, None] = {}  # machines that are gone without a word
+        self._healed = asyncio.Event()
+
+    # -- weather --------------------------------------------------------------------------
+
+    def delay_s(self) -> float:
+        return self.weather.delay_s + self._random.random() * self.weather.jitter_s
+
+    def cut_up(self, data: bytes) -> list[bytes]:
+        if len(data) < 2 or self._random.random() >= self.weather.splits:
+            return [data]
+        places = sorted({0, len(data), *(self._random.randrange(len(data)) for _ in range(self._random.randint(1, 3)))})
+        return [data[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+
+    def seen(self, number: int, piece: bytes | None) -> None:
+        self.hash.update(b"%d %r " % (number, round(self.loop.time() * 1e7)))
+        self.hash.update(b"reset" if piece is None else piece)
+
+    # -- cuts -----------------------------------------------------------------------------
+
+    def are_cut(self, one: Host, other: Host) -> bool:
+        if not self._cuts and not self._dark:
+            return False
+        a, b = machine(one), machine(other)
+        return frozenset((a, b)) in self._cuts or a in self._dark or b in self._dark
+
+    def cut(self, one: str, other: str) -> None:
+        self._cuts[frozenset((one, other))] = None
+
+    def darken(self, name: str) -> None:
+        self._dark[name] = None
+
+    def mend(self, one: str, other: str) -> None:
+        self._cuts.pop(frozenset((one, other)), None)
+        self._flow()
+
+    def lighten(self, name: str) -> None:
+        self._dark.pop(name, None)
+        self._flow()
+
+    def heal(self) -> None:
+        """All cuts are over."""
+        self._cuts.clear()
+        self._dark.clear()
+        self._flow()
+
+    def _flow(self) -> None:
+        """What has waited for a cut to end arrives."""
+        for transport in list(self.transports):
+            self.loop.call_soon(transport.take, context=transport.context)
+        healed, self._healed = self._healed, asyncio.Event()
+        healed.set()
+
+    # -- connections ------------------------------------------------------------------------
+
+    def listen(self, factory: Callable[[], asyncio.BaseProtocol], address: tuple[str, int]) -> Listener:
+        host = HOST.get()
+        assert host is not None and address not in self.listeners
+        listener = Listener(self, address, factory, host, copy_context())
+        host.on_end.append(listener.close)
+        self.listeners[address] = listener
+        return listener
+
+    async def connect(self, factory: Callable[[], asyncio.BaseProtocol], address: tuple[str, int]) -> SimTransport:
+        host = HOST.get()
+        assert host is not None
+        await asyncio.sleep(self.delay_s())
+        while self._unreachable(host, address):
+            await self._healed.wait()
+        listener = self.listeners.get(address)
+        if listener is None:
+            raise ConnectionRefusedError(111, "Connection refused")
+        ours, theirs = self._pair(host, listener)
+        ours.protocol = cast(asyncio.Protocol, factory())
+        ours.protocol.connection_made(ours)
+        # The listening host takes it when it runs again, if it does not run now.
+        self.loop.call_soon(self._accept, listener, theirs, context=theirs.context)
+        return ours
+
+    def _unreachable(self, host: Host, address: tuple[str, int]) -> bool:
+        return address[0] in self._dark or frozenset((machine(host), address[0])) in self._cuts
+
+    def _pair(self, host: Host, listener: Listener) -> tuple[SimTransport, SimTransport]:
+        number = next(self._numbers)
+        here, there = (machine(host), 40000 + number), listener.address
+        ours = SimTransport(self, 2 * number, host, copy_context(), (here, there))
+        theirs = SimTransport(self, 2 * number + 1, listener.host, listener.context.copy(), (there, here))
+        ours.peer, theirs.peer = theirs, ours
+        for transport in (ours, theirs):
+            self.transports[transport] = None
+        return ours, theirs
+
+    def _accept(self, listener: Listener, transport: SimTransport) -> None:
+        if transport.lost or not listener.host.alive:
+            return
+        transport.protocol = cast(asyncio.Protocol, listener.factory())
+        transport.protocol.connection_made(transport)
+        transport.take()
+
+    def host_ended(self, host: Host) -> None:
+        """Its peers hear of it, unless its machine is dark."""
+        for transport in [each for each in self.transports if each.host is host]:
+            transport.vanish()
+            transport.peer.receive(RESET)
+
+
+def machine(host: Host) -> str:
+    return host.name.partition("/")[0]

@@ -1,0 +1,84 @@
+"""Many seeds, on all cores: runs them, adds up what happened, and keeps those that went wrong."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from headgate.testing.sim.world import Report, simulate
+
+SHARE = 8  # seeds that a process runs before it reports
+
+
+@dataclass
+class Summary:
+    seeds: int = 0
+    virtual_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    deeds: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, report: Report) -> None:
+        self.seeds += 1
+        self.virtual_s += report.virtual_s
+        self.counts += report.counts
+        self.deeds += report.deeds
+        self.ends += report.ends
+        if report.failures:
+            self.failures[report.seed] = report.failures
+
+    def lines(self) -> list[str]:
+        return [
+            f"{self.seeds} seeds, {self.virtual_s:.0f} s of their own time",
+            f"counted   {_told(self.counts)}",
+            f"done      {_told(self.deeds)}",
+            f"ended     {_told(self.ends)}",
+            f"failures  {len(self.failures)}" + (f": seeds {sorted(self.failures)}" if self.failures else ""),
+        ]
+
+
+def _told(counter: Counter[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(counter.items())) or "nothing"
+
+
+def run_seeds(
+    seeds: Iterable[int], *, jobs: int | None = None, on_failure: Callable[[Report], None] | None = None
+) -> Summary:
+    """Run them all; `on_failure` hears of each that went wrong."""
+    shares = _shares(list(seeds))
+    summary = Summary()
+    jobs = min(jobs or os.cpu_count() or 1, len(shares))
+    if jobs <= 1:
+        _collect(map(_run_share, shares), summary, on_failure)
+    else:
+        with ProcessPoolExecutor(jobs) as pool:
+            _collect(pool.map(_run_share, shares), summary, on_failure)
+    return summary
+
+
+def _shares(seeds: list[int]) -> list[list[int]]:
+    return [seeds[i : i + SHARE] for i in range(0, len(seeds), SHARE)]
+
+
+def _collect(
+    results: Iterable[list[Report]], summary: Summary, on_failure: Callable[[Report], None] | None
+) -> None:
+    for report in (report for reports in results for report in reports):
+        summary.add(report)
+        if report.failures and on_failure is not None:
+            on_failure(report)
+
+
+def _run_share(seeds: list[int]) -> list[Report]:
+    return [_run_quietly(seed) for seed in seeds]
+
+
+def _run_quietly(seed: int) -> Report:
+    report = simulate(seed)
+    if not report.failures:
+        report.trace.clear()  # nobody will read it
+    return report

@@ -1,0 +1,121 @@
+"""Frames on a transfer connection: a header of 32 bytes and a body, and how blocks become one.
+
+The fetching engine (D) says ATTACH, FETCH, BEAT and DONE; the one that has the KV (P) says TAKEN, BLOCKS, END and DROP.
+
+    D  ATTACH ─────────────► P      which lease, of which engine's life, weights and layout
+       ◄───────────── TAKEN         a: how long the lease lasts without a word from D, in milliseconds
+       BEAT ... FETCH ─────►        a: blocks to skip, b: blocks to send
+       ◄──── BLOCKS, BLOCKS ...     a: first block, b: how many; a checksum; sent as they are filled
+       ◄─────────────── END         all of it was still under lease after the last byte had been read
+       DONE ───────────────►        and both sides hang up
+
+P may say DROP and a reason at any time. The body of BLOCKS is the first part of each block, then the second of each, and
+so on. Its checksum is a digest of the sums of each part of each block: it finds what was damaged, cut or put in the wrong
+place, at the speed of memory. It is no defence against somebody who changes bytes on purpose.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from headgate.transfer.transport import Parts
+
+PROTOCOL = 1
+MAGIC = b"HGKV"
+_HEADER = struct.Struct("<4sBxxxIIQ8s")
+HEADER_BYTES = _HEADER.size
+MOST_BODY_BYTES = 1024  # of every frame but BLOCKS
+MOST_PIECES = 64
+
+
+class Kind(IntEnum):
+    ATTACH = 1
+    FETCH = 2
+    BEAT = 3
+    DONE = 4
+    TAKEN = 5
+    BLOCKS = 6
+    END = 7
+    DROP = 8
+
+
+class BadFrame(Exception):
+    """The peer says something that makes no sense; the connection ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    kind: Kind
+    a: int = 0
+    b: int = 0
+    length: int = 0
+    checksum: bytes = b""
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(MAGIC, self.kind, self.a, self.b, self.length, self.checksum)
+
+
+def decode_header(data: bytes | bytearray) -> Header:
+    magic, kind, a, b, length, checksum = _HEADER.unpack(data)
+    if magic != MAGIC or kind not in Kind._value2member_map_:
+        raise BadFrame("not a frame")
+    if kind != Kind.BLOCKS and length > MOST_BODY_BYTES:
+        raise BadFrame(f"a body of {length} bytes")
+    return Header(Kind(kind), a, b, length, checksum)
+
+
+class Attach(msgspec.Struct, frozen=True, array_like=True):
+    protocol: int
+    lease: int
+    generation: int
+    version: int
+    layout: str
+
+
+def checksum(parts: Parts) -> bytes:
+    sums = [np.add.reduce(run, axis=1) for runs in parts for run in runs]
+    return blake2b(np.concatenate(sums).tobytes(), digest_size=8).digest()
+
+
+def pieces(parts: Parts) -> list[memoryview]:
+    """The bytes of `parts`, in the order in which they travel."""
+    return [run.data.cast("B") for runs in parts for run in runs]
+
+
+class Cursor:
+    """Buffers that are sent or filled bit by bit."""
+
+    __slots__ = ("_buffers", "_next")
+
+    def __init__(self, buffers: Iterable[memoryview] = ()) -> None:
+        self._buffers = list(buffers)
+        self._next = 0
+
+    def __bool__(self) -> bool:
+        return self._next < len(self._buffers)
+
+    def add(self, buffers: Iterable[memoryview]) -> None:
+        del self._buffers[: self._next]
+        self._next = 0
+        self._buffers += buffers
+
+    def front(self) -> list[memoryview]:
+        return self._buffers[self._next : self._next + MOST_PIECES]
+
+    def advance(self, count: int) -> None:
+        while count and count >= len(self._buffers[self._next]):
+            count -= len(self._buffers[self._next])
+            self._next += 1
+        if count:
+            self._buffers[self._next] = self._buffers[self._next][count:]
+
+
+def encode(header: Header, body: bytes = b"") -> list[memoryview]:
+    return [memoryview(header.encode()), *([memoryview(body)] if body else [])]

@@ -1,0 +1,101 @@
+"""One connection: frames in and out, as far as the socket goes without waiting."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterable
+from selectors import EVENT_READ
+
+from headgate.transfer.frames import HEADER_BYTES, BadFrame, Cursor, Header, decode_header
+
+MOST_BYTES_PER_TURN = 8 * 2**20  # before other connections have theirs
+
+
+class Hung(Exception):
+    """The other side is gone."""
+
+
+class Link:
+    """Subclasses say where a body goes (`body_for`), what a frame means (`heard`) and what to send next (`more`)."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.events = EVENT_READ  # what its selector waits for
+        self.closing = False  # everything to be said has been
+        self._out = Cursor()
+        self._head = bytearray(HEADER_BYTES)
+        self._header: Header | None = None
+        self._into = Cursor([memoryview(self._head)])
+
+    def body_for(self, header: Header) -> Iterable[memoryview]:
+        raise NotImplementedError
+
+    def heard(self, header: Header) -> None:
+        raise NotImplementedError
+
+    def more(self) -> None:
+        """Queue what there is to send, if anything."""
+
+    def say(self, buffers: Iterable[memoryview]) -> None:
+        self._out.add(buffers)
+
+    @property
+    def wants_to_send(self) -> bool:
+        return bool(self._out)
+
+    def send(self) -> int:
+        """Returns how many bytes went."""
+        sent = 0
+        while self._has_more() and sent < MOST_BYTES_PER_TURN:
+            try:
+                count = self.sock.sendmsg(self._out.front())
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise Hung(_why(error)) from error
+            self._out.advance(count)
+            sent += count
+        return sent
+
+    def _has_more(self) -> bool:
+        if not self._out:
+            self.more()
+        return bool(self._out)
+
+    def receive(self) -> int:
+        """Returns how many bytes came."""
+        came = 0
+        while came < MOST_BYTES_PER_TURN:
+            try:
+                count = self.sock.recvmsg_into(self._into.front())[0]
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise Hung(_why(error)) from error
+            if not count:
+                raise Hung("closed")
+            came += count
+            self._into.advance(count)
+            if not self._into:
+                self._step()
+        return came
+
+    def _step(self) -> None:
+        """A header, or the body that belongs to it, is complete."""
+        if self._header is None:
+            self._header = decode_header(self._head)
+            body = list(self.body_for(self._header))
+            if sum(map(len, body)) != self._header.length:
+                raise BadFrame(f"{self._header.kind.name} with {self._header.length} bytes")
+            if body:
+                self._into = Cursor(body)
+                return
+        header, self._header = self._header, None
+        self._into = Cursor([memoryview(self._head)])
+        self.heard(header)
+
+
+def _why(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, "error").lower()

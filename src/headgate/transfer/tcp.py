@@ -1,0 +1,328 @@
+"""KV over TCP: one thread per engine, sockets that never wait, bytes straight from and to the memory of the cache.
+
+The thread owns all sockets. The engine's loop hands it commands through a queue and wakes it through a socket; what is on
+offer lies in a table that both may touch. A connection that misbehaves is closed, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from headgate.errors import RequestError
+from headgate.protocol.message import TransferCounts
+from headgate.protocol.plan import Fetch
+from headgate.protocol.request import Ticket
+from headgate.transfer.fetching import Client, Dropped
+from headgate.transfer.frames import BadFrame
+from headgate.transfer.link import Hung, Link
+from headgate.transfer.serving import Offer, Server
+from headgate.transfer.transport import BlockMemory, Event, Fetched, Post
+
+log = logging.getLogger(__name__)
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+TICK_S = 0.05
+STRANGER_S = 5.0  # how long somebody may be connected without having shown a lease
+MOST_CONNECTIONS = 4096
+BUFFER_BYTES = 2 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+
+def parse_address(text: str) -> Address:
+    """`HOST:PORT` with an IP address that others can reach; ValueError says what is wrong."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    ip = ipaddress.ip_address(host.strip("[]"))  # no names: looking one up would wait
+    return Address(str(ip), int(port))
+
+
+class TcpTransport:
+    def __init__(
+        self,
+        memory: BlockMemory,
+        listen: Address,
+        *,
+        peers: tuple[Network, ...],
+        lease_s: float,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory, self._peers, self._lease_s, self._wait_s, self._clock = memory, peers, lease_s, wait_s, clock
+        self._listener = _listen(listen)
+        self.address = str(Address(listen.host, self._listener.getsockname()[1]))
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._offers: dict[int, Offer] = {}
+        self._offers_lock = threading.Lock()
+        self._servers: set[Server] = set()
+        self._clients: dict[int, Client | None] = {}  # by sequence; None: lost before it was asked to fetch
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._post: Post = lambda _: None
+        self._next_tick_s = 0.0
+        self._received = self._sent = 0
+        self._seconds = 0.0
+        self._failures: Counter[str] = Counter()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="headgate-transfer", daemon=True)
+
+    # -- called by the engine's loop ---------------------------------------------
+
+    def start(self, post: Post) -> None:
+        self._post = post
+        for sock in (self._waker, self._woken, self._listener):
+            sock.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread.start()
+
+    def attach(self, id: int, ticket: Ticket) -> None:
+        self._do(lambda: self._attach(id, ticket))
+
+    def fetch(self, fetch: Fetch) -> None:
+        self._do(lambda: self._fetch(fetch))
+
+    def leave(self, id: int) -> None:
+        self._do(lambda: self._leave(id))
+
+    def offer(self, lease: int, generation: int, version: int, blocks: tuple[int, ...]) -> None:
+        with self._offers_lock:
+            self._offers[lease] = Offer(lease, generation, version, blocks)
+
+    def fill(self, lease: int, blocks: int) -> None:
+        self._offers[lease].filled = blocks
+        self._wake()
+
+    def withdraw(self, lease: int) -> None:
+        with self._offers_lock:
+            self._offers.pop(lease).withdrawn = True
+        self._wake()
+
+    def counts(self) -> TransferCounts:
+        return TransferCounts(self._received, self._sent, self._seconds, dict(self._failures))
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+        for sock in (self._waker, self._woken, self._listener):
+            sock.close()
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        # A full socket has woken the thread already; a closed one has nobody to wake.
+        with suppress(BlockingIOError, OSError):
+            self._waker.send(b".")
+
+    # -- the thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._turn()
+        finally:
+            self._hear_commands()
+            for id in list(self._clients):
+                self._leave(id)
+            for server in list(self._servers):
+                self._hang_up(server)
+            self._selector.close()
+
+    def _turn(self) -> None:
+        for key, mask in self._selector.select(TICK_S):
+            if key.fileobj is self._woken:
+                self._hear_commands()
+            elif key.fileobj is self._listener:
+                self._accept()
+            elif key.data.sock.fileno() >= 0:  # not closed by what came before it in this turn
+                self._guard(key.data, mask)
+        if (now_s := self._clock()) >= self._next_tick_s:
+            self._next_tick_s = now_s + TICK_S
+            self._tick(now_s)
+
+    def _hear_commands(self) -> None:
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+        with suppress(Empty):
+            while True:
+                self._commands.get_nowait()()
+        for server in list(self._servers):
+            if server.offer is not None:
+                self._guard(server, selectors.EVENT_WRITE)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("a transfer connection cannot be taken: %s", error)
+            time.sleep(TICK_S)  # no descriptors left, most likely; it would be offered again at once
+            return
+        if len(self._servers) >= MOST_CONNECTIONS:
+            sock.close()
+            return
+        _tune(sock)
+        server = Server(sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock)
+        self._servers.add(server)
+        self._selector.register(sock, server.events, server)
+
+    def _tell(self, event: Event) -> None:
+        self._post(event)
+
+    def _tick(self, now_s: float) -> None:
+        for client in list(self._clients.values()):
+            if client is not None:
+                self._guard(client, 0, now_s)
+        for server in list(self._servers):
+            if (server.offer is None or server.closing) and now_s - server.since_s >= STRANGER_S:
+                self._hang_up(server)
+
+    def _guard(self, link: Link, mask: int, tick_s: float | None = None) -> None:
+        """Let a connection get on; whatever goes wrong is its own end and nobody else's."""
+        try:
+            self._get_on(link, mask, tick_s)
+        except (Hung, Dropped) as error:
+            self._lose(link, str(error))
+        except (BadFrame, msgspec.DecodeError) as error:
+            log.warning("a transfer connection is closed: %s", error)
+            self._lose(link, "corrupt")
+        except Exception:
+            log.exception("a transfer connection is closed after a mistake of ours")
+            self._lose(link, "internal")
+
+    def _get_on(self, link: Link, mask: int, tick_s: float | None) -> None:
+        if isinstance(link, Client):
+            if tick_s is not None:
+                link.tick(tick_s)
+            if not link.connected:
+                if not mask & selectors.EVENT_WRITE:
+                    return
+                link.connect()
+        if mask & selectors.EVENT_READ and (came := link.receive()):
+            self._received += came
+            if isinstance(link, Client):
+                link.heard_s = self._clock()
+        self._sent += link.send()
+        if isinstance(link, Client) and link.fetched:
+            self._end(link, ok=True)
+        else:
+            if link.closing and not link.wants_to_send:
+                with suppress(OSError):
+                    link.sock.shutdown(socket.SHUT_WR)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_send else 0)
+            if events != link.events:
+                self._selector.modify(link.sock, events, link)
+                link.events = events
+
+    def _lose(self, link: Link, why: str) -> None:
+        if isinstance(link, Server):
+            self._hang_up(link)
+        elif isinstance(link, Client):
+            self._failures[why] += 1
+            log.info("KV for sequence %d is lost: %s", link.id, why)
+            self._end(link, ok=False)
+
+    def _hang_up(self, server: Server) -> None:
+        self._servers.discard(server)
+        self._close(server)
+        server.hang_up()
+
+    def _close(self, link: Link) -> None:
+        with suppress(KeyError):
+            self._selector.unregister(link.sock)
+        link.sock.close()
+
+    # -- fetching -----------------------------------------------------------------
+
+    def _attach(self, id: int, ticket: Ticket) -> None:
+        self._clients[id] = None
+        try:
+            sock = self._connect(ticket)
+        except (OSError, ValueError) as error:
+            self._failures["unreachable"] += 1
+            log.info("KV for sequence %d is lost: %s", id, error)
+            return
+        client = self._clients[id] = Client(sock, id, ticket, self._memory, self._wait_s, self._clock)
+        self._selector.register(sock, client.events, client)
+
+    def _connect(self, ticket: Ticket) -> socket.socket:
+        address = parse_address(ticket.engine)
+        ip = ipaddress.ip_address(address.host)
+        if not any(ip in network for network in self._peers):
+            raise ValueError(f"{ip} is not among the engines that we may fetch from (kv_peers)")
+        sock = socket.socket(address.family)
+        try:
+            _tune(sock)
+            sock.setblocking(False)
+            with suppress(BlockingIOError):
+                sock.connect((address.host, address.port))
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def _fetch(self, fetch: Fetch) -> None:
+        client = self._clients.get(fetch.id)
+        if client is None:
+            self._clients.pop(fetch.id, None)
+            self._post(Fetched(fetch.id, ok=False))
+            return
+        client.begin(fetch)
+        self._guard(client, 0)
+
+    def _leave(self, id: int) -> None:
+        if (client := self._clients.get(id)) is not None:
+            self._end(client, ok=False)
+        self._clients.pop(id, None)
+
+    def _end(self, client: Client, *, ok: bool) -> None:
+        """The connection is over; if there was a fetch, its end is told, once."""
+        self._close(client)
+        if client.fetch is None:
+            self._clients[client.id] = None  # so that a fetch that comes yet fails at once
+            return
+        del self._clients[client.id]
+        self._seconds += self._clock() - client.began_s
+        self._post(Fetched(client.id, ok))
+
+
+def _listen(address: Address) -> socket.socket:
+    try:
+        return socket.create_server((address.host, address.port), family=address.family, backlog=256)
+    except OSError as error:
+        raise RequestError(f"KV cannot be served at {address}: {error.strerror}; choose another kv_listen") from error
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)

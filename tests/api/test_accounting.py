@@ -1,0 +1,144 @@
+"""What the records say was made is what the engines say they made, to the token (sentence 53)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headgate.testing.tiny import tiny_model
+from tests.api.clients import Heard, asking, begun, get, post, stream, streaming, until
+from tests.api.live import LiveServer, live_server
+
+LONG = 2000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Two engines with so few blocks that three long answers do not fit into one of them."""
+    model = tiny_model(tmp_path_factory.mktemp("accounting") / "tiny", max_position_embeddings=4096)
+    with live_server(model, device="cpu", kv_blocks=150, block_size=16, max_running=4, count=2) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def adds_up(server: LiveServer) -> Iterator[None]:
+    """After every test, all records of the server so far together are all that its engines have told."""
+    yield
+    ledger = server.api.ledger
+    asyncio.run(until(lambda: not ledger.live and not ledger.unsettled))
+    statuses = [server.status(index) for index in range(2)]
+    assert [(status.running, status.waiting) for status in statuses] == [(0, 0)] * 2
+    told = sum(status.output_tokens for status in statuses)
+    assert told and sum(usage.engine_tokens for usage in ledger._history.values()) == told
+    assert ledger.metrics.tokens["engine"] == told
+
+
+async def record(server: LiveServer, id: str) -> Any:
+    return (await get(server.url, f"/v1/requests/{id}")).body["usage"]
+
+
+def test_53_what_was_made_after_a_stop_string_is_in_the_record_and_not_in_the_answer(server: LiveServer):
+    async def overshoot(stop: str, id: str) -> int:
+        body = asking(1000, prompt="a tale", stop=stop, request_id=id)
+        async with streaming(server.url, [body]) as (heard,):
+            await begun([heard])
+            # An API that is busy with something else: the engine runs ahead of it.
+            server.loop.call_soon_threadsafe(time.sleep, 0.1)
+        assert heard.end == ("stop", "stop_string")
+        (choice,) = (await record(server, id))["choices"]
+        assert choice["output_tokens"] == len(heard.tokens) <= choice["engine_tokens"] <= 1000
+        return choice["engine_tokens"] - choice["output_tokens"]
+
+    async def main() -> None:
+        async with streaming(server.url, [asking(1000, prompt="a tale")]) as (whole,):
+            pass
+        stop = next(whole.text[i : i + 2] for i in range(60, 900) if whole.text.index(whole.text[i : i + 2]) == i)
+        for i in range(20):
+            if await overshoot(stop, f"stop-{i}"):
+                return
+        raise AssertionError("no engine was ahead of us even once")
+
+    asyncio.run(main())
+
+
+def test_53_each_of_several_choices_has_its_own(server: LiveServer):
+    async def main() -> None:
+        body = asking(30, n=3, seed=3, temperature=1, request_id="three")
+        async with streaming(server.url, [body]):
+            pass
+        assert [c["engine_tokens"] for c in (await record(server, "three"))["choices"]] == [30, 30, 30]
+
+    asyncio.run(main())
+
+
+def test_53_tokens_that_a_request_came_with_were_not_made_here(server: LiveServer):
+    async def main() -> None:
+        async with streaming(server.url, [asking(20, prompt="go on")]) as (whole,):
+            pass
+        body = asking(20, prompt="go on", generated_token_ids=whole.tokens[:12], request_id="resumed")
+        async with streaming(server.url, [body]) as (rest,):
+            pass
+        (choice,) = (await record(server, "resumed"))["choices"]
+        assert rest.tokens == whole.tokens[12:]
+        assert (choice["output_tokens"], choice["engine_tokens"]) == (20, 8)
+
+    asyncio.run(main())
+
+
+def test_53_what_nobody_heard_any_more_is_recorded_when_the_engine_has_said_it(server: LiveServer):
+    async def main() -> None:
+        for i in range(10):
+            heard = Heard()
+            client = asyncio.create_task(stream(server.url, asking(LONG, n=2, request_id=f"gone-{i}"), heard))
+            await begun([heard])
+            client.cancel()
+            await asyncio.wait([client])
+            await until(lambda: not server.api.ledger.live and not server.api.ledger.unsettled)
+            usage = await record(server, f"gone-{i}")
+            assert (usage["finish_reason"], usage["cause"]) == ("abort", "client_disconnect")
+            for choice in usage["choices"]:
+                assert choice["output_tokens"] <= choice["engine_tokens"] <= LONG
+
+    asyncio.run(main())
+
+
+def test_53_preempted_aborted_paused_and_overdue_requests_add_up_too(server: LiveServer):
+    async def preempted(bodies: list[dict[str, Any]]) -> set[str]:
+        """Ends of requests of which one is preempted, one aborted while all are frozen, and the others by a pause."""
+        before = sum(server.status(index).preemptions for index in range(2))
+        async with streaming(server.url, bodies) as heard:
+            await until(lambda: sum(server.status(index).preemptions for index in range(2)) > before)
+            await post(server.url, "/v1/pause", {"mode": "freeze"})
+            held = (await get(server.url, "/v1/requests")).body["data"]
+            await post(server.url, "/v1/abort_requests", {"req_ids": [held[0]["request_id"] if held else "nobody"]})
+            await post(server.url, "/v1/pause", {"mode": "abort"})
+            await post(server.url, "/v1/resume")
+        for body, each in zip(bodies, heard, strict=True):
+            (choice,) = (await record(server, body["request_id"]))["choices"]
+            assert choice["engine_tokens"] == choice["output_tokens"] == len(each.tokens)
+        return {each.end[1] for each in heard}
+
+    async def main() -> None:
+        seen: set[str] = set()
+        for i in range(10):  # on a busy machine the engines may be done before we look
+            bodies = [asking(1500, prompt=f"{i} {j}", request_id=f"long-{i}-{j}") for j in range(6)]
+            seen |= await preempted([*bodies, asking(1500, prompt="late", deadline_ms=1, request_id=f"late-{i}")])
+            if seen >= {"api_abort", "pause", "deadline"}:
+                return
+        raise AssertionError(f"only {seen} in ten attempts")
+
+    asyncio.run(main())
+
+
+def test_53_a_probe_is_accounted_for_like_anyone(server: LiveServer):
+    async def main() -> None:
+        before = server.api.ledger.metrics.tokens["engine"]
+        assert (await get(server.url, "/health_generate")).status == 200
+        await until(lambda: not server.api.ledger.live and not server.api.ledger.unsettled)
+        assert server.api.ledger.metrics.tokens["engine"] == before + 1
+
+    asyncio.run(main())

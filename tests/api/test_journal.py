@@ -1,0 +1,572 @@
+"""The journal, byte for byte, on an engine that says what a test wants; see docs/decisions/0006-the-journal.md.
+
+Sentence 36: an answer that another server goes on with equals the one that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.api import journal
+from headgate.engine.client import Chunk
+from headgate.errors import EngineDead, RequestError, Unavailable
+from headgate.protocol.output import Cause, Ended, FinishReason, Timings
+from headgate.protocol.plan import Logprobs
+from headgate.protocol.request import GenerateRequest
+from headgate.testing.tiny import tiny_model
+from headgate.text.tokenizer import load_tokenizer
+from tests.api.scripted import Client, ScriptedEngines, scripted_app
+from tests.journal import blocks, resume_of, shown, unveiled
+
+CHAT, COMPLETIONS, GENERATE, TOKENS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/generate",
+    "/inference/v1/generate",
+)
+CREATED = 1234567890
+HEADERS = {"X-Headgate-Journal": str(CREATED), "X-Request-Id": "moved"}
+EOS = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("journal") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def no_coalescing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "WHOLE_EVERY_S", 0.0)
+
+
+@dataclass
+class Engine:
+    """Says `text`, or goes on with it, and ends as told; weights change after `change` tokens."""
+
+    text: str
+    reason: FinishReason = "length"
+    cause: Cause = "max_tokens"
+    size: int = 1
+    change: int = 10**6
+    extra: list[int] = field(default_factory=list)  # ids after those of the text
+    error: Exception | None = None  # instead of an end
+
+    def ids(self, model: Path) -> list[int]:
+        tokenizer = load_tokenizer(model)
+        assert tokenizer is not None
+        return [*tokenizer.encode(self.text), *self.extra]
+
+    def script(self, model: Path) -> Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]:
+        ids = self.ids(model)
+
+        async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+            at, sampling = len(request.generated), request.sampling
+            if sampling.prompt_logprobs is not None:
+                yield Chunk(prompt_logprobs=[Logprobs(-1.0, (), ())] * (len(request.prompt) - 1))
+            while True:
+                await asyncio.sleep(0)
+                said = range(at, min(at + self.size, len(ids)))
+                at = said.stop
+                chunk = Chunk([ids[i] for i in said], [int(i >= self.change) for i in said])
+                if sampling.logprobs is not None:
+                    chunk.logprobs = [Logprobs(-i - 0.5, (), ()) for i in said]
+                if at >= len(ids):
+                    if self.error is not None:
+                        raise self.error
+                    tokens = len(request.prompt), 0, at
+                    chunk.ended = Ended(0, self.reason, self.cause, *tokens, Timings(0, 0, 0, 0))
+                    yield chunk
+                    return
+                yield chunk
+
+        return script
+
+
+def ask(
+    model: Path, engine: Engine, path: str, body: dict[str, Any], headers: dict[str, str] = HEADERS, **settings: Any
+) -> Client:
+    client, _ = ask_and_look(model, engine, path, body, headers, **settings)
+    return client
+
+
+def ask_and_look(
+    model: Path, engine: Engine, path: str, body: dict[str, Any], headers: dict[str, str] = HEADERS, **settings: Any
+) -> tuple[Client, ScriptedEngines]:
+    engines = ScriptedEngines(engine.script(model))
+
+    async def main() -> Client:
+        client = Client(scripted_app(model, engines, **settings), path, body, headers)
+        await asyncio.wait_for(client.call(), 10)
+        return client
+
+    return asyncio.run(main()), engines
+
+
+def journalled(model: Path, engine: Engine, path: str, body: dict[str, Any]) -> bytes:
+    client = ask(model, engine, path, body)
+    assert client.status == 200, client.body
+    assert client.headers["x-headgate-journal"] == "1"
+    assert client.headers["content-type"].startswith("text/event-stream")
+    return client.body
+
+
+TALK = "Grüße 😀 und 漢字, dann ENDE und mehr"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALLS = (
+    'Let me see. <tool_call>\n{"name": "look", "arguments": {"at": "the sky"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "look", "arguments": {"at": ["the", "sea"]}}\n</tool_call>'
+)
+USAGE = {"stream_options": {"include_usage": True}}
+CHATTING = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETING = {"prompt": "ab"}
+
+# What is asked, and what the engine says. Some of it goes with streams alone.
+FEATURES: dict[str, tuple[str, dict[str, Any], Engine]] = {
+    "chat": (CHAT, CHATTING | USAGE, Engine(TALK)),
+    "chat in chunks": (CHAT, CHATTING, Engine(TALK, size=3)),
+    "a first character in parts": (CHAT, CHATTING, Engine("😀 hi")),
+    "a broken character": (CHAT, CHATTING, Engine("ab", extra=[172, 173])),
+    "stop strings": (CHAT, CHATTING | USAGE | {"stop": ["ENDE", "漢字x"]}, Engine(TALK)),
+    "stop strings, kept": (
+        CHAT,
+        CHATTING | USAGE | {"stop": ["ENDE"], "include_stop_str_in_output": True},
+        Engine(TALK),
+    ),
+    "tools": (CHAT, CHATTING | {"tools": [TOOL]}, Engine(CALLS, "stop", "eos", extra=[EOS])),
+    "tools and ids": (
+        CHAT,
+        CHATTING | {"tools": [TOOL], "return_token_ids": True, "return_weight_versions": True},
+        Engine(CALLS, "stop", "eos", extra=[EOS], change=30),
+    ),
+    "everything that can be returned": (
+        COMPLETIONS,
+        COMPLETING | USAGE | {"return_token_ids": True, "return_weight_versions": True},
+        Engine(TALK, change=10),
+    ),
+    "versions within a chunk": (
+        COMPLETIONS,
+        COMPLETING | {"return_weight_versions": True},
+        Engine(TALK, size=4, change=6),
+    ),
+    "echo": (COMPLETIONS, COMPLETING | {"echo": True}, Engine(TALK)),
+    "a stop token": (
+        COMPLETIONS,
+        COMPLETING | {"stop_token_ids": [65]},
+        Engine("hello", "stop", "stop_token", extra=[65]),
+    ),
+    "ids given before": (
+        COMPLETIONS,
+        COMPLETING | {"generated_token_ids": [71, 114, 127], "delivered_chars": 1, "return_token_ids": True},
+        Engine(TALK),
+    ),
+    "a strict client": (COMPLETIONS, COMPLETING | USAGE, Engine(TALK, "abort", "deadline")),
+}
+STREAMED: dict[str, tuple[str, dict[str, Any], Engine]] = {
+    "chat logprobs": (CHAT, CHATTING | {"logprobs": True, "stop": ["漢字x"]}, Engine(TALK)),
+    "logprobs": (COMPLETIONS, COMPLETING | {"logprobs": 0, "stop": ["漢字x"]}, Engine(TALK)),
+    "echo and logprobs": (COMPLETIONS, COMPLETING | {"logprobs": 0, "echo": True}, Engine(TALK)),
+    "tokens": (TOKENS, {"token_ids": [70, 71], "sampling_params": {"logprobs": 0}}, Engine(TALK)),
+}
+CASES = [
+    *((name, stream) for name in FEATURES for stream in (True, False)),
+    *((name, True) for name in STREAMED),
+]
+
+
+@pytest.mark.parametrize(("name", "stream"), CASES)
+def test_36_an_answer_cut_at_any_block_and_carried_on_elsewhere_is_the_same_to_the_byte(
+    model: Path, name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if name == "a strict client":
+        monkeypatch.setitem(HEADERS, "X-OpenAI-Strict", "true")
+    path, body, engine = (FEATURES | STREAMED)[name]
+    body = body | {"stream": stream}
+    whole = journalled(model, engine, path, body)
+    told = blocks(whole)
+    assert b"".join(told) == whole and len(told) > 3
+    for k in range(len(told)):
+        resume = resume_of(told[:k], stream=stream)
+        rest = journalled(model, engine, path, body | {"resume": resume})
+        assert shown(b"".join(told[:k]) + rest) == shown(whole), f"cut before block {k}: {told[k]!r}"
+        # And cut again: what both journals say together is as good as one.
+        again = [*told[:k], *blocks(rest)[:2]][: len(told) - 1]
+        last = journalled(model, engine, path, body | {"resume": resume_of(again, stream=stream)})
+        assert shown(b"".join(again) + last) == shown(whole), f"cut before block {k} and two later"
+
+
+def same_but_time(body: bytes) -> bytes:
+    return re.sub(rb'"(created|e2e_latency)":[\d.e-]+', b"", body)
+
+
+@pytest.mark.parametrize(("name", "stream"), CASES)
+def test_a_journal_changes_nothing_that_a_client_sees(model: Path, name: str, stream: bool):
+    path, body, engine = (FEATURES | STREAMED)[name]
+    body = body | {"stream": stream}
+    seen = shown(journalled(model, engine, path, body))
+    plain = ask(model, engine, path, body, {"X-Request-Id": "moved"})
+    assert "x-headgate-journal" not in plain.headers and b"\n:" not in plain.body
+    assert same_but_time(seen) == same_but_time(plain.body if stream else b"data: " + plain.body + b"\n\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_time_of_the_answer_is_the_one_in_the_header(model: Path, stream: bool):
+    body = journalled(model, Engine("hi"), CHAT, CHATTING | {"stream": stream})
+    times = [json.loads(line[6:])["created"] for line in body.split(b"\n") if line.startswith(b"data: {")]
+    assert set(times) == {CREATED}
+
+
+def test_the_lines_of_a_journal(model: Path):
+    """As documented: tokens, versions and characters of a block; several lines where the weights changed."""
+    body = journalled(
+        model, Engine("hé!", size=2, change=1), COMPLETIONS, COMPLETING | {"stream": True, "stop": ["!?"]}
+    )
+    lines = [line for line in body.split(b"\n") if line.startswith(b":")]
+    assert lines == [
+        b":j 0 0 1 71",
+        b":j 0 1 1 127",
+        b":j 0 1 3 102,0",
+        b":f 0 length max_tokens 2 0 4",
+    ]
+    assert b"\n:f 0 length max_tokens 2 0 4\ndata: {" in body
+
+
+def test_tokens_whose_text_is_held_back_are_told_at_once(model: Path):
+    told = blocks(journalled(model, Engine("ab<!", size=1), CHAT, CHATTING | {"stream": True, "stop": ["<!-"]}))
+    assert told[2] == b":j 0 0 2 27\n\n"  # "<" may begin a stop string: an id, and no more characters than before
+
+
+# -- ends that nobody wished for ---------------------------------------------------------------------------------------
+
+VEILED: list[tuple[FinishReason, Cause]] = [
+    *(("abort", cause) for cause in ("pause", "shutdown", "preempted", "transfer_failed", "engine_lost")),
+    ("pd_reschedule", "preempted"),
+]
+KINDS = [
+    (CHAT, CHATTING | USAGE | {"stream": True}),
+    (CHAT, CHATTING),
+    (COMPLETIONS, COMPLETING | USAGE | {"stream": True, "stop": ["."], "return_token_ids": True}),
+    (COMPLETIONS, COMPLETING),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), KINDS)
+@pytest.mark.parametrize(("reason", "cause"), VEILED)
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_end_that_nobody_wished_for_is_veiled_and_without_the_veil_it_is_what_it_would_have_been(
+    model: Path, path: str, body: dict[str, Any], reason: FinishReason, cause: Cause, strict: bool
+):
+    engine = Engine(TALK[:9], reason, cause, size=2)
+    strictly = {"X-OpenAI-Strict": "true"} if strict else {}
+    told = ask(model, engine, path, body, HEADERS | strictly).body
+    assert b"finish_reason" not in b"".join(
+        line for line in told.split(b"\n") if line.startswith(b"data:") and b'"finish_reason":null' not in line
+    )
+    assert b"[DONE]" not in shown(told) and b"\n:f" not in told and told.endswith(b":m \n\n")
+    plain = ask(model, engine, path, body, {"X-Request-Id": "moved"} | strictly).body
+    expected = plain if body.get("stream") else b"data: " + plain + b"\n\n"
+    assert same_but_time(shown(told) + unveiled(told)) == same_but_time(expected)
+
+
+@pytest.mark.parametrize(("path", "body"), KINDS)
+def test_an_answer_that_was_veiled_goes_on_elsewhere_as_if_it_had_not_been(
+    model: Path, path: str, body: dict[str, Any]
+):
+    whole = journalled(model, Engine(TALK), path, body)
+    for length in range(1, len(TALK)):
+        cut = journalled(model, Engine(TALK[:length], "abort", "pause"), path, body)
+        resume = resume_of(blocks(cut), stream=bool(body.get("stream")))
+        rest = journalled(model, Engine(TALK), path, body | {"resume": resume})
+        assert shown(cut + rest) == shown(whole)
+
+
+def texts(body: bytes) -> dict[int, str]:
+    said: dict[int, str] = {}
+    for line in body.split(b"\n"):
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                said[choice["index"]] = said.get(choice["index"], "") + choice["text"]
+    return said
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_choice_that_ends_veiled_leaves_the_others_as_they_are_and_veils_the_closing(model: Path, stream: bool):
+    ends = Engine("abc", "abort", "pause").script(model), Engine("defghi").script(model)
+    body = COMPLETING | {"n": 2, "seed": 0, "stream": stream}
+    body |= USAGE if stream else {}
+
+    async def main() -> Client:
+        engines = ScriptedEngines(lambda request: ends[request.sampling.seed or 0](request))
+        client = Client(scripted_app(model, engines), COMPLETIONS, body, HEADERS)
+        await asyncio.wait_for(client.call(), 10)
+        return client
+
+    told = asyncio.run(main()).body
+    assert b":f 1 length max_tokens " in told and b":f 0 " not in told
+    closing = blocks(told)[-1]
+    assert shown(closing) == b"" and (b"[DONE]" in unveiled(closing)) == stream
+    assert texts(shown(told) + unveiled(told)) == {0: "abc", 1: "defghi"}
+    # Only the first choice is run again, here as another engine would.
+    resume = resume_of(blocks(told), stream=stream)
+    assert [choice["finish"] is not None for choice in resume["choices"]] == [False, True]
+    client, engines = ask_and_look(model, Engine("abcxyz"), COMPLETIONS, body | {"resume": resume})
+    assert len(engines.streams) == 1
+    assert texts(shown(told + client.body)) == {0: "abcxyz", 1: "defghi"}
+    usage = re.findall(rb'"completion_tokens":(\d+)', shown(client.body))
+    assert usage == [b"12"]
+
+
+@pytest.mark.parametrize("cause", ["api_abort", "deadline", "client_disconnect", "grammar"])
+def test_an_end_that_somebody_wished_for_is_not_veiled(model: Path, cause: Cause):
+    told = journalled(model, Engine("hi", "abort", cause), CHAT, CHATTING | {"stream": True})
+    assert b":m " not in told and f":f 0 abort {cause} ".encode() in told and b"[DONE]" in told
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(EngineDead("killed"), 503), (Unavailable("paused", code="paused"), 503), (RequestError("no"), 400)],
+)
+def test_a_failure_after_the_start_is_veiled_if_another_server_may_do_better(
+    model: Path, stream: bool, error: Exception, status: int
+):
+    told = ask(model, Engine("hello", error=error), CHAT, CHATTING | {"stream": stream}).body
+    last = blocks(told)[-1]
+    assert last.startswith(b":e %d\n" % status)
+    seen = unveiled(last) if status == 503 else shown(last)
+    assert json.loads(seen.removeprefix(b"data: "))["error"]["code"]
+    assert (b'"error"' in shown(told)) == (status != 503)
+    assert resume_of(blocks(told), stream=stream)["choices"][0]["token_ids"] == Engine("hell").ids(model)
+
+
+def test_tokens_that_wait_to_be_told_together_are_told_before_a_failure(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(journal, "WHOLE_EVERY_S", 3600.0)
+    told = blocks(ask(model, Engine("hello", error=EngineDead("killed")), CHAT, CHATTING).body)
+    assert [b":m " in block for block in told] == [False, False, True]
+    assert resume_of(told[:2], stream=False)["choices"][0]["token_ids"] == Engine("hell").ids(model)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_lost_before_the_first_token_is_a_503_with_a_journal_too(model: Path, stream: bool):
+    client = ask(model, Engine("", error=EngineDead("killed")), CHAT, CHATTING | {"stream": stream})
+    assert client.status == 503 and json.loads(client.body)["error"]["code"] == "engine_lost"
+    assert "x-headgate-journal" not in client.headers
+
+
+def test_a_silent_engine_is_covered_by_comments_also_when_the_answer_is_told_whole(model: Path):
+    """Sentence 51."""
+
+    async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        await asyncio.sleep(0.2)
+        yield Chunk([70], [0], ended=Ended(0, "length", "max_tokens", 1, 0, 1, Timings(0, 0, 0, 0)))
+
+    async def main() -> Client:
+        app = scripted_app(model, ScriptedEngines(script), keep_alive_s=0.03)
+        client = Client(app, CHAT, CHATTING, HEADERS)
+        await asyncio.wait_for(client.call(), 10)
+        return client
+
+    assert asyncio.run(main()).body.count(b": keep-alive\n\n") >= 3
+
+
+def test_tokens_of_a_whole_answer_are_told_together_and_not_one_by_one(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(journal, "WHOLE_EVERY_S", 3600.0)
+    first, rest, answer = blocks(journalled(model, Engine("hello"), CHAT, CHATTING))
+    assert first.count(b":j ") == 1 and answer.startswith(b"data: {")
+    assert rest.count(b":j ") == 4 and b":f " in rest  # the end is not kept waiting
+
+
+# -- ends that were there already --------------------------------------------------------------------------------------
+
+
+def going_on(**choice: Any) -> dict[str, Any]:
+    said = {"index": 0, "versions": [[0, len(choice.get("token_ids", ()))]]} | choice
+    return {"resume": {"choices": [said]}, "stream": True, **USAGE}
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "chars", "rest", "cause"),
+    [
+        ({"stop": ["b"]}, "ab", 1, "", "stop_string"),
+        ({"stop": ["b"]}, "ab", 0, "a", "stop_string"),
+        ({"stop": ["b"], "include_stop_str_in_output": True}, "ab", 2, "", "stop_string"),
+        ({"stop": ["b"], "include_stop_str_in_output": True}, "ab", 1, "b", "stop_string"),
+        ({"stop_token_ids": [65]}, "ab", 1, "", "stop_token"),
+        ({"stop_token_ids": [65], "include_stop_str_in_output": True}, "ab", 1, "b", "stop_token"),
+        ({}, "ab<eos>", 1, "b", "eos"),
+    ],
+)
+def test_ids_that_end_an_answer_end_it_at_once_and_no_engine_is_asked(
+    model: Path, body: dict[str, Any], said: str, chars: int, rest: str, cause: str
+):
+    ids = Engine(said.removesuffix("<eos>"), extra=[EOS] if said.endswith("<eos>") else []).ids(model)
+    asked = COMPLETING | body | going_on(token_ids=ids, delivered_chars=chars)
+    client, engines = ask_and_look(model, Engine("never"), COMPLETIONS, asked)
+    first, usage = [json.loads(line[6:]) for line in client.body.split(b"\n") if line.startswith(b"data: {")]
+    (choice,) = first["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["cause"]) == (rest, "stop", cause)
+    assert usage["usage"]["completion_tokens"] == len(ids)
+    assert engines.streams == []
+
+
+@pytest.mark.parametrize("fields", [{"min_tokens": 2}, {"ignore_eos": True}])
+def test_a_stop_token_that_does_not_end_the_answer_is_no_end(model: Path, fields: dict[str, Any]):
+    asked = COMPLETING | fields | going_on(token_ids=[70, EOS], delivered_chars=1)
+    _, engines = ask_and_look(model, Engine("more!"), COMPLETIONS, asked)
+    assert len(engines.streams) == 1
+
+
+def test_an_answer_whose_choices_have_all_ended_is_closed_and_no_engine_is_asked(model: Path):
+    asked = COMPLETING | going_on(token_ids=[70], delivered_chars=1, finish=["length", "max_tokens", 2, 1, 1])
+    client, engines = ask_and_look(model, Engine("never"), COMPLETIONS, asked)
+    usage, done = shown(client.body).split(b"\n\n")[:-1]
+    assert client.status == 200 and client.headers["x-headgate-journal"] == "1" and done == b"data: [DONE]"
+    assert json.loads(usage[6:])["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+    assert engines.streams == []
+
+
+def test_53_the_record_of_a_resumed_answer_tells_of_all_its_choices(model: Path):
+    app = scripted_app(model, ScriptedEngines(Engine("abc").script(model)))
+    ended = {"index": 0, "token_ids": [70], "versions": [[0, 1]], "finish": ["stop", "eos", 2, 1, 1]}
+    stopped = {"index": 1, "token_ids": [71, 72], "versions": [[0, 2]]}
+    body = COMPLETING | {"n": 3, "stop": ["i"], "resume": {"choices": [ended, stopped]}}
+
+    async def main() -> None:
+        client = Client(app, COMPLETIONS, body, HEADERS)
+        await asyncio.wait_for(client.call(), 10)
+        assert client.status == 200
+
+    asyncio.run(main())
+    usage = app.state.api.ledger.past("moved")
+    told = [(choice.finish_reason, choice.cause, choice.output_tokens) for choice in usage.choices]
+    assert told == [("stop", "eos", 1), ("stop", "stop_string", 2), ("length", "max_tokens", 3)]
+
+
+# -- SGLang's stream repeats itself --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_of_sglangs_goes_on_with_all_that_was_said_before(model: Path, stream: bool):
+    body = {"text": "ab", "sampling_params": {"max_new_tokens": 99}, "stream": stream}
+    whole = journalled(model, Engine(TALK), GENERATE, body)
+    told = blocks(whole)
+    for k in range(len(told)):
+        resume = resume_of(told[:k], stream=stream)
+        rest = journalled(model, Engine(TALK), GENERATE, body | {"resume": resume})
+        assert same_but_time(shown(b"".join(told[:k]) + rest)) == same_but_time(shown(whole))
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+ONE = {"index": 0, "token_ids": [70], "versions": [[0, 1]], "delivered_chars": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"choices": [ONE | {"index": 1}]}, "resume.choices[0].index"),
+        (COMPLETIONS, {"choices": [ONE, ONE]}, "resume.choices[1].index"),
+        (COMPLETIONS, {"choices": [ONE | {"versions": [[0, 2]]}]}, "resume.choices[0].versions"),
+        (COMPLETIONS, {"choices": [ONE | {"delivered_chars": 2}]}, "resume"),
+        (COMPLETIONS, {"choices": [ONE | {"finish": ["abort", "boredom", 1, 1, 1]}]}, "resume.choices[0].finish[1]"),
+        (COMPLETIONS, {"choices": [ONE | {"more": 1}]}, "resume.choices[0].more"),
+        ("/v1/responses", {"choices": [ONE]}, "resume"),
+    ],
+)
+def test_a_resume_that_makes_no_sense_is_refused_by_name(model: Path, path: str, body: dict[str, Any], param: str):
+    asked = {"input": "a"} if path == "/v1/responses" else COMPLETING
+    client = ask(model, Engine("never"), path, asked | {"stream": True, "resume": body})
+    assert client.status == 400, client.body
+    assert json.loads(client.body)["error"]["param"] == param
+
+
+def test_resume_without_a_journal_is_refused_by_name(model: Path):
+    client = ask(model, Engine("never"), CHAT, CHATTING | {"resume": {"choices": []}}, {})
+    assert client.status == 400 and json.loads(client.body)["error"]["param"] == "resume"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, CHATTING | {"logprobs": True}),
+        (COMPLETIONS, COMPLETING | {"logprobs": 1}),
+        (GENERATE, {"text": "ab", "return_logprob": True}),
+        (GENERATE, {"text": "ab", "return_logprob": True, "stream": True}),
+    ],
+)
+def test_what_a_journal_cannot_rebuild_cannot_be_resumed(model: Path, path: str, body: dict[str, Any]):
+    client = ask(model, Engine("never"), path, body | {"resume": {"choices": [ONE]}})
+    assert client.status == 400 and json.loads(client.body)["error"]["param"] == "resume"
+
+
+@pytest.mark.parametrize("value", ["", "now", "-1", "1.5", "٣", "1" * 13])
+def test_a_journal_that_began_at_no_time_is_refused(model: Path, value: str):
+    client = ask(model, Engine("never"), CHAT, CHATTING, {"X-Headgate-Journal": value})
+    assert client.status == 400 and json.loads(client.body)["error"]["param"] == "X-Headgate-Journal"
+
+
+def test_a_stream_of_responses_has_no_journal_and_a_whole_response_has_one(model: Path):
+    stream = ask(model, Engine("hi"), "/v1/responses", {"input": "a", "stream": True})
+    assert stream.status == 200 and "x-headgate-journal" not in stream.headers and b"\n:j" not in stream.body
+    whole = journalled(model, Engine(TALK), "/v1/responses", {"input": "a"})
+    told = blocks(whole)
+    for k in range(len(told)):
+        resume = resume_of(told[:k], stream=False)
+        rest = journalled(model, Engine(TALK), "/v1/responses", {"input": "a", "resume": resume})
+        assert shown(rest) == shown(whole)
+
+
+# -- seeds ---------------------------------------------------------------------------------------------------------------
+
+
+def seeds(model: Path, body: dict[str, Any], headers: dict[str, str]) -> list[int | None]:
+    asked: list[int | None] = []
+    engine = Engine("hi").script(model)
+
+    def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        asked.append(request.sampling.seed)
+        return engine(request)
+
+    async def main() -> None:
+        client = Client(scripted_app(model, ScriptedEngines(script)), CHAT, CHATTING | body, headers)
+        await asyncio.wait_for(client.call(), 10)
+        assert client.status == 200
+
+    asyncio.run(main())
+    return asked
+
+
+def test_with_a_journal_the_seeds_follow_from_the_name_of_the_request(model: Path):
+    first = seeds(model, {"n": 3}, HEADERS)
+    assert first == seeds(model, {"n": 3}, HEADERS) and len(set(first)) == 3
+    assert first != seeds(model, {"n": 3}, HEADERS | {"X-Request-Id": "another"})
+    assert first == seeds(model, {"n": 3, "request_id": "moved"}, {"X-Headgate-Journal": "1"})
+    assert seeds(model, {"seed": 7}, HEADERS) == [7]
+    assert seeds(model, {}, {"X-Request-Id": "moved"}) != seeds(model, {}, {"X-Request-Id": "moved"})
+
+
+def test_49_a_retry_with_the_same_key_gets_the_same_journal_whatever_it_is_called(model: Path):
+    app = scripted_app(model, engines := ScriptedEngines(Engine("hello").script(model)))
+
+    async def main() -> list[bytes]:
+        bodies = []
+        for name in ("one", "two"):
+            headers = {"X-Headgate-Journal": "1", "X-Request-Id": name, "Idempotency-Key": "k"}
+            client = Client(app, CHAT, CHATTING, headers)
+            await asyncio.wait_for(client.call(), 10)
+            assert client.status == 200
+            bodies.append(client.body)
+        plain = Client(app, CHAT, CHATTING, {"Idempotency-Key": "k"})
+        await asyncio.wait_for(plain.call(), 10)
+        assert plain.status == 422  # it did not ask for a journal
+        return bodies
+
+    first, second = asyncio.run(main())
+    assert first == second and len(engines.streams) == 1

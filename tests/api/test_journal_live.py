@@ -1,0 +1,260 @@
+"""Sentences 36 and 56 over two real servers: what one has begun the other goes on with, wherever it was cut.
+
+How tokens gather into events is a matter of timing; what is compared is all that the events of a choice add up to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headgate.api.keys import Keys
+from headgate.testing.tiny import tiny_model
+from tests.api.clients import post, until
+from tests.api.live import LiveServer, live_server
+from tests.api.test_moved import rounded
+from tests.journal import blocks, resume_of, shown, unveiled
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NAMES = count()
+CREATED = 1700000000
+
+Pair = tuple[LiveServer, LiveServer]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("journal") / "tiny", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(live_server(model, device="cpu", kv_blocks=512, block_size=16)) for _ in range(2)
+        )
+        yield first, second
+
+
+def ask(server: LiveServer, path: str, body: dict[str, Any], name: str) -> bytes:
+    """The body of a journalled answer. No request finds another one's prefix, so that usage is always the same."""
+    headers = {"X-Headgate-Journal": str(CREATED), "X-Request-Id": name}
+    response = server.post(path, body | {"cache_salt": str(next(NAMES))}, headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-headgate-journal"] == "1"
+    return response.content
+
+
+def summed(events: bytes) -> dict[str, Any]:
+    """All that the events of an answer say, however they were cut."""
+    told: dict[str, Any] = {"choices": {}, "heads": set(), "done": 0, "usage": [], "errors": []}
+    for line in events.decode().split("\n"):
+        if line == "data: [DONE]":
+            told["done"] += 1
+        elif line:
+            event = json.loads(line.removeprefix("data: "))
+            told["heads"].add(tuple(event.pop(name, None) for name in ("id", "object", "created", "model")))
+            told["usage"] += [event["usage"]] if event.get("usage") else []
+            told["errors"] += [event["error"]] if "error" in event else []
+            for choice in event.get("choices", ()):
+                add_up(told["choices"].setdefault(choice.pop("index"), {}), choice)
+    return rounded(told)
+
+
+def add_up(total: Any, more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        match value:
+            case str() if name in ("text", "content", "arguments"):
+                total[name] = total.get(name, "") + value
+            case dict():
+                add_up(total.setdefault(name, {}), value)
+            case list() if name == "tool_calls":
+                for piece in value:
+                    add_up(total.setdefault(name, {}).setdefault(piece.pop("index"), {}), piece)
+            case list() if name == "weight_versions":
+                total.setdefault(name, []).extend(span["version"] for span in value for _ in range(span["tokens"]))
+            case list():
+                total.setdefault(name, []).extend(value)
+            case None:
+                pass
+            case _:
+                total.setdefault(name, []).append(value)  # once each: a role or an id that is told twice shows
+
+
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 5}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"numbers": NUMBERS},
+            "required": ["numbers"],
+            "additionalProperties": False,
+        },
+    },
+}
+CHATTING = {"messages": [{"role": "user", "content": "naïve 😀 文字"}], "max_tokens": 24, "seed": 7}
+COMPLETING = {"prompt": "go on", "max_tokens": 24, "seed": 3, "ignore_eos": True}
+USAGE = {"stream_options": {"include_usage": True}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "many", "schema": NUMBERS}}
+
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, CHATTING | USAGE),
+    "without a seed": (CHAT, CHATTING | {"seed": None, "temperature": 1.5}),
+    "three choices": (CHAT, CHATTING | USAGE | {"n": 3, "max_tokens": 10, "return_token_ids": True}),
+    "tools": (CHAT, CHATTING | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}),
+    "structured": (CHAT, CHATTING | USAGE | {"response_format": SCHEMA, "max_tokens": 40}),
+    "two prompts": (
+        COMPLETIONS,
+        COMPLETING
+        | USAGE
+        | {"prompt": ["go on", "go away"], "n": 2, "max_tokens": 8, "return_weight_versions": True},
+    ),
+    "penalties": (COMPLETIONS, COMPLETING | {"repetition_penalty": 1.3, "presence_penalty": 0.5}),
+    "stop strings": (COMPLETIONS, COMPLETING | USAGE | {"stop": ["6", "jj", "E"], "max_tokens": 80}),
+    "echo and ids": (COMPLETIONS, COMPLETING | {"echo": True, "return_token_ids": True}),
+    "eos": (COMPLETIONS, COMPLETING | USAGE | {"ignore_eos": False, "logit_bias": {"256": 8}, "max_tokens": 200}),
+}
+SCORED: dict[str, tuple[str, dict[str, Any]]] = {
+    "logprobs": (COMPLETIONS, COMPLETING | {"logprobs": 3, "stop": ["zzz"]}),
+    "echo and logprobs": (COMPLETIONS, COMPLETING | {"echo": True, "logprobs": 1, "max_tokens": 10}),
+    "chat logprobs": (CHAT, CHATTING | {"logprobs": True, "top_logprobs": 2, "n": 2, "max_tokens": 10}),
+}
+
+
+@pytest.mark.parametrize("name", [*FEATURES, *SCORED])
+def test_36_56_a_stream_cut_anywhere_and_carried_on_by_another_server_adds_up_to_the_same(pair: Pair, name: str):
+    path, body = (FEATURES | SCORED)[name]
+    body = body | {"stream": True}
+    whole = ask(pair[0], path, body, name.replace(" ", "-"))
+    told, undisturbed = blocks(whole), summed(shown(whole))
+    assert undisturbed["done"] == 1 and len(undisturbed["heads"]) == 1
+    for k in range(len(told)):
+        resume = {"resume": resume_of(told[:k], stream=True)}
+        rest = ask(pair[1], path, body | resume, name.replace(" ", "-"))
+        assert summed(shown(b"".join(told[:k]) + rest)) == undisturbed, f"cut before block {k}: {told[k]!r}"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_36_56_a_whole_answer_cut_anywhere_and_carried_on_by_another_server_is_the_same(pair: Pair, name: str):
+    path, body = FEATURES[name]
+    streamed = blocks(ask(pair[0], path, body | {"stream": True}, name.replace(" ", "-")))
+    whole = shown(ask(pair[0], path, body, name.replace(" ", "-")))
+    for k in range(len(streamed)):
+        # The journal of a stream has every cut there is; that of a whole answer only some.
+        resume = {"resume": resume_of(streamed[:k], stream=False)}
+        rest = shown(ask(pair[1], path, body | resume, name.replace(" ", "-")))
+        assert rest == whole, f"cut before block {k}: {streamed[k]!r}"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_journal_of_one_server_is_that_of_the_other(pair: Pair, stream: bool):
+    """An oracle for the two above: they compare with the first server's undisturbed run alone."""
+    path, body = FEATURES["without a seed"]
+    first, second = (ask(server, path, body | {"stream": stream}, "same") for server in pair)
+    assert summed(shown(first)) == summed(shown(second))
+    assert resume_of(blocks(first), stream=stream)["choices"][0]["token_ids"]
+
+
+def test_an_answer_that_has_all_its_tokens_ends_at_once(pair: Pair):
+    body = COMPLETING | USAGE | {"stream": True, "max_tokens": 4}
+    resume = {"choices": [{"index": 0, "token_ids": [70, 71, 72, 73], "versions": [[0, 4]], "delivered_chars": 3}]}
+    told = summed(shown(ask(pair[1], COMPLETIONS, body | {"resume": resume}, "full")))
+    choice = told["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["cause"]) == ("j", ["length"], ["max_tokens"])
+    assert told["usage"][0]["completion_tokens"] == 4
+
+
+# -- a pause in the middle -----------------------------------------------------------------------------------------------
+
+
+async def read(server: LiveServer, body: dict[str, Any], headers: dict[str, str], told: bytearray) -> None:
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+        client.stream("POST", COMPLETIONS, json=body, headers=headers) as answer,
+    ):
+        assert answer.status_code == 200
+        async for data in answer.aiter_raw():
+            told += data
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_pause_in_the_middle_is_veiled_and_the_answer_goes_on_elsewhere(pair: Pair, stream: bool):
+    body = COMPLETING | USAGE | {"stream": stream, "max_tokens": 1500, "n": 2, "cache_salt": "paused"}
+    if not stream:
+        del body["stream_options"]
+    plain, told = bytearray(), bytearray()
+
+    async def main() -> None:
+        journalled = {"X-Headgate-Journal": str(CREATED), "X-Request-Id": "paused"}
+        reading = [
+            asyncio.create_task(read(pair[0], body, {"X-Request-Id": "plain"}, plain)),
+            asyncio.create_task(read(pair[0], body, journalled, told)),
+        ]
+        await until(lambda: told.count(b":j 0") > 3 and told.count(b":j 1") > 3)
+        paused = await post(pair[0].url, "/v1/pause", {})
+        assert paused.status == 200 and paused.result["aborted"] == 4
+        await asyncio.wait_for(asyncio.gather(*reading), 20)
+
+    try:
+        asyncio.run(main())
+    finally:
+        pair[0].post("/v1/resume", {})
+    cut = bytes(told)
+    assert b":f " not in cut and b'finish_reason":"' not in shown(cut)
+    ended, unmoved = summed(shown(cut) + unveiled(cut)), summed(bytes(plain) if stream else b"data: " + bytes(plain))
+    for choice in ended["choices"].values():
+        assert (choice["finish_reason"], choice["cause"]) == (["abort"], ["pause"])
+    assert shape(ended) == shape(unmoved)
+    resume = {"resume": resume_of(blocks(cut), stream=stream)}
+    rest = ask(pair[1], COMPLETIONS, body | resume, "paused")
+    undisturbed = ask(pair[1], COMPLETIONS, body, "paused")
+    assert summed(shown(cut + rest)) == summed(shown(undisturbed))
+
+
+def shape(value: Any) -> Any:
+    """What kinds of things were said, and how often."""
+    match value:
+        case dict():
+            return {name: shape(each) for name, each in value.items()}
+        case list() | set():
+            return len(value)
+    return type(value)
+
+
+# -- tenants -------------------------------------------------------------------------------------------------------------
+
+
+def test_11_the_admin_may_ask_on_behalf_of_a_tenant_and_nobody_else_may(model: Path):
+    keys = Keys({"alice": "ka", "bob": "kb"}, admin="root")
+    prompt = "a prompt that is long enough to fill a block or two of the cache" * 2
+    body = {"prompt": prompt, "max_tokens": 2}
+
+    def cached(server: LiveServer, key: str, **headers: str) -> int:
+        asked = server.post(COMPLETIONS, body, headers={"Authorization": f"Bearer {key}"} | headers)
+        assert asked.status_code == 200, asked.text
+        return int(asked.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    for_alice = {"X-Headgate-Tenant": "alice"}
+    with live_server(model, device="cpu", kv_blocks=64, block_size=16, keys=keys) as server, server.http as http:
+        assert cached(server, "root", **for_alice, **{"X-Request-Id": "hers"}) == 0
+        assert cached(server, "ka") > 0
+        assert cached(server, "kb") == cached(server, "root") == 0
+
+        def seen(key: str, **headers: str) -> int:
+            return http.get("/v1/requests/hers", headers={"Authorization": f"Bearer {key}"} | headers).status_code
+
+        assert (seen("ka"), seen("root", **for_alice), seen("root")) == (200, 200, 200)
+        assert (seen("kb"), seen("root", **{"X-Headgate-Tenant": "bob"})) == (404, 404)
+        assert (seen("kb", **for_alice), seen("ka", **for_alice)) == (403, 403)
+        refused = http.post("/v1/pause", headers={"Authorization": "Bearer root"} | for_alice)
+        assert refused.status_code == 403, "a tenant does not control the server, whoever calls for it"

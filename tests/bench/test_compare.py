@@ -1,0 +1,122 @@
+"""Results side by side: ratios to the first, and a picture."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headgate import cli
+from headgate.bench import lifecycle, prefix
+from headgate.bench.client import Sample
+from headgate.bench.compare import read_runs
+from headgate.bench.load import ClosedLoop, Load, Result
+from headgate.bench.report import Spread, save_json
+
+
+def served(path: Path, *, first_token_s: float, elapsed_s: float, failed: int = 0) -> Path:
+    samples = [Sample(i, first_token_s, 0.5, [0.1] * 4, 7, 5, "length", None) for i in range(4)]
+    samples += [Sample(error="timeout", gaps_s=[]) for _ in range(failed)]
+    save_json(Result(Load(url="u", pace=ClosedLoop(1), requests=4), "m", elapsed_s, samples), path)
+    return path
+
+
+def lived(path: Path, *reports: tuple[str, float]) -> Path:
+    made = [
+        lifecycle.Report(url=url, model="m", concurrency=1, rounds=1, abort_ms=Spread(ms, ms, ms, ms, ms))
+        for url, ms in reports
+    ]
+    lifecycle.save_json(made, path)
+    return path
+
+
+def row(out: str, name: str) -> list[str]:
+    (line,) = [line for line in out.splitlines() if line.startswith(name)]
+    return line.removeprefix(name).split()
+
+
+def test_two_loads_are_compared_figure_by_figure(tmp_path, capsys):
+    a = served(tmp_path / "a.json", first_token_s=0.2, elapsed_s=2.0)
+    b = served(tmp_path / "b.json", first_token_s=0.1, elapsed_s=1.0, failed=2)
+    assert cli.main(["bench", "compare", str(a), str(b)], {}) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["a", "b", "ratio"]
+    assert row(out, "tokens/s output") == ["10.00", "20.00", "2.00"]
+    assert row(out, "first token, ms p99") == ["200.00", "100.00", "0.50"]
+    assert row(out, "between tokens, ms p50") == ["100.00", "100.00", "1.00"]
+    assert row(out, "requests failed") == ["0.00", "2.00", "-"]
+
+
+def test_servers_in_one_lifecycle_file_are_compared_with_each_other(tmp_path, capsys):
+    file = lived(tmp_path / "l.json", ("http://one", 4.0), ("http://two", 8.0))
+    assert cli.main(["bench", "compare", str(file), "--plot", str(tmp_path / "l.png")], {}) == 0
+    assert row(capsys.readouterr().out, "abort, ms p50") == ["4.00", "8.00", "2.00"]
+    assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_third_file_is_measured_against_the_first(tmp_path, capsys):
+    files = [served(tmp_path / f"{i}.json", first_token_s=0.1 * i, elapsed_s=1.0) for i in (1, 2, 3)]
+    assert cli.main(["bench", "compare", *map(str, files), "--plot", str(tmp_path / "p.png")], {}) == 0
+    assert row(capsys.readouterr().out, "first token, ms p50") == ["100.00", "200.00", "2.00", "300.00", "3.00"]
+    assert (tmp_path / "p.png").stat().st_size > 5000
+
+
+def test_prefix_results_are_compared_too(tmp_path):
+    reading = prefix.Reading(Spread(1, 1, 1, 1, 1), 10, 0.9)
+    for name in ("a", "b"):
+        prefix.save_json(prefix.Report("u", "m", 1, 8, reading, reading), tmp_path / f"{name}.json")
+    runs = read_runs([tmp_path / "a.json", tmp_path / "b.json"])
+    assert [run.figures["warm prompt", "cached share"] for run in runs] == [0.9, 0.9]
+
+
+def test_files_of_the_same_name_are_told_apart_by_their_folders(tmp_path, capsys):
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        served(tmp_path / folder / "r.json", first_token_s=0.1, elapsed_s=1.0)
+    cli.main(["bench", "compare", str(tmp_path / "x/r.json"), str(tmp_path / "y/r.json")], {})
+    assert capsys.readouterr().out.split()[:2] == [str(tmp_path / "x/r"), str(tmp_path / "y/r")]
+
+
+def test_what_cannot_be_compared_is_one_sentence(tmp_path, capsys):
+    load = served(tmp_path / "a.json", first_token_s=0.1, elapsed_s=1.0)
+    life = lived(tmp_path / "l.json", ("u", 1.0))
+    (tmp_path / "other.json").write_text('{"x": 1}')
+    for files, about in (
+        ([load, life], "compare like with like"),
+        ([load], "only one result"),
+        ([load, tmp_path / "other.json"], "is no result of"),
+        ([load, tmp_path / "none.json"], "cannot be read"),
+    ):
+        assert cli.main(["bench", "compare", *map(str, files)], {}) == cli.WRONG_USE
+        errors = capsys.readouterr().err
+        assert about in errors and errors.count("\n") == 1
+
+
+def test_an_old_result_without_newer_fields_still_reads(tmp_path):
+    path = served(tmp_path / "a.json", first_token_s=0.1, elapsed_s=1.0)
+    old = msgspec.json.decode(path.read_bytes())
+    del old["summary"]["dataset"], old["summary"]["cached_share"]
+    for sample in old["samples"]:
+        del sample["cached_tokens"]
+    path.write_bytes(msgspec.json.encode(old))
+    assert len(read_runs([path, path])) == 2
+
+
+def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "serve", "--json", str(tmp_path / "none" / "a.json")], {})
+    assert end.value.code == cli.WRONG_USE and "there is no folder" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_heard_enough_is_no_error(tmp_path):
+    file = served(tmp_path / "a.json", first_token_s=0.1, elapsed_s=1.0)
+    program = shlex.join([sys.executable, "-m", "headgate.cli", "bench", "compare", str(file), str(file)])
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = ["bash", "-c", f"{program} | true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=buffered)
+    assert done.stderr == ""

@@ -1,0 +1,168 @@
+"""The feed: one look for all who watch, none when nobody does, and to each what is theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pytest
+
+from headgate.dashboard.feed import Feed, TooManyWatchers
+from headgate.dashboard.frame import Bounds, Card, Glance, Shown, Viewer
+from headgate.dashboard.meter import Counts
+
+ADMIN = Viewer("admin", admin=True)
+
+
+class Steady:
+    """Makes ten tokens between two looks."""
+
+    kind, version = "server", "0"
+    bounds = Bounds((0.1, 1.0), (0.01,))
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.over = False
+        self.live = [("", "nobody's"), ("blue", "b1"), ("red", "r1"), ("blue", "b2")]
+
+    async def look(self) -> Glance:
+        self.looks += 1
+        await asyncio.sleep(0)
+        made = Counts(tokens=10 * self.looks, first_token=(self.looks, 0, 0))
+        card = Card(id="0", name="engine 0", detail="", state="running", running=3, waiting=1)
+        return Glance(model="m", state="running", cards=[card], sources={"0/": made}, over=self.over)
+
+    def requests(self, viewer: Viewer, most: int) -> tuple[list[Shown], int]:
+        mine = [Shown(id, tenant, "chat", "decode", 1.0, 5, "0") for tenant, id in self.live if viewer.sees(tenant)]
+        return mine[:most], len(mine)
+
+
+async def take(feed: Feed, viewer: Viewer, number: int) -> list[dict[str, Any]]:
+    taken: list[dict[str, Any]] = []
+    async with aclosing(feed.events(viewer)) as events:
+        async for event in events:
+            assert event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n") == 2
+            taken.append(msgspec.json.decode(event[6:]))
+            if len(taken) == number:
+                return taken
+    return taken
+
+
+def test_rates_come_with_the_second_look():
+    first, second = asyncio.run(take(Feed(Steady(), interval_s=0.01), ADMIN, 2))
+    assert first["now"] is None and first["history"] == []
+    assert second["history"] is None
+    _, tokens_s, _, running, waiting, p50, p99, *_ = second["now"]
+    assert 10 < tokens_s <= 1000 and second["cards"][0]["tokens_s"] == tokens_s
+    assert (running, waiting) == (3, 1) and p50 == 0.05 and p99 == 0.099
+
+
+def test_all_who_watch_share_one_look():
+    async def main() -> tuple[int, list[list[dict[str, Any]]]]:
+        source = Steady()
+        feed = Feed(source, interval_s=0.02)
+        return source.looks, await asyncio.gather(*(take(feed, ADMIN, 5) for _ in range(8))), source.looks
+
+    before, seen, looks = asyncio.run(main())
+    assert before == 0 and looks <= 7
+    assert len({frames[-1]["now"][0] for frames in seen}) <= 2
+
+
+def test_nobody_looks_when_nobody_watches():
+    async def main() -> tuple[int, int]:
+        source = Steady()
+        feed = Feed(source, interval_s=0.01)
+        await take(feed, ADMIN, 2)
+        before = source.looks
+        await asyncio.sleep(0.1)
+        return before, source.looks
+
+    before, after = asyncio.run(main())
+    assert before == after
+
+
+def test_who_comes_later_gets_the_history():
+    async def main() -> dict[str, Any]:
+        feed = Feed(Steady(), interval_s=0.01)
+        await take(feed, ADMIN, 5)
+        return (await take(feed, ADMIN, 1))[0]
+
+    assert len(asyncio.run(main())["history"]) >= 4
+
+
+def test_who_comes_while_another_waits_gets_what_there_is_at_once():
+    async def main() -> None:
+        feed = Feed(Steady(), interval_s=5)
+        await take(feed, ADMIN, 1)
+        waiting = asyncio.ensure_future(take(feed, ADMIN, 2))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(1):
+            await take(feed, ADMIN, 1)
+        waiting.cancel()
+
+    asyncio.run(main())
+
+
+def test_who_comes_back_is_not_shown_what_was_long_ago():
+    async def main() -> int:
+        source = Steady()
+        feed = Feed(source, interval_s=0.01)
+        await take(feed, ADMIN, 1)
+        await asyncio.sleep(0.1)
+        await take(feed, ADMIN, 1)
+        return source.looks
+
+    assert asyncio.run(main()) == 2
+
+
+def test_a_watcher_that_leaves_while_it_looks_leaves_the_look_to_another():
+    async def main() -> list[dict[str, Any]]:
+        feed = Feed(Steady(), interval_s=0.05)
+        await take(feed, ADMIN, 1)
+        leaving = asyncio.ensure_future(take(feed, ADMIN, 9))
+        staying = asyncio.ensure_future(take(feed, ADMIN, 3))
+        await asyncio.sleep(0.02)
+        leaving.cancel()
+        async with asyncio.timeout(5):
+            return await staying
+
+    assert len(asyncio.run(main())) == 3
+
+
+def test_11_a_tenant_sees_its_own_requests_and_who_has_no_key_sees_none():
+    async def main() -> list[dict[str, Any]]:
+        feed = Feed(Steady(), interval_s=0.01)
+        viewers = ADMIN, Viewer("blue", admin=False), Viewer("", admin=False), Viewer("", admin=True)
+        return [(await take(feed, viewer, 1))[0] for viewer in viewers]
+
+    admin, blue, stranger, alone = asyncio.run(main())
+    assert [request[0] for request in admin["requests"]] == ["nobody's", "b1", "r1", "b2"]
+    assert [request[0] for request in blue["requests"]] == ["b1", "b2"] and blue["total"] == 2
+    assert stranger["requests"] == [] and stranger["total"] == 0 and stranger["sees_requests"] is False
+    assert len(alone["requests"]) == 4 and alone["sees_requests"] is True
+
+
+def test_no_more_than_so_many_may_watch_and_a_place_is_given_back():
+    feed = Feed(Steady(), most_watchers=2)
+    with feed.watching():
+        with feed.watching(), pytest.raises(TooManyWatchers, match="close a dashboard"), feed.watching():
+            pass
+        with feed.watching():
+            pass
+
+
+def test_the_stream_ends_when_there_is_nothing_more_to_see():
+    source = Steady()
+    source.over = True
+    assert len(asyncio.run(take(Feed(source, interval_s=0.01), ADMIN, 5))) == 1
+
+
+def test_a_frame_of_a_busy_server_has_a_few_kilobytes():
+    source = Steady()
+    source.live = [("blue", f"req-{number:024x}") for number in range(5000)]
+    feed = Feed(source, interval_s=0.01)
+    frame = asyncio.run(take(feed, ADMIN, 2))[1]
+    assert frame["total"] == 5000 and len(frame["requests"]) == 50
+    assert len(msgspec.json.encode(frame)) < 5000

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headgate.testing.tiny import tiny_model
+from tests.api.live import LiveServer, live_server
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same tiny model with three sets of weights."""
+    folder = tmp_path_factory.mktemp("routed")
+    return [tiny_model(folder / f"seed{seed}", seed=seed, max_position_embeddings=32768) for seed in range(3)]
+
+
+@pytest.fixture(scope="session")
+def servers(weights: list[Path]) -> Iterator[list[LiveServer]]:
+    """Two real servers for all tests of routers; tests leave them running and idle."""
+    options = {"device": "cpu", "kv_blocks": 4096, "max_running": 8}
+    with live_server(weights[0], **options) as one, live_server(weights[0], **options) as two:
+        yield [one, two]

@@ -1,0 +1,565 @@
+"""A scripted worker in this process: it speaks the journal like a Headgate server, and breaks as a test wants.
+
+Its tokens are a pure function of prompt, seed, choice and position, so whoever goes on with an answer must say the same;
+what it is asked to go on with is checked against that. `Mock(plain=True)` is somebody else's server: no journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal
+
+import httptools
+
+MODEL = "mock"
+WORDS = (
+    "a",
+    "bc ",
+    "",
+    "é",
+    "漢字",
+    "😀",
+    "data: ",
+    '"}\n\n',
+    ":m x",
+    "\n:j 0 0 0 7\n",
+    "e\u0301",
+    " the",
+    "",
+    "ß",
+    "0",
+    "\\u00",
+)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+FaultKind = Literal[
+    "none",
+    "close",  # at once, without a word
+    "reset",  # the same, with RST
+    "mute",  # never a word
+    "after_head",
+    "cut",  # after `at` blocks, and `part` of the next one
+    "cut_reset",
+    "early_end",  # the answer ends as if it were whole
+    "bad_http",
+    "bad_chunk",
+    "bad_sse",  # an event that never ends
+    "long_length",  # promised more than there is
+    "short_length",
+    "status",
+    "veiled",  # for its own reasons: `cause`
+    "slow",
+    "late_close",  # a whole answer, and the connection closes after it
+    "stall",  # after `at` blocks, silence
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: FaultKind = "none"
+    at: int = 0
+    part: float = 0.0
+    status: int = 500
+    cause: str = "pause"
+
+
+FINE = Fault()
+
+
+@dataclass
+class Asked:
+    """A request as it came to the worker."""
+
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: dict[str, Any]
+    fault: Fault = FINE
+    left: bool = False  # before the answer was told
+    done: bool = False
+
+    def header(self, name: str) -> str | None:
+        found = [value.decode("latin-1") for key, value in self.headers if key.lower() == name.encode()]
+        return found[0] if found else None
+
+    @property
+    def id(self) -> str:
+        return self.header("x-request-id") or ""
+
+
+# ------------------------------------------------------------------------------------------------------ what it says
+
+
+def number(*key: object) -> int:
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=4).digest())
+
+
+def prompt_of(body: dict[str, Any]) -> str:
+    return json.dumps(body.get("messages") or body.get("prompt"))
+
+
+def tokens_of(body: dict[str, Any], choice: int) -> list[int]:
+    """The whole answer of one choice."""
+    key = prompt_of(body), body.get("seed"), choice
+    return [number(*key, position) % 50_000 for position in range(body.get("max_tokens", 8))]
+
+
+def words(tokens: list[int]) -> str:
+    return "".join(WORDS[token % len(WORDS)] for token in tokens)
+
+
+def text_of(body: dict[str, Any], choice: int = 0) -> str:
+    return words(tokens_of(body, choice))
+
+
+def holds(token: int) -> bool:
+    """Whether its text comes only with the next token's, as that of half a stop string would."""
+    return token % 7 == 3
+
+
+@dataclass
+class Saying:
+    """One choice while it is told."""
+
+    index: int
+    tokens: list[int]
+    at: int = 0  # tokens told
+    chars: int = 0  # of their text, told
+    held: str = ""  # text that is still to be told
+    finished: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.at >= len(self.tokens)
+
+    def step(self, size: int) -> tuple[list[int], str]:
+        said = self.tokens[self.at : self.at + size]
+        self.at += len(said)
+        self.held += words(said)
+        if not self.over and holds(self.tokens[self.at - 1]):
+            return said, ""
+        new, self.held = self.held, ""
+        self.chars += len(new)
+        return said, new
+
+
+class Answer:
+    """What a request is told, block by block."""
+
+    def __init__(self, asked: Asked, mistakes: list[str], rng: random.Random) -> None:
+        self.asked, self.body = asked, asked.body
+        self.chat = asked.path == CHAT
+        self.stream = bool(self.body.get("stream"))
+        self.journal = asked.header("x-headgate-journal")
+        self.created = int(self.journal or 1)
+        self._rng = rng
+        self.choices = [Saying(i, tokens_of(self.body, i)) for i in range(self.body.get("n") or 1)]
+        if "resume" in self.body:
+            self._go_on(mistakes)
+
+    def _go_on(self, mistakes: list[str]) -> None:
+        if self.journal is None:
+            mistakes.append("asked to go on without a journal")
+        for told in self.body["resume"]["choices"]:
+            saying, ids = self.choices[told["index"]], told["token_ids"]
+            if saying.tokens[: len(ids)] != ids:
+                mistakes.append(f"{self.asked.id}: goes on with {ids}, which is not what was said")
+            if sum(count for _, count in told["versions"]) != len(ids):
+                mistakes.append(f"{self.asked.id}: versions do not fit the tokens: {told}")
+            if told["delivered_chars"] > len(words(ids)) or (not self.stream and told["delivered_chars"]):
+                mistakes.append(f"{self.asked.id}: delivered more than there is: {told}")
+            saying.at, saying.chars = len(ids), told["delivered_chars"]
+            saying.held = words(ids)[saying.chars :]
+            saying.finished = told["finish"] is not None
+            if saying.finished and told["finish"] != ["length", "max_tokens", 5, 0, len(saying.tokens)]:
+                mistakes.append(f"{self.asked.id}: finish is {told['finish']}")
+
+    def blocks(self, veiled_at: int = 10**9, cause: str = "") -> Iterator[bytes]:
+        """Without a journal, events alone."""
+        told, pending = 0, [choice for choice in self.choices if not choice.finished]
+        while pending:
+            saying = self._rng.choice(pending)
+            if told >= veiled_at:
+                yield from self._veiled_end(pending, cause)
+                return
+            told += 1
+            yield self._block(saying)
+            if saying.finished:
+                pending.remove(saying)
+        yield self._closing()
+
+    def _block(self, saying: Saying) -> bytes:
+        first = saying.chars == 0
+        said, text = saying.step(self._rng.randint(1, 3))
+        saying.finished = saying.over
+        ids = b",".join(b"%d" % id for id in said)
+        shown = saying.chars if self.stream else 0
+        line = b":j %d 1 %d %b\n" % (saying.index, shown, ids) if ids else b""
+        end = b""
+        if saying.finished:
+            end = b":f %d length max_tokens 5 0 %d\n" % (saying.index, len(saying.tokens))
+        if self.journal is None:
+            line = end = b""
+        if not self.stream:
+            return line + end + b"\n"
+        event = self._event(saying.index, text, first, "length" if saying.finished else None)
+        return line + end + event if event else (line and line + b"\n")
+
+    def _event(self, index: int, text: str, first: bool, finish: str | None) -> bytes:
+        if not text and finish is None:
+            return b""
+        if self.chat:
+            delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text else {})
+            choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish}
+        else:
+            choice = {"index": index, "text": text, "finish_reason": finish}
+        return b"data: %b\n\n" % self._json({"choices": [choice]})
+
+    def _json(self, more: dict[str, Any]) -> bytes:
+        kind = "chat.completion" if self.chat else "text_completion"
+        frame = {"id": self.asked.id, "object": kind, "created": self.created, "model": MODEL}
+        return json.dumps(frame | more).encode()
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        return {"usage": {"prompt_tokens": 5, "completion_tokens": sum(len(c.tokens) for c in self.choices)}}
+
+    def _closing(self) -> bytes:
+        if not self.stream:
+            return b"data: %b\n\n" % self.whole()
+        bound = b":+\n" if self.journal else b""
+        return bound + b"data: %b\n\ndata: [DONE]\n\n" % self._json({"choices": []} | self._usage)
+
+    def whole(self, finish: str = "length") -> bytes:
+        choices = []
+        for saying in self.choices:
+            text = words(saying.tokens)
+            inner = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            choices.append({"index": saying.index, "finish_reason": finish} | inner)
+        return self._json({"choices": choices} | self._usage)
+
+    def _veiled_end(self, pending: list[Saying], cause: str) -> Iterator[bytes]:
+        reason = "pd_reschedule" if cause == "pd_reschedule" else "abort"
+        if self.stream:
+            for saying in pending:
+                yield (b":m " + self._event(saying.index, "", False, reason).replace(b'": "', b'":"')[:-1] + b"\n")
+            yield b":m data: [DONE]\n:m \n\n"
+        else:
+            yield b":m data: " + self.whole(reason).replace(b'": "', b'":"') + b"\n:m \n\n"
+
+
+# --------------------------------------------------------------------------------------------------------- how it says it
+
+
+class Mock:
+    """A worker on a port of its own. `script` says what goes wrong with a request."""
+
+    def __init__(
+        self,
+        script: Callable[[Asked], Fault] | None = None,
+        *,
+        plain: bool = False,
+        seed: int = 0,
+        keep_alive_s: float = 0.1,
+        version: int = 1,
+    ) -> None:
+        self.script = script or (lambda _: FINE)
+        self.plain = plain
+        self.version = version
+        self.state = "running"
+        self.keep_alive_s = keep_alive_s
+        self.asked: list[Asked] = []
+        self.probes: Counter[str] = Counter()
+        self.mistakes: list[str] = []
+        self.connections: set[Connection] = set()
+        self.opened = 0
+        self.deaf = False  # takes connections, and answers nothing, not even probes
+        self.pace_s = 0.0  # between events
+        self.written = 0
+        self.rng = random.Random(seed)
+        self.port = 0
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def live(self) -> list[Asked]:
+        return [asked for asked in self.asked if not (asked.done or asked.left)]
+
+    async def start(self) -> Mock:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=1024)
+        return self
+
+    restart = start
+
+    def kill(self) -> None:
+        """As kill -9 does: the port refuses, and every connection is reset."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for connection in tuple(self.connections):
+            connection.reset()
+
+    async def __aenter__(self) -> Mock:
+        return await self.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.kill()
+        tasks = [c.task for c in self.connections if c.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def loads(self) -> bytes:
+        load = {
+            "num_running_reqs": len(self.connections),
+            "num_waiting_reqs": 0,
+            "num_free_blocks": 100,
+            "num_total_blocks": 100,
+            "max_running_requests": 64,
+            "weight_version": self.version,
+            "state": self.state,
+        }
+        return json.dumps({"loads": [load], "cache_horizon_age_s": None}).encode()
+
+    def models(self) -> bytes:
+        model = {"id": MODEL, "object": "model", "owned_by": "somebody" if self.plain else "headgate"}
+        return json.dumps({"object": "list", "data": [model]}).encode()
+
+
+class Broken(Exception):
+    """The connection was ended on purpose."""
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, mock: Mock) -> None:
+        self._mock = mock
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self.task: asyncio.Task[None] | None = None
+        self._asked: Asked | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._mock.connections.add(self)
+        self._mock.opened += 1
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._mock.connections.discard(self)
+        self._drained.set()
+        if self._asked is not None and not self._asked.done:
+            self._asked.left = True
+        if self.task is not None:
+            self.task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def pause_writing(self) -> None:
+        self._drained.clear()
+
+    def resume_writing(self) -> None:
+        self._drained.set()
+
+    def on_message_begin(self) -> None:
+        self._url, self._headers, self._body = b"", [], b""  # type: bytes, list[tuple[bytes, bytes]], bytes
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        if self._mock.deaf:
+            return
+        path = self._url.decode()
+        if self._parser.get_method() == b"GET":
+            self._probe(path)
+            return
+        asked = self._asked = Asked(path, self._headers, json.loads(self._body))
+        asked.fault = self._mock.script(asked)
+        self._mock.asked.append(asked)
+        self.task = asyncio.get_running_loop().create_task(self._answer(asked))
+
+    def _probe(self, path: str) -> None:
+        self._mock.probes[path] += 1
+        bodies = {"/v1/models": self._mock.models(), "/health": b"{}"}
+        if not self._mock.plain:
+            bodies["/v1/loads"] = self._mock.loads()
+        self._send_json(200 if path in bodies else 404, bodies.get(path, b"{}"))
+
+    def reset(self) -> None:
+        if self._transport is not None:
+            sock = self._transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._transport.abort()
+
+    # -- answers ------------------------------------------------------------------------
+
+    async def _answer(self, asked: Asked) -> None:
+        answer = Answer(asked, self._mock.mistakes, self._mock.rng)
+        if self._mock.plain:
+            answer.journal = None
+        try:
+            await self._begin(asked.fault)
+            if answer.stream or answer.journal:
+                await self._tell(answer, asked.fault)
+            else:
+                await self._tell_whole(answer, asked.fault)
+            asked.done = True
+            if asked.fault.kind == "late_close" and self._transport is not None:
+                self._transport.close()
+        except Broken:
+            pass
+
+    async def _begin(self, fault: Fault) -> None:
+        match fault.kind:
+            case "close":
+                self._break()
+            case "reset":
+                self._break(reset=True)
+            case "mute":
+                await asyncio.Event().wait()
+            case "bad_http":
+                self._write(b"SSH-2.0-OpenSSH_9.9\r\n")
+                self._break()
+            case "status":
+                error = {"error": {"message": "scripted", "type": "x", "param": None, "code": "scripted"}}
+                extra = b"retry-after: 7\r\n" if fault.status in (429, 503) else b""
+                self._send_json(fault.status, json.dumps(error).encode(), extra)
+                if self._asked is not None:
+                    self._asked.done = True
+                raise Broken
+
+    async def _tell(self, answer: Answer, fault: Fault) -> None:
+        journal = b"x-headgate-journal: 1\r\n" if answer.journal else b""
+        self._write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-other: kept\r\nkeep-alive: 5\r\n"
+            b"transfer-encoding: chunked\r\n%b\r\n" % journal
+        )
+        if fault.kind == "after_head":
+            self._break()
+        veiled_at = fault.at if fault.kind == "veiled" and answer.journal else 10**9
+        blocks = (block for block in answer.blocks(veiled_at, fault.cause) if block)
+        at = -1
+        if fault.kind not in ("none", "slow", "late_close", "veiled"):
+            blocks = iter(told := list(blocks))
+            at = min(fault.at, len(told) - 1)  # what is meant for the middle strikes at the end of a short answer
+        for i, block in enumerate(blocks):
+            if i == at:
+                await self._strike(fault, block)
+            await self._pace()
+            await self._chunk(block, fault)
+        self._write(b"0\r\n\r\n")
+
+    async def _strike(self, fault: Fault, block: bytes) -> None:
+        part = block[: int(len(block) * fault.part)]
+        match fault.kind:
+            case "cut" | "cut_reset":
+                if part:
+                    self._write(b"%x\r\n%b\r\n" % (len(part), part))
+                self._break(reset=fault.kind == "cut_reset")
+            case "early_end":
+                self._write(b"0\r\n\r\n")
+                self._asked.done = True  # type: ignore[union-attr]
+                raise Broken
+            case "bad_chunk":
+                self._write(b"zz\r\nnot a chunk\r\n")
+                self._break()
+            case "bad_sse":
+                self._write(b"%x\r\n%b\r\n" % (4000, b"\xff\x00:" + b"x" * 3997))
+                self._break()
+            case "stall":
+                await asyncio.Event().wait()
+
+    async def _tell_whole(self, answer: Answer, fault: Fault) -> None:
+        await self._pace()
+        if fault.kind == "stall":
+            await asyncio.Event().wait()
+        body, extra = answer.whole(), 0
+        if fault.kind in ("cut", "cut_reset", "long_length", "after_head", "bad_chunk", "bad_sse", "early_end"):
+            extra = 10
+        if fault.kind == "short_length":
+            extra = -10
+        self._write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-other: kept\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body) + extra, body)
+        )
+        if extra:
+            self._break(reset=fault.kind == "cut_reset")
+
+    async def _pace(self) -> None:
+        await asyncio.sleep(self._mock.pace_s)
+
+    async def _chunk(self, block: bytes, fault: Fault) -> None:
+        framed = b"%x\r\n%b\r\n" % (len(block), block)
+        if fault.kind == "slow":
+            for i in range(0, len(framed), 7):
+                self._write(framed[i : i + 7])
+                await asyncio.sleep(0.001)
+        else:
+            self._write(framed)
+        await self._drained.wait()
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is None:
+            raise Broken
+        self._mock.written += len(data)
+        self._transport.write(data)
+
+    def _send_json(self, status: int, body: bytes, extra: bytes = b"") -> None:
+        self._write(
+            b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n%b"
+            % (status, len(body), extra, body)
+        )
+
+    def _break(self, reset: bool = False) -> None:
+        if self._asked is not None:
+            self._asked.done = True
+        if self._transport is not None:
+            if reset:
+                self.reset()
+            else:
+                self._transport.close()
+        raise Broken
+
+
+def faults(rng: random.Random, share: float, *, plain: bool = False) -> Callable[[Asked], Fault]:
+    """A script in which that share of requests goes wrong, each in some way."""
+    late = ["after_head", "cut", "cut_reset", "bad_chunk", "bad_sse", "early_end"]
+    early = ["close", "reset", "bad_http", "status", "long_length", "slow", "late_close"]
+    # Nobody can say of somebody else's stream that it ended early: how it ends is their business.
+    kinds = [*early, *early, *late[:-1]] if plain else [*early, *late, *late, "veiled", "veiled"]
+
+    def script(asked: Asked) -> Fault:
+        if rng.random() >= share:
+            return FINE
+        kind: Any = rng.choice(kinds)
+        return Fault(
+            kind,
+            at=rng.randint(0, 8),
+            part=rng.choice((0.0, rng.random(), 0.999)),
+            status=rng.choice((429, 500, 502, 503, 504)),
+            cause=rng.choice(("pause", "shutdown", "pd_reschedule")),
+        )
+
+    return script

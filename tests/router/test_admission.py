@@ -1,0 +1,182 @@
+"""How many requests are in flight, who waits, who is refused (46); and that places come home however a wait ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from headgate.api.errors import QueueFull
+from headgate.router.admission import Admission
+from tests.router.run import run
+
+
+async def waiting(admission: Admission, tenant: str = "") -> asyncio.Task[None]:
+    task = asyncio.create_task(admission.enter(tenant))
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+def test_46_room_is_given_in_the_order_of_arrival():
+    async def main() -> None:
+        admission = Admission(1, 10)
+        await admission.enter("")
+        first, second = await waiting(admission), await waiting(admission)
+        admission.leave("")
+        await first
+        assert not second.done() and admission.in_flight == 1
+        admission.leave("")
+        await second
+        admission.leave("")
+        assert (admission.in_flight, admission.waiting) == (0, 0)
+
+    run(main())
+
+
+def test_46_nobody_overtakes_those_who_wait():
+    async def main() -> None:
+        admission = Admission(1, 10)
+        await admission.enter("")
+        first = await waiting(admission)
+        admission.leave("")  # the place is `first`'s, who has not run yet
+        assert not admission.try_enter("")
+        await first
+        admission.leave("")
+
+    run(main())
+
+
+def test_46_beyond_the_queue_a_request_is_refused_at_once_and_says_what_is_full():
+    async def main() -> None:
+        admission = Admission(2, 1)
+        await admission.enter("")
+        await admission.enter("")
+        task = await waiting(admission)
+        with pytest.raises(QueueFull, match="2 requests are in flight and 1 wait") as refused:
+            await admission.enter("")
+        assert refused.value.status == 429
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert admission.waiting == 0
+
+    run(main())
+
+
+def test_46_room_goes_to_the_tenant_that_has_least_in_flight():
+    async def main() -> None:
+        admission = Admission(3, 10)
+        for _ in range(3):
+            await admission.enter("many")
+        again, few = await waiting(admission, "many"), await waiting(admission, "few")
+        admission.leave("many")
+        await few
+        assert not again.done()
+        admission.leave("few")
+        await again
+        for _ in range(3):
+            admission.leave("many")
+
+    run(main())
+
+
+def test_46_a_full_queue_takes_a_newcomer_in_place_of_one_of_the_tenant_that_waits_most():
+    async def main() -> None:
+        admission = Admission(1, 3)
+        await admission.enter("many")
+        tasks = [await waiting(admission, "many") for _ in range(3)]
+        few = await waiting(admission, "few")
+        with pytest.raises(QueueFull):
+            await tasks[2]  # the newest of them
+        with pytest.raises(QueueFull):
+            await admission.enter("many")
+        admission.leave("many")
+        await tasks[0]  # nobody has anything in flight: who came first is first
+        admission.leave("many")
+        await tasks[1]
+        admission.leave("many")
+        await few
+        admission.leave("few")
+        assert (admission.in_flight, admission.waiting) == (0, 0)
+
+    run(main())
+
+
+def test_46_a_newcomer_in_the_moment_in_which_somebody_leaves_the_queue():
+    """The wait of the one that would have to go has been cancelled, and its task has not run yet."""
+
+    async def main() -> None:
+        admission = Admission(1, 2)
+        await admission.enter("many")
+        tasks = [await waiting(admission, "many") for _ in range(2)]
+        tasks[1].cancel()
+        few = asyncio.create_task(admission.enter("few"))
+        few_first = asyncio.create_task(admission.enter("other"))
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        admission.leave("many")
+        for task in (tasks[0], few, few_first):
+            task.cancel()
+        results = await asyncio.gather(tasks[0], few, few_first, return_exceptions=True)
+        assert not any(isinstance(result, asyncio.InvalidStateError) for result in results)
+
+    run(main())
+
+
+def test_a_wait_that_is_cancelled_as_it_ends_gives_its_place_on():
+    async def main() -> None:
+        admission = Admission(1, 10)
+        await admission.enter("")
+        first, second = await waiting(admission), await waiting(admission)
+        admission.leave("")  # given to `first`
+        first.cancel()  # which leaves in the same turn
+        await asyncio.gather(first, return_exceptions=True)
+        await second
+        assert admission.in_flight == 1
+        admission.leave("")
+        assert (admission.in_flight, admission.waiting) == (0, 0)
+
+    run(main())
+
+
+def test_without_a_limit_nobody_waits():
+    admission = Admission(None, 0)
+    assert all(admission.try_enter("x") for _ in range(1000))
+    assert admission.in_flight == 1000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_46_whatever_happens_the_limit_holds_and_every_place_comes_home(seed: int):
+    rng = random.Random(seed)
+    admission = Admission(3, 5)
+    ended: Counter[str] = Counter()
+
+    async def visit(tenant: str) -> None:
+        try:
+            async with admission.place(tenant):
+                assert admission.in_flight <= 3 and admission.waiting <= 5
+                await asyncio.sleep(rng.choice((0, 0, 0.001)))
+                if rng.random() < 0.2:
+                    raise ValueError
+            ended["well"] += 1
+        except QueueFull:
+            ended["refused"] += 1
+        except ValueError:
+            ended["failed"] += 1
+
+    async def main() -> None:
+        tasks = []
+        for _ in range(200):
+            tasks.append(asyncio.create_task(visit(rng.choice("abc"))))
+            if rng.random() < 0.3:
+                rng.choice(tasks).cancel()
+            if rng.random() < 0.5:
+                await asyncio.sleep(0)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        wrong = [r for r in results if isinstance(r, BaseException) and not isinstance(r, asyncio.CancelledError)]
+        assert wrong == []
+        assert (admission.in_flight, admission.waiting) == (0, 0)
+        assert min(ended["well"], ended["refused"], ended["failed"]) > 0
+
+    run(main())

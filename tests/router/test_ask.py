@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headgate.errors import RequestError
+from headgate.router.ask import Ask, read_ask
+from headgate.router.index import PrefixIndex, path_of
+from headgate.router.worker import Worker
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+HELLO = [{"role": "user", "content": "Hello, {water}!"}]
+
+
+def ask(path: str = CHAT, /, *, session: str | None = None, tenant: str = "", **body: Any) -> Ask:
+    return read_ask(path, json.dumps(body).encode(), session=session, tenant=tenant)
+
+
+def test_it_reads_what_the_router_needs_and_passes_over_the_rest():
+    read = ask(model="m", messages=HELLO, stream=True, request_id="r", n=3, temperature={"not": ["looked", "at"]})
+    assert (read.model, read.stream, read.request_id, read.n, read.chat) == ("m", True, "r", 3, True)
+    assert read.prompt == json.dumps(HELLO).encode()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompt", "chat", "tokens"),
+    [
+        (CHAT, {"messages": HELLO}, json.dumps(HELLO)[:-1], True, 11),
+        (COMPLETIONS, {"prompt": "x" * 400}, '"' + "x" * 400, False, 100),
+        (COMPLETIONS, {"prompt": ["one", "two"]}, '["one", "two"', False, 3),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}, "[1, 2, 3", False, 3),
+        (COMPLETIONS, {"prompt": [[1, 2], [3, 4]]}, "[[1, 2], [3, 4]", False, 4),
+        (GENERATE, {"text": "Hello"}, '"Hello', False, 1),
+        (GENERATE, {"input_ids": [7, 8]}, "[7, 8", False, 2),
+        ("/inference/v1/generate", {"token_ids": [7, 8]}, "[7, 8", False, 2),
+        ("/v1/responses", {"input": HELLO}, json.dumps(HELLO)[:-1], True, 11),
+        (COMPLETIONS, {"prompt": ""}, "", False, 0),
+        (COMPLETIONS, {"prompt": []}, "", False, 0),
+        (COMPLETIONS, {"prompt": None}, "", False, 0),
+        (CHAT, {}, "", False, 0),
+        (CHAT, {"messages": "not a list"}, '"not a list', False, 2),
+        (CHAT, {"messages": 7}, "", False, 0),
+        (CHAT, {"messages": {"a": 1}}, '{"a": 1', False, 1),
+    ],
+)
+def test_40_every_kind_of_prompt_can_be_looked_up(path: str, body: Any, prompt: str, chat: bool, tokens: int):
+    read = ask(path, **body)
+    assert (read.prompt, read.chat, read.tokens) == (prompt.encode(), chat, tokens)
+    index = PrefixIndex()
+    way = path_of(read.root, read.prompt, chat=read.chat)
+    assert not index.match(way).found
+    index.insert(way, worker := Worker("http://w")).end(1.0)
+    assert list(index.match(way).found) == ([worker] if prompt else [])
+
+
+def test_spaces_and_line_breaks_do_not_hide_messages():
+    read = read_ask(CHAT, b'{"messages": [\n    {"role": "user", "content": "x"}\n  ]}')
+    assert read.chat and read.prompt.endswith(b'"x"}\n  ')
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"model": "\xff"}', "not valid JSON"),
+        (b"[" * 100_000, "cannot read this request|not valid JSON"),
+        (b"[1, 2]", r"cannot read this request: Expected `object`, got `array`"),
+        (b'{"model": 5}', r"cannot read this request: .*model"),
+        (b'{"stream": "yes"}', r"cannot read this request: .*stream"),
+        (b'{"n": 1.5}', r"cannot read this request: .*n"),
+    ],
+)
+def test_what_is_not_a_request_is_refused_with_the_reason(body: bytes, sentence: str):
+    with pytest.raises(RequestError, match=sentence) as caught:
+        read_ask(CHAT, body)
+    assert caught.value.status == 400
+
+
+def test_the_session_is_the_headers_or_else_the_bodys():
+    assert ask(session_id="s", user="u").session == b'"s"'
+    assert ask(user="u").session == b'"u"'
+    assert ask(user={"any": "thing"}).session == b'{"any": "thing"}', "a worker ignores it, so we do not refuse it"
+    assert ask(session_id="s", session="header").session == b"header"
+    assert ask().session == b""
+
+
+def test_the_request_id_may_have_sglangs_name():
+    assert ask(GENERATE, rid="r", text="x").request_id == "r"
+    assert ask(GENERATE, rid=["r", "s"], text="x").request_id is None, "several prompts have no one name"
+    assert ask(GENERATE, rid="", text="x").request_id is None
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        ({"logprobs": True}, True),
+        ({"logprobs": 0}, True),
+        ({"return_logprob": True}, True),
+        ({"logprobs": False}, False),
+        ({"logprobs": None}, False),
+        ({}, False),
+    ],
+)
+def test_whether_log_probabilities_are_asked_for(body: dict[str, Any], asked: bool):
+    assert ask(**body).logprobs is asked
+
+
+def test_roots_tell_apart_what_has_nothing_in_common():
+    roots = [
+        ask(messages=HELLO).root,
+        ask(COMPLETIONS, messages=HELLO).root,
+        ask(messages=HELLO, model="other").root,
+        ask(messages=HELLO, tools=[{"name": "f"}]).root,
+        ask(messages=HELLO, instructions="Be kind").root,
+        ask(messages=HELLO, cache_salt="salt").root,
+        ask(messages=HELLO, tenant="tenant").root,
+    ]
+    assert len(set(roots)) == len(roots)
+    assert ask(messages=HELLO, temperature=1, user="u").root == roots[0]

@@ -1,0 +1,500 @@
+"""The control plane of a router: a fleet is stopped, held and updated like one server; who does not follow is named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from headgate.client import Fleet, FleetError
+from headgate.router.abort import Target, _end_here
+from headgate.router.relay import Streamed
+from tests.api.live import LiveServer, eventually
+from tests.api.serving import metric_values, wait_until
+from tests.router.fleets import FakeWorker, LiveRouter, fake_worker, live_router
+
+LONG = {"max_tokens": 30000, "temperature": 0, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 8}
+
+
+@pytest.fixture
+def router(servers: list[LiveServer]) -> Iterator[LiveRouter]:
+    with live_router(*(server.url for server in servers), policy="round_robin") as router:
+        yield router
+        router.post("/v1/resume")
+        Fleet(router.url).abort(everything=True)
+        assert router.router.live == {} and router.router.fleet.double_releases == 0
+        assert all(worker.in_flight == worker.pending_tokens == 0 for worker in router.router.fleet)
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeWorker]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(fake_worker()) for _ in range(3)]
+
+
+def ask_long(fleet: Fleet, threads: ThreadPoolExecutor, *ids: str, **more: object) -> list:
+    asked = [threads.submit(fleet.generate, "hello", request_id=id, **LONG | more) for id in ids]
+    wait_until(lambda: sum(each["output_tokens"] > 5 for each in fleet.requests()) == len(ids))
+    return asked
+
+
+# ------------------------------------------------------------------------------------------------------------- fan-out
+
+
+def test_43_of_eight_workers_two_dead_ones_are_named_within_the_timeout():
+    with ExitStack() as stack:
+        fakes = [stack.enter_context(fake_worker()) for _ in range(8)]
+        urls = [fake.url for fake in fakes]
+        router = stack.enter_context(
+            live_router(*urls, probe_interval_s=60.0, control_timeout_s=0.5, probe_timeout_s=0.5)
+        )
+        for fake in fakes[:2]:
+            fake.hangs = True  # it takes connections and says nothing, as a stopped process does
+        began_s = time.monotonic()
+        told = router.get("/v1/is_paused").json()["result"]["workers"]
+        assert time.monotonic() - began_s < 1.5
+        assert {url for url, outcome in told.items() if "error" in outcome} == set(urls[:2])
+        assert "0.5 s" in told[urls[0]]["error"] and told[urls[2]]["state"] == "running"
+        refused = router.post("/v1/flush_cache")
+        assert refused.status_code == 502 and refused.json()["error"]["code"] == "partial"
+        assert urls[0] in refused.json()["error"]["message"] and "6 of 8" in refused.json()["error"]["message"]
+
+
+def test_43_a_call_does_not_wait_for_a_worker_that_has_gone_down_meanwhile():
+    with ExitStack() as stack:
+        well, dead = (stack.enter_context(fake_worker()) for _ in range(2))
+        router = stack.enter_context(live_router(well.url, dead.url, silence_s=1.0, probe_timeout_s=0.2))
+        dead.hangs = True
+        began_s = time.monotonic()
+        told = router.post("/v1/pause", {"timeout": 60})
+        assert time.monotonic() - began_s < 10
+        assert told.status_code == 202 and "down" in told.json()["result"]["workers"][dead.url]["error"]
+        assert well.state == "paused"
+
+
+def test_29_a_worker_that_will_not_follow_makes_the_call_an_error_that_names_it(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        fakes[1].refuses["/v1/pause"] = 409
+        answer = router.post("/v1/pause", {})
+        assert answer.status_code == 502 and answer.json()["error"]["code"] == "partial"
+        outcomes = answer.json()["result"]["workers"]
+        assert outcomes[fakes[1].url]["error"] == "not I" and outcomes[fakes[1].url]["code"] == "stubborn"
+        assert outcomes[fakes[0].url]["state"] == outcomes[fakes[2].url]["state"] == "paused"
+        for fake in fakes:
+            fake.refuses["/v1/pause"] = 409
+        assert router.post("/v1/pause", {}).json()["error"]["code"] == "stubborn"  # the same from all: passed on
+        assert router.post("/v1/resume").status_code == 200
+
+
+def test_bodies_with_unknown_fields_are_refused_by_name_before_anybody_is_asked(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        for path in ("/v1/pause", "/v1/resume", "/v1/update_weights", "/v1/sleep", "/v1/workers"):
+            refused = router.post(path, {"nonsense": 1})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "nonsense"), path
+        refused = router.post("/v1/abort_requests", {"stop_all": True})
+        assert refused.json()["error"]["param"] == "stop_all"
+        assert router.post("/v1/abort_requests", {"req_ids": []}).status_code == 400
+        assert router.get("/v1/nothing").json()["error"]["code"] == "not_found"
+        assert router.get("/v1/pause").json()["error"]["code"] == "method_not_allowed"
+        assert not any(fake.calls for fake in fakes)
+
+
+# ------------------------------------------------------------------------------------------------- those who come back
+
+
+def test_29_a_worker_that_comes_back_while_the_fleet_is_paused_is_paused(fakes: list[FakeWorker]):
+    late = fakes[2]
+    late.refuses |= {"/v1/loads": 500, "/v1/models": 500}
+    with live_router(*(fake.url for fake in fakes), ready=2) as router:
+        router.do(lambda: router.router.fleet.give_up(router.router.fleet.find(late.url)))
+        paused = router.post("/v1/pause", {"new_requests": "queue"})
+        assert paused.status_code == 202 and paused.json()["status"] == "accepted"
+        assert late.asked("/v1/pause") == []
+        late.refuses.clear()
+        wait_until(lambda: late.state == "paused")
+        assert late.asked("/v1/pause") == [{"mode": "abort", "new_requests": "queue"}]
+        router.wait_for(paused=3)
+        assert router.post("/v1/resume").status_code == 200
+        router.wait_for(ready=3)
+
+
+def test_55_a_worker_that_comes_back_with_older_weights_gets_the_fleets_before_it_gets_traffic(
+    fakes: list[FakeWorker],
+):
+    late = fakes[2]
+    with live_router(*(fake.url for fake in fakes)) as router:
+        router.post("/v1/pause")
+        assert router.post("/v1/update_weights", {"path": "/w", "version": 7}).json()["result"]["weight_version"] == 7
+        router.post("/v1/resume")
+        assert [fake.version for fake in fakes] == [7, 7, 7]
+        late.refuses |= {"/v1/loads": 500, "/v1/update_weights": 503}
+        router.wait_for(down=1)
+        late.version, late.state = 0, "running"
+        late.calls.clear()
+        del late.refuses["/v1/loads"]
+        wait_until(lambda: late.asked("/v1/update_weights"))
+        assert router.states()[late.url] != "ready"  # it could not be given them
+        late.refuses.clear()
+        wait_until(lambda: late.version == 7, 15)
+        router.wait_for(ready=3)
+        assert late.asked("/v1/update_weights")[-1]["path"] == "/w" and late.state == "running"
+
+
+def test_24_a_fleet_that_somebody_else_has_resumed_is_held_no_longer(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        router.post("/v1/pause")
+        assert router.router.holding and router.get("/ready").status_code == 503
+        for fake in fakes:
+            fake.state = "running"
+        wait_until(lambda: not router.router.holding)
+        router.wait_for(ready=3)
+        assert [len(fake.asked("/v1/pause")) for fake in fakes] == [1, 1, 1]
+
+
+# ------------------------------------------------------------------------------------------------------------- updates
+
+
+def test_25_an_update_is_refused_unless_every_worker_is_paused(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        fakes[0].state = fakes[1].state = "paused"
+        refused = router.post("/v1/update_weights", {"path": "/w"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_paused")
+        message = refused.json()["error"]["message"]
+        assert fakes[2].url in message and fakes[0].url not in message
+        assert not any(fake.asked("/v1/update_weights") for fake in fakes)
+
+
+def test_29_an_update_that_some_have_missed_is_given_to_those_alone_when_it_is_asked_again(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        router.post("/v1/pause")
+        fakes[1].refuses["/v1/update_weights"] = 400
+        failed = router.post("/v1/update_weights", {"path": "/w", "version": 3})
+        assert failed.status_code == 502 and fakes[1].url in failed.json()["error"]["message"]
+        fakes[1].refuses.clear()
+        assert router.post("/v1/update_weights", {"path": "/w", "version": 3}).status_code == 200
+        assert [len(fake.asked("/v1/update_weights")) for fake in fakes] == [1, 2, 1]
+        assert [fake.version for fake in fakes] == [3, 3, 3]
+
+
+def test_in_a_trainers_group_every_engine_of_the_fleet_has_a_rank_of_its_own(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        router.post("/v1/pause")
+        group = {"init_method": "tcp://127.0.0.1:1", "world_size": 6}
+        refused = router.post("/v1/update_weights", {"group": group})
+        assert refused.status_code == 400 and "world_size must be 7" in refused.json()["error"]["message"]
+        assert router.post("/v1/update_weights", {"group": group | {"world_size": 7}}).status_code == 200
+        asked = [fake.asked("/v1/update_weights") for fake in fakes]
+        assert [[body["group"]["rank"] for body in bodies] for bodies in asked] == [[1], [3], [5]]
+        meeting = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 7}
+        assert router.post("/init_weight_transfer_engine", {"init_info": meeting}).status_code == 200
+        asked = [fake.asked("/init_weight_transfer_engine")[0]["init_info"] for fake in fakes]
+        assert asked == [meeting | {"rank_offset": rank} for rank in (1, 3, 5)]
+        assert router.post("/init_weights_update_group", meeting | {"world_size": 2}).status_code == 400
+
+
+def test_new_requests_wait_while_an_update_holds_workers_that_run(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
+        fakes[0].slow = "/update_weights_from_distributed"
+        updating = threads.submit(router.post, fakes[0].slow, {})
+        wait_until(lambda: router.router.queueing)
+        fakes[0].over.set()
+        assert updating.result(10).status_code == 200 and not router.router.holding
+        assert router.post("/start_weight_update").status_code == 200 and router.router.queueing
+        assert router.post("/finish_weight_update", {}).status_code == 200 and not router.router.holding
+
+
+def test_29_a_rolling_update_stops_at_the_first_worker_that_fails_and_says_where(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        fakes[1].refuses["/v1/update_weights"] = 400
+        failed = router.post("/v1/update_weights", {"path": "/w", "strategy": "rolling"})
+        assert failed.status_code == 502
+        assert f"stopped at {fakes[1].url}: not I (1 of 3 workers have it)" in failed.json()["error"]["message"]
+        assert [fake.version for fake in fakes] == [1, 0, 0] and not fakes[2].asked("/v1/pause")
+        assert [fake.state for fake in fakes] == ["running"] * 3 and not router.router.fleet.rolling
+        router.wait_for(ready=3)
+        group = {"init_method": "tcp://127.0.0.1:1", "world_size": 4}
+        refused = router.post("/v1/update_weights", {"group": group, "strategy": "rolling"})
+        assert refused.json()["error"]["param"] == "strategy"
+
+
+def test_29_a_rolling_update_through_real_workers_fails_no_request(router: LiveRouter, weights: list[Path]):
+    fleet = Fleet(router.url)
+    before = fleet.state().weight_version
+    with ThreadPoolExecutor(8) as threads:
+        asked = ask_long(fleet, threads, *(f"roll{i}" for i in range(4)), max_tokens=4000)
+        body = {"path": str(weights[1]), "strategy": "rolling", "drain_timeout": 0.2}
+        rolled = router.post("/v1/update_weights", body)
+        assert rolled.status_code == 200, rolled.text
+        samples = [each.result(60) for each in asked]
+    assert {sample.cause for sample in samples} == {"max_tokens"}
+    assert {len(sample.token_ids) for sample in samples} == {4000}
+    assert any(len(set(sample.weight_versions)) > 1 for sample in samples)  # some were moved, and say so
+    assert rolled.json()["result"]["weight_version"] == before + 1
+    assert {outcome["state"] for outcome in rolled.json()["result"]["workers"].values()} == {"running"}
+    assert set(router.states().values()) == {"ready"}
+    assert metric_values(router.get("/metrics").text)["headgate:router_resumes_total"] >= 1
+
+
+# -------------------------------------------------------------------------------------------------------------- aborts
+
+
+def test_2_an_abort_through_the_router_is_truthful_about_every_id(router: LiveRouter, servers: list[LiveServer]):
+    fleet = Fleet(router.url)
+    done = fleet.generate("hello", request_id="done", **SHORT)
+    with ThreadPoolExecutor(8) as threads:
+        asked = ask_long(fleet, threads, "a", "b", "c")
+        direct = threads.submit(Fleet(servers[1].url).generate, "x", request_id="elsewhere", **LONG)
+        wait_until(lambda: len(fleet.requests()) == 4)
+        assert {each["worker"] for each in fleet.requests()} == {server.url for server in servers}
+        told = fleet.abort("a", "b", "done", "nobody", "elsewhere")
+        assert set(told.aborted) == {"a", "b", "elsewhere"} and told.not_found == ["nobody"]
+        assert told.already_finished == ["done"] and told.errors == {}
+        cut = [each.result(10) for each in asked[:2]] + [direct.result(10)]
+        assert [sample.cause for sample in cut] == ["api_abort"] * 3
+        assert [told.aborted[sample.request_id] for sample in cut] == [len(sample.token_ids) for sample in cut]
+        assert fleet.requests()[0]["request_id"] == "c"
+        assert router.get("/v1/requests/c").json()["status"] == "in_flight"
+        assert router.delete("/v1/requests/c").json()["result"]["aborted"][0]["request_id"] == "c"
+        assert asked[2].result(10).cut
+    (choice,) = router.get("/v1/requests/done").json()["usage"]["choices"]
+    assert choice["output_tokens"] == len(done.token_ids)
+    assert router.delete("/v1/requests/nobody").json()["error"]["code"] == "request_not_found"
+
+
+def test_52_tags_and_all_end_what_they_name_wherever_it_runs(router: LiveRouter):
+    fleet = Fleet(router.url)
+    with ThreadPoolExecutor(8) as threads:
+        tagged = ask_long(fleet, threads, "t1", "t2", "t3", tags={"run": "7"})
+        other = threads.submit(fleet.generate, "x", request_id="other", **LONG)
+        wait_until(lambda: len(fleet.requests()) == 4)
+        assert set(fleet.abort(tags={"run": "7"}).aborted) == {"t1", "t2", "t3"}
+        assert all(each.result(10).cut for each in tagged) and not other.done()
+        assert fleet.abort(everything=True, wait=False).accepted == ["other"]
+        assert other.result(10).cause == "api_abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_6_what_waits_in_the_router_is_ended_there_with_a_truthful_answer(servers: list[LiveServer], stream: bool):
+    with live_router(servers[0].url, max_in_flight=1) as router, ThreadPoolExecutor(4) as threads:
+        fleet = Fleet(router.url)
+        (first,) = ask_long(fleet, threads, "first")
+        body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "stream": stream, "request_id": "second"}
+        waiting = threads.submit(router.post, "/v1/chat/completions", body)
+        wait_until(lambda: any(each["phase"] == "queued" for each in fleet.requests()))
+        assert fleet.abort("second").aborted == {"second": 0}
+        answer = waiting.result(10)
+        assert answer.status_code == 200
+        if stream:
+            assert answer.text.count('"finish_reason":"abort","cause":"api_abort"') == 2
+            assert answer.text.endswith("data: [DONE]\n\n")
+        else:
+            choices = answer.json()["choices"]
+            assert [(c["finish_reason"], c["message"]["content"]) for c in choices] == [("abort", "")] * 2
+        fleet.abort("first")
+        assert first.result(10).cut
+
+
+def test_7_an_abort_in_the_moment_of_the_last_word_adds_nothing(router: LiveRouter):
+    """The worker has said all, and the task that tells the client has not had its turn."""
+    with router.client() as http, ThreadPoolExecutor(1) as threads:
+        body = {"prompt": "x", "stream": True, "request_id": "last", **LONG}
+        answer = threads.submit(http.post, "/v1/completions", json=body)
+        wait_until(lambda: "last" in router.router.live and router.router.live["last"].journal.tokens > 3)
+        exchange = router.router.live["last"]
+
+        def race() -> set[str]:
+            exchange.attempt.leave()
+            exchange.attempt._finish(Streamed())
+            return _end_here([Target("last", exchange)])
+
+        assert router.do(race) == set()
+        assert answer.result(10).status_code == 200 and "api_abort" not in answer.result().text
+
+
+def test_a_request_at_somebody_elses_server_is_ended_by_hanging_up(fakes: list[FakeWorker]):
+    foreign = fakes[0]
+    foreign.owner, foreign.slow = "vllm", "/v1/completions"
+    with live_router(foreign.url) as router, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(router.post, "/v1/completions", {"prompt": "x", "request_id": "there"})
+        wait_until(lambda: router.states() and router.router.fleet.find(foreign.url).in_flight)
+        wait_until(lambda: router.router.live["there"].worker is not None)
+        assert Fleet(router.url).requests()[0]["worker"] == foreign.url
+        assert Fleet(router.url).abort("there").aborted == {"there": 0}
+        assert asked.result(10).json()["choices"][0]["finish_reason"] == "abort"
+        assert router.router.fleet.find(foreign.url).in_flight == 0
+        foreign.refuses["/v1/pause"] = 404
+        assert router.post("/v1/pause").status_code == 404  # it has no such call, and there is nobody else
+        router.post("/v1/resume")
+
+
+def test_2_an_id_that_a_silent_worker_may_have_is_not_called_unknown(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes), control_timeout_s=0.3) as router:
+        fakes[0].refuses["/v1/abort_requests"] = 500
+        told = router.post("/v1/abort_requests", {"req_ids": ["x"], "timeout": 0.1})
+        assert told.status_code == 202 and told.json()["result"]["not_found"] == []
+        (trouble,) = told.json()["result"]["errors"]
+        assert trouble["code"] == "unreachable" and fakes[0].url in trouble["message"]
+        fakes[0].refuses.clear()
+        assert router.post("/v1/abort_requests", {"req_ids": ["x"]}).json()["result"]["not_found"] == ["x"]
+
+
+def test_11_a_tenant_sees_and_ends_its_own_requests_only(servers: list[LiveServer]):
+    keys = {"api_keys": {"alice": "ka", "bob": "kb"}, "admin_key": "root"}
+    urls = [server.url for server in servers]
+    with live_router(*urls, **keys) as router, ThreadPoolExecutor(4) as threads:
+        alice, bob, root = (Fleet(router.url, key) for key in ("ka", "kb", "root"))
+        asked = [
+            threads.submit(fleet.generate, "x", request_id=name, **LONG)
+            for fleet, name in ((alice, "of-alice"), (bob, "of-bob"))
+        ]
+        wait_until(lambda: len(root.requests()) == 2)
+        assert [each["request_id"] for each in alice.requests()] == ["of-alice"]
+        assert alice.abort("of-bob").not_found == ["of-bob"]
+        assert router.get("/v1/requests/of-bob", key="ka").status_code == 404
+        assert set(alice.abort(everything=True).aborted) == {"of-alice"}
+        assert asked[0].result(10).cut and not asked[1].done()
+        with pytest.raises(FleetError, match="admin key"):
+            bob.pause()
+        assert router.get("/v1/workers", key="kb").status_code == 403
+        assert router.get("/v1/workers").status_code == 401 and router.get("/health").status_code == 200
+        assert set(root.abort("of-bob").aborted) == {"of-bob"}
+        assert asked[1].result(10).cut
+
+
+# --------------------------------------------------------------------------------------------------------------- pause
+
+
+def test_18_a_fleet_pause_gives_every_client_its_partial_answer_and_refuses_new_ones(router: LiveRouter):
+    fleet = Fleet(router.url)
+    with ThreadPoolExecutor(8) as threads:
+        asked = ask_long(fleet, threads, "p1", "p2", "p3", "p4")
+        paused = fleet.pause()
+        assert paused.is_paused and paused.state == "paused" and paused.aborted == 4 and len(paused.engines) == 2
+        samples = [each.result(10) for each in asked]
+        assert {sample.cause for sample in samples} == {"pause"} and all(sample.token_ids for sample in samples)
+        began_s = time.monotonic()
+        with pytest.raises(FleetError) as refused:
+            fleet.generate("x", **SHORT)
+        assert (refused.value.status, refused.value.code) == (503, "paused") and time.monotonic() - began_s < 2
+        assert router.get("/health").status_code == 200 and router.get("/ready").json()["reason"] == "paused"
+        assert fleet.state().mode == "abort"
+        assert fleet.resume().state == "running"
+        assert fleet.generate(after=samples[0], **LONG | {"max_tokens": len(samples[0].token_ids) + 4}).token_ids
+
+
+def test_19_new_requests_wait_for_the_end_of_a_pause_if_that_is_asked(router: LiveRouter):
+    fleet = Fleet(router.url)
+    with ThreadPoolExecutor(4) as threads:
+        (running,) = ask_long(fleet, threads, "frozen", max_tokens=3000)
+        fleet.pause("freeze", new_requests="queue")
+        waiting = threads.submit(fleet.generate, "x", **SHORT)
+        assert eventually(lambda: len(router.router.live) == 2) and not waiting.done()
+        fleet.resume()
+        assert len(waiting.result(20).token_ids) == 8 and len(running.result(30).token_ids) == 3000
+
+
+def test_24_a_resume_cancels_a_pause_that_still_waits(router: LiveRouter):
+    fleet = Fleet(router.url)
+    with ThreadPoolExecutor(4) as threads:
+        (running,) = ask_long(fleet, threads, "long")
+        pausing = threads.submit(fleet.pause, "drain", timeout_s=30)
+        wait_until(lambda: fleet.state().state == "pausing")
+        assert fleet.resume().state == "running" and pausing.result(10).state == "running"
+        assert not router.router.holding and not running.done()
+        fleet.abort("long")
+        assert running.result(10).cause == "api_abort"
+
+
+def test_a_fleet_without_workers_is_not_held_by_a_pause_that_nobody_heard():
+    with live_router() as router:
+        assert router.post("/v1/pause").json()["error"]["code"] == "no_worker" and not router.router.holding
+        assert router.post("/v1/resume").status_code == 503
+        assert router.post("/v1/abort_requests", {"req_ids": ["x"]}).json()["result"]["not_found"] == ["x"]
+
+
+def test_the_client_for_one_server_works_on_a_fleet(router: LiveRouter, weights: list[Path]):
+    fleet = Fleet(router.url)
+    before = fleet.generate("hello", **SHORT)
+    version = fleet.state().weight_version + 1
+    with pytest.raises(FleetError, match="pause the fleet before"):
+        fleet.update_weights(str(weights[2]))
+    fleet.pause("freeze")
+    with pytest.raises(FleetError) as refused:
+        fleet.update_weights("/nowhere")
+    assert refused.value.status in (400, 404, 502) and "/nowhere" in str(refused.value)
+    assert fleet.update_weights(str(weights[2]), version).weight_version == version
+    assert set(fleet.sleep("kv_cache").asleep) == {"kv_cache"} and fleet.wakeup().asleep == []
+    fleet.resume()
+    after = [fleet.generate("hello", **SHORT) for _ in range(2)]
+    assert after[0].token_ids == after[1].token_ids != before.token_ids
+    assert set(after[0].weight_versions) == {version}
+    assert fleet.flush_cache().state == "running"
+    fleet.wait_idle(5)
+
+
+def test_other_systems_names_speak_for_the_whole_fleet(router: LiveRouter, weights: list[Path]):
+    def states() -> set[str]:
+        return {e["state"] for e in router.get("/v1/is_paused").json()["result"]["engines"]}
+
+    assert router.post("/pause_generation", {"mode": "abort"}).json()["status"] == "ok" and states() == {"paused"}
+    assert router.router.holding and router.router.queueing
+    assert router.post("/continue_generation", {}).status_code == 200 and states() == {"running"}
+    assert router.post("/pause?mode=keep").json() == {"status": "paused"}
+    assert router.get("/is_paused").json() == {"is_paused": True}
+    assert router.post("/resume").json() == {"status": "resumed"} and not router.router.holding
+    updated = router.post("/update_weights_from_disk", {"model_path": str(weights[0])})
+    assert updated.json()["success"] and router.router.fleet.wanted_version == max(
+        worker.version for worker in router.router.fleet
+    )
+    assert router.post("/update_weights_from_disk", {"model_path": "/nowhere"}).status_code == 400
+    assert "flushed" in router.get("/flush_cache").text
+    assert router.post("/sleep").status_code == 200 and router.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert router.post("/wake_up").status_code == 200 and states() == {"running"}
+    assert router.get("/get_world_size").json() == {"world_size": 2}
+    assert router.get("/model_info").json()["model_path"] == "tiny"
+    assert router.post("/abort_request", {"rid": "nobody"}).status_code == 200
+    assert (
+        router.post("/abort_request", {"rid": ""}).status_code == 200 and router.router.counters.aborts_ignored == 1
+    )
+    assert len(Fleet(router.url).generate("x", **SHORT).token_ids) == 8
+
+
+# ------------------------------------------------------------------------------------------------------------- looking
+
+
+def test_what_there_is_to_see(router: LiveRouter, servers: list[LiveServer]):
+    Fleet(router.url).generate("x", **SHORT)
+    assert [model["id"] for model in router.get("/v1/models").json()["data"]] == ["tiny"]
+    assert router.get("/v1/models/tiny").json()["owned_by"] == "headgate"
+    assert router.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    assert {load["worker"] for load in router.get("/v1/loads").json()["loads"]} == {s.url for s in servers}
+    assert router.get("/version").json() == {"version": "0"} and router.get("/live").status_code == 200
+    paths = router.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/pause", "/v1/workers", "/pause_generation"} <= set(paths)
+    values = metric_values(router.get("/metrics").text)
+    documented = (Path(__file__).parents[2] / "docs/router.md").read_text()
+    names = {name.partition("{")[0].removeprefix("headgate:router_") for name in values if ":router_" in name}
+    assert {name for name in names if f"`{name}" not in documented} == {"build_info"}
+    assert values["headgate:router_requests_total"] == 1 and values["headgate:router_requests_in_flight"] == 0
+    state = f'headgate:router_worker_state{{role="mixed",state="ready",worker="{servers[0].url}"}}'
+    assert values[state] == 1 and values["headgate:router_double_releases_total"] == 0
+    assert sum(value for name, value in values.items() if name.startswith("headgate:router_attempts_total")) == 1
+
+
+def test_50_health_is_green_while_a_worker_answers_and_says_which_do_not(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        fakes[0].refuses["/v1/loads"] = 500
+        router.wait_for(down=1)
+        told = router.get("/health")
+        assert told.status_code == 200 and told.json()["status"] == "degraded"
+        assert {w["url"] for w in told.json()["workers"] if w["state"] == "down"} == {fakes[0].url}
+        for fake in fakes:
+            fake.refuses["/v1/loads"] = 500
+        router.wait_for(down=3)
+        assert router.get("/health").status_code == router.get("/ready").status_code == 503
+        assert router.post("/v1/pause").json()["error"]["code"] == "no_worker"

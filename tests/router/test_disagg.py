@@ -1,0 +1,531 @@
+"""One server computes the prompt, another answers, a router puts them together, and everything breaks at every stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+
+from headgate.router.policy import Ring
+from tests.router.pd import (
+    CALL_S,
+    CHAT,
+    COMPLETIONS,
+    THRESHOLD,
+    TICKET,
+    Asked,
+    Call,
+    PdFleet,
+    Server,
+    ask,
+    dumped,
+    pd_fleet,
+    random_requests,
+)
+
+BLOCKS = ("--kv-blocks", 1024)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
+    with pd_fleet(tmp_path_factory.mktemp("pd"), *BLOCKS, decoders=[BLOCKS]) as fleet:
+        yield fleet
+
+
+def unequal(fleet: PdFleet, seed: int, count: int) -> list[int]:
+    """Requests that two servers answer otherwise than one."""
+    asked = random_requests(seed, count)
+    with ThreadPoolExecutor(6) as pool:
+        wanted = list(pool.map(lambda i: fleet.alone(asked[i], f"alone {seed} {i}"), range(count)))
+        got = list(pool.map(lambda i: fleet.ask(asked[i], f"shared {seed}"), range(count)))
+    return [i for i in range(count) if got[i] != wanted[i]]
+
+
+@pytest.mark.timeout(180)
+def test_36_two_servers_answer_like_one(fleet: PdFleet):
+    before, sent = fleet.d.metric("kv_transfers"), fleet.p.metric("kv_transfer_bytes", direction="sent")
+    assert unequal(fleet, 1, 60) == []
+    assert fleet.d.metric("kv_transfers") - before > 20
+    assert fleet.p.metric("kv_transfer_bytes", direction="sent") - sent > 20 * 8 * 32 * 512
+    assert fleet.d.metric("kv_transfers_lost") == 0 and fleet.router.router.counters.prefills_lost == 0
+    fleet.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_36_two_servers_answer_like_one_five_hundred_times(fleet: PdFleet):
+    assert {seed: unequal(fleet, seed, 100) for seed in range(2, 7)} == {seed: [] for seed in range(2, 7)}
+    fleet.assert_home()
+
+
+# ---------------------------------------------------------------------------------------- who computes which prompt
+
+
+def moved(fleet: PdFleet, asked: Asked, salt: str) -> float:
+    """How many prompts came over the network for this one request; its answer is right."""
+    before = fleet.d.metric("kv_transfers")
+    assert fleet.ask(asked, salt) == fleet.alone(asked)
+    return fleet.d.metric("kv_transfers") - before
+
+
+def completion(length: int, **more: Any) -> Asked:
+    return COMPLETIONS, {"prompt": "x" * length, "max_tokens": 4, "ignore_eos": True, "seed": 1} | more
+
+
+def test_a_prompt_below_the_threshold_is_computed_where_it_is_answered(fleet: PdFleet):
+    size = 4 * THRESHOLD
+    assert moved(fleet, completion(size - 8), "short") == 0
+    assert moved(fleet, completion(size + 8), "long") == 1
+
+
+def test_a_prompt_that_its_decoder_knows_is_not_computed_elsewhere(fleet: PdFleet):
+    assert [moved(fleet, completion(2000), "known") for _ in range(3)] == [1, 0, 0]
+    assert moved(fleet, completion(0, prompt="x" * 2000 + "y" * 2000), "known") == 1
+
+
+def test_a_prompt_that_only_the_prefiller_knows_comes_from_there(fleet: PdFleet):
+    fleet.p.post(COMPLETIONS, completion(2000)[1] | {"cache_salt": "theirs"})
+    before = fleet.p.metric("prefix_cache_hits")
+    assert moved(fleet, completion(2000), "theirs") == 1
+    assert fleet.p.metric("prefix_cache_hits") > before
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"echo": True, "logprobs": 1}, {"n": 2}, {"prompt": ["y" * 2000, "z" * 2000]}],
+    ids=["prompt logprobs", "two choices", "two prompts"],
+)
+def test_what_cannot_be_split_is_answered_by_one_server(fleet: PdFleet, more: dict[str, Any]):
+    assert moved(fleet, completion(2000, **more), str(sorted(more))) == 0
+    fleet.assert_home()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x" * 2000, "sampling_params": {"max_new_tokens": 4}}),
+        ("/inference/v1/generate", {"token_ids": [65] * 2000, "sampling_params": {"max_tokens": 4}}),
+        ("/tokenize", {"prompt": "x" * 2000}),
+    ],
+)
+def test_other_dialects_are_answered_by_one_server_without_asking_another(fleet: PdFleet, path: str, body: Any):
+    asked: list[bytes] = []
+    fleet.p.line.to_server = lambda data, _: (asked.append(data), data)[1]
+    try:
+        assert fleet.router.post(path, body).status_code == 200
+    finally:
+        fleet.p.line.heal()
+        fleet.watch_tickets()
+    assert b"export_kv" not in b"".join(asked)
+
+
+def test_responses_are_split_too(fleet: PdFleet):
+    body = {"input": "x" * 2000, "max_output_tokens": 16, "temperature": 0}
+    before = fleet.d.metric("kv_transfers")
+    told = [post("/v1/responses", body) for post in (fleet.router.post, fleet.d.post)]
+    assert told[0].json()["output"][0]["content"] == told[1]["output"][0]["content"]
+    assert fleet.d.metric("kv_transfers") == before + 1
+
+
+# ---------------------------------------------------------------------------------------- whatever breaks, and whenever
+
+TIMES = count()
+LONG, MIDDLE = 9000, 3000  # tokens of a prompt: some seconds of work, and some megabytes of KV
+
+
+def question(length: int, tokens: int, *, stream: bool) -> Asked:
+    prompt = "".join(random.Random(length).choices("abcdefghij ", k=length))
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": 3, "stream": stream}
+    return COMPLETIONS, body | usage
+
+
+@dataclass(frozen=True)
+class Case:
+    fault: str
+    who: str  # P or D; for what happens to the request itself, either
+    stage: str
+    stream: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.fault}-{self.who}-{self.stage}-{'stream' if self.stream else 'whole'}"
+
+    @property
+    def asked(self) -> Asked:
+        length = LONG if self.stage == "prefill" else MIDDLE
+        return question(length, 500 if self.stage in ("first", "decoding") else 60, stream=self.stream)
+
+
+class Trial:
+    """One request, to which something happens at one stage of its life."""
+
+    def __init__(self, fleet: PdFleet, case: Case) -> None:
+        self.fleet, self.case = fleet, case
+        self.id = f"trial-{next(TIMES)}"
+        self.victim = fleet.p if case.who == "P" else fleet.d
+        self.call: Call | None = None
+        self.happened = threading.Event()
+        self._acting: list[threading.Thread] = []
+        self._failed: list[BaseException] = []
+
+    def run(self) -> Call:
+        self._arm()
+        self.call = Call(self.fleet.router.url, self.case.asked, self.id, self.id, self._heard)
+        self.call.wait()
+        for thread in self._acting:
+            thread.join(30)
+        assert not self._failed and self.happened.is_set(), f"{self._failed or 'nothing'} happened"
+        return self.call
+
+    # -- when ---------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        fleet = self.fleet
+        match self.case.stage:
+            case "before":
+                self._act()
+            case "ticket":
+                fleet.watch_tickets(self._act)
+            case "asked":
+                fleet.d.line.to_server = self._when(lambda data, _: TICKET in data)
+            case "prefill":
+                fleet.kv.to_server = self._when(lambda *_: True)
+            case "transfer":
+                fleet.kv.to_client = self._when(lambda data, offset: offset + len(data) > 200_000)
+
+    def _when(self, it_is_time: Callable[[bytes, int], bool]) -> Callable[[bytes, int], bytes]:
+        def hook(data: bytes, offset: int) -> bytes:
+            if not self.happened.is_set() and it_is_time(data, offset):
+                self._act()
+            return data
+
+        return hook
+
+    def _heard(self, events: int) -> None:
+        if events == {"first": 1, "decoding": 20}.get(self.case.stage) and not self.happened.is_set():
+            self._act()
+
+    # -- what ---------------------------------------------------------------------
+
+    def _act(self) -> None:
+        """In another thread, which may take longer than we hold the line: it could be waiting for that."""
+        self.happened.set()
+        thread = threading.Thread(target=self._fault, daemon=True)
+        self._acting.append(thread)
+        thread.start()
+        thread.join(30 if self.case.stage == "before" else 1.0)
+
+    def _fault(self) -> None:
+        try:
+            getattr(self, f"_{self.case.fault}")()
+        except BaseException as error:
+            self._failed.append(error)
+
+    def _kill(self) -> None:
+        self.victim.kill_all()
+
+    def _engine(self) -> None:
+        os.kill(self.victim.engine(), signal.SIGKILL)
+
+    def _stop(self) -> None:
+        self.victim.stop_all()
+
+    def _pause(self) -> None:
+        self.victim.post("/v1/pause", {"mode": "abort", "timeout": 10})
+
+    def _freeze(self) -> None:
+        """And go on after a while; D's clients wait for that, P's do not."""
+        self.victim.post("/v1/pause", {"mode": "freeze", "new_requests": "queue", "timeout": 10})
+        if self.case.who == "D":
+            time.sleep(0.5)
+            self.victim.post("/v1/resume", {})
+
+    def _abort(self) -> None:
+        body = {"req_ids": [self.id], "timeout": 10}
+        result = self.fleet.router.post("/v1/abort_requests", body).json()["result"]
+        assert [each["request_id"] for each in result["aborted"]] == [self.id], result
+
+    def _leave(self) -> None:
+        assert self.call is not None
+        self.call.leave()
+
+    def _cut(self) -> None:
+        self.fleet.kv.sever()
+
+    def _corrupt(self) -> None:
+        """Every later byte of KV is another one."""
+        self.fleet.kv.to_client = lambda data, _: bytes(byte ^ 0x40 for byte in data)
+
+    def _stall(self) -> None:
+        """Nothing passes any more, and nobody hangs up."""
+        self.fleet.kv.to_client = lambda *_: (self.fleet.over.wait(CALL_S), None)[1]
+
+    def _slow(self) -> None:
+        self.fleet.kv.to_client = lambda data, _: (time.sleep(0.005), data)[1]
+
+
+WANTED: dict[tuple[int, str], Any] = {}  # answers of one server alone
+
+
+def wanted(fleet: PdFleet, asked: Asked) -> Any:
+    key = id(fleet), dumped(asked)
+    if key not in WANTED:
+        WANTED[key] = fleet.alone(asked)
+    return WANTED[key]
+
+
+def try_it(fleet: PdFleet, case: Case) -> None:
+    right, lost = wanted(fleet, case.asked), fleet.d.metric("kv_transfers_lost")
+    try:
+        call = Trial(fleet, case).run()
+        if case in FELT:
+            assert fleet.d.metric("kv_transfers_lost") == lost + 1
+        if case.fault == "abort":
+            check_part(call, right, stream=case.stream)
+        elif case.fault != "leave":
+            assert call.told() == right
+        fleet.assert_home()
+    finally:
+        fleet.repair()
+    fleet.assert_home()
+
+
+def check_part(call: Call, right: Any, *, stream: bool) -> None:
+    """The beginning of the right answer, and the word that it was broken off."""
+    choice, whole = call.told()[0][0], right[0][0]
+    assert choice["finish_reason"] == (["abort"] if stream else "abort"), choice
+    # Half a character at the very end is told as one that cannot be read.
+    text = choice["text"].rstrip("\ufffd")
+    assert whole["text"].startswith(text) and len(text) < len(whole["text"])
+
+
+# After these D must have computed the prompt itself. Of KV that is under way, all may have left P before it breaks.
+FELT = {Case(fault, "P", "prefill") for fault in ("kill", "engine", "stop", "pause", "freeze")}
+FELT |= {Case(fault, "P", "transfer") for fault in ("cut", "corrupt", "stall")}
+
+FAST = [
+    Case("kill", "P", "ticket"),
+    Case("stop", "P", "before", stream=False),
+    Case("corrupt", "P", "transfer"),
+    Case("freeze", "P", "prefill"),
+    Case("kill", "D", "transfer"),
+    Case("pause", "D", "decoding"),
+    Case("abort", "D", "prefill"),
+    Case("leave", "D", "transfer"),
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_36_37_38_39_whatever_breaks_the_client_has_its_answer_and_nothing_is_left(fleet: PdFleet, case: Case):
+    try_it(fleet, case)
+
+
+EARLY, LATE = ("before", "ticket", "asked", "prefill", "transfer"), ("first", "decoding")
+MATRIX = [
+    *(Case(f, w, s) for f in ("kill", "engine", "stop", "pause", "freeze") for w in "PD" for s in EARLY + LATE),
+    *(Case(f, w, s, stream=False) for f in ("kill", "pause") for w in "PD" for s in EARLY),
+    *(Case(f, "D", s) for f in ("abort", "leave") for s in (*EARLY[1:], *LATE)),
+    *(Case(f, "D", s, stream=False) for f in ("abort", "leave") for s in EARLY[1:]),
+    *(Case(f, "P", s) for f in ("cut", "corrupt", "stall", "slow") for s in ("prefill", "transfer")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", [case for case in MATRIX if case not in FAST], ids=str)
+def test_36_37_38_39_the_whole_matrix(fleet: PdFleet, case: Case):
+    try_it(fleet, case)
+
+
+# ------------------------------------------------------------------------------------------------- no room for an answer
+
+SMALL = ("--kv-blocks", 32, "--max-context", 1000, "--on-preempt", "reschedule", "--drain-timeout", 0)
+PROMPT, ANSWER = 300, 600
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
+    """Two decoders that give back what finds no room. More layers make an answer slower than those who crowd it out."""
+    config: dict[str, Any] = {"decode_policy": "session", "preempt_retry_count": 2, "patience_s": 10.0}
+    folder = tmp_path_factory.mktemp("narrow")
+    with pd_fleet(folder, *BLOCKS, decoders=[SMALL, SMALL], layers=8, **config) as fleet:
+        yield fleet
+
+
+@contextmanager
+def only(fleet: PdFleet, server: Server) -> Iterator[None]:
+    """Nobody else for answers is there."""
+    others = [d for d in fleet.decoders if d is not server]
+    for other in others:
+        other.post("/v1/pause", {"mode": "abort", "timeout": 10})
+    fleet.router.wait_for(paused=len(others))
+    try:
+        yield
+    finally:
+        for other in others:
+            other.post("/v1/resume", {})
+        fleet.router.wait_for(ready=len(fleet.servers))
+
+
+class Crowd:
+    """Has `server` answer others, more important, in so many of its attempts, until there is no room for the request."""
+
+    SIZE = 3
+
+    def __init__(self, server: Server, attempts: int) -> None:
+        self.attempts = 0
+        self._server, self._most = server, attempts
+        self._armed = False
+        # Connected beforehand, because an answer does not take long.
+        self._waiting = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(4 * self.SIZE)]
+        self._asking: list[socket.socket] = []
+        server.line.to_server, server.line.to_client = self._asked, self._told
+
+    def _asked(self, data: bytes, offset: int) -> bytes:
+        if data.startswith(b"POST /v1/c"):
+            self.attempts += 1
+            self._armed = self.attempts <= self._most
+        return data
+
+    def _told(self, data: bytes, offset: int) -> bytes:
+        if self._armed and b":j " in data:
+            self._armed = False
+            for number in range(self.SIZE):
+                self._asking.append(self._waiting.pop())
+                self._asking[-1].sendall(self._request(number))
+        return data
+
+    def _request(self, number: int) -> bytes:
+        body = {"prompt": f"{number:04}" * 5, "max_tokens": 250, "ignore_eos": True, "priority": -10}
+        content = json.dumps(body | {"cache_salt": f"crowd {self.attempts} {number}"}).encode()
+        return b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+
+    def leave(self) -> None:
+        self._server.line.heal()
+        for sock in self._asking:
+            while sock.recv(65536):
+                pass
+        for sock in (*self._asking, *self._waiting):
+            sock.close()
+
+
+def session_of(fleet: PdFleet, server: Server) -> str:
+    """A session that belongs to this server, whoever else is there."""
+    workers = [worker for worker in fleet.router.router.fleet if worker.role == "decode"]
+    ring = Ring(workers)
+    names = (f"session {number}" for number in count())
+    members = frozenset(workers)
+    return next(name for name in names if str(server.line.port) in ring.find(json.dumps(name).encode(), members).url)
+
+
+def long_answer(kind: str, *, stream: bool) -> Asked:
+    text = "".join(random.Random(7).choices("abcdefghij ", k=PROMPT))
+    body: dict[str, Any] = {"max_tokens": ANSWER, "ignore_eos": True, "seed": 5, "stream": stream}
+    body |= {"return_token_ids": True} | ({"stream_options": {"include_usage": True}} if stream else {})
+    if kind == "chat":
+        return CHAT, body | {"messages": [{"role": "user", "content": text}]}
+    return COMPLETIONS, body | {"prompt": text}
+
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "stream"), [("chat", True), ("chat", False), ("completions", True), ("completions", False)]
+)
+
+
+def rescheduled(fleet: PdFleet) -> list[float]:
+    return [d.metric("rescheduled") for d in fleet.decoders]
+
+
+def ask_crowded(fleet: PdFleet, asked: Asked, attempts: int) -> tuple[Call, int]:
+    """Its answer, when the first decoder has no room for it in so many attempts; and its attempts there."""
+    id = f"crowded-{next(TIMES)}"
+    path, body = asked
+    crowd = Crowd(fleet.d, attempts)
+    try:
+        call = Call(fleet.router.url, (path, body | {"user": session_of(fleet, fleet.d)}), id, id)
+        call.wait()
+    finally:
+        crowd.leave()
+    return call, crowd.attempts
+
+
+@pytest.mark.timeout(120)
+@KINDS
+def test_35_36_an_answer_that_finds_no_room_goes_on_elsewhere(narrow: PdFleet, kind: str, stream: bool):
+    asked = long_answer(kind, stream=stream)
+    before = rescheduled(narrow)
+    call, attempts = ask_crowded(narrow, asked, attempts=99)
+    assert call.told() == ask(narrow.p.url, asked, "alone")
+    assert attempts == 1, "it came back to the one that had no room"
+    assert rescheduled(narrow)[0] > before[0] and rescheduled(narrow)[1] == before[1]
+    narrow.assert_home()
+
+
+@pytest.mark.timeout(120)
+@KINDS
+def test_35_36_an_answer_comes_back_to_the_only_one_and_is_right(narrow: PdFleet, kind: str, stream: bool):
+    asked = long_answer(kind, stream=stream)
+    with only(narrow, narrow.d):
+        call, attempts = ask_crowded(narrow, asked, attempts=1)
+    assert call.told() == ask(narrow.p.url, asked, "alone")
+    assert attempts == 2
+    narrow.assert_home()
+
+
+@pytest.mark.timeout(120)
+@KINDS
+def test_34_35_an_answer_that_never_finds_room_ends_with_what_there_is(narrow: PdFleet, kind: str, stream: bool):
+    asked = long_answer(kind, stream=stream)
+    whole = ids_of(ask(narrow.p.url, asked, "alone"))
+    with only(narrow, narrow.d):
+        call, attempts = ask_crowded(narrow, asked, attempts=99)
+    told = call.told()
+    assert attempts == 3  # preempt_retry_count + 1
+    assert told[0][0]["finish_reason"] == (["pd_reschedule"] if stream else "pd_reschedule")
+    ids = last_ids(call) if stream else ids_of(told)
+    assert 0 < len(ids) < len(whole) and ids == whole[: len(ids)]
+    narrow.assert_home()
+
+
+def last_ids(call: Call) -> list[int]:
+    """The last event about a choice has all ids, also those that were told before."""
+    events = [json.loads(line) for line in call.lines if line != "[DONE]"]
+    ids: list[int] = [event for event in events if event["choices"]][-1]["choices"][0]["completion_token_ids"]
+    return ids
+
+
+def ids_of(told: Any) -> list[int]:
+    ids: list[int] = told[0][0]["completion_token_ids"]
+    return ids
+
+
+@pytest.mark.timeout(120)
+def test_36_a_decoder_that_is_asked_to_stop_hands_its_streams_to_another(narrow: PdFleet):
+    path, body = long_answer("chat", stream=True)
+    id = f"stopped-{next(TIMES)}"
+
+    def stop(events: int) -> None:
+        if events == 20:
+            narrow.d.signal(signal.SIGTERM)
+
+    try:
+        asked = path, body | {"user": session_of(narrow, narrow.d)}
+        call = Call(narrow.router.url, asked, id, id, stop)
+        assert call.told() == ask(narrow.p.url, (path, body), "alone")
+        assert narrow.d.process is not None and narrow.d.process.wait(20) == 0
+    finally:
+        narrow.repair()
+    narrow.assert_home()

@@ -1,0 +1,220 @@
+"""The fleet: whose turn it is, who is out and for how long (44, 55), and what was taken comes back once (41)."""
+
+from __future__ import annotations
+
+import pytest
+
+from headgate.errors import RequestError
+from headgate.router.fleet import FAILURES, LONGEST_BREAK_S, SUCCESSES, Fleet, NoSuchWorker
+from headgate.router.router import RetryBudget
+from headgate.router.worker import Worker
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def fleet_of(*urls: str, clock: Clock | None = None) -> tuple[Fleet, list[Worker]]:
+    fleet = Fleet(clock=clock or Clock())
+    workers = [fleet.add(url) for url in urls]
+    for worker in workers:
+        fleet.set_kind(worker, "headgate", ["m"])
+        fleet.probed(worker, "ready")
+    return fleet, workers
+
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+def test_44_a_worker_leaves_after_several_failures_in_a_row_and_not_before():
+    assert FAILURES > 1
+    fleet, (a, b) = fleet_of(A, B)
+    for _ in range(5):
+        for _ in range(FAILURES - 1):
+            fleet.failed(a, "test")
+        assert a.state == "ready"
+        fleet.answered(a)
+    for _ in range(FAILURES):
+        fleet.failed(a, "test")
+    assert a.state == "down"
+    assert fleet.candidates("mixed", None) == (b,)
+
+
+def test_44_it_comes_back_after_its_break_and_several_good_probes():
+    clock = Clock()
+    fleet, (a,) = fleet_of(A, clock=clock)
+    fleet.give_up(a)
+    for _ in range(10):
+        fleet.probed(a, "ready")
+    assert a.state == "down"  # the break is not over
+    clock.now_s += 1000
+    for _ in range(SUCCESSES - 1):
+        fleet.probed(a, "ready")
+        assert a.state == "down"
+    fleet.probed(a, "ready")
+    assert (a.state, a.failures) == ("ready", 0)
+
+
+def test_44_breaks_grow_until_it_has_answered_something():
+    clock = Clock()
+    fleet, (a,) = fleet_of(A, clock=clock)
+    breaks = []
+    for _ in range(10):
+        fleet.give_up(a)
+        breaks.append(a.open_until_s - clock.now_s)
+        clock.now_s += 1000
+        for _ in range(SUCCESSES):
+            fleet.probed(a, "ready")
+        assert a.state == "ready"
+    assert breaks[0] < 1 and breaks[3] > 2 * breaks[0] and LONGEST_BREAK_S * 0.7 < breaks[-1] < LONGEST_BREAK_S * 1.3
+    fleet.answered(a)
+    fleet.give_up(a)
+    assert a.open_until_s - clock.now_s < 1
+
+
+def test_giving_up_a_worker_ends_what_it_has_and_only_once():
+    fleet, (a,) = fleet_of(A)
+    lost: list[str] = []
+    fleet.on_lost = lambda worker, _: lost.append(worker.url)
+    fleet.give_up(a)
+    fleet.give_up(a)
+    for _ in range(FAILURES):
+        fleet.failed(a, "test")
+    assert lost == [A]
+
+
+def test_41_what_was_taken_comes_back_once_and_a_second_time_is_counted():
+    fleet, (a,) = fleet_of(A)
+    taken = fleet.taking(a, 100)
+    assert (a.in_flight, a.pending_tokens) == (1, 100)
+    taken.first_token()
+    taken.first_token()
+    assert (a.in_flight, a.pending_tokens) == (1, 0)
+    taken.give_back()
+    assert (a.in_flight, a.pending_tokens, fleet.double_releases) == (0, 0, 0)
+    taken.give_back()
+    assert (a.in_flight, a.pending_tokens, fleet.double_releases) == (0, 0, 1)
+
+
+def test_41_what_was_taken_comes_back_when_something_is_raised():
+    fleet, (a,) = fleet_of(A)
+    with pytest.raises(ZeroDivisionError), fleet.taking(a, 7):
+        raise ZeroDivisionError
+    assert (a.in_flight, a.pending_tokens) == (0, 0)
+
+
+def test_44_a_worker_that_is_removed_finishes_what_it_has_and_leaves_then():
+    fleet, (a, b) = fleet_of(A, B)
+    taken = fleet.taking(a, 1)
+    fleet.remove(a)
+    assert fleet.candidates("mixed", None) == (b,) and list(fleet) == [b]
+    assert a in fleet.everyone and a.state == "draining"
+    fleet.probed(a, "ready")
+    fleet.give_up(a)
+    assert a.state == "draining"
+    fleet.pool(a)  # still there for what runs
+    taken.give_back()
+    assert a not in fleet.everyone
+    with pytest.raises(NoSuchWorker, match="GET /v1/workers"):
+        fleet.find(A)
+
+
+def test_an_address_that_leaves_twice_is_forgotten_twice():
+    """Removed at work, added again, removed again: neither outlives its last request."""
+    fleet, (first,) = fleet_of(A)
+    slow = fleet.taking(first, 1)
+    fleet.remove(first)
+    second = fleet.add(A)
+    assert second is not first
+    fleet.set_kind(second, "headgate", ["m"])
+    fleet.probed(second, "ready")
+    quick = fleet.taking(second, 1)
+    fleet.remove(second)
+    slow.give_back()
+    quick.give_back()
+    assert fleet.everyone == []
+    with pytest.raises(KeyError):
+        fleet.pool(first)
+    with pytest.raises(KeyError):
+        fleet.pool(second)
+
+
+def test_adding_a_known_address_changes_its_role_and_nothing_else():
+    fleet, (a,) = fleet_of(A)
+    with fleet.taking(a, 1):
+        assert fleet.add(A + "/v1", "decode") is a
+        assert (a.role, a.in_flight, a.state) == ("decode", 1, "ready")
+
+
+@pytest.mark.parametrize("url", ["a:1", "ftp://a", "http://a b", "http://ä", ""])
+def test_what_is_no_address_is_refused(url: str):
+    with pytest.raises(RequestError, match="http://HOST:PORT"):
+        fleet_of(A)[0].add(url)
+
+
+def test_candidates_are_those_that_are_ready_have_the_model_and_are_not_excluded():
+    fleet, (a, b, c) = fleet_of(A, B, C)
+    fleet.set_kind(b, "headgate", ["other"])
+    fleet.probed(c, "paused")
+    assert fleet.candidates("mixed", "m") == (a,)
+    assert fleet.candidates("mixed", "other") == (b,)
+    assert set(fleet.candidates("mixed", None)) == {a, b}
+    assert set(fleet.candidates("mixed", "nobody has it")) == {a, b}  # whose refusal names what there is
+    assert fleet.candidates("mixed", "m", {a}) == ()
+    assert fleet.candidates("mixed", "m") is fleet.candidates("mixed", "m")
+
+
+def test_names_that_clients_invent_are_not_remembered_without_end():
+    fleet, _ = fleet_of(A)
+    for i in range(5000):
+        fleet.candidates("mixed", f"model-{i}")
+    assert len(fleet._candidates) <= 1001
+
+
+def test_roles_are_preferences():
+    fleet, (a, b, c) = fleet_of(A, B, C)
+    fleet.set_role(a, "prefill")
+    fleet.set_role(b, "decode")
+    assert fleet.disaggregated
+    assert set(fleet.candidates("prefill", None)) == {a, c}
+    assert set(fleet.candidates("decode", None)) == {b, c}
+    for worker in (b, c):
+        fleet.give_up(worker)
+    assert fleet.candidates("decode", None) == (a,)
+    assert not fleet.disaggregated
+
+
+def test_55_a_worker_with_older_weights_than_the_fleet_gets_nothing_until_it_has_them():
+    fleet, (a, b, c) = fleet_of(A, B, C)
+    for worker, version in ((a, 2), (b, 2), (c, 1)):
+        fleet.set_version(worker, version)
+    for worker in (a, b, c):
+        fleet.probed(worker, "ready")
+    assert c.state == "outdated" and set(fleet.candidates("mixed", None)) == {a, b}
+    fleet.set_version(c, 2)
+    fleet.probed(c, "ready")
+    assert c.state == "ready"
+
+
+def test_55_what_an_update_has_set_counts_even_against_a_majority():
+    fleet, (a, b, c) = fleet_of(A, B, C)
+    fleet.wanted_version = 2
+    for worker, version in ((a, 2), (b, 1), (c, 1)):
+        fleet.set_version(worker, version)
+    for worker in (a, b, c):
+        fleet.probed(worker, "ready")
+    assert fleet.candidates("mixed", None) == (a,)
+
+
+def test_a_retry_budget_is_a_share_of_requests():
+    budget = RetryBudget()
+    taken = 0
+    while budget.take():
+        taken += 1
+    assert taken == RetryBudget.MOST
+    for _ in range(100):
+        budget.earn()
+    assert sum(budget.take() for _ in range(100)) in (19, 20)

@@ -1,0 +1,94 @@
+"""The journal as the router reads it: however bytes are cut, what it says of an answer is the same."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.router import journal as module
+from headgate.router.journal import Journal, splice, unveil
+from headgate.router.relay import _safe_end
+from tests.journal import blocks, resume_of
+
+ids = st.integers(0, 2**31)
+
+
+@st.composite
+def answers(draw: Any) -> bytes:
+    """A journalled answer of up to three choices, with everything that may stand between its lines."""
+    chars = [0, 0, 0]
+    out = b""
+    for _ in range(draw(st.integers(0, 25))):
+        index, kind = draw(st.integers(0, 2)), draw(st.integers(0, 5))
+        if kind == 0:
+            out += b": keep-alive\n\n"
+            continue
+        chars[index] += draw(st.integers(0, 9))
+        tokens = ",".join(map(str, draw(st.lists(ids, min_size=1, max_size=4))))
+        out += f":j {index} {draw(st.integers(0, 2))} {chars[index]} {tokens}\n".encode()
+        if kind == 1:
+            out += f":f {index} length max_tokens 5 0 {draw(ids)}\n".encode()
+            out += b':+\ndata: {"one":1}\n\n'
+        text = draw(st.text(max_size=8)) + draw(st.sampled_from(("", ":m x", "\n:j 0 1 2 3\n", ":+\n", "\n\n")))
+        out += b"data: %b\n\n" % json.dumps({"text": text}).encode() if kind < 4 else b"\n"
+    return out
+
+
+@given(answers(), st.booleans(), st.lists(st.integers(0, 4000), max_size=12), st.sampled_from((1, 100, 16384)))
+def test_36_any_cut_into_pieces_gives_the_same_resume_field(
+    answer: bytes, stream: bool, cuts: list[int], kept: int
+) -> None:
+    journal, tail, passed = Journal(), b"", b""
+    before, module.KEPT_BYTES = module.KEPT_BYTES, kept
+    try:
+        edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
+        for start, end in pairwise(edges):
+            tail += answer[start:end]
+            safe = _safe_end(tail)
+            journal.feed(tail[:safe])
+            passed, tail = passed + tail[:safe], tail[safe:]
+        told = json.loads(journal.resume(streamed=stream))
+    finally:
+        module.KEPT_BYTES = before
+    assert passed == b"".join(blocks(answer))  # whole blocks, and all of them
+    wanted = resume_of(blocks(answer), stream=stream)
+    assert by_index(told) == by_index(wanted)
+
+
+def by_index(resume: dict[str, Any]) -> dict[int, Any]:
+    """Spans of one version may be told in several pieces."""
+    told = {}
+    for choice in resume["choices"]:
+        versions = [version for version, count in choice.pop("versions") for _ in range(count)]
+        told[choice["index"]] = choice | {"versions": versions}
+    return told
+
+
+@given(st.integers(0, 300))
+def test_36_an_answer_cut_short_anywhere_is_known_up_to_its_last_whole_block(end: int) -> None:
+    answer = b":j 0 1 2 5,6\ndata: {}\n\n:j 0 1 4 7\n:f 0 stop eos 1 0 3\n:+\ndata: a\n\ndata: b\n\n:j 1 1 0 9\n\n"
+    cut = answer[:end]
+    whole = cut[: _safe_end(cut)]
+    assert whole == b"".join(blocks(cut))
+
+
+def test_memory_of_a_long_answer_is_its_tokens_and_not_its_bytes():
+    journal = Journal()
+    for i in range(10_000):
+        journal.feed(b":j 0 1 %d %d\ndata: %b\n\n" % (i, i, b"x" * 500))
+    assert journal._size <= module.KEPT_BYTES + 1000
+    assert journal.tokens == 10_000 and len(journal.choices[0].versions) == 1
+
+
+def test_one_more_field_is_spliced_into_any_object():
+    for body in (b"{}", b' {"a": 1} \n', b'{"a": {"b": "}"}}', b"{ }"):
+        assert json.loads(splice(body, "x", b"[1]")) == json.loads(body) | {"x": [1]}
+
+
+def test_what_was_veiled_reads_as_if_it_never_had_been():
+    veiled = b':m data: {"a":1}\n:m \n\n:e 503\n:m data: [DONE]\n:m \n\n'
+    assert unveil(veiled) == b'data: {"a":1}\n\n:e 503\ndata: [DONE]\n\n'

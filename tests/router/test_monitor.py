@@ -1,0 +1,83 @@
+"""Probes: what a worker says of itself is believed if it can be read, and never harms the watch over the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.router.client import ask, check, routing, until
+from tests.router.mock import CHAT, Mock
+from tests.router.run import run
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 5}
+NONSENSE = {
+    "too deep": b"[" * 200_000,
+    "infinite": b'{"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "num_free_blocks": 0,'
+    b' "num_total_blocks": 0, "max_running_requests": 0, "weight_version": 1e400, "state": "running"}]}',
+    "empty": b"",
+    "null": b"null",
+    "another shape": b'{"loads": {"a": 1}}',
+    "no engine": b'{"loads": []}',
+    "not text": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_44_a_worker_that_talks_nonsense_leaves_and_returns_and_the_others_are_watched_all_along(name: str):
+    async def main() -> None:
+        async with Mock() as odd, Mock() as fine, routing(odd, fine, probe_interval_s=0.05) as (router, url):
+            talks_sense, odd.loads = odd.loads, lambda: NONSENSE[name]  # type: ignore[method-assign]
+            await until(lambda: router.fleet.find(odd.url).state == "down")
+            before = fine.probes["/v1/loads"]
+            await until(lambda: fine.probes["/v1/loads"] > before + 2)
+            assert check(BODY, await ask(url, CHAT, BODY)) is None
+            odd.loads = talks_sense  # type: ignore[method-assign]
+            await until(lambda: router.fleet.find(odd.url).state == "ready")
+
+    run(main())
+
+
+def test_a_worker_that_is_paused_gets_nothing_until_it_says_that_it_runs():
+    async def main() -> None:
+        async with Mock() as one, Mock() as two, routing(one, two) as (router, url):
+            one.state = "paused"
+            await until(lambda: router.fleet.find(one.url).state == "paused")
+            for seed in range(5):
+                body = BODY | {"seed": seed}
+                assert check(body, await ask(url, CHAT, body)) is None
+            assert one.asked == []
+            one.state = "running"
+            await until(lambda: router.fleet.find(one.url).state == "ready")
+
+    run(main())
+
+
+def test_43_a_worker_that_answers_no_probe_and_sends_no_byte_is_given_up_and_its_streams_go_on():
+    async def main() -> None:
+        async with (
+            Mock() as one,
+            Mock() as two,
+            routing(one, two, probe_timeout_s=0.3, silence_s=0.5) as (router, url),
+        ):
+            one.pace_s = two.pace_s = 0.05
+            body = BODY | {"stream": True, "max_tokens": 60}
+            asking = asyncio.create_task(ask(url, CHAT, body))
+            await until(lambda: one.live or two.live)
+            stopped = one if one.live else two
+            stopped.deaf = True
+            stopped.pace_s = 1000
+            assert check(body, await asking) is None
+            assert router.fleet.find(stopped.url).state == "down"
+            assert stopped.mistakes == []
+
+    run(main())
+
+
+def test_probes_leave_no_connections_behind():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock, probe_interval_s=0.02):
+            await until(lambda: mock.probes["/v1/loads"] > 30)
+            assert len(mock.connections) <= 2
+
+    run(main())

@@ -1,0 +1,574 @@
+"""Requests through a router to workers that misbehave, over real sockets; sentences 36 and 40 to 47."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from tests.router.client import Wire, ask, check, routing, until
+from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock
+from tests.router.run import run
+
+BODY = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 20}
+KINDS = [
+    (path, body | {"stream": stream} | more)
+    for path, body in ((CHAT, BODY), (COMPLETIONS, {"prompt": "héllo", "seed": 3, "max_tokens": 20}))
+    for stream in (True, False)
+    for more in ({}, {"n": 3})
+]
+
+
+def first(*faults: Fault) -> Any:
+    """The first requests go wrong like this, whoever gets them; the others are fine."""
+    left = list(faults)
+    return lambda _: left.pop(0) if left else FINE
+
+
+@pytest.mark.parametrize(("path", "body"), KINDS)
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_answer_passes_through_unchanged(path: str, body: dict[str, Any], plain: bool):
+    async def main() -> None:
+        async with Mock(plain=plain) as mock, routing(mock) as (_, url):
+            assert check(body, await ask(url, path, body), path) is None
+            assert mock.mistakes == []
+
+    run(main())
+
+
+BREAKS = [
+    *(Fault("cut", at=at, part=part) for at in (0, 1, 3, 30) for part in (0.0, 0.5, 0.99)),
+    Fault("cut_reset", at=2, part=0.3),
+    Fault("after_head"),
+    Fault("close"),
+    Fault("reset"),
+    Fault("bad_http"),
+    Fault("bad_chunk", at=3),
+    Fault("bad_sse", at=3),
+    Fault("early_end", at=3),
+    *(Fault("veiled", at=at, cause=cause) for at in (0, 4) for cause in ("pause", "shutdown", "pd_reschedule")),
+    *(Fault("status", status=status) for status in (429, 500, 502, 503, 504)),
+]
+
+
+@pytest.mark.parametrize("fault", BREAKS, ids=lambda f: f"{f.kind}-{f.at}-{f.part}-{f.cause}-{f.status}")
+def test_36_45_an_answer_that_breaks_at_one_worker_goes_on_at_another(fault: Fault):
+    async def main() -> None:
+        script = first()
+        async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
+            for path, body in KINDS:
+                script = first(fault)
+                assert check(body, await ask(url, path, body), path) is None
+            assert one.mistakes == two.mistakes == []
+            assert len(one.asked) + len(two.asked) == 2 * len(KINDS)  # each broke once
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------------- clients that leave
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    "fault", [Fault("mute"), Fault("stall", at=0), Fault("stall", at=4)], ids=lambda f: f"{f.kind}{f.at}"
+)
+def test_12_a_client_that_leaves_is_heard_of_by_its_worker_at_once(stream: bool, plain: bool, fault: Fault):
+    async def main() -> None:
+        async with Mock(lambda _: fault, plain=plain) as mock, routing(mock) as (router, url):
+            wire = await Wire.open(url)
+            wire.post(CHAT, BODY | {"stream": stream})
+            await until(lambda: mock.asked)
+            await asyncio.sleep(0.02)  # whatever the worker has to say has been said
+            wire.close()
+            await until(lambda: mock.asked[0].left and not router.live, 3)
+            assert len(mock.asked) == 1  # nobody tried again for a client that is gone
+
+    run(main())
+
+
+def test_a_client_that_leaves_while_its_request_waits_gives_its_place_to_the_next():
+    async def main() -> None:
+        async with Mock(first(Fault("stall"))) as mock, routing(mock, max_in_flight=1) as (router, url):
+            one, two = await Wire.open(url), await Wire.open(url)
+            one.post(CHAT, BODY)
+            await until(lambda: mock.asked)
+            two.post(CHAT, BODY)
+            await until(lambda: router.admission.waiting == 1)
+            two.close()
+            await until(lambda: router.admission.waiting == 0)
+            three = asyncio.create_task(ask(url, CHAT, BODY))
+            await until(lambda: router.admission.waiting == 1)
+            one.close()
+            assert check(BODY, await three) is None
+            assert len(mock.asked) == 2
+
+    run(main())
+
+
+def test_a_client_that_leaves_between_two_pipelined_requests_leaves_nothing_behind():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            for pause in range(40):
+                wire = await Wire.open(url)
+                for _ in range(4):
+                    wire.post(CHAT, BODY)
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+                wire.close()
+            await until(lambda: not router.live and not len(router.connections))
+
+    run(main())
+
+
+def test_a_client_that_does_not_read_holds_its_worker_back():
+    """The answer has some 20 MB; what is under way is bounded by the buffers of two sockets."""
+    body = BODY | {"stream": True, "max_tokens": 200_000}
+
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            wire = await Wire.open(url, limit=1024)
+            wire.post(CHAT, body)
+            await until(lambda: any(exchange.full for exchange in router.live.values()))
+            before = -1
+            while mock.written - before > 50_000:  # until nothing but probes is told any more
+                before = mock.written
+                await asyncio.sleep(0.3)
+            assert mock.written < 16 * 2**20
+            exchange = next(iter(router.live.values()))
+            assert exchange.client._transport.get_write_buffer_size() < 2**20
+            assert check(BODY, await ask(url, CHAT, BODY)) is None  # others are not disturbed
+            wire.close()
+            await until(lambda: not router.live and mock.asked[0].left)
+
+    run(main())
+
+
+def test_a_slow_client_gets_everything_and_its_worker_s_connection_is_as_good_as_before():
+    """The last bytes of an answer find the client full: the connection goes back to the pool, reading."""
+    body = BODY | {"stream": True, "max_tokens": 30_000}
+
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            for size in (9_000, 8_000, 7_000):
+                body["max_tokens"] = size
+                wire = await Wire.open(url, limit=1024)
+                wire.post(CHAT, body)
+                await until(lambda: router.live)
+                await until(lambda: not router.live or any(exchange.full for exchange in router.live.values()))
+                assert check(body, await wire.response()) is None
+                assert check(BODY, await ask(url, CHAT, BODY)) is None
+                wire.close()
+
+    run(main())
+
+
+def test_a_whole_answer_that_fills_the_client_leaves_the_connection_reading():
+    """A plain worker's stream comes in one piece, its end with it: the client is full in the same moment."""
+
+    async def main() -> None:
+        whole = b"".join(b"data: %d%b\n\n" % (i, b"x" * 1000) for i in range(200))
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(whole)
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    asked = await reader.readuntil(b"\r\n\r\n")
+                    if asked.startswith(b"GET"):
+                        models = b'{"data":[{"id":"mock"}]}'
+                        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(models), models))
+                    else:
+                        size = re.search(rb"content-length: (\d+)", asked)
+                        await reader.readexactly(int(size[1]))
+                        writer.write(head + whole)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        mock = Mock(plain=True)
+        mock.port = server.sockets[0].getsockname()[1]
+        async with routing(mock) as (_, url):
+            for _ in range(30):
+                wire = await Wire.open(url)
+                wire.post(CHAT, BODY | {"stream": True})
+                assert (await wire.response()).body == whole
+                wire.close()
+        server.close()
+
+    run(main())
+
+
+# ---------------------------------------------------------------------------------------------- workers of ill repute
+
+
+def test_43_a_worker_that_is_stuck_delays_an_answer_by_its_timeout_and_no_more():
+    async def main() -> None:
+        async with (
+            Mock(lambda _: Fault("mute")) as stuck,
+            Mock() as fine,
+            routing(stuck, fine, idle_timeout_s=1.0) as (_, url),
+        ):
+            began_s = asyncio.get_running_loop().time()
+            bodies = [BODY | {"seed": seed, "stream": seed % 2 == 0} for seed in range(20)]
+            answers = await asyncio.gather(*(ask(url, CHAT, body) for body in bodies))
+            assert [check(*pair) for pair in zip(bodies, answers, strict=True)] == [None] * 20
+            assert asyncio.get_running_loop().time() - began_s < 15
+            assert stuck.asked and not stuck.live
+
+    run(main())
+
+
+def test_43_a_stream_that_falls_silent_goes_on_elsewhere():
+    async def main() -> None:
+        script = first(Fault("stall", at=5))
+        async with Mock(script) as one, Mock(script) as two, routing(one, two, idle_timeout_s=1.0) as (_, url):
+            body = BODY | {"stream": True}
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert one.mistakes == two.mistakes == []
+
+    run(main())
+
+
+def test_44_a_worker_that_lies_about_its_health_loses_its_place_and_breaks_grow_longer():
+    async def main() -> None:
+        async with Mock(lambda _: Fault("cut", at=2)) as liar, Mock() as fine, routing(liar, fine) as (router, url):
+            for seed in range(60):
+                body = BODY | {"seed": seed, "stream": True}
+                assert check(body, await ask(url, CHAT, body)) is None
+            lying = router.fleet.find(liar.url)
+            assert lying.state == "down" and lying.trips >= 1
+            assert len(liar.asked) < 20 and len(fine.asked) >= 60
+            assert liar.probes["/v1/loads"] > 0
+
+    run(main())
+
+
+def test_44_one_failure_costs_no_worker_its_place_and_several_successes_bring_it_back():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            worker = router.fleet.find(mock.url)
+            mock.script = first(Fault("close"), Fault("close"))
+            assert check(BODY, await ask(url, CHAT, BODY)) is None
+            assert worker.state == "ready"
+            mock.kill()
+            await until(lambda: worker.state == "down")
+            await mock.restart()
+            await until(lambda: worker.state == "ready")
+            assert check(BODY, await ask(url, CHAT, BODY)) is None
+
+    run(main())
+
+
+def test_a_slow_worker_is_waited_for_and_others_are_not():
+    async def main() -> None:
+        async with (
+            Mock(lambda _: Fault("slow")) as slow,
+            Mock() as fine,
+            routing(slow, fine, idle_timeout_s=2) as (_, url),
+        ):
+            bodies = [BODY | {"seed": seed, "stream": True, "max_tokens": 60} for seed in range(20)]
+            answers = await asyncio.gather(*(ask(url, CHAT, body) for body in bodies))
+            assert [check(*pair) for pair in zip(bodies, answers, strict=True)] == [None] * 20
+            assert len(slow.asked) + len(fine.asked) == 20  # nobody was asked twice
+
+    run(main())
+
+
+def test_a_worker_that_is_killed_and_comes_back_costs_no_client_anything():
+    async def main() -> None:
+        async with Mock() as one, Mock() as two, routing(one, two) as (_, url):
+            one.pace_s = two.pace_s = 0.02
+            bodies = [BODY | {"seed": seed, "stream": seed % 3 > 0, "max_tokens": 80} for seed in range(40)]
+            asking = [asyncio.create_task(ask(url, CHAT, body)) for body in bodies]
+            for mock in (one, two, one):
+                await until(lambda mock=mock: len(mock.live) > 3)
+                mock.kill()
+                await asyncio.sleep(0.05)
+                await mock.restart()
+                await asyncio.sleep(0.2)
+            answers = await asyncio.gather(*asking)
+            assert [check(*pair) for pair in zip(bodies, answers, strict=True)] == [None] * 40
+            assert one.mistakes == two.mistakes == []
+
+    run(main())
+
+
+def test_a_plain_worker_that_dies_before_its_first_byte_is_replaced_and_later_it_is_one_clear_error():
+    async def main() -> None:
+        script = first(Fault("close"), FINE, Fault("cut", at=3, part=0.5))
+        body = BODY | {"stream": True}
+        async with Mock(script, plain=True) as one, Mock(script, plain=True) as two, routing(one, two) as (_, url):
+            assert check(body, await ask(url, CHAT, body)) is None
+            answer = await ask(url, CHAT, body)
+            assert check(body, answer) == "worker_lost"  # and not a byte that is no event
+            assert answer.body.count(b'"error"') == 1
+
+    run(main())
+
+
+def test_43_what_a_worker_says_no_with_is_passed_on_as_it_is():
+    async def main() -> None:
+        async with Mock(lambda _: Fault("status", status=422)) as mock, routing(mock) as (router, url):
+            answer = await ask(url, CHAT, BODY)
+            assert (answer.status, answer.error["message"]) == (422, "scripted")
+            assert router.fleet.find(mock.url).failures == 0 and len(mock.asked) == 1
+            mock.script = lambda _: Fault("status", status=503)
+            answer = await ask(url, CHAT, BODY)
+            assert (answer.status, answer.header("retry-after")) == (503, "7")
+
+    run(main())
+
+
+def test_an_answer_that_a_pause_ended_is_told_as_the_worker_would_when_nobody_else_is_there():
+    async def main() -> None:
+        async with Mock(lambda _: Fault("veiled", at=3)) as mock, routing(mock) as (_, url):
+            mock.state = "paused"
+            streamed = await ask(url, CHAT, BODY | {"stream": True})
+            assert streamed.body.count(b'"finish_reason":"abort"') == 1
+            assert streamed.body.endswith(b"data: [DONE]\n\n")
+            assert b":m " not in streamed.body.replace(b":m x", b"")
+            whole = await ask(url, CHAT, BODY)
+            assert whole.json["choices"][0]["finish_reason"] == "abort"
+
+    run(main())
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_35_an_answer_is_rescheduled_so_many_times_and_the_worker_that_had_no_room_is_asked_last(stays: bool):
+    async def main() -> None:
+        fault = Fault("veiled", at=2, cause="pd_reschedule")
+        async with Mock(lambda _: fault) as one, Mock() as two:
+            workers = (one,) if stays else (one, two)
+            async with routing(*workers, policy="round_robin", preempt_retry_count=2) as (_, url):
+                for seed in range(6):
+                    body = BODY | {"stream": True, "seed": seed, "max_tokens": 30}
+                    answer = await ask(url, CHAT, body)
+                    if stays:
+                        assert answer.body.count(b'"finish_reason":"pd_reschedule"') == 1
+                        assert len(one.asked) == 3 * (seed + 1)
+                    else:
+                        assert check(body, answer) is None
+                assert one.mistakes == two.mistakes == []
+
+    run(main())
+
+
+def test_45_the_worker_that_failed_is_left_out_of_the_next_attempt():
+    async def main() -> None:
+        async with Mock(lambda _: Fault("close")) as bad, Mock() as good, routing(bad, good) as (_, url):
+            for seed in range(10):
+                body = BODY | {"seed": seed}
+                before = len(bad.asked)
+                assert check(body, await ask(url, CHAT, body)) is None
+                # A connection that was kept may have been closed just then: that one attempt may be made twice.
+                assert len(bad.asked) - before <= 2
+
+    run(main())
+
+
+def test_without_any_worker_the_client_is_told_so_in_time():
+    async def main() -> None:
+        mock = await Mock().start()
+        mock.kill()
+        async with routing(mock, patience_s=0.5) as (_, url):
+            answer = await ask(url, CHAT, BODY)
+            assert (answer.status, answer.error["code"]) == (503, "no_worker")
+            assert answer.header("retry-after") == "1"
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------------------------- limits
+
+
+def test_46_beyond_the_limit_requests_wait_and_beyond_the_queue_they_are_refused_at_once():
+    async def main() -> None:
+        async with (
+            Mock(lambda _: Fault("stall")) as mock,
+            routing(mock, max_in_flight=2, max_queue=3) as (router, url),
+        ):
+            wires = [await Wire.open(url) for _ in range(5)]
+            for wire in wires:
+                wire.post(CHAT, BODY)
+            await until(lambda: (router.admission.in_flight, router.admission.waiting) == (2, 3))
+            answer = await ask(url, CHAT, BODY)
+            assert (answer.status, answer.error["code"], answer.header("retry-after")) == (429, "queue_full", "1")
+            assert len(mock.asked) == 2
+            for wire in wires:
+                wire.close()
+
+    run(main())
+
+
+def test_47_a_live_id_is_refused_and_an_ended_one_is_free_again():
+    async def main() -> None:
+        named = {"X-Request-Id": "one"}
+        async with Mock(first(Fault("stall"))) as mock, routing(mock) as (_, url):
+            wire = await Wire.open(url)
+            wire.post(CHAT, BODY, named)
+            await until(lambda: mock.asked)
+            for again in (ask(url, CHAT, BODY, named), ask(url, CHAT, BODY | {"request_id": "one"})):
+                answer = await again
+                assert (answer.status, answer.error["code"]) == (409, "duplicate_request_id")
+            wire.close()
+            await until(lambda: mock.asked[0].left)
+            assert check(BODY, await ask(url, CHAT, BODY, named)) is None
+
+    run(main())
+
+
+def test_41_prefill_load_is_given_back_at_the_first_token_and_the_request_at_its_end():
+    async def main() -> None:
+        body = BODY | {"stream": True, "messages": [{"role": "user", "content": "x" * 4000}]}
+        script = first(Fault("mute"), Fault("stall", at=6))
+        async with Mock(script) as mock, routing(mock) as (router, url):
+            worker = router.fleet.find(mock.url)
+            silent, speaking = await Wire.open(url), await Wire.open(url)
+            silent.post(CHAT, body)
+            await until(lambda: mock.asked)
+            assert worker.in_flight == 1 and worker.pending_tokens > 900
+            pending = worker.pending_tokens
+            speaking.post(CHAT, body)
+            await speaking.some(200)
+            assert (worker.in_flight, worker.pending_tokens) == (2, pending)
+            silent.close()
+            speaking.close()
+            await until(lambda: worker.in_flight == 0)
+            assert worker.pending_tokens == 0
+
+    run(main())
+
+
+def test_41_a_lost_worker_keeps_its_counters_until_its_requests_have_ended():
+    async def main() -> None:
+        async with Mock(lambda _: Fault("stall", at=4)) as mock, routing(mock, patience_s=0.2) as (router, url):
+            worker = router.fleet.find(mock.url)
+            asking = asyncio.create_task(ask(url, CHAT, BODY | {"stream": True}))
+            await until(lambda: worker.in_flight == 1)
+            router.fleet.remove(worker)
+            assert worker in router.fleet.everyone and worker.in_flight == 1
+            mock.kill()
+            assert check(BODY | {"stream": True}, await asking) is not None
+            await until(lambda: worker not in router.fleet.everyone)
+            assert worker.in_flight == 0
+
+    run(main())
+
+
+def test_40_an_empty_or_a_token_id_prompt_goes_by_load():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (_, url):
+            for prompt in ("", [1, 2, 3], [[1], [2]], [], None):
+                body = {"prompt": prompt, "max_tokens": 5}
+                assert check(body, await ask(url, COMPLETIONS, body), COMPLETIONS) is None
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------------------------ headers
+
+
+def test_headers_of_one_hop_stay_there_and_private_ones_are_never_a_client_s():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (_, url):
+            sent = {
+                "Connection": "keep-alive, X-Secret-Hop",
+                "Keep-Alive": "timeout=5",
+                "TE": "trailers",
+                "X-Secret-Hop": "1",
+                "X-Headgate-Journal": "7",
+                "X-Headgate-Anything": "1",
+                "X-Mine": "kept",
+                "Authorization": "Bearer client",
+            }
+            refused = await ask(url, CHAT, BODY, {"X-Headgate-Tenant": "somebody"})
+            assert refused.status == 403 and mock.asked == []
+            answer = await ask(url, CHAT, BODY | {"stream": True}, sent)
+            got = {name.lower().decode(): value.decode() for name, value in mock.asked[0].headers}
+            assert got["x-mine"] == "kept" and got["authorization"] == "Bearer client"
+            assert not {
+                "connection",
+                "keep-alive",
+                "te",
+                "x-secret-hop",
+                "x-headgate-anything",
+            } & {*got}
+            assert int(got["x-headgate-journal"]) > 1_000_000_000
+            names = [name for name, _ in answer.headers]
+            assert "keep-alive" not in names and "x-headgate-journal" not in names
+            assert answer.header("x-headgate-worker") == mock.url
+            assert answer.header("x-request-id") == mock.asked[0].id
+
+    run(main())
+
+
+def test_keys_of_the_router_stay_there_and_the_tenant_is_told_to_workers_of_ours_alone():
+    async def main() -> None:
+        keys = {"api_keys": {"ann": "ann-key"}, "admin_key": "root", "worker_key": "work"}
+        async with Mock() as ours, Mock(plain=True) as theirs:
+            for mock in (ours, theirs):
+                async with routing(mock, **keys) as (_, url):
+                    assert (await ask(url, CHAT, BODY)).status == 401
+                    assert (await ask(url, CHAT, BODY, {"Authorization": "Bearer wrong"})).status == 401
+                    for sent in (
+                        {"Authorization": "Bearer ann-key"},
+                        {"X-API-Key": "ann-key"},
+                        {"Authorization": "Bearer root"},
+                    ):
+                        assert check(BODY, await ask(url, CHAT, BODY, sent)) is None
+            for mock, tenants in ((ours, ["ann", "ann", "admin"]), (theirs, [None, None, None])):
+                assert [asked.header("x-headgate-tenant") for asked in mock.asked] == tenants
+                wanted = "Bearer work" if mock is ours else None
+                assert {asked.header("authorization") for asked in mock.asked} == {wanted}
+                assert {asked.header("x-api-key") for asked in mock.asked} == {None}
+
+    run(main())
+
+
+@pytest.mark.parametrize("id", ["a\r\nX-Evil: 1", "", "x" * 300, "naïve", "a\nb", "\x00"])
+def test_an_id_that_is_no_header_is_refused_before_any_worker_sees_it(id: str):
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (_, url):
+            answer = await ask(url, CHAT, BODY | {"request_id": id})
+            if id:  # none at all is as good as not said
+                assert (answer.status, answer.error["param"]) == (400, "request_id")
+                assert mock.asked == []
+            assert answer.header("x-evil") is None
+
+    run(main())
+
+
+def test_51_a_stream_that_waits_for_a_worker_shows_life(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headgate.router.router.KEEP_ALIVE_S", 0.05)
+
+    async def main() -> None:
+        mock = await Mock().start()
+        mock.kill()
+        async with routing(mock, patience_s=10) as (router, url):
+            await until(lambda: all(worker.state in ("down", "starting") for worker in router.fleet))
+            body = BODY | {"stream": True}
+            asking = await Wire.open(url)
+            asking.post(CHAT, body)
+            assert b": keep-alive" in (await asking.some(10)).body
+            await mock.restart()
+            assert check(body, await asking.response()) is None
+            asking.close()
+        mock.kill()
+
+    run(main())
+
+
+def test_nothing_is_logged_as_a_mistake_of_the_router(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        script = first(Fault("cut", at=3), Fault("bad_http"), Fault("reset"))
+        async with Mock(script) as one, Mock(script) as two, routing(one, two) as (_, url):
+            for seed in range(5):
+                body = BODY | {"seed": seed, "stream": True}
+                assert check(body, await ask(url, CHAT, body)) is None
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -1,0 +1,128 @@
+"""Thousands of requests while everything goes wrong: right answers or one clear error, and nothing left behind (41, 10)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from tests.router.client import Wire, check, routing, until
+from tests.router.mock import CHAT, COMPLETIONS, Mock, faults
+from tests.router.run import run
+
+# What a client may be told, apart from the right answer: only where nobody was left who could have helped.
+HELPLESS = {"worker_lost", "no_worker", "scripted"}
+CLIENTS = 40
+
+
+class Storm:
+    def __init__(self, seed: int, requests: int, *, plain: bool) -> None:
+        self.rng = random.Random(seed)
+        self.left = requests
+        self.plain = plain
+        self.mocks = [Mock(faults(random.Random(seed + i), 0.25, plain=plain), plain=plain, seed=i) for i in range(4)]
+        self.told: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        async with AsyncExitStack() as stack:
+            for mock in self.mocks:
+                await stack.enter_async_context(mock)
+            router, url = await stack.enter_async_context(
+                routing(*self.mocks, policy="power_of_two", retries=20, index_nodes=1000, max_in_flight=30)
+            )
+            # What is asked here is whether counters come home; how often a broken fleet may be asked has its own test.
+            router.retry_budget._left = float("inf")
+            killing = asyncio.create_task(self._kill())
+            try:
+                await asyncio.gather(*(self._client(url) for _ in range(CLIENTS)))
+            finally:
+                killing.cancel()
+            await until(lambda: not router.live)
+            assert len(router.index) <= 1000
+            await until(lambda: not len(router.connections))
+            self._judge()
+        assert not any(mock.connections for mock in self.mocks)
+
+    def _judge(self) -> None:
+        assert [mistake for mock in self.mocks for mistake in mock.mistakes] == []
+        wrong = {code: count for code, count in self.told.items() if code not in HELPLESS | {"right", "left"}}
+        assert wrong == {}
+        if not self.plain:
+            # Every answer has a journal; a worker's own refusal is told when all the others are away just then.
+            assert set(self.told) <= {"right", "left", "scripted"}
+            assert self.told["scripted"] <= self.told.total() // 50
+        assert self.told["right"] > 0.5 * self.told.total()
+
+    async def _kill(self) -> None:
+        while True:
+            await asyncio.sleep(self.rng.uniform(0.2, 0.6))
+            mock = self.rng.choice(self.mocks[1:])
+            mock.kill()
+            await asyncio.sleep(self.rng.uniform(0.01, 0.3))
+            await mock.restart()
+
+    async def _client(self, url: str) -> None:
+        wire: Wire | None = None
+        while self.left > 0:
+            self.left -= 1
+            wire = wire or await Wire.open(url)
+            leaves = self.rng.random() < 0.1
+            if await self._ask(wire, leaves) or self.rng.random() < 0.2:
+                wire.close()
+                wire = None
+        if wire is not None:
+            wire.close()
+
+    async def _ask(self, wire: Wire, leaves: bool) -> bool:
+        """One request; whether its connection is used up."""
+        path, body = self._body()
+        wire.post(path, body)
+        if leaves:
+            await asyncio.sleep(self.rng.choice((0, 0, 0.001, 0.005, 0.02)))
+            self.told["left"] += 1
+            return True
+        response = await wire.response()
+        self.told[check(body, response, path) or "right"] += 1
+        return False
+
+    def _body(self) -> tuple[str, dict[str, Any]]:
+        rng = self.rng
+        body: dict[str, Any] = {"seed": rng.randrange(10**9), "max_tokens": rng.randint(1, 24)}
+        body["stream"] = rng.random() < 0.6
+        if rng.random() < 0.2:
+            body["n"] = rng.randint(2, 3)
+        text = f"{rng.randrange(50)} " * rng.randint(1, 400)
+        if rng.random() < 0.5:
+            return COMPLETIONS, body | {"prompt": text}
+        return CHAT, body | {"messages": [{"role": "user", "content": text}]}
+
+
+def storm(seed: int, requests: int, caplog: pytest.LogCaptureFixture, *, plain: bool, timeout_s: float) -> None:
+    logging.getLogger("headgate").setLevel(logging.ERROR)
+    try:
+        run(Storm(seed, requests, plain=plain).run(), timeout_s)
+    finally:
+        logging.getLogger("headgate").setLevel(logging.NOTSET)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_41_after_a_storm_of_failures_cancels_and_deaths_every_answer_was_right_and_nothing_is_left(
+    caplog: pytest.LogCaptureFixture,
+):
+    storm(1, 1500, caplog, plain=False, timeout_s=100)
+
+
+def test_41_with_somebody_else_s_workers_an_answer_is_right_or_one_clear_error(caplog: pytest.LogCaptureFixture):
+    storm(2, 500, caplog, plain=True, timeout_s=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plain", [False, True])
+def test_41_ten_thousand_requests_in_a_storm(plain: bool, caplog: pytest.LogCaptureFixture):
+    storm(3, 10_000, caplog, plain=plain, timeout_s=580)

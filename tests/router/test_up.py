@@ -1,0 +1,122 @@
+"""`headgate up`: a fleet in one command, that heals itself and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headgate.testing.tiny import tiny_model
+from tests.api.serving import START_S, Served, _read_log, clean_environment, command, wait_until
+from tests.api.test_cli import run, the_sentence
+
+SMALL = ("--kv-blocks", 64, "--max-context", 512)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("up") / "tiny")
+
+
+@contextmanager
+def up(*arguments: object, **environment: str) -> Iterator[Served]:
+    process = subprocess.Popen(
+        command("up", *arguments, *SMALL, "--port", 0, "--log-format", "json"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(**environment),
+    )
+    fleet, is_ready = Served(process), threading.Event()
+    reader = threading.Thread(target=_read_log, args=(fleet, is_ready), daemon=True)
+    reader.start()
+    try:
+        assert is_ready.wait(START_S) and fleet.url, f"the fleet did not become ready: {fleet.log}"
+        yield fleet
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+        reader.join(10)
+        process.stderr.close()
+
+
+def workers(http: httpx.Client) -> list[dict[str, Any]]:
+    """Those for answers first."""
+    return sorted(http.get("/v1/workers").json()["workers"], key=lambda worker: worker["role"])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [below for child in children for below in descendants(child)]
+
+
+def test_a_fleet_heals_itself_and_ends_cleanly(model: Path):
+    with up(model, "--prefill", 1, "--decode", 1) as fleet, fleet.client() as http:
+        told = workers(http)
+        assert [(each["role"], each["state"]) for each in told] == [("decode", "ready"), ("prefill", "ready")]
+        assert {each["pid"] for each in told} <= set(descendants(fleet.process.pid))
+        body = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+        victim = told[0]
+        os.kill(victim["pid"], signal.SIGKILL)
+        # The other one answers meanwhile, and the dead one comes back under its address.
+        assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+        wait_until(lambda: workers(http)[0]["pid"] != victim["pid"], 30)
+        wait_until(lambda: workers(http)[0]["state"] == "ready", 30)
+        assert workers(http)[0]["url"] == victim["url"] and workers(http)[0]["role"] == "decode"
+        everyone = descendants(fleet.process.pid)
+        assert len(everyone) >= 4  # two servers, and their engines
+        assert fleet.stop(signal.SIGINT) == 0
+        wait_until(lambda: not any(map(is_running, everyone)))
+    assert not any("Traceback" in message for message in fleet.messages())
+    assert any("has died; starting it again" in message for message in fleet.messages())
+
+
+def test_servers_die_with_a_parent_that_is_killed(model: Path):
+    with up(model, "--mixed", 1, HEADGATE_ADMIN_KEY="root") as fleet:
+        everyone = descendants(fleet.process.pid)
+        with fleet.client("root") as http:
+            (worker,) = workers(http)
+        # Its servers take the router's word alone, when it has keys.
+        assert httpx.post(worker["url"] + "/v1/pause", trust_env=False).status_code == 403
+        fleet.process.kill()
+        wait_until(lambda: not any(map(is_running, everyone)), 20)
+
+
+def test_a_port_that_is_taken_is_one_sentence(model: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = run("up", model, "--port", other.getsockname()[1])
+    assert result.returncode == 1 and "is taken" in the_sentence(result)
+
+
+def test_what_a_server_says_about_why_it_cannot_start_is_the_one_sentence(model: Path, tmp_path: Path):
+    result = run("up", tmp_path, "--port", 0)
+    assert result.returncode == 1 and "holds no model" in the_sentence(result)
+    result = run("up", model, "--mixed", 2, "--port", 0, "--kv-blocks", 1, "--max-context", 512)
+    assert result.returncode == 1 and "512 tokens" in the_sentence(result)
+
+
+@pytest.mark.parametrize(
+    ("flags", "about"),
+    [(("--prefill", 1), "--decode N"), (("--mixed", -1), "--mixed"), (("--port", 99999), "--port")],
+)
+def test_a_fleet_that_makes_no_sense_is_one_sentence(model: Path, flags: tuple, about: str):
+    result = run("up", model, *flags)
+    assert result.returncode == 2 and about in the_sentence(result)

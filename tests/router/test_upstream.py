@@ -1,0 +1,259 @@
+"""Connections to workers: kept, stale, broken, too talkative; every request ends once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from headgate.router import upstream
+from headgate.router.upstream import Headers, NoAnswer, Pool, Upstream, WorkerLost, call
+from tests.router.client import until
+from tests.router.run import run
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Noting:
+    def __init__(self) -> None:
+        self.status = 0
+        self.heads = 0
+        self.body = b""
+        self.ends: list[str] = []
+
+    def head(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.heads += 1
+
+    def data(self, data: bytes) -> None:
+        assert not self.ends
+        self.body += data
+
+    def ended(self) -> None:
+        self.ends.append("ended")
+
+    def lost(self, why: str) -> None:
+        self.ends.append(why)
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def worker(serve: Serve):
+    """A pool of connections to somebody who does `serve` with each of them."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with suppress(asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # the other side has closed
+            await serve(reader, writer)
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 2.0)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0.01)
+
+
+def answering(*answers: bytes, close: bool = False) -> Serve:
+    """One answer to each request, in pieces where there are several."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            for answer in answers:
+                writer.write(answer)
+                await asyncio.sleep(0.01)
+            if close:
+                writer.close()
+                return
+
+    return serve
+
+
+async def ask(pool: Pool) -> tuple[Noting, Upstream]:
+    noting, connection = Noting(), pool.take() or await pool.connect()
+    connection.send(b"GET / HTTP/1.1\r\n\r\n", noting)
+    await until(lambda: noting.ends)
+    return noting, connection
+
+
+def said(*answers: bytes, close: bool = False) -> tuple[Noting, bool]:
+    """What the reader heard, and whether the connection was kept."""
+    result: list[tuple[Noting, bool]] = []
+
+    async def main() -> None:
+        async with worker(answering(*answers, close=close)) as pool:
+            noting, _ = await ask(pool)
+            await asyncio.sleep(0.02)
+            assert len(noting.ends) == 1
+            result.append((noting, pool.take() is not None))
+
+    run(main())
+    return result[0]
+
+
+def test_a_whole_answer_ends_and_its_connection_is_kept():
+    noting, kept = said(OK)
+    assert (noting.status, noting.body, noting.ends, kept) == (200, b"ok", ["ended"], True)
+
+
+def test_an_interim_answer_is_passed_over():
+    noting, kept = said(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)
+    assert (noting.heads, noting.body, kept) == (1, b"ok", True)
+
+
+def test_an_answer_without_a_length_ends_with_its_connection():
+    noting, kept = said(b"HTTP/1.1 200 OK\r\n\r\nsome", b" more", close=True)
+    assert (noting.body, noting.ends, kept) == (b"some more", ["ended"], False)
+
+
+def test_a_worker_that_closes_is_not_kept():
+    noting, kept = said(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok", close=True)
+    assert (noting.ends, kept) == (["ended"], False)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n",
+    ],
+)
+def test_an_answer_that_breaks_off_is_lost(answer: bytes):
+    noting, kept = said(answer, close=True)
+    assert "broke" in noting.ends[0] and not kept
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x00\x01\x02\x03\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nok",  # more than it said
+        OK + OK,  # two answers to one request
+    ],
+)
+def test_an_answer_that_is_not_http_is_lost_and_its_connection_not_kept(answer: bytes):
+    noting, kept = said(answer)
+    assert noting.ends[0].startswith("it does not speak HTTP") and not kept
+
+
+def test_words_that_nobody_asked_for_end_an_idle_connection():
+    noting, kept = said(OK, b"HTTP/1.1 408 Timeout\r\n\r\n")
+    assert (noting.ends, kept) == (["ended"], False)
+
+
+@pytest.mark.parametrize("head", [b"a: " + b"x" * 300_000, b"a: bcdefghijkl\r\n" * 20_000])
+def test_a_head_that_never_ends_is_not_read_for_ever(head: bytes):
+    noting, kept = said(b"HTTP/1.1 200 OK\r\n" + head, *[head] * 3)
+    assert noting.ends == ["the head of its answer is too long"] and not kept
+
+
+def test_connections_are_kept_for_the_next_and_the_one_used_last_is_taken_first():
+    async def main() -> None:
+        async with worker(answering(OK)) as pool:
+            used = [(await ask(pool))[1] for _ in range(3)]
+            assert len(set(used)) == 1 and used[0].reused
+            first, second = pool.take(), await pool.connect()
+            assert first is used[0]
+            for connection in (first, second):
+                connection.send(b"GET / HTTP/1.1\r\n\r\n", noting := Noting())
+                await until(lambda noting=noting: noting.ends)
+            assert pool.take() is second
+
+    run(main())
+
+
+def test_a_connection_whose_last_bytes_found_their_reader_full_reads_again_for_the_next():
+    class Full(Noting):
+        def data(self, data: bytes) -> None:
+            super().data(data)
+            connection.hold()
+
+    async def main() -> None:
+        nonlocal connection
+        async with worker(answering(OK)) as pool:
+            connection = await pool.connect()
+            for _ in range(2):
+                full = Full()
+                connection.send(b"GET / HTTP/1.1\r\n\r\n", full)
+                await until(lambda full=full: full.ends, 5)
+                assert full.ends == ["ended"] and pool.take() is connection
+
+    connection: Upstream
+    run(main())
+
+
+def test_a_connection_that_the_worker_has_closed_is_not_taken():
+    async def main() -> None:
+        async with worker(answering(OK, close=True)) as pool:
+            _, connection = await ask(pool)
+            await until(lambda: not connection.usable)
+            assert pool.take() is None
+
+    run(main())
+
+
+def test_connections_that_idle_for_long_are_closed():
+    async def main() -> None:
+        async with worker(answering(OK)) as pool:
+            _, connection = await ask(pool)
+            pool.sweep(asyncio.get_running_loop().time() + upstream.IDLE_S - 1)
+            assert connection.usable
+            pool.sweep(asyncio.get_running_loop().time() + upstream.IDLE_S + 1)
+            assert not connection.usable and pool.take() is None
+
+    run(main())
+
+
+def test_a_dropped_connection_says_nothing_more_to_its_reader_and_everything_to_its_worker():
+    async def main() -> None:
+        left = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            try:
+                await reader.read()
+            finally:
+                left.set()
+
+        async with worker(serve) as pool:
+            noting, connection = Noting(), await pool.connect()
+            connection.send(b"GET / HTTP/1.1\r\n\r\n", noting)
+            await asyncio.sleep(0.02)
+            assert connection.answers(noting)
+            connection.drop()
+            assert not connection.answers(noting)
+            async with asyncio.timeout(5):
+                await left.wait()
+            assert noting.ends == []
+
+    run(main())
+
+
+def test_43_a_call_has_an_answer_or_a_reason_in_time():
+    async def main() -> None:
+        async with worker(answering(OK)) as pool:
+            status, _, body = await call(pool, "GET", "/x", timeout_s=5)
+            assert (status, body) == (200, b"ok")
+            assert pool.take() is None  # a probe leaves no connection behind
+            with pytest.raises(WorkerLost, match="more than 1 bytes"):
+                await call(pool, "GET", "/x", timeout_s=5, limit=1)
+        async with worker(answering()) as pool:
+            with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
+                await call(pool, "GET", "/x", timeout_s=0.1)
+        with pytest.raises(WorkerLost, match="no connection"):
+            await call(pool, "GET", "/x", timeout_s=5)
+
+    run(main())

@@ -1,0 +1,147 @@
+"""Workers join and leave a router while it runs: by an operator's word, or by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from headgate.api.registration import Heartbeats, reachable_from
+from headgate.client import Fleet
+from headgate.config import Registration, ServerConfig
+from headgate.httpclient import Address
+from headgate.testing.tiny import tiny_model
+from tests.api.live import LiveServer
+from tests.api.serving import serving, wait_until
+from tests.router.fleets import FakeWorker, LiveRouter, fake_worker, live_router
+
+LONG = {"max_tokens": 2500, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def router() -> Iterator[LiveRouter]:
+    with live_router(patience_s=0.2) as router:
+        yield router
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeWorker]:
+    with fake_worker() as fake:
+        yield fake
+
+
+def listed(router: LiveRouter, key: str | None = None) -> dict[str, dict]:
+    return {each["url"]: each for each in router.get("/v1/workers", key=key).json()["workers"]}
+
+
+def test_a_worker_is_added_changes_its_role_and_is_removed_by_its_address(router: LiveRouter, fake: FakeWorker):
+    assert listed(router) == {} and router.get("/ready").status_code == 503
+    assert router.post("/v1/workers", {"url": fake.url + "/v1"}).json()["role"] == "mixed"
+    router.wait_for(ready=1)
+    entry = listed(router)[fake.url]
+    assert entry["kind"] == "headgate" and entry["models"] == ["fake"] and not entry["registered"]
+    assert (entry["in_flight"], entry["free_blocks"], entry["version"], entry["pid"]) == (0, 8, 0, None)
+    assert router.post("/v1/workers", {"url": fake.url, "role": "prefill"}).status_code == 200
+    assert listed(router)[fake.url]["role"] == "prefill" and len(listed(router)) == 1
+    removed = router.delete(f"/v1/workers/{fake.url}")
+    assert removed.status_code == 200 and removed.json()["drained"]
+    assert listed(router) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"url": "nonsense"}, "url"),
+        ({"url": "http://127.0.0.1:1", "role": "boss"}, "role"),
+        ({"url": "http://127.0.0.1:1", "ttl_s": 0}, "ttl_s"),
+        ({}, "url"),
+    ],
+)
+def test_what_is_no_worker_is_refused(router: LiveRouter, body: dict, param: str):
+    refused = router.post("/v1/workers", body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_removing_needs_an_address_that_is_known(router: LiveRouter):
+    assert router.delete("/v1/workers").json()["error"]["param"] == "url"
+    unknown = router.delete("/v1/workers", params={"url": "http://127.0.0.1:1"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_worker")
+    assert router.delete("/v1/workers", params={"url": "http://x", "timeout": "soon"}).status_code == 400
+
+
+def test_a_worker_whose_heartbeats_stop_leaves_and_one_that_beats_stays(router: LiveRouter, fake: FakeWorker):
+    with fake_worker() as silent:
+        router.post("/v1/workers", {"url": silent.url, "ttl_s": 0.6})
+        router.post("/v1/workers", {"url": fake.url, "ttl_s": 3600})
+        assert listed(router)[silent.url]["registered"]
+        wait_until(lambda: silent.url not in listed(router))
+        assert list(listed(router)) == [fake.url]
+
+
+def test_44_removal_by_an_operator_drains(servers: list[LiveServer]):
+    leaving, staying = (server.url for server in servers)
+    with live_router(leaving) as router, ThreadPoolExecutor(4) as threads:
+        fleet = Fleet(router.url)
+        asked = threads.submit(fleet.generate, "hello", **LONG)
+        wait_until(lambda: listed(router)[leaving]["in_flight"] == 1)
+        early = router.delete("/v1/workers", params={"url": leaving, "timeout": 0.05})
+        assert early.status_code == 202 and not early.json()["drained"]
+        assert listed(router)[leaving]["state"] == "draining"
+        router.post("/v1/workers", {"url": staying})
+        router.wait_for(ready=1)
+        assert len(fleet.generate("x", **LONG | {"max_tokens": 3}).token_ids) == 3  # goes to the other
+        assert not asked.done() or len(asked.result().token_ids) == 2500
+        assert asked.result(30).cause == "max_tokens"
+        wait_until(lambda: list(listed(router)) == [staying])
+
+
+def test_44_a_removal_returns_when_the_last_request_has_ended(servers: list[LiveServer]):
+    with live_router(servers[0].url) as router, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(Fleet(router.url).generate, "hello", **LONG)
+        wait_until(lambda: listed(router)[servers[0].url]["in_flight"] == 1)
+        removed = router.delete("/v1/workers", params={"url": servers[0].url, "timeout": 50})
+        assert removed.status_code == 200 and removed.json()["drained"]
+        assert asked.result(5).cause == "max_tokens" and removed.elapsed.total_seconds() < 40
+
+
+def test_a_server_registers_itself_with_its_key_and_leaves_when_it_stops(tmp_path):
+    model = tiny_model(tmp_path / "model")
+    with live_router(admin_key="root", api_keys={"alice": "ka"}, patience_s=20.0) as router:
+        flags = ("--register", router.url, "--role", "decode", "--kv-blocks", 64, "--max-context", 512)
+        keys = {"HEADGATE_ROUTER_KEY": "root", "HEADGATE_ADMIN_KEY": "of-the-worker"}
+        with serving(model, *flags, **keys) as served:
+            router.wait_for(ready=1)
+            (entry,) = listed(router, "root").values()
+            assert entry["url"] == served.url and entry["role"] == "decode" and entry["registered"]
+            body = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+            answer = router.post("/v1/completions", body, key="ka")
+            assert answer.json()["usage"]["completion_tokens"] == 3
+            assert router.get("/v1/workers", key="ka").status_code == 403
+            assert served.stop() == 0
+            assert any("registered at" in message for message in served.messages())
+            assert listed(router, "root") == {}
+
+
+def test_a_server_that_its_router_refuses_says_so_once_and_goes_on_trying(fake: FakeWorker, caplog):
+    config = ServerConfig(model=Path(), model_name="x")
+
+    async def beat(key: str) -> None:
+        beats = Heartbeats(Registration(router=router.url, key=key), config, fake.url)
+        async with asyncio.timeout(0.5):
+            await beats.run()
+
+    with live_router(admin_key="root") as router:
+        with pytest.raises(TimeoutError):
+            asyncio.run(beat("wrong"))
+        (refusal,) = [record.message for record in caplog.records if "does not take us" in record.message]
+        assert "403" in refusal and listed(router, "root") == {}
+        with pytest.raises(TimeoutError):
+            asyncio.run(beat("root"))
+        assert list(listed(router, "root")) == [fake.url]
+
+
+def test_a_server_that_listens_everywhere_names_the_address_that_its_router_can_reach():
+    assert reachable_from(Address.of("http://127.0.0.1:8080"), "http://0.0.0.0:8000") == "http://127.0.0.1:8000"

@@ -1,0 +1,257 @@
+"""What is in `deploy/` is true of this server: metrics, flags, paths and variables exist, and manifests fit schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import kubernetes_validate
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from headgate import __version__, cli
+from headgate.api.app import ROUTES
+from headgate.api.metrics import Metrics, Page
+from headgate.api.server import LAST_WORDS_S
+from headgate.doctor import EXTRAS
+from headgate.protocol.command import State
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+DASHBOARD = DEPLOY / "grafana/headgate.json"
+ALERTS = DEPLOY / "prometheus/alerts.yaml"
+KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+YAML = sorted(DEPLOY.rglob("*.yaml"))
+KUBERNETES_VERSION = "1.30"
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def manifests() -> list[dict[str, Any]]:
+    return [document for path in KUBERNETES if path.name != "kustomization.yaml" for document in documents(path)]
+
+
+def pod() -> dict[str, Any]:
+    (stateful,) = [each for each in manifests() if each["kind"] == "StatefulSet"]
+    return stateful["spec"]["template"]["spec"]
+
+
+def container() -> dict[str, Any]:
+    (only,) = pod()["containers"]
+    return only
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+def exported() -> set[str]:
+    """Every name that a query may use; a family without samples has its name all the same."""
+    page = Page(version="0", model="m", metrics=Metrics(), in_flight=0, limit=1, engines=[])
+    names = {"up"}
+    for family in text_string_to_metric_families(page.render().decode()):
+        names |= {family.name, *(sample.name for sample in family.samples)}
+        names |= {family.name + "_total"} if family.type == "counter" else set()
+    return names
+
+
+def names_in(expression: str) -> set[str]:
+    """Metric names in a query: what is neither a label, a text, a function nor a word of the language."""
+    bare = re.sub(r'"[^"]*"|\[[^\]]*\]|\{[^}]*\}', " ", expression)
+    bare = re.sub(r"\b(by|without)\s*\([^)]*\)", " ", bare)
+    return {name for name in re.findall(r"[a-zA-Z_][\w:]*(?!\w*\s*\()", bare) if not re.search(rf"{name}\s*\(", bare)}
+
+
+def queries() -> Iterator[str]:
+    dashboard = json.loads(DASHBOARD.read_text())
+    for panel in dashboard["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", ()))
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            yield re.fullmatch(r"label_values\((.*), \w+\)", variable["query"])[1]
+    for rule in rules():
+        yield rule["expr"]
+
+
+def rules() -> list[dict[str, Any]]:
+    (document,) = documents(ALERTS)
+    return [rule for group in document["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("query", sorted(set(queries())))
+def test_every_metric_that_is_asked_for_is_exported(query):
+    assert names_in(query) and names_in(query) <= exported()
+    for opening, closing in ("()", "[]", "{}"):
+        assert query.count(opening) == query.count(closing)
+
+
+def test_the_check_finds_a_metric_that_is_not_there():
+    assert names_in('sum by (le) (rate(headgate:nothing_total{a="b"}[5m])) / up > 1') == {
+        "headgate:nothing_total",
+        "up",
+    }
+    assert "headgate:nothing_total" not in exported()
+
+
+def test_labels_that_are_asked_for_are_those_of_the_metric():
+    states = {value for query in queries() for value in re.findall(r'state="(\w+)"', query)}
+    assert states and states <= set(get_args(State))
+
+
+def test_panels_have_ids_and_places_of_their_own():
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    ids = [panel["id"] for panel in panels]
+    assert len(set(ids)) == len(ids) > 10
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
+
+
+def test_alerts_say_how_bad_and_what_it_is():
+    names = [rule["alert"] for rule in rules()]
+    assert len(set(names)) == len(names)
+    for rule in rules():
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("warning", "critical") and rule["annotations"]["summary"]
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m"))
+
+
+def test_prometheus_reads_the_rules_that_are_there():
+    (document,) = documents(DEPLOY / "prometheus/prometheus.yaml")
+    assert all((DEPLOY / "prometheus" / name).is_file() for name in document["rule_files"])
+    (job,) = document["scrape_configs"]
+    assert job["job_name"] == "headgate" and job["static_configs"][0]["targets"] == ["headgate:8000"]
+
+
+@pytest.mark.parametrize("path", YAML, ids=lambda path: path.name)
+def test_every_yaml_file_is_yaml(path):
+    assert all(isinstance(document, dict) for document in documents(path))
+
+
+# ------------------------------------------------------------------------------------------------------- kubernetes
+
+
+@pytest.mark.parametrize("manifest", manifests(), ids=lambda each: f"{each['kind']}-{each['metadata']['name']}")
+def test_a_manifest_fits_its_schema_and_names_no_namespace(manifest):
+    kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+    assert "namespace" not in manifest["metadata"]
+    assert manifest["metadata"]["labels"] == {"app.kubernetes.io/name": "headgate"}
+
+
+def test_the_schema_check_refuses_a_field_that_is_not_there():
+    manifest = json.loads(json.dumps(manifests()[0])) | {"spek": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+
+
+def test_kustomize_knows_every_manifest():
+    (document,) = documents(DEPLOY / "kubernetes/kustomization.yaml")
+    there = {path.name for path in KUBERNETES} - {"kustomization.yaml"}
+    assert set(document["resources"]) == there
+    assert document["images"] == [{"name": container()["image"], "newTag": __version__}]
+
+
+def test_a_server_has_no_rights_it_does_not_need():
+    kinds = {each["kind"] for each in manifests()}
+    assert not any("Role" in kind for kind in kinds)
+    (account,) = [each for each in manifests() if each["kind"] == "ServiceAccount"]
+    assert account["automountServiceAccountToken"] is False is pod()["automountServiceAccountToken"]
+    assert pod()["serviceAccountName"] == account["metadata"]["name"]
+    assert pod()["securityContext"]["runAsNonRoot"] is True and pod()["securityContext"]["runAsUser"] > 0
+    rights = container()["securityContext"]
+    assert rights["readOnlyRootFilesystem"] is True and rights["allowPrivilegeEscalation"] is False
+    assert rights["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_volumes_are_mounted_and_mounts_have_volumes():
+    mounted = {mount["name"] for mount in container()["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod()["volumes"]}
+
+
+def test_probes_ask_what_the_server_answers():
+    served = {route.path for route in ROUTES}
+    asked = {
+        name: container()[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")
+    }
+    assert asked == {"startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready"}
+    assert set(asked.values()) <= served
+
+
+def test_the_end_has_time_for_a_pause_a_drain_and_last_words():
+    options = cli.parser().parse_args(container()["args"])
+    pause_s = int(container()["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod()["terminationGracePeriodSeconds"] >= pause_s + options.drain_timeout + 2 * LAST_WORDS_S
+
+
+# --------------------------------------------------------------------------------------------------- flags and files
+
+
+def compose() -> dict[str, Any]:
+    (document,) = documents(DEPLOY / "compose.yaml")
+    return document
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def commands() -> list[list[str]]:
+    (given,) = [rest for word, rest in dockerfile() if word == "CMD"]
+    return [container()["args"], compose()["services"]["headgate"]["command"], json.loads(given)]
+
+
+@pytest.mark.parametrize("command", commands(), ids=["kubernetes", "compose", "docker"])
+def test_flags_are_those_of_the_command(command):
+    options = cli.parser().parse_args(command)
+    assert (options.host, options.port) == ("0.0.0.0", 8000)
+
+
+def test_variables_are_those_that_are_read():
+    source = "".join(path.read_text() for path in (DEPLOY.parent / "src/headgate").rglob("*.py"))
+    given = {variable["name"] for variable in container()["env"]} | set(
+        compose()["services"]["headgate"]["environment"]
+    )
+    assert "HEADGATE_API_KEYS" in given and all(f'"{name}"' in source for name in given)
+
+
+def test_the_dockerfile_says_what_docker_knows_and_copies_what_is_there():
+    known = {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+    assert {word for word, _ in dockerfile()} == known
+    sources = [name for word, rest in dockerfile() if word == "COPY" for name in shlex.split(rest)[:-1]]
+    assert sources and all((DEPLOY.parent / name).exists() for name in sources)
+    allowed = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in sources} <= set(allowed)
+    assert dict(dockerfile())["ENTRYPOINT"] == '["headgate"]'
+    assert dict(dockerfile())["USER"].split(":")[0] == str(pod()["securityContext"]["runAsUser"])
+
+
+def test_the_dockerfile_installs_extras_that_exist():
+    (extras,) = [found[1] for _, rest in dockerfile() if (found := re.search(r"\.\[([\w,]+)\]", rest))]
+    assert set(extras.split(",")) <= set(EXTRAS)
+
+
+def test_compose_mounts_what_is_there_for_this_machine_alone():
+    document = compose()
+    for service in document["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert (DEPLOY / source).exists() if source.startswith(".") else source in document["volumes"], volume
+    build = document["services"]["headgate"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+
+
+def test_the_version_is_the_same_everywhere():
+    assert compose()["services"]["headgate"]["image"] == f"headgate:{__version__}"
+    assert f"-t headgate:{__version__} " in (DEPLOY / "Dockerfile").read_text()

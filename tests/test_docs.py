@@ -1,0 +1,239 @@
+"""The documentation is complete and true: everything has its line, links lead somewhere, and what is shown runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from headgate import cli
+from headgate.api.app import ROUTES
+from headgate.api.metrics import Metrics, Page
+from headgate.cli.completion import nodes
+from headgate.testing.tiny import tiny_model
+from tests.api.live import LiveServer, live_server
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+TRANSLATED = [("README.md", "README.zh-CN.md"), ("docs/quickstart.md", "docs/quickstart.zh-CN.md")]
+
+
+def load_hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("documentation_hooks", ROOT / "docs/hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    return load_hooks()
+
+
+@pytest.fixture(scope="module")
+def made(hooks) -> dict[str, str]:
+    return hooks.made_pages()
+
+
+def blocks(text: str, language: str = r"\w*") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+# ------------------------------------------------------------------------------------------------------ completeness
+
+
+def test_every_flag_and_command_is_documented(made):
+    page = made["reference/command-line.md"]
+    for node in nodes(cli.parser()):
+        assert f"## `headgate{' ' * bool(node.path)}{node.path}`" in page
+        section = page.split(f"## `headgate{' ' * bool(node.path)}{node.path}`\n")[1].split("\n## ")[0]
+        assert [name for flag in node.flags for name in flag.names if name not in section] == []
+
+
+def test_every_endpoint_is_documented(made):
+    page = made["reference/http.md"]
+    for route in ROUTES:
+        path = route.path.replace(":path", "")
+        for method in route.methods - {"HEAD"}:
+            assert f"### `{method} {path}`" in page
+
+
+def test_every_type_that_is_linked_is_there(made):
+    page = made["reference/http.md"]
+    titles = {title.lower() for title in re.findall(r"^### (\w+)$", page, re.MULTILINE)}
+    assert titles and set(re.findall(r"\(#(\w+)\)", page)) <= titles
+
+
+def test_every_metric_is_documented(made):
+    page = Page(version="0", model="", metrics=Metrics(), in_flight=0, limit=0, engines=[])
+    names = {line.split()[2] for line in page.render().decode().splitlines() if line.startswith("# TYPE headgate:")}
+    assert len(names) > 20 and all(f"| `{name}` |" in made["reference/metrics.md"] for name in names)
+
+
+def test_every_field_of_the_configuration_is_documented(hooks, made):
+    page = made["reference/configuration.md"]
+    for each in hooks.configurations():
+        section = page.split(f"## {each.__name__}\n")[1].split("\n## ")[0]
+        assert all(f"| `{field.name}` |" in section for field in fields(each))
+    assert "| `device` | `str` | `'auto'` | auto, cpu, cuda" in page
+
+
+# -------------------------------------------------------------------------------------------------------------- links
+
+
+def links(text: str) -> list[str]:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\((?!\w+:)([^()\s]+)\)", prose)
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page):
+    for link in links(page.read_text("utf-8")):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target.read_text("utf-8")), f"{page.name} links to {link}"
+
+
+def test_the_check_sees_links():
+    assert links("[a](b.md) and [`c`](d/e.md#f), `[x](y)` and [z](http://z)") == ["b.md", "d/e.md#f"]
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "linked"),
+    [
+        ("index.md", "[a](docs/rl.md)", "[a](rl.md)"),
+        ("index.md", "[a](ARCHITECTURE.md#seams)", "[a](architecture.md#seams)"),
+        ("index.md", "[a](docs/decisions)", "a"),
+        ("performance.md", "[`r`](../benchmarks/results)", "`r`"),
+        ("decisions/0002.md", "[a](../../ARCHITECTURE.md)", "[a](../architecture.md)"),
+        ("rl.md", "[a](lifecycle.md#stop)", "[a](lifecycle.md#stop)"),
+        ("rl.md", "[a](https://a.example)", "[a](https://a.example)"),
+    ],
+)
+def test_links_between_files_become_links_between_pages(hooks, page, text, linked):
+    assert hooks.relinked(text, page) == linked
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    assert all((tmp_path / "site" / f"{name}.html").is_file() for name in ("index", "keys", "reference/http"))
+    # Reading it needs no network.
+    fetched = re.findall(
+        r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\s\">]+)", (tmp_path / "site/rl.html").read_text()
+    )
+    assert fetched == []
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+
+def sentences() -> Iterator[str]:
+    """What the program can say, with … for what differs."""
+    for path in (ROOT / "src/headgate").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            match node:
+                case ast.Constant(value=str(text)):
+                    yield re.sub(r"%[sdg]", "…", text)
+                case ast.JoinedStr(values):
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in values)
+
+
+def test_what_troubleshooting_quotes_is_what_the_program_says():
+    said = set(sentences())
+    quoted = [block.strip() for block in blocks((ROOT / "docs/troubleshooting.md").read_text("utf-8"), "text")]
+    assert len(quoted) > 20
+    assert [quote for quote in quoted if not any(quote in sentence for sentence in said)] == []
+
+
+@pytest.mark.parametrize(("ours", "theirs"), TRANSLATED)
+def test_a_translation_shows_the_same_code_and_the_same_sections(ours, theirs):
+    original, translation = ((ROOT / name).read_text("utf-8") for name in (ours, theirs))
+    assert blocks(original) == blocks(translation) != []
+    levels = [
+        re.findall(r"^(#+) ", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+        for text in (original, translation)
+    ]
+    assert levels[0] == levels[1]
+    code = [
+        re.findall(r"`[^`\n]+`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+        for text in (original, translation)
+    ]
+    assert sorted(code[0]) == sorted(code[1])
+
+
+# ----------------------------------------------------------------------------------------------------------- snippets
+
+SHOWN = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("documented") / "tiny", max_position_embeddings=131072)
+
+
+@pytest.fixture(scope="module")
+def server(model) -> Iterator[LiveServer]:
+    with live_server(model, device="cpu", kv_blocks=4096, max_running=8) as server:
+        yield server
+
+
+def snippets(language: str) -> list[str]:
+    return [block for name, _ in TRANSLATED for block in blocks((ROOT / name).read_text("utf-8"), language)]
+
+
+def environment() -> dict[str, str]:
+    tools = Path(sys.executable).parent
+    return os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "OPENAI_API_KEY": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", snippets("sh"), ids=lambda snippet: snippet.split("\n")[0][:50])
+def test_commands_that_are_shown_run(snippet, server):
+    if snippet.startswith("make "):
+        target = shlex.split(snippet)[1]
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif snippet.startswith("headgate serve"):
+        assert cli.parser().parse_args(shlex.split(snippet)[1:]).run
+    else:
+        # An answer of 4xx must fail the script, which curl alone does not.
+        script = 'set -e\ncurl() { command curl --fail-with-body -sS "$@"; }\n' + snippet.replace(SHOWN, server.url)
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=environment())
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", snippets("python"), ids=lambda snippet: snippet.split("\n")[0][:50])
+def test_programs_that_are_shown_run(snippet, server, model, tmp_path):
+    program = snippet.replace(SHOWN, server.url).replace("path/to/model", str(model))
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.slow
+def test_the_stopped_answer_of_the_quickstart_is_stopped(server):
+    (snippet,) = [each for each in snippets("sh") if "DELETE" in each]
+    longer = snippet.replace(SHOWN, server.url).replace('"max_tokens": 400', '"max_tokens": 100000')
+    done = subprocess.run(["bash", "-c", longer], capture_output=True, text=True, timeout=60, env=environment())
+    assert '"finish_reason":"abort"' in done.stdout and '"cause":"api_abort"' in done.stdout

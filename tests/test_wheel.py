@@ -1,0 +1,76 @@
+"""The package as others install it: everything it needs is in the wheel, and its command runs from there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from headgate import __version__
+
+ROOT = Path(__file__).parents[1]
+BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "src")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy: what an earlier build has left in the tree must not get in."""
+    source = tmp_path_factory.mktemp("source")
+    for name in BUILT_FROM:
+        if (ROOT / name).is_dir():
+            leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(ROOT / name, source / name, ignore=leave_out)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    target = tmp_path_factory.mktemp("dist")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    run([*pip, "--wheel-dir", target, source])
+    (built,) = target.glob("*.whl")
+    return built
+
+
+def run(command: list[object], **options: object) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_source_and_its_version(wheel):
+    assert wheel.name.startswith(f"headgate-{__version__}-")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    sources = [path for path in (ROOT / "src/headgate").rglob("*.*") if path.is_file() and path.suffix != ".pyc"]
+    wanted = {str(path.relative_to(ROOT / "src")) for path in sources}
+    assert {"headgate/py.typed", "headgate/layers/cpu/bind.cpp"} <= wanted
+    assert wanted - held == set()
+
+
+@pytest.mark.slow
+def test_its_command_runs_where_only_it_is_installed(wheel, tmp_path):
+    environment = tmp_path / "env"
+    venv.create(environment, with_pip=True)
+    run([environment / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel])
+    # The libraries it depends on are those of this environment: the path alone, not the packages linked into it.
+    site = run([environment / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    here = {"cwd": tmp_path, "env": clean}
+    where = run([environment / "bin/python", "-c", "import headgate; print(headgate.__file__)"], **here)
+    assert where.startswith(site)
+    assert run([environment / "bin/headgate", "--version"], **here) == f"headgate {__version__}\n"
+    assert "can serve" in run([environment / "bin/headgate", "doctor", "--port", "0"], **here)
+    sources = "from headgate.layers.cpu.build import SOURCES; print(len(list(SOURCES.glob('*.cpp'))))"
+    assert int(run([environment / "bin/python", "-c", sources], **here)) >= 2
+
+
+def test_a_tagged_commit_has_the_version_of_its_tag():
+    done = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10)
+    tags = [tag for tag in done.stdout.split() if tag.startswith("v")]
+    assert all(tag == f"v{__version__}" for tag in tags)

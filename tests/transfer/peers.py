@@ -1,0 +1,152 @@
+"""Transports over caches in this process, and a proxy between them that does harm."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from ipaddress import ip_network
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from headgate.protocol.plan import Fetch
+from headgate.protocol.request import Ticket
+from headgate.transfer.tcp import TcpTransport, parse_address
+from headgate.transfer.transport import Fetched, Released
+from headgate.worker.blocks import HostBlocks
+
+DEADLINE_S = 10.0
+BLOCKS, PART_BYTES, PARTS = 40, 4096, 6
+GENERATION, VERSION = 77, 3
+
+
+@dataclass(eq=False)
+class Peer:
+    """One engine's transport, with a cache of its own and the events that it has posted."""
+
+    wait_s: float = 5.0
+    lease_s: float = 30.0
+    layout: str = "test"
+    fill: int | None = None  # None: at random
+    peers: tuple[str, ...] = ("127.0.0.0/8",)
+    events: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+
+    def __post_init__(self) -> None:
+        shape = (BLOCKS, PART_BYTES)
+        if self.fill is None:
+            self.tensors = [torch.randint(255, shape, dtype=torch.uint8) for _ in range(PARTS)]
+        else:
+            self.tensors = [torch.full(shape, self.fill, dtype=torch.uint8) for _ in range(PARTS)]
+        self.transport = TcpTransport(
+            HostBlocks(self.tensors, self.layout),
+            parse_address("127.0.0.1:0"),
+            peers=tuple(map(ip_network, self.peers)),
+            lease_s=self.lease_s,
+            wait_s=self.wait_s,
+        )
+        self.transport.start(self.events.put)
+
+    def ticket(self, lease: int, address: str | None = None, /, **changes: Any) -> Ticket:
+        from msgspec.structs import replace
+
+        ticket = Ticket(address or self.transport.address, lease, GENERATION, 0, VERSION, b"")
+        return replace(ticket, **changes)
+
+    def offer(self, lease: int, blocks: tuple[int, ...], filled: int | None = None) -> None:
+        self.transport.offer(lease, GENERATION, VERSION, blocks)
+        self.transport.fill(lease, len(blocks) if filled is None else filled)
+
+    def fetch(self, id: int, ticket: Ticket, blocks: tuple[int, ...], skip: int = 0) -> None:
+        self.transport.attach(id, ticket)
+        self.transport.fetch(Fetch(id, ticket, skip, blocks))
+
+    def next(self, kind: type[Any], timeout_s: float = DEADLINE_S) -> Any:
+        """The next event of this kind; others are passed over."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            event = self.events.get(timeout=max(deadline_s - time.monotonic(), 0.001))
+            if isinstance(event, kind):
+                return event
+
+    def fetched(self, id: int) -> bool:
+        event = self.next(Fetched)
+        assert event.id == id
+        return bool(event.ok)
+
+    def released(self, lease: int) -> bool:
+        event = self.next(Released)
+        assert (event.lease, event.generation) == (lease, GENERATION)
+        return bool(event.fetched)
+
+    def block(self, index: int) -> list[torch.Tensor]:
+        return [tensor[index].clone() for tensor in self.tensors]
+
+    def failures(self) -> dict[str, int]:
+        return self.transport.counts().failures
+
+
+@contextmanager
+def peers(**settings: Any) -> Iterator[tuple[Peer, Peer]]:
+    """P, full of KV, and D, whose cache is empty."""
+    p, d = Peer(**settings), Peer(fill=0, **settings)
+    try:
+        yield p, d
+    finally:
+        p.transport.close()
+        d.transport.close()
+
+
+def same(p: Peer, theirs: tuple[int, ...], d: Peer, ours: tuple[int, ...]) -> bool:
+    pairs = zip(theirs, ours, strict=True)
+    return all(torch.equal(a, b) for i, j in pairs for a, b in zip(p.block(i), d.block(j), strict=True))
+
+
+Mangle = Callable[[bytes, int], bytes | None]  # what passes, given where in the stream it lies; None cuts the line
+
+
+@contextmanager
+def proxy(target: str, mangle: Mangle) -> Iterator[str]:
+    """An address that leads to `target`; what that says comes through `mangle`."""
+    server = socket.create_server(("127.0.0.1", 0))
+    address = parse_address(target)
+    open_sockets = [server]
+
+    def forward(source: socket.socket, sink: socket.socket, change: Mangle) -> None:
+        offset = 0
+        try:
+            while data := source.recv(65536):
+                passed = change(data, offset)
+                offset += len(data)
+                if passed is None:
+                    break
+                sink.sendall(passed)
+        except OSError:
+            pass
+        for sock in (source, sink):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        try:
+            while True:
+                near, _ = server.accept()
+                far = socket.create_connection((address.host, address.port))
+                open_sockets.extend((near, far))
+                for way in ((near, far, lambda data, _: data), (far, near, mangle)):
+                    threading.Thread(target=forward, args=way, daemon=True).start()
+        except OSError:
+            pass
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        for sock in open_sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()

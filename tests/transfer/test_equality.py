@@ -1,0 +1,87 @@
+"""What D says with KV that P computed is what one engine says alone, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from headgate.protocol.request import GenerateRequest, SamplingParams
+from tests.transfer.engines import Side, config, export, two_engines
+
+BLOCK = 16
+
+
+def some_prompts(rng: random.Random, count: int) -> list[tuple[int, ...]]:
+    """Of lengths around block boundaries and beyond one step's budget; some share a beginning."""
+    shared = tuple(rng.randrange(256) for _ in range(96))
+    lengths = [1, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 160, 200]
+    prompts = []
+    for i in range(count):
+        tail = tuple(rng.randrange(256) for _ in range(rng.choice(lengths)))
+        prompts.append(shared[: rng.choice([0, 16, 40, 96])] + tail if i % 2 else tail)
+    return prompts
+
+
+async def by_way_of(p: Side, d: Side, request: GenerateRequest) -> list[int]:
+    """`request` answered by D, which starts while P still computes."""
+    async with p.exporting(export(request.prompt, generated=request.generated, salt=request.salt)) as exported:
+        ticket = await exported.ticket()
+        tokens, _ = await d.answer(replace(request, ticket=ticket))
+        ended = await exported.end()
+    assert ended.output_tokens == len(request.generated)
+    return tokens
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend):
+    rng = random.Random(7)
+    prompts = some_prompts(rng, 40)
+
+    async def main() -> None:
+        settings = config(backend=backend)
+        async with two_engines(model, settings, settings) as (p, d):
+            for i, prompt in enumerate(prompts):
+                sampling = SamplingParams(max_tokens=8, temperature=i % 2, seed=i, ignore_eos=True)
+                request = GenerateRequest(0, prompt, sampling, salt=f"alone {i}")
+                expected, _ = await p.answer(request)
+                resumed = GenerateRequest(0, prompt, sampling, generated=tuple(expected[: i % 8]))
+                assert await by_way_of(p, d, resumed) == expected[i % 8 :], f"prompt {i}"
+            status = await d.until_home()
+            await p.until_home()
+            assert status.transfers > 20 and status.transfers_lost == 0 and not status.moved.failures
+
+    asyncio.run(main())
+
+
+def test_36_37_a_crowd_in_too_little_room_gets_the_same_tokens_and_leaves_nothing(model):
+    """Exports wait, expire and make room; answers are aborted; readers leave. Whoever is answered is answered right."""
+    rng = random.Random(11)
+    prompts = some_prompts(rng, 48)
+    crowded = config(backend="torch", kv_blocks=40, max_batch_tokens=48, lease_s=2.0, export_wait_s=2.0)
+
+    async def one(p: Side, d: Side, i: int, expected: list[int]) -> None:
+        request = GenerateRequest(0, prompts[i], greedy)
+        async with p.exporting(export(request.prompt)) as exported:
+            ticket = await exported.ticket()
+            if i % 5 == 0:
+                return  # the reader leaves, and takes the KV back
+            asked = asyncio.create_task(d.answer(replace(request, ticket=ticket)))
+            if i % 7 == 0:
+                await asyncio.sleep(rng.random() * 0.05)
+                asked.cancel()
+                return
+            assert (await asked)[0] == expected, f"prompt {i}"
+
+    async def main() -> None:
+        async with two_engines(model, crowded, crowded) as (p, d):
+            answers = await asyncio.gather(*(d.answer(GenerateRequest(0, x, greedy, salt="alone")) for x in prompts))
+            await asyncio.gather(*(one(p, d, i, tokens) for i, (tokens, _) in enumerate(answers)))
+            status = await d.until_home()
+            await p.until_home()
+            assert status.transfers > 5
+
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    asyncio.run(main())

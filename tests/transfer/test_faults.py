@@ -1,0 +1,297 @@
+"""Whatever happens to P, to D or between them, the client hears the same tokens and both get everything back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+
+import pytest
+from msgspec.structs import replace
+
+from headgate.protocol.command import Files, Pause, Resume, UpdateWeights
+from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from tests.transfer.engines import DEADLINE_S, Export, Pair, Side, config, export
+from tests.transfer.peers import proxy
+
+LEASE_S, WAIT_S = 1.5, 2.0
+SLOW = config(backend="torch", max_batch_tokens=16, lease_s=LEASE_S, kv_wait_s=WAIT_S)
+PROMPT_TOKENS, BLOCKS = 400, 24  # whole blocks of 16, and one token more at least
+SAMPLING = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+numbers = count()
+
+
+@pytest.fixture(scope="module")
+def pair(model) -> Iterator[Pair]:
+    pair = Pair(model, SLOW, SLOW)
+    yield pair
+    pair.close()
+
+
+def fresh_request() -> GenerateRequest:
+    rng = random.Random(next(numbers))
+    return GenerateRequest(0, tuple(rng.randrange(256) for _ in range(PROMPT_TOKENS)), SAMPLING)
+
+
+async def expected(side: Side, request: GenerateRequest) -> list[int]:
+    """What one engine says alone, without leaving its KV where the request would find it."""
+    return (await side.answer(replace(request, salt="alone")))[0]
+
+
+@asynccontextmanager
+async def half_computed(p: Side, request: GenerateRequest) -> AsyncIterator[tuple[Export, Ticket]]:
+    """P has given out a ticket and is frozen before the prompt is computed."""
+    async with p.exporting(export(request.prompt)) as exported:
+        ticket = await exported.ticket()
+        await p.client.call(Pause("freeze"))
+        assert ticket is not None
+        try:
+            yield exported, ticket
+        finally:
+            if p.replicas.replicas[0].client is not None:
+                await p.client.call(Resume())
+
+
+@asynccontextmanager
+async def fetching(d: Side, request: GenerateRequest, ticket: Ticket) -> AsyncIterator[asyncio.Task[list[int]]]:
+    """D waits for KV that does not come."""
+
+    async def answer() -> list[int]:
+        return (await d.answer(replace(request, ticket=ticket)))[0]
+
+    task = asyncio.create_task(answer())
+    async with asyncio.timeout(DEADLINE_S):
+        while (await d.status()).held_blocks < BLOCKS:
+            await asyncio.sleep(0.005)
+    try:
+        yield task
+    finally:
+        await task
+
+
+def test_blocks_arrive_while_p_still_computes_and_the_rest_when_it_goes_on(pair):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        right = await expected(p, request)
+        async with half_computed(p, request) as (exported, ticket), fetching(d, request, ticket) as answer:
+            assert (await p.status()).leased_blocks == BLOCKS and not answer.done()
+            before = await d.status()
+            assert before.held_blocks >= BLOCKS, "30: what is reserved counts as used"
+            await p.client.call(Resume())
+            assert await answer == right and (await exported.end()).cause == "exported"
+            assert (await d.status()).transfers == before.transfers + 1
+
+    pair.run(work)
+
+
+def test_32_38_an_export_that_is_aborted_is_told_to_d_at_once(pair):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        right = await expected(p, request)
+        async with half_computed(p, request) as (_, ticket), fetching(d, request, ticket) as answer:
+            began_s, before = time.monotonic(), await d.status()
+            [id] = p.client._streams
+            p.client.abort(id, "api_abort")
+            async with asyncio.timeout(DEADLINE_S):
+                while (await d.status()).transfers_lost == before.transfers_lost:
+                    await asyncio.sleep(0.005)
+            assert time.monotonic() - began_s < WAIT_S * 0.8
+            assert await answer == right
+            assert (await d.status()).moved.failures["withdrawn"] >= 1
+
+    pair.run(work)
+
+
+def test_37_a_p_that_says_nothing_is_waited_for_only_so_long(pair):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        right = await expected(p, request)
+        async with half_computed(p, request) as (exported, ticket):
+            async with fetching(d, request, ticket) as answer:
+                assert await answer == right
+            assert (await d.status()).moved.failures["timeout"] >= 1
+            ended = await exported.end()
+            assert (ended.finish_reason, ended.cause) == ("abort", "transfer_failed")
+            await p.until_home()  # although it is still frozen
+
+    pair.run(work)
+
+
+def test_38_an_answer_that_is_aborted_while_its_kv_travels_leaves_nothing_on_either_side(pair):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        async with half_computed(p, request) as (exported, ticket), fetching(d, request, ticket) as answer:
+            [id] = d.client._streams
+            d.client.abort(id, "api_abort")
+            assert await answer == []
+            assert (await exported.end()).cause == "transfer_failed"
+            await d.until_home()
+
+    pair.run(work)
+
+
+def test_37_kv_that_nobody_fetches_is_kept_for_the_lease_and_no_longer(pair):
+    async def work(p: Side, d: Side) -> None:
+        began_s = time.monotonic()
+        async with p.exporting(export(fresh_request().prompt)) as exported:
+            assert await exported.ticket()
+            ended = await exported.end()
+        assert ended.cause == "transfer_failed" and LEASE_S * 0.9 < time.monotonic() - began_s < LEASE_S + 3
+
+    pair.run(work)
+
+
+def test_23_a_pause_that_aborts_leaves_no_lease(pair):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        right = await expected(d, request)
+        async with p.exporting(export(request.prompt)) as exported:
+            ticket = await exported.ticket()
+            told = await p.client.call(Pause("abort"))
+            status = await p.status()
+            assert told.state == "paused" and (status.leases, status.held_blocks) == (0, 0)
+            assert (await exported.end()).cause == "pause"
+            assert (await d.answer(replace(request, ticket=ticket)))[0] == right
+            await p.client.call(Resume())
+
+    pair.run(work)
+
+
+def test_28_a_lease_outlives_its_time_while_d_has_no_room_or_is_paused(pair):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        right = await expected(p, request)
+        async with p.exporting(export(request.prompt)) as exported:
+            ticket = await exported.ticket()
+            await d.client.call(Pause("freeze", queue=True))
+            answer = asyncio.create_task(d.answer(replace(request, ticket=ticket)))
+            await asyncio.sleep(LEASE_S * 2)
+            assert (await p.status()).leases == 1
+            before = (await d.status()).transfers
+            await d.client.call(Resume())
+            assert (await answer)[0] == right and (await exported.end()).cause == "exported"
+            assert (await d.status()).transfers == before + 1
+
+    pair.run(work)
+
+
+def test_39_new_weights_on_p_end_its_exports(pair, model):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        right = await expected(d, request)
+        async with half_computed(p, request) as (exported, ticket):
+            await p.client.call(UpdateWeights(Files(str(model)), recompute=False))
+            assert (await exported.end()).cause == "weights"
+        assert (await d.answer(replace(request, ticket=ticket)))[0] == right
+        # The same weights, but of another version: a ticket of theirs is not for D.
+        again = fresh_request()
+        right, lost = await expected(d, again), (await d.status()).transfers
+        async with p.exporting(export(again.prompt)) as exported:
+            ticket = await exported.ticket()
+            assert ticket is not None and ticket.version == 1
+            assert (await d.answer(replace(again, ticket=ticket)))[0] == right
+        assert (await d.status()).transfers == lost
+
+    other = Pair(model, SLOW, SLOW)
+    try:
+        other.run(work)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("harm", ["cut", "damage", "delay"])
+def test_39_a_bad_line_never_makes_a_wrong_token(pair, harm):
+    def mangle(data: bytes, offset: int) -> bytes | None:
+        if harm == "delay":
+            time.sleep(0.05)
+            return data
+        if offset + len(data) < 50_000:
+            return data
+        return None if harm == "cut" else data[:-1] + bytes([data[-1] ^ 1])
+
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        right, before = await expected(p, request), (await d.status()).transfers
+        async with p.exporting(export(request.prompt)) as exported:
+            ticket = await exported.ticket()
+            assert ticket is not None
+            with proxy(ticket.engine, mangle) as address:
+                answer, _ = await d.answer(replace(request, ticket=replace(ticket, engine=address)))
+            assert answer == right
+            assert (await exported.end()).cause == ("exported" if harm == "delay" else "transfer_failed")
+        assert (await d.status()).transfers - before == (harm == "delay")
+
+    pair.run(work)
+
+
+def test_37_a_p_that_is_killed_costs_d_nothing_but_the_prefill(model):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        right = await expected(p, request)
+        exporting = p.exporting(export(request.prompt))
+        exported = await exporting.__aenter__()
+        ticket = await exported.ticket()
+        assert ticket is not None
+        await p.client.call(Pause("freeze"))
+        async with fetching(d, request, ticket) as answer:
+            began_s = time.monotonic()
+            os.kill(p.pid, signal.SIGKILL)
+            assert await answer == right
+            assert time.monotonic() - began_s < WAIT_S + 2
+        await exporting.__aexit__(None, None, None)
+        await d.until_home()
+        await until_back(p)
+        # A ticket of its earlier life means nothing to the engine that has come back.
+        assert (await d.answer(replace(request, salt="later", ticket=ticket)))[0] == right
+
+    killed = Pair(model, SLOW, SLOW)
+    try:
+        killed.run(work)
+    finally:
+        killed.close()
+
+
+async def until_back(side: Side) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while side.replicas.replicas[0].state != "ready":
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+def test_37_a_d_that_dies_or_hangs_gives_p_everything_back(model, harm):
+    async def work(p: Side, d: Side) -> None:
+        request = fresh_request()
+        async with half_computed(p, request) as (exported, ticket):
+
+            async def ask() -> None:
+                async with d.client.generate(replace(request, ticket=ticket)) as stream:
+                    async for _ in stream:
+                        pass
+
+            asked, pid = asyncio.create_task(ask()), d.pid
+            async with asyncio.timeout(DEADLINE_S):
+                while (await d.status()).held_blocks < BLOCKS:
+                    await asyncio.sleep(0.005)
+            began_s = time.monotonic()
+            os.kill(pid, harm)
+            ended = await exported.end()
+            assert ended.cause == "transfer_failed"
+            took_s = time.monotonic() - began_s
+            assert took_s < (LEASE_S * 0.5 if harm == signal.SIGKILL else LEASE_S + 2)
+            await p.until_home()
+            with suppress(ProcessLookupError):  # one that hangs must go
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait([asked], timeout=DEADLINE_S)
+            asked.exception()
+        await until_back(d)
+
+    killed = Pair(model, SLOW, config(backend="torch", max_batch_tokens=16, lease_s=LEASE_S, kv_wait_s=60.0))
+    try:
+        killed.run(work)
+    finally:
+        killed.close()

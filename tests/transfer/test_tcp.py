@@ -1,0 +1,314 @@
+"""The TCP transport by itself: bytes, leases and everything that can go wrong on a wire."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from itertools import pairwise
+from queue import Empty
+
+import pytest
+
+from headgate.protocol.plan import Fetch
+from headgate.transfer import link, serving, tcp
+from headgate.transfer.frames import HEADER_BYTES, Header, Kind, checksum
+from headgate.transfer.tcp import parse_address
+from headgate.transfer.transport import Fetched, Released, Renewed
+from tests.transfer.peers import PART_BYTES, PARTS, Peer, peers, proxy, same
+
+SOME = (5, 6, 7, 20, 3, 39, 0, 1)
+OURS = (9, 2, 1, 0, 33, 34, 35, 8)
+BLOCK_BYTES = PART_BYTES * PARTS
+
+
+def test_blocks_arrive_where_they_were_wanted_and_nowhere_else():
+    rng = random.Random(1)
+    with peers() as (p, d):
+        for id in range(1, 21):
+            count = rng.randrange(1, 12)
+            theirs, ours = (tuple(rng.sample(range(40), count)) for _ in range(2))
+            skip = rng.randrange(count)
+            before = {i: d.block(i) for i in range(40)}
+            p.offer(id, theirs)
+            d.fetch(id, p.ticket(id), ours[skip:], skip)
+            assert d.fetched(id) and p.released(id)
+            assert same(p, theirs[skip:], d, ours[skip:])
+            rest = set(range(40)) - set(ours[skip:])
+            assert all((a == b).all() for i in rest for a, b in zip(before[i], d.block(i), strict=True))
+        counts = d.transport.counts()
+        assert counts.received_bytes > 20 * BLOCK_BYTES and counts.fetch_s > 0 and not counts.failures
+
+
+def test_blocks_travel_as_they_are_filled_and_not_before():
+    with peers() as (p, d):
+        p.offer(1, SOME, filled=0)
+        d.fetch(1, p.ticket(1), OURS)
+        for filled in (1, 2, 5):
+            p.transport.fill(1, filled)
+            until(lambda: same(p, SOME[:filled], d, OURS[:filled]))  # noqa: B023 (called at once)
+            assert not any(tensor.any() for i in OURS[filled:] for tensor in d.block(i))
+        with pytest.raises(Empty):
+            d.next(Fetched, 0.05)
+        p.transport.fill(1, len(SOME))
+        assert d.fetched(1) and same(p, SOME, d, OURS)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"lease": 2}, "unknown lease"),
+        ({"generation": 78}, "unknown lease"),
+        ({"version": 4}, "another version"),
+        ({"engine": "127.0.0.1:1"}, "no connection"),
+        ({"engine": "10.1.2.3:80"}, "unreachable"),
+        ({"engine": "example.org:80"}, "unreachable"),
+        ({"engine": "nonsense"}, "unreachable"),
+    ],
+)
+def test_37_39_a_ticket_for_something_else_fails_at_once_and_says_why(change, why):
+    with peers() as (p, d):
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1, **change), OURS)
+        assert not d.fetched(1)
+        (cause,) = d.failures()
+        assert cause.startswith(why)
+        d.fetch(2, p.ticket(1), OURS)
+        assert d.fetched(2), "the lease is still good for whoever knows it"
+
+
+def test_39_another_layout_is_refused_by_name():
+    p, d = Peer(), Peer(layout="another")
+    p.offer(1, SOME)
+    d.fetch(1, p.ticket(1), OURS)
+    assert not d.fetched(1) and d.failures() == {"another layout": 1}
+    p.transport.close()
+    d.transport.close()
+
+
+def test_a_lease_is_good_for_one_connection():
+    with peers() as (p, d):
+        p.offer(1, SOME)
+        d.transport.attach(1, p.ticket(1))
+        p.next(Renewed)
+        d.fetch(2, p.ticket(1), OURS)
+        assert not d.fetched(2) and d.failures() == {"unknown lease": 1}
+        d.transport.leave(1)
+        assert p.released(1) is False
+
+
+def test_32_what_is_withdrawn_is_told_at_once():
+    with peers(wait_s=60) as (p, d):
+        p.offer(1, SOME, filled=3)
+        d.fetch(1, p.ticket(1), OURS)
+        until(lambda: same(p, SOME[:3], d, OURS[:3]))
+        began_s = time.monotonic()
+        p.transport.withdraw(1)
+        assert not d.fetched(1) and time.monotonic() - began_s < 2
+        assert d.failures() == {"withdrawn": 1}
+
+
+def test_what_was_withdrawn_while_it_was_read_is_not_passed_off_as_kv():
+    """Blocks may be given to others the moment `withdraw` has returned, even in the middle of a send."""
+    gate, passed = threading.Event(), threading.Event()
+
+    def hold_the_last_byte(data: bytes, offset: int) -> bytes:
+        if offset + len(data) >= 4 * BLOCK_BYTES:
+            passed.set()
+            gate.wait(10)
+        return data
+
+    with peers() as (p, d), proxy(p.transport.address, hold_the_last_byte) as address:
+        lend = p.transport._memory.lend
+
+        def slow_lend(blocks):  # type: ignore[no-untyped-def]
+            parts = lend(blocks)
+            if len(SOME) - 1 in map(SOME.index, blocks):
+                p.transport.withdraw(1)  # as the loop's thread would, between reading and the last word
+            return parts
+
+        p.transport._memory.lend = slow_lend  # type: ignore[method-assign]
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1, address), OURS)
+        assert passed.wait(10)
+        gate.set()
+        assert not d.fetched(1) and d.failures() == {"withdrawn": 1}
+
+
+def test_who_leaves_is_told_of_once_and_the_other_side_at_once():
+    with peers() as (p, d):
+        p.offer(1, SOME, filled=2)
+        d.fetch(1, p.ticket(1), OURS)
+        p.next(Renewed)
+        d.transport.leave(1)
+        d.transport.leave(1)
+        assert not d.fetched(1) and p.released(1) is False
+        with pytest.raises(Empty):
+            d.next(Fetched, 0.1)
+        assert not d.failures(), "nobody failed"
+
+
+def test_28_a_lease_is_renewed_as_long_as_somebody_waits_and_by_no_loop():
+    with peers(lease_s=0.3) as (p, d):
+        p.offer(1, SOME)
+        began_s = time.monotonic()
+        d.transport.attach(1, p.ticket(1))
+        renewals = [p.next(Renewed).until_s for _ in range(8)]
+        assert renewals == sorted(renewals) and renewals[-1] - renewals[0] > 0.5
+        assert time.monotonic() - began_s > 0.5, "not more often than it must"
+        assert all(b - a < 0.3 for a, b in pairwise(renewals)), "in time"
+        d.transport.fetch(Fetch(1, p.ticket(1), 0, OURS))
+        assert d.fetched(1)
+
+
+@pytest.mark.parametrize("at", [0, 4, 8, 20, 3 * HEADER_BYTES, 2 * BLOCK_BYTES, 8 * BLOCK_BYTES - 9])
+def test_39_a_damaged_byte_is_noticed_wherever_it_is(at):
+    def damage(data: bytes, offset: int) -> bytes:
+        i = at - offset
+        return data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :] if 0 <= i < len(data) else data
+
+    with peers(wait_s=1.0) as (p, d), proxy(p.transport.address, damage) as address:
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1, address), OURS)
+        # The first frame says how long the lease lasts; a byte of that does no harm to KV.
+        assert d.fetched(1) is (at in (8,)), d.failures()
+
+
+def test_39_the_checksum_knows_bytes_blocks_and_parts_but_not_how_they_lie():
+    p = Peer()
+    memory = p.transport._memory
+    right = checksum(memory.lend((5, 6, 7)))
+    assert checksum([[part[5:6], part[6:8]] for (part,) in memory.lend(range(40))]) == right
+    assert checksum(memory.lend((6, 5, 7))) != right and checksum(memory.lend((5, 6))) != right
+    parts = memory.lend((5, 6, 7))
+    assert checksum([parts[1], parts[0], *parts[2:]]) != right
+    p.tensors[3][6, 100] ^= 1
+    assert checksum(memory.lend((5, 6, 7))) != right
+    p.transport.close()
+
+
+@pytest.mark.parametrize("at", [0, 10, HEADER_BYTES, 2 * HEADER_BYTES, BLOCK_BYTES, 8 * BLOCK_BYTES + HEADER_BYTES])
+def test_39_a_transfer_that_is_cut_fails_at_once(at):
+    def cut(data: bytes, offset: int) -> bytes | None:
+        return data if offset + len(data) <= at else None
+
+    with peers(wait_s=60) as (p, d), proxy(p.transport.address, cut) as address:
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1, address), OURS)
+        assert not d.fetched(1) and p.released(1) is False
+
+
+def test_37_a_line_that_goes_dead_is_noticed_in_time():
+    silence = threading.Event()
+
+    def stall(data: bytes, offset: int) -> bytes:
+        if offset:
+            silence.wait(10)
+        return data
+
+    with peers(wait_s=0.5) as (p, d), proxy(p.transport.address, stall) as address:
+        p.offer(1, SOME)
+        began_s = time.monotonic()
+        d.fetch(1, p.ticket(1, address), OURS)
+        assert not d.fetched(1) and 0.4 < time.monotonic() - began_s < 5
+        assert d.failures() == {"timeout": 1}
+        silence.set()
+
+
+def test_a_slow_line_that_gets_on_is_waited_for():
+    def slow(data: bytes, offset: int) -> bytes:
+        time.sleep(0.1)
+        return data
+
+    with peers(wait_s=0.4) as (p, d), proxy(p.transport.address, slow) as address:
+        p.offer(1, SOME)
+        began_s = time.monotonic()
+        d.fetch(1, p.ticket(1, address), OURS)
+        assert d.fetched(1) and same(p, SOME, d, OURS)
+        assert time.monotonic() - began_s > 0.4
+
+
+RUBBISH = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
+    Header(Kind.ATTACH, length=2**40).encode(),
+    Header(Kind.ATTACH, length=8).encode() + b"\xff" * 8,
+    Header(Kind.FETCH, 0, 8).encode(),
+    Header(Kind.DONE).encode(),
+    Header(Kind.BEAT).encode(),
+    Header(Kind.BLOCKS, 0, 1, 2**50).encode(),
+    Header(Kind.END).encode(),
+]
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+def test_54_whoever_talks_rubbish_is_hung_up_on_and_nobody_else_notices(rubbish):
+    with peers() as (p, d):
+        p.offer(1, SOME, filled=1)
+        d.fetch(1, p.ticket(1), OURS)
+        address = parse_address(p.transport.address)
+        with socket.create_connection((address.host, address.port), timeout=5) as stranger:
+            stranger.sendall(rubbish)
+            assert hung_up(stranger)
+        p.transport.fill(1, len(SOME))
+        assert d.fetched(1) and same(p, SOME, d, OURS)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Header(Kind.END).encode(),
+        Header(Kind.BLOCKS, 1, 1, BLOCK_BYTES).encode() + bytes(BLOCK_BYTES),
+        Header(Kind.BLOCKS, 0, 9, 9 * BLOCK_BYTES).encode() + bytes(9 * BLOCK_BYTES),
+        Header(Kind.BLOCKS, 0, 1, BLOCK_BYTES - 1).encode() + bytes(BLOCK_BYTES),
+        Header(Kind.FETCH, 0, 1).encode(),
+    ],
+    ids=["end", "other blocks", "more blocks", "less bytes", "request"],
+)
+def test_39_an_engine_that_sends_something_else_is_not_believed(lie):
+    with socket.create_server(("127.0.0.1", 0)) as server, peers() as (p, d):
+        d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
+        sock, _ = server.accept()
+        sock.sendall(Header(Kind.TAKEN, a=30_000).encode() + lie)
+        assert not d.fetched(1) and d.failures() == {"corrupt": 1}
+        sock.close()
+
+
+def test_a_connection_goes_on_after_its_share_of_a_turn(monkeypatch):
+    monkeypatch.setattr(link, "MOST_BYTES_PER_TURN", 1)
+    monkeypatch.setattr(serving, "MESSAGE_BYTES", 1)
+    with peers() as (p, d):
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1), OURS)
+        assert d.fetched(1) and same(p, SOME, d, OURS)
+
+
+def test_whoever_says_nothing_is_hung_up_on(monkeypatch):
+    monkeypatch.setattr(tcp, "STRANGER_S", 0.2)
+    with peers() as (p, _):
+        address = parse_address(p.transport.address)
+        with socket.create_connection((address.host, address.port), timeout=5) as stranger:
+            assert hung_up(stranger)
+
+
+def hung_up(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_transport_that_closes_ends_every_fetch_once():
+    with peers() as (p, d):
+        p.offer(1, SOME, filled=1)
+        d.fetch(1, p.ticket(1), OURS)
+        p.next(Renewed)
+        d.transport.close()
+        assert not d.fetched(1) and p.next(Released).fetched is False
+
+
+def until(condition, timeout_s: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came to that"
+        time.sleep(0.005)

@@ -1,0 +1,268 @@
+"""Weights from GPU to GPU, on a machine without one: everything but the calls that touch a device is the real thing.
+
+`tests/test_gpu_weights.py` does the same on a card.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+import torch
+
+from headgate.errors import BrokenCheckpoint, RequestError
+from headgate.models import build_model, read_spec
+from headgate.protocol.command import Denied, Group, Pause, Resume, Shared, SharedStorage, StateTold, UpdateWeights
+from headgate.testing.tiny import tiny_model
+from headgate.weights import send_weights, share
+from headgate.worker import group, ipc
+from headgate.worker.group import GroupWeights
+from headgate.worker.weights import SafetensorsFolder, load_weights
+from tests.updates.driver import driving
+from tests.updates.test_updates import IDS, address, answers_of, frozen, tensors_of
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("old"), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("new"), seed=1, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(old: Path) -> dict[int, list[int]]:
+    return answers_of(old)
+
+
+@pytest.fixture(scope="module")
+def renewed(new: Path) -> dict[int, list[int]]:
+    return answers_of(new)
+
+
+# -- nccl ---------------------------------------------------------------------------------
+
+
+class Landed:
+    """A broadcast that is done the third time someone looks."""
+
+    looks = 0
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+    def wait(self) -> None:
+        assert self.looks > 2
+
+
+class FakeNccl:
+    """Gloo where NCCL would be."""
+
+    used: ClassVar[list[int]] = []
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self._group = torch.distributed.ProcessGroupGloo(store, rank, world_size)
+
+    def broadcast(self, data: list[torch.Tensor], options: Any) -> Landed:
+        self.used.append(data[0].numel())
+        self._group.broadcast(data, options).wait()
+        return Landed()
+
+    def abort(self) -> None:
+        self.used.append(-1)
+
+
+class Engine(threading.Thread):
+    """The engine's side of an exchange; `outcome` is None or what it raised."""
+
+    def __init__(self, folder: Path, told: Group) -> None:
+        super().__init__()
+        self.model = build_model(read_spec(folder), backend="torch")
+        load_weights(self.model, SafetensorsFolder(folder))
+        self.told, self.outcome = told, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            load_weights(self.model, GroupWeights(self.told, lambda _: 2**40))
+        except Exception as error:
+            self.outcome = error
+
+
+def test_with_nccl_words_go_through_the_host_and_buckets_from_device_to_device(old, new, monkeypatch):
+    monkeypatch.setattr(group, "takes_nccl", lambda _: True)
+    monkeypatch.setattr(group, "nccl_group", FakeNccl)
+    FakeNccl.used = []
+    place = address()
+    engines = [Engine(old, Group(place, 3, rank, 30, "nccl")) for rank in (1, 2)]
+    send_weights(tensors_of(new), place, 3, timeout_s=30, bucket_bytes=10_000, backend="nccl")
+    for engine in engines:
+        engine.join(30)
+    expected = build_model(read_spec(new), backend="torch")
+    load_weights(expected, SafetensorsFolder(new))
+    for engine in engines:
+        assert engine.outcome is None
+        assert torch.equal(engine.model.unembedding.matrix.data, expected.unembedding.matrix.data)
+        assert torch.equal(engine.model.norm.weight, expected.norm.weight)
+    assert FakeNccl.used.count(-1) == 3, "everyone lets go of the group"
+    assert sum(size for size in FakeNccl.used if size > 0) >= 3 * (new / "model.safetensors").stat().st_size * 0.95
+
+
+def test_nccl_without_a_gpu_is_refused_at_once_and_everyone_hears_why(old, new, undisturbed):
+    place = address()
+    refusal: list[Exception] = []
+
+    def train() -> None:
+        with pytest.raises(BrokenCheckpoint) as refused:
+            send_weights(tensors_of(new), place, 2, timeout_s=60, backend="nccl")
+        refusal.append(refused.value)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    with driving(old) as driver:
+        denied = frozen(driver).call(UpdateWeights(Group(place, 2, timeout_s=60, backend="nccl")))
+        trainer.join(30)
+        assert isinstance(denied, Denied) and (denied.status, denied.code) == (400, "bad_weights")
+        for told in (denied.message, str(refusal[0])):
+            assert "rank 0: nccl needs a GPU, and cpu is none; rank 1: nccl needs a GPU, and cpu is none" in told
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+def test_an_engine_and_a_trainer_that_were_told_different_things_do_not_wait_for_each_other(old, new):
+    place = address()
+    engine = Engine(old, Group(place, 2, 1, 60, "nccl"))
+    with pytest.raises(BrokenCheckpoint, match="rank 1: the trainer sends by gloo, and this engine was told nccl"):
+        send_weights(tensors_of(new), place, 2, timeout_s=60)
+    engine.join(30)
+    assert isinstance(engine.outcome, BrokenCheckpoint)
+
+
+# -- shared memory of a card --------------------------------------------------------------
+
+
+class FakeCard:
+    """Host memory where a card's would be: exported under a number, opened by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.exported: list[torch.UntypedStorage] = []
+        self.opened: list[int] = []
+        monkeypatch.setattr(ipc, "gpu_of", lambda _: "GPU-1")
+        monkeypatch.setattr(ipc, "export_storage", self.export)
+        monkeypatch.setattr(ipc, "open_storage", self.open)
+
+    def export(self, storage: torch.UntypedStorage) -> SharedStorage:
+        self.exported.append(storage)
+        handle = (len(self.exported) - 1).to_bytes(64, "little")
+        return SharedStorage(0, handle, storage.nbytes(), 0, b"counter\0", 0, b"event\xff", True)
+
+    def open(self, shared: SharedStorage, device: int) -> torch.UntypedStorage:
+        self.opened.append(int.from_bytes(shared.handle, "little"))
+        return self.exported[self.opened[-1]]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    return FakeCard(monkeypatch)
+
+
+def sent(source: Shared) -> Shared:
+    """Through JSON, as over HTTP."""
+    return msgspec.json.decode(msgspec.json.encode(source), type=Shared)
+
+
+def in_one_piece(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors as a trainer may have them: views of one flat buffer."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+    parts = flat.split([tensor.numel() for tensor in tensors.values()])
+    return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_25_weights_from_a_trainers_gpu_memory_answer_like_their_checkpoint(old, new, renewed, card, flat):
+    tensors = in_one_piece(tensors_of(new)) if flat else tensors_of(new)
+    with driving(old) as driver, share(tensors) as shared:
+        assert len(card.exported) == (1 if flat else len(tensors))
+        driver.call(Pause("abort"))
+        told = driver.call(UpdateWeights(sent(shared), version=3))
+        assert isinstance(told, StateTold) and told.version == 3
+        assert sorted(card.opened) == list(range(len(card.exported))), "each is opened once"
+        driver.call(Resume())
+        driver.submit(*IDS)
+        assert driver.finish() == renewed
+
+
+def test_25_handles_are_verified_before_any_is_opened(old, new, undisturbed, card):
+    tensors = tensors_of(new)
+    wrong = tensors | {"model.norm.weight": torch.zeros(65)}
+    with driving(old) as driver, share(wrong) as shared:
+        denied = frozen(driver).call(UpdateWeights(sent(shared)))
+        assert isinstance(denied, Denied) and denied.code == "bad_weights"
+        assert "tensor model.norm.weight has shape [65]; the model expects [64]" in denied.message
+        assert not card.opened
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"start": 4}, "does not lie within the storage that it names"),
+        ({"start": -4}, "does not lie within the storage that it names"),
+        ({"start": 2}, "does not lie within the storage that it names"),
+        ({"storage": 999}, "lies in no storage that is shared"),
+        ({"storage": -1}, "lies in no storage that is shared"),
+        ({"shape": (-64,)}, "lies in no storage that is shared"),
+        ({"dtype": "complex"}, "has the unknown dtype 'complex'"),
+    ],
+)
+def test_25_a_tensor_that_is_not_where_it_is_said_to_be_is_refused(old, new, card, change, sentence):
+    with share(tensors_of(new)) as shared:
+        tensors = [
+            msgspec.structs.replace(tensor, **change) if tensor.name == "model.norm.weight" else tensor
+            for tensor in shared.tensors
+        ]
+        bad = msgspec.structs.replace(shared, tensors=tuple(tensors))
+        with driving(old) as driver:
+            driver.call(Pause("abort"))
+            denied = driver.call(UpdateWeights(sent(bad)))
+    assert isinstance(denied, Denied) and f"tensor model.norm.weight {sentence}" in denied.message
+    assert not card.opened
+
+
+def test_25_memory_that_cannot_be_opened_leaves_the_old_weights(old, new, undisturbed, card, monkeypatch):
+    def gone(shared: SharedStorage, device: int) -> torch.UntypedStorage:
+        if len(card.opened) == 5:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        return card.open(shared, device)
+
+    monkeypatch.setattr(ipc, "open_storage", gone)
+    with driving(old) as driver, share(tensors_of(new)) as shared:
+        denied = frozen(driver).call(UpdateWeights(sent(shared)))
+        assert isinstance(denied, Denied) and (denied.status, denied.code) == (502, "source_lost")
+        assert "invalid resource handle" in denied.message
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+def test_25_memory_of_another_card_is_refused(old, new, card, monkeypatch):
+    with share(tensors_of(new)) as shared:
+        monkeypatch.setattr(ipc, "gpu_of", lambda _: "")
+        with driving(old) as driver:
+            driver.call(Pause("abort"))
+            denied = driver.call(UpdateWeights(sent(shared)))
+    assert isinstance(denied, Denied) and denied.code == "bad_weights"
+    assert "the tensors lie on the GPU 'GPU-1' and this engine is on 'a CPU'" in denied.message
+
+
+def test_what_cannot_be_shared_is_said_to_the_trainer(card):
+    with pytest.raises(RequestError, match="tensor a is not contiguous"), share({"a": torch.ones(2, 3).t()}):
+        pass
+    with pytest.raises(RequestError, match="must lie on one GPU"), share({}):
+        pass
