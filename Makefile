@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test test-all test-gpu test-clients check coverage fuzz mutants docs wheel clean
+.PHONY: serve test test-all test-gpu test-clients check coverage fuzz simulate mutants docs wheel clean
 
 # A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
@@ -34,8 +34,13 @@ coverage: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m tests.core.fuzz 0 $(or $(SEEDS),2000)
 
+# Whole fleets with faults drawn from seeds, on all cores; docs/testing.md.
+simulate: $(READY)
+	$(BIN)/headgate simulate --seeds 0:$(or $(SEEDS),10000)
+
 mutants: $(READY)
 	$(BIN)/python -m tests.core.mutants $(or $(SEEDS),60)
+	$(BIN)/python -m tests.sim.mutants $(or $(SEEDS),100)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

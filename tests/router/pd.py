@@ -151,6 +151,10 @@ class Server(Process):
         if self.process is None:
             self.start()
         wait_until(self._answers, 60)
+        if self.metric("weight_version"):
+            self.kill_all()  # it starts with those that it had at first
+            self.start()
+            wait_until(self._answers, 60)
         if self.is_paused():
             self.post("/v1/resume", {})
         self.wait_until_ready()
@@ -176,6 +180,11 @@ class Server(Process):
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def update_weights(self, model: Path) -> None:
+        self.post("/v1/pause", {"mode": "freeze", "new_requests": "queue", "timeout": 10})
+        self.post("/v1/update_weights", {"path": str(model), "version": 1})
+        self.post("/v1/resume", {})
+
     def is_paused(self) -> bool:
         answer = httpx.get(f"{self.url}/v1/is_paused", timeout=5, trust_env=False).json()
         return bool(answer["result"]["state"] != "running")
@@ -195,6 +204,9 @@ class PdFleet:
 
     def __init__(self, router: LiveRouter, p: Server, decoders: list[Server], kv: Line, model: Path) -> None:
         self.router, self.p, self.d, self.decoders, self.kv, self.model = router, p, decoders[0], decoders, kv, model
+        self.other_weights = tiny_model(
+            model.parent / "other", seed=1, **json.loads((model / "config.json").read_text())
+        )
         self.over = threading.Event()  # who holds a line may let go
 
     @property
@@ -222,7 +234,13 @@ class PdFleet:
         for server in self.servers:
             server.repair()
         self.watch_tickets()
+        self.router.do(self._forgive)
         self.router.wait_for(ready=len(self.servers))
+
+    def _forgive(self) -> None:
+        """Who has failed in one case after another would stay away for longer each time."""
+        for worker in self.router.router.fleet:
+            worker.trips, worker.open_until_s = 0, 0.0
 
     def assert_home(self) -> None:
         """Nothing is kept for anybody, at servers that live and in the router."""

@@ -11,14 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from headgate.router.policy import Ring
+from headgate.testing.tiny import tiny_model
+from tests.api.live import eventually
+from tests.api.serving import metric_values, wait_until
 from tests.router.pd import (
     CALL_S,
     CHAT,
@@ -34,13 +39,14 @@ from tests.router.pd import (
     pd_fleet,
     random_requests,
 )
+from tests.router.test_up import up, workers
 
 BLOCKS = ("--kv-blocks", 1024)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
-    with pd_fleet(tmp_path_factory.mktemp("pd"), *BLOCKS, decoders=[BLOCKS]) as fleet:
+    with pd_fleet(tmp_path_factory.mktemp("pd"), *BLOCKS, decoders=[BLOCKS], patience_s=4.0) as fleet:
         yield fleet
 
 
@@ -214,7 +220,7 @@ class Trial:
         return hook
 
     def _heard(self, events: int) -> None:
-        if events == {"first": 1, "decoding": 20}.get(self.case.stage) and not self.happened.is_set():
+        if events == {"first": 1, "decoding": 5}.get(self.case.stage) and not self.happened.is_set():
             self._act()
 
     # -- what ---------------------------------------------------------------------
@@ -251,6 +257,9 @@ class Trial:
         if self.case.who == "D":
             time.sleep(0.5)
             self.victim.post("/v1/resume", {})
+
+    def _weights(self) -> None:
+        self.victim.update_weights(self.fleet.other_weights)
 
     def _abort(self) -> None:
         body = {"req_ids": [self.id], "timeout": 10}
@@ -340,6 +349,7 @@ MATRIX = [
     *(Case(f, "D", s) for f in ("abort", "leave") for s in (*EARLY[1:], *LATE)),
     *(Case(f, "D", s, stream=False) for f in ("abort", "leave") for s in EARLY[1:]),
     *(Case(f, "P", s) for f in ("cut", "corrupt", "stall", "slow") for s in ("prefill", "transfer")),
+    *(Case("weights", "P", s) for s in ("before", "prefill", "transfer", "decoding")),
 ]
 
 
@@ -350,18 +360,55 @@ def test_36_37_38_39_the_whole_matrix(fleet: PdFleet, case: Case):
     try_it(fleet, case)
 
 
+@pytest.mark.timeout(120)
+def test_when_no_engine_is_left_the_client_has_what_there_is_and_one_error(fleet: PdFleet):
+    asked = question(MIDDLE, 500, stream=True)
+    right = wanted(fleet, asked)
+
+    def kill(events: int) -> None:
+        if events == 5:
+            for server in fleet.servers:
+                server.kill_all()
+
+    try:
+        call = Call(fleet.router.url, asked, "none", "none", kill)
+        call.wait()
+        *events, last = map(json.loads, call.lines)
+        assert last["error"]["code"] in ("worker_lost", "no_worker"), last
+        text = "".join(choice["text"] for event in events for choice in event["choices"])
+        assert text and right[0][0]["text"].startswith(text)
+        fleet.assert_home()
+    finally:
+        fleet.repair()
+
+
+@pytest.mark.timeout(120)
+def test_49_a_retry_of_an_answer_whose_decoder_is_gone_is_answered_by_the_prefiller(fleet: PdFleet):
+    """Which must not take the key for that of the prompt it has computed under it."""
+    path, body = question(MIDDLE, 8, stream=False)
+    body = body | {"cache_salt": "keyed"}
+    try:
+        told = [fleet.router.post(path, body, headers={"Idempotency-Key": "once"}).json()["choices"]]
+        fleet.d.kill_all()
+        told.append(fleet.router.post(path, body, headers={"Idempotency-Key": "once"}).json()["choices"])
+    finally:
+        fleet.repair()
+    assert told[0] == told[1]
+
+
 # ------------------------------------------------------------------------------------------------- no room for an answer
 
 SMALL = ("--kv-blocks", 32, "--max-context", 1000, "--on-preempt", "reschedule", "--drain-timeout", 0)
+PREFILLER = ("--kv-blocks", 64, "--max-context", 1000)
 PROMPT, ANSWER = 300, 600
 
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
     """Two decoders that give back what finds no room. More layers make an answer slower than those who crowd it out."""
-    config: dict[str, Any] = {"decode_policy": "session", "preempt_retry_count": 2, "patience_s": 10.0}
+    config: dict[str, Any] = {"decode_policy": "session", "preempt_retry_count": 1, "patience_s": 10.0}
     folder = tmp_path_factory.mktemp("narrow")
-    with pd_fleet(folder, *BLOCKS, decoders=[SMALL, SMALL], layers=8, **config) as fleet:
+    with pd_fleet(folder, *PREFILLER, decoders=[SMALL, SMALL], layers=8, **config) as fleet:
         yield fleet
 
 
@@ -409,7 +456,7 @@ class Crowd:
         return data
 
     def _request(self, number: int) -> bytes:
-        body = {"prompt": f"{number:04}" * 5, "max_tokens": 250, "ignore_eos": True, "priority": -10}
+        body = {"prompt": f"{number:04}" * 25, "max_tokens": 200, "ignore_eos": True, "priority": -10}
         content = json.dumps(body | {"cache_salt": f"crowd {self.attempts} {number}"}).encode()
         return b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(content) + content
 
@@ -493,7 +540,7 @@ def test_34_35_an_answer_that_never_finds_room_ends_with_what_there_is(narrow: P
     with only(narrow, narrow.d):
         call, attempts = ask_crowded(narrow, asked, attempts=99)
     told = call.told()
-    assert attempts == 3  # preempt_retry_count + 1
+    assert attempts == 2  # preempt_retry_count + 1
     assert told[0][0]["finish_reason"] == (["pd_reschedule"] if stream else "pd_reschedule")
     ids = last_ids(call) if stream else ids_of(told)
     assert 0 < len(ids) < len(whole) and ids == whole[: len(ids)]
@@ -529,3 +576,66 @@ def test_36_a_decoder_that_is_asked_to_stop_hands_its_streams_to_another(narrow:
     finally:
         narrow.repair()
     narrow.assert_home()
+
+
+# --------------------------------------------------------------------------------------------------- no room for a prompt
+
+
+@contextmanager
+def exports(server: Server, number: int, length: int) -> Iterator[None]:
+    """Somebody has so many prompts computed there, and does not fetch them."""
+    with ExitStack() as stack:
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30, trust_env=False))
+        kept = []  # a generator that is forgotten closes its stream
+        for index in range(number):
+            body = {"prompt": f"{index}" * length, "export_kv": True, "cache_salt": "kept"}
+            kept.append(stack.enter_context(http.stream("POST", COMPLETIONS, json=body)).iter_lines())
+            assert "kv_ticket" in next(kept[-1])
+        yield
+
+
+@pytest.mark.timeout(120)
+def test_30_32_a_prefiller_without_room_is_not_waited_for_and_computes_nothing_later(narrow: PdFleet):
+    asked = long_answer("completions", stream=True)
+    lost, waits = narrow.router.router.counters.prefills_lost, []
+
+    def look(events: int) -> None:
+        if events == 1:
+            waits.append(eventually(lambda: narrow.p.metric("num_requests_waiting") == 0, 1.0))
+
+    right = ask(narrow.p.url, asked, "alone")
+    with exports(narrow.p, 3, 600):
+        wait_until(lambda: narrow.p.metric("kv_blocks_leased") > 50)
+        assert narrow.ask(asked, "no room at P", look) == right
+        assert waits == [True] and narrow.router.router.counters.prefills_lost == lost + 1
+        assert narrow.p.metric("kv_leases") == 3
+    narrow.assert_home()
+
+
+@pytest.mark.timeout(120)
+def test_30_kv_is_kept_for_a_decoder_that_has_no_room_yet(narrow: PdFleet):
+    asked = long_answer("completions", stream=False)
+    right, before = ask(narrow.p.url, asked, "alone"), narrow.d.metric("kv_transfers")
+    with only(narrow, narrow.d), ExitStack() as others, ThreadPoolExecutor(1) as pool:
+        others.enter_context(exports(narrow.d, 2, 450))
+        answer = pool.submit(narrow.ask, asked, "no room at D")
+        wait_until(lambda: narrow.d.metric("num_requests_waiting") == 1)
+        wait_until(lambda: narrow.p.metric("kv_leases") == 1)
+        others.close()
+        assert answer.result(60) == right
+    assert narrow.d.metric("kv_transfers") == before + 1
+    narrow.assert_home()
+
+
+@pytest.mark.timeout(120)
+def test_up_with_servers_for_each_half_moves_kv_between_them(tmp_path: Path):
+    model = tiny_model(tmp_path / "tiny")
+    prompt = random.Random(0).choices(range(256), k=300)
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with up(model, "--prefill", 1, "--decode", 1) as fleet, fleet.client() as http:
+        decoder, prefiller = workers(http)
+        answer = http.post(COMPLETIONS, json=body).json()
+        alone = httpx.post(f"{prefiller['url']}{COMPLETIONS}", json=body | {"cache_salt": "alone"}, trust_env=False)
+        assert answer["choices"] == alone.json()["choices"]
+        page = metric_values(httpx.get(f"{decoder['url']}/metrics", trust_env=False).text)
+        assert page['headgate:kv_transfers_total{engine="0"}'] == 1

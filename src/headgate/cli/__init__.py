@@ -13,7 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from headgate import __version__
-from headgate.cli.bench import add_bench_compare, add_bench_lifecycle, add_bench_prefix, add_bench_serve
+from headgate.cli.bench import (
+    add_bench_compare,
+    add_bench_disagg,
+    add_bench_lifecycle,
+    add_bench_prefix,
+    add_bench_serve,
+)
 from headgate.cli.completion import add_completion
 from headgate.cli.doctor import add_doctor
 from headgate.cli.exits import FAILED, WRONG_USE
@@ -66,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add_bench_serve(_command(benches, "serve", "send requests to a server and time its answers"))
     add_bench_lifecycle(_command(benches, "lifecycle", "abort and pause under load and time that"))
     add_bench_prefix(_command(benches, "prefix", "time first tokens with and without a cached prefix"))
+    add_bench_disagg(_command(benches, "disagg", "time streams while long prompts arrive"))
     add_bench_compare(_command(benches, "compare", "put the results of several benches side by side"))
     add_doctor(_command(commands, "doctor", "say what this machine has, and what that means"))
     add_replay(_command(commands, "replay", "run the last plans of a crashed engine again, on a fake device"))

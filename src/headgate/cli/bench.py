@@ -170,6 +170,41 @@ def bench_prefix(options: argparse.Namespace, environ: Mapping[str, str]) -> int
     return 0
 
 
+def add_bench_disagg(command: argparse.ArgumentParser) -> None:
+    command.usage = "headgate bench disagg [URL] [options]"
+    command.set_defaults(run=bench_disagg)
+    add = command.add_argument
+    add("url", nargs="?", default="http://127.0.0.1:8080", metavar="URL", help="a router (default: %(default)s)")
+    add("--streams", type=int, default=4, metavar="N", help="answers at once (default: %(default)s)")
+    add("--max-tokens", type=int, default=256, metavar="N", help="of each of them (default: %(default)s)")
+    add("--prompts", type=int, default=16, metavar="N", help="long prompts (default: %(default)s)")
+    add("--prompt-words", type=int, default=1024, metavar="N", help="words in each (default: %(default)s)")
+    add("--interval", type=float, default=0.5, metavar="S", help="from one to the next (default: %(default)s)")
+    add("--model", help="name (default: the first that the server lists)")
+    add("--api-key", metavar="KEY", help="else $OPENAI_API_KEY")
+    add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
+
+
+def bench_disagg(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from headgate.bench.disagg import Trial, run, save_json, table
+
+    trial = Trial(
+        url=options.url,
+        streams=options.streams,
+        max_tokens=options.max_tokens,
+        prompts=options.prompts,
+        prompt_words=options.prompt_words,
+        interval_s=options.interval,
+        model=options.model,
+        api_key=options.api_key or environ.get("OPENAI_API_KEY"),
+    )
+    report = run(trial)
+    print(table(report))
+    if options.json:
+        save_json(report, options.json)
+    return FAILED if report.errors else 0
+
+
 def add_bench_compare(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=bench_compare)
     add = command.add_argument

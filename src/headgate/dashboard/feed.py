@@ -61,10 +61,11 @@ class Feed:
         seen = 0
         while True:
             glance = await self._next(seen)
-            yield b"data: %b\n\n" % encode(self._frame(glance, viewer, first=not seen))
+            event = b"data: %b\n\n" % encode(self._frame(glance, viewer, first=not seen))
+            seen = self._number  # before the reader takes its time
+            yield event
             if glance.over:
                 return
-            seen = self._number
 
     async def _next(self, seen: int) -> Glance:
         if not self._has_news(seen):

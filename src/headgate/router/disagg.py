@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headgate.router.journal import splice
 from headgate.router.upstream import Headers, Upstream, WorkerLost
 from headgate.router.worker import Worker
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 TICKET = re.compile(rb'^data: \{"kv_ticket":(\{.*\})\}\r?$', re.MULTILINE)
 MOST_BYTES = 2**20
+LONGEST_NAME = 240  # of a request, to which a word is added
 
 
 class NoTicket(Exception):
@@ -101,14 +104,22 @@ async def prefilled(exchange: Exchange, worker: Worker) -> AsyncIterator[bytes |
         leg.leave()
 
 
+def _request(exchange: Exchange, worker: Worker) -> bytes:
+    # A name of its own: the worker may yet be asked for the answer, before it has noticed that nobody wants its KV.
+    id = f"{exchange.id[:LONGEST_NAME]}-prefill"
+    body = splice(exchange.request.body, "export_kv", b"true")
+    if exchange.ask.request_id is not None:
+        body = splice(body, "request_id", msgspec.json.encode(id))  # the last of two counts
+    return exchange.request_to(worker, body, id=id)
+
+
 async def _ticket(exchange: Exchange, worker: Worker, leg: Leg) -> bytes | None:
     router = exchange.router
     try:
         async with asyncio.timeout(router.config.ticket_timeout_s):
             # A fresh connection: a kept one may be closed by the worker in this very moment.
             leg.upstream = await router.fleet.pool(worker).connect()
-            body = splice(exchange.request.body, "export_kv", b"true")
-            leg.upstream.send(exchange.request_to(worker, body), leg, once=True)
+            leg.upstream.send(_request(exchange, worker), leg, once=True)
             return await leg.ticket
     except NoTicket as error:
         why = str(error)
@@ -116,7 +127,8 @@ async def _ticket(exchange: Exchange, worker: Worker, leg: Leg) -> bytes | None:
         why = f"no ticket within {router.config.ticket_timeout_s:g} s"
     except WorkerLost as error:
         why = str(error)
-        router.fleet.failed(worker, why)
+        if worker.state != "down":
+            router.fleet.failed(worker, why)
     log.info("%s: %s computes no prompt for it (%s)", exchange.id, worker.name, why)
     router.counters.prefills_lost += 1
     return None

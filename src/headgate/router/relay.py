@@ -582,10 +582,11 @@ class Exchange:
             body = splice(body, "kv_ticket", ticket)
         return self.request_to(worker, body, [(b"x-headgate-journal", b"%d" % self.created)])
 
-    def request_to(self, worker: Worker, body: bytes, more: Headers = []) -> bytes:  # noqa: B006
+    def request_to(self, worker: Worker, body: bytes, more: Headers = [], *, id: str | None = None) -> bytes:  # noqa: B006
+        """The client's request, as this worker is asked it; under another id it is another request."""
         router, request = self.router, self.request
         own = _own(request.header(b"connection"))
-        if self.moves and self.journal.choices:
+        if id is not None or (self.moves and self.journal.choices):
             # What goes on is a part of an answer, which nobody may get for the whole of it.
             own |= {b"idempotency-key"}
         headers = [header for header in request.headers if header[0] not in own and header[0][:11] != PRIVATE]
@@ -601,7 +602,7 @@ class Exchange:
                 request.target,
                 pool.netloc,
                 len(body),
-                self.id.encode(),
+                (id or self.id).encode(),
                 lines,
                 body,
             )

@@ -657,7 +657,8 @@ async function answer() {
     remark.className = "said-note bad";
     write(remark, error.message);
   }
-  conversation.push({ role: "assistant", content: text });
+  if (text) conversation.push({ role: "assistant", content: text });
+  else conversation.pop(); // a question without an answer is no part of it
   answering = null;
   $("send").disabled = false;
   $("stop").disabled = true;

@@ -34,12 +34,9 @@ class Reply:
 
     def events(self) -> list[Any]:
         """The whole events of a stream; `[DONE]` as None."""
-        told = []
-        for block in bytes(self.body).split(b"\n\n")[:-1]:
-            for line in block.split(b"\n"):
-                if line.startswith(b"data: "):
-                    told.append(None if line == b"data: [DONE]" else msgspec.json.decode(line[6:]))
-        return told
+        blocks = bytes(self.body).split(b"\n\n")[:-1]
+        data = [line[6:] for block in blocks for line in block.split(b"\n") if line.startswith(b"data: ")]
+        return [None if line == b"[DONE]" else msgspec.json.decode(line) for line in data]
 
 
 class _Reader(asyncio.Protocol):

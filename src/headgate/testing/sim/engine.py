@@ -1,7 +1,7 @@
 """The engine process: the real loop, scheduler and messages over a fake device, started as `Replicas` starts a process.
 
-`asyncio.create_subprocess_exec` lands in `Processes.start`, `ClientChannel` is replaced by `SimClientChannel`, and the loop's
-turns are callbacks. All else is the code that runs in production.
+`asyncio.create_subprocess_exec` lands in `Processes.start`, `ClientChannel` is replaced by `SimClientChannel`, and the
+loop's turns are callbacks. All else is the code that runs in production.
 
 A token depends on everything that must be right: the KV that was really read, the weights that made it, and the seed and
 position of the random stream.
@@ -99,7 +99,9 @@ class Pace:
 class SimExecutor(FakeExecutor):
     """Executor and supply: steps take time, one after another; weights are a file whose name says what they are."""
 
-    def __init__(self, device: SimDevice, pace: Pace, host: Host, rng: random.Random, breaks: float) -> None:
+    def __init__(
+        self, device: SimDevice, pace: Pace, host: Host, rng: random.Random, breaks: Callable[[], float]
+    ) -> None:
         super().__init__(device, by_hand=True)
         self._pace = pace
         self._host = host
@@ -124,7 +126,7 @@ class SimExecutor(FakeExecutor):
         return loading
 
     def _loaded(self, loading: Future[None], source: Files) -> None:
-        if self._random.random() < self._breaks:
+        if self._random.random() < self._breaks():
             broken = HalfWritten("a tensor broke off") if self._random.random() < 0.3 else SourceLost("it is gone")
             loading.set_exception(broken)
             return
@@ -308,7 +310,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         start, pace, rng = self._start, self._processes.pace, self._processes.random
         content = 0 if start.weights is None else weights_in(start.weights)
         device = SimDevice(pace.blocks, pace.block_size, pace.rows, content)
-        executor = SimExecutor(device, pace, self.host, rng, self._processes.update_breaks)
+        executor = SimExecutor(device, pace, self.host, rng, lambda: self._processes.update_breaks)
         limits = Limits(
             pace.context,
             pace.rows,
@@ -436,5 +438,3 @@ class Processes:
     @property
     def living(self) -> list[EngineProcess]:
         return [engine for engine in self.engines if engine.code is None]
-
-

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -173,12 +175,14 @@ def workers(servers: list[SimServer]) -> tuple[WorkerAddress, ...]:
 
 @contextmanager
 def simulated(loop: SimLoop, rng: Any) -> Iterator[None]:
-    """What the code asks of the machine beside its loop: wall-clock time, randomness, and a channel to engines."""
+    """What the code asks of the machine beside its loop: wall-clock time, randomness, folders, a channel to engines."""
+    folders = count(1)
     replaced = [
-        (time, "time", lambda: EPOCH_S + loop.time()),
+        (time, "time", lambda: EPOCH_S + loop.time() + loop.skew_s),
         (time, "monotonic", loop.time),
         (secrets, "token_hex", lambda size=16: rng.randbytes(size).hex()),
         (secrets, "randbits", rng.getrandbits),
+        (tempfile, "TemporaryDirectory", lambda **_: nullcontext(f"/simulated/{next(folders)}")),
         (engine_client, "ClientChannel", SimClientChannel),
     ]
     before = [getattr(where, name) for where, name, _ in replaced]

@@ -22,7 +22,7 @@ from headgate.text.detokenizer import token_bytes
 REFUSALS = {
     "busy": {"queue_full"},
     "pause": {"paused"},
-    "trouble": {"no_worker", "worker_lost", "no_engine", "engine_lost", "shutting_down", "duplicate_id", "engine_dead"},
+    "trouble": {"no_worker", "worker_lost", "no_engine", "engine_lost", "shutting_down", "duplicate_request_id"},
 }
 CAUSES = {
     "abort": {"api_abort"},
@@ -55,6 +55,7 @@ class Choice:
     finish: str | None = None
     cause: str | None = None
     prompt: list[int] | None = None
+    cut: bool = False  # by the router, who knows no words: what was held back is not told
 
 
 @dataclass
@@ -139,6 +140,7 @@ def _add(told: Told, part: dict[str, Any], text: str) -> None:
     for span in part.get("weight_versions", ()):
         choice.versions += [span["version"]] * span["tokens"]
     choice.finish = part.get("finish_reason") or choice.finish
+    choice.cut = part.get("cause") == "api_abort" and "completion_token_ids" not in part
     choice.cause = part.get("cause") or choice.cause
     choice.prompt = part.get("prompt_token_ids", choice.prompt)
 
@@ -174,7 +176,7 @@ def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterat
     if seed is not None and choice.finish != "pd_reschedule":
         yield from _tokens(ask, choice, seed + index)
     whole = _text(ask, choice.ids)
-    if choice.finish is None or choice.finish == "pd_reschedule":
+    if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut:
         if not whole.startswith(choice.text):
             yield f"{choice.text!r} is no beginning of {whole!r}"
     elif choice.text != whole:
@@ -200,7 +202,7 @@ def _tokens(ask: Ask, choice: Choice, seed: int) -> Iterator[str]:
 
 def reference(ask: Ask, seed: int) -> list[int]:
     """The whole answer of weights that never changed."""
-    known, ids = list(ask.prompt), []
+    known, ids = list(ask.prompt), list[int]()
     while len(ids) < ask.body["max_tokens"]:
         ids.append(expected(known, 0, seed))
         known.append(ids[-1])

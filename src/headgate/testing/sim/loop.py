@@ -115,8 +115,9 @@ class SimLoop(asyncio.BaseEventLoop):
         self.network: Network
         self.processes: Processes
         self.deadline_s = float("inf")
+        self.skew_s = 0.0  # of wall clocks, which somebody has set
         self.tasks: dict[asyncio.Task[Any], None] = {}  # that have not ended
-        self.set_task_factory(self._make_task)
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     # -- time -----------------------------------------------------------------------
 
@@ -135,6 +136,7 @@ class SimLoop(asyncio.BaseEventLoop):
             ready.append(heapq.heappop(timers))
         self._turns += 1
         if self._turns > MOST_TURNS:
+            self._turns = 0
             raise Hung(f"the loop spins at {self._now_s:.3f} s")
         for _ in range(len(ready)):
             handle = ready.popleft()
@@ -206,7 +208,9 @@ class SimLoop(asyncio.BaseEventLoop):
     ) -> tuple[asyncio.SubprocessTransport, asyncio.SubprocessProtocol]:
         return self.processes.start(protocol_factory(), arguments)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
         """At once: there is one thread."""
         future = self.create_future()
         try:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, cast
 
 from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
@@ -228,8 +228,10 @@ class Network:
     def cut_up(self, data: bytes) -> list[bytes]:
         if len(data) < 2 or self._random.random() >= self.weather.splits:
             return [data]
-        places = sorted({0, len(data), *(self._random.randrange(len(data)) for _ in range(self._random.randint(1, 3)))})
-        return [data[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+        places = sorted(
+            {0, len(data), *(self._random.randrange(len(data)) for _ in range(self._random.randint(1, 3)))}
+        )
+        return [data[start:stop] for start, stop in pairwise(places)]
 
     def seen(self, number: int, piece: bytes | None) -> None:
         self.hash.update(b"%d %r " % (number, round(self.loop.time() * 1e7)))

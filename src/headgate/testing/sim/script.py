@@ -34,7 +34,8 @@ class Ask:
     manners: Manners
     headers: dict[str, str] = field(default_factory=dict)
     reply: Reply = field(default_factory=Reply)
-    disturbed: bool = False  # its own connection was broken by the network
+    disturbed: bool = False  # its own connection was broken by the network, or its router died
+    retries: bool = False  # with its Idempotency-Key, when no whole answer has come
 
     def __repr__(self) -> str:
         return f"<{self.name} to {self.to}, {self.path}, {self.body}>"
@@ -65,6 +66,17 @@ class Deed:
     who: str = ""
     lasts_s: float = 0.0
     more: dict[str, Any] = field(default_factory=dict)
+
+    def ends(self, ask: Ask) -> bool:
+        """Whether it asks for the end of that request."""
+        match self.what:
+            case "abort_all":
+                return True
+            case "abort":
+                return ask.name in self.more["req_ids"]
+            case "abort_tags":
+                return bool(ask.body["tags"] == self.more["tags"])
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +130,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
         policy=rng.choice(("cache_aware", "cache_aware", "least_requests", "power_of_two", "round_robin")),
         asks=asks,
         deeds=sorted(deeds, key=lambda deed: deed.at_s),
+        update_breaks=rng.choice((0.0, 0.0, 0.0, 0.3)),
         max_in_flight=rng.choice((None, None, 3)),
         max_queue=rng.choice((2, 64, 64)),
     )
@@ -129,7 +142,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
 def _asks(rng: random.Random, servers: list[str]) -> list[Ask]:
     shared = [_ids(rng, rng.randint(4, 40)) for _ in range(2)]
     bursts = [rng.uniform(0, WINDOW_S) for _ in range(3)]
-    return [_ask(rng, f"ask-{i}", servers, shared, bursts) for i in range(rng.randint(4, 14))]
+    return [_ask(rng, f"ask-{i}", servers, shared, bursts) for i in range(rng.randint(5, 16))]
 
 
 def _ids(rng: random.Random, count: int) -> tuple[int, ...]:
@@ -152,7 +165,8 @@ def _ask(
     if rng.random() < 0.15:
         del body["return_token_ids"], body["return_weight_versions"]
     headers = {} if "request_id" in body else {"x-request-id": name}
-    if rng.random() < 0.15:
+    keyed = rng.random() < 0.15
+    if keyed:
         headers["idempotency-key"] = f"key-{name}"
     return Ask(
         name=name,
@@ -163,6 +177,7 @@ def _ask(
         prompt=prompt,
         manners=_manners(rng),
         headers=headers,
+        retries=keyed and rng.random() < 0.7,
     )
 
 
@@ -213,13 +228,46 @@ def _manners(rng: random.Random) -> Manners:
 
 # --------------------------------------------------------------------------------------------------- what is done to it
 
-TROUBLE = ("kill_engine", "kill_server", "lose_machine", "stop_engine", "stop_server", "cut", "break", "shutdown")
+TROUBLE = (
+    "kill_engine",
+    "kill_server",
+    "kill_router",
+    "lose_machine",
+    "stop_engine",
+    "stop_server",
+    "cut",
+    "break",
+    "shutdown",
+    "jump_clock",
+)
+# What no client of a router with several workers notices.
+MADE_UP_FOR = (
+    "break",
+    "kill_engine",
+    "jump_clock",
+    "abort",
+    "abort_all",
+    "abort_tags",
+    "roll",
+    "flush",
+    "remove",
+    "look",
+)
 CONTROL = ("abort", "abort_all", "abort_tags", "pause", "pause_one", "update", "roll", "flush", "remove", "look")
 
 
 def _deeds(rng: random.Random, servers: list[str], asks: list[Ask]) -> list[Deed]:
-    kinds = rng.sample(TROUBLE, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
+    # A router that dies excuses too much to be part of every other run.
+    trouble = TROUBLE if rng.random() < 0.2 else [what for what in TROUBLE if what != "kill_router"]
+    kinds = rng.sample(trouble, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
     return [_deed(rng, what, servers, asks) for what in kinds for _ in range(rng.choice((1, 1, 2)))]
+
+
+def _moment(rng: random.Random, asks: list[Ask]) -> float:
+    """Most often when somebody has just asked."""
+    if rng.random() < 0.3:
+        return rng.uniform(0, WINDOW_S)
+    return min(rng.choice(asks).at_s + rng.uniform(0, 1.0), WINDOW_S)
 
 
 def _deed(rng: random.Random, what: str, servers: list[str], asks: list[Ask]) -> Deed:
@@ -235,12 +283,14 @@ def _deed(rng: random.Random, what: str, servers: list[str], asks: list[Ask]) ->
             more |= {"timeout": rng.choice((0.2, 5.0))}
         case "update":
             more = {"mode": rng.choice(("abort", "drain", "freeze"))}
+        case "jump_clock":
+            more = {"by_s": rng.choice((-3600, -1, 1, 86400))}
         case "stop_engine" | "kill_engine":
             more = {"which": rng.random()}
         case "break":
             more = {"which": [rng.random() for _ in range(rng.randint(1, 4))]}
     return Deed(
-        at_s=rng.uniform(0, WINDOW_S),
+        at_s=_moment(rng, asks),
         what=what,
         who=rng.choice(servers),
         lasts_s=rng.choice((0.05, 0.5, 2.0, 8.0)),

@@ -14,7 +14,24 @@ from headgate.testing.tiny import CHAT_TEMPLATE
 from headgate.text.template import ChatTemplate
 from headgate.text.tokenizer import Tokenizer
 
-PIECES = ("the", " quick", " fox", "a", "b", "\n", " über", "ok", ".", "stop", " STOP", "ST", "OP", '"', "\\", "data: ")
+PIECES = (
+    "the",
+    " quick",
+    " fox",
+    "a",
+    "b",
+    "\n",
+    " über",
+    "ok",
+    ".",
+    "stop",
+    " STOP",
+    "ST",
+    "OP",
+    '"',
+    "\\",
+    "data: ",
+)
 HALVES = ("é".encode(), "€".encode(), "🦊".encode())  # told byte by byte
 SPECIALS = ("<|im_start|>", "<|im_end|>")
 EOS_TEXT = "<|end|>"

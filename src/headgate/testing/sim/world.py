@@ -25,12 +25,13 @@ from headgate.testing.sim.hosts import KEY, SimHost, SimRouter, SimServer, simul
 from headgate.testing.sim.judge import Circumstances, judge, tally
 from headgate.testing.sim.loop import HOST, Host, Hung, SimLoop
 from headgate.testing.sim.network import Network
-from headgate.testing.sim.script import ROUTER, TROUBLE, WINDOW_S, Ask, Deed, Plan, draw
+from headgate.testing.sim.script import MADE_UP_FOR, ROUTER, TROUBLE, WINDOW_S, Ask, Deed, Plan, draw
 
 UP_S = 30.0  # for the fleet to come up
 CALL_S = 120.0  # for a control call to be answered, whatever its own timeout
 END_S = 200.0  # for everything to end after the last trouble
 SETTLE_S = 3.0
+GONE_S = 0.25  # for the news that a client has left to be everywhere, in good weather
 FOLLOW_S = 60.0  # for workers that were away to be like the others
 TRIES = 40  # of an operator who wants the fleet to run again
 
@@ -80,6 +81,7 @@ class World:
         self._version = 0  # of the newest weights that anybody was given
         self._jobs: list[asyncio.Task[None]] = []  # of operators
         self._agreed = True  # the last update has reached everybody
+        self._paused = False  # somebody has asked for that
         self._calls = 0
 
     # -- for everybody --------------------------------------------------------------------
@@ -143,7 +145,7 @@ class World:
         await self._set_right()
         await self._all_end(asking)
         for ask in self.plan.asks:
-            for complaint in judge(ask, self._circumstances()):
+            for complaint in judge(ask, self._circumstances(ask)):
                 self.fail(complaint)
         await asyncio.sleep(SETTLE_S)
         await self._until(self._all_ready, FOLLOW_S, "every worker gets requests again")
@@ -200,6 +202,24 @@ class World:
         address = self.hosts[ask.to].address
         await call(address, "POST", ask.path, ask.body, ask.headers, ask.manners, ask.reply)
         self.note(host, f"got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
+        if ask.reply.left and self.plan.calm and "idempotency-key" not in ask.headers:
+            await asyncio.sleep(GONE_S)
+            self._check_gone(ask)
+        if ask.retries and ask.reply.broken:
+            await asyncio.sleep(0.2)
+            self.report.counts["asked again"] += 1
+            ask.reply = await call(address, "POST", ask.path, ask.body, ask.headers)
+            self.note(host, f"asked again and got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
+
+    def _check_gone(self, ask: Ask) -> None:
+        """Nobody works for a client that has left."""
+        for server in self.servers:
+            assert server.ledger is not None
+            if server.ledger.named(ask.name):
+                self.fail(f"{server.name} still works for {ask.name}, {GONE_S:g} s after its client has left")
+        assert self.router.router is not None
+        if ask.name in self.router.router.live:
+            self.fail(f"the router still has {ask.name}, {GONE_S:g} s after its client has left")
 
     async def _all_end(self, asking: list[asyncio.Task[None]]) -> None:
         waiting: list[asyncio.Task[None]] = [*asking, *self._jobs]
@@ -229,6 +249,7 @@ class World:
     async def _control(self, to: str, method: str, path: str, body: Any = None) -> Reply:
         """A control call; one to a router that is up is always answered."""
         self._calls += 1
+        self._paused |= path == "/v1/pause"
         self.report.counts["control calls"] += 1
         number, address = self._calls, self.hosts[to].address
         self.note(self._operator, f"call {number} to {to}: {method} {path} {body or ''}")
@@ -237,7 +258,7 @@ class World:
         self.note(self._operator, f"call {number}: {reply.status} {bytes(reply.body)[:300]!r} {reply.broken}")
         if reply.broken.startswith("no end"):
             self.fail(f"{method} {path} to {to} was not answered within {CALL_S:g} s")
-        if reply.broken and to == ROUTER:
+        if reply.broken and to == ROUTER and not self.report.deeds["kill_router"]:
             self.fail(f"{method} {path}: the router hung up: {reply.broken}")
         if reply.status >= 500 and reply.status not in (502, 503, 504):
             self.fail(f"{method} {path} to {to} answered {reply.status}: {bytes(reply.body)!r}")
@@ -253,6 +274,17 @@ class World:
         server.host.kill()
         await asyncio.sleep(deed.lasts_s)
         self._restart(server)
+
+    async def _kill_router(self, deed: Deed) -> None:
+        for ask in self.plan.asks:
+            ask.disturbed |= ask.to == ROUTER
+        self.router.host.kill()
+        await asyncio.sleep(min(deed.lasts_s, 1.0))
+        self._restart(self.router)
+        self._agreed &= not self._version  # a new router does not know what the last one was told
+
+    async def _jump_clock(self, deed: Deed) -> None:
+        self.loop.skew_s += deed.more["by_s"]
 
     def _restart(self, server: SimHost) -> None:
         if not server.alive:
@@ -373,6 +405,7 @@ class World:
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=CALL_S + END_S)
         self.network.heal()
+        self.processes.update_breaks = 0.0
         for server in self.servers:
             server.host.go_on()
             self._restart(server)
@@ -390,17 +423,23 @@ class World:
             await asyncio.sleep(1.0)
         self.fail(f"the fleet cannot be made one again: {bytes(reply.body)!r}")
 
-    def _circumstances(self) -> Circumstances:
+    def _circumstances(self, ask: Ask) -> Circumstances:
         deeds, plan = self.report.deeds, self.plan
-        pauses = sum(deeds[name] for name in ("pause", "pause_one", "update", "roll"))
         return Circumstances(
             busy=plan.settings.most_choices < 64 or plan.max_queue < 64,
-            abort=bool(deeds["abort"] or deeds["abort_all"] or deeds["abort_tags"]),
-            pause=bool(pauses),
-            trouble=any(deeds[name] for name in TROUBLE) or bool(deeds["remove"]),
+            abort=any(deed.ends(ask) for deed in plan.deeds),
+            pause=self._paused or ((plan.servers == 1 or ask.to != ROUTER) and bool(deeds["roll"])),
+            trouble=self._in_trouble(ask),
             updated=self._version > 0,
             reschedules=plan.pace.reschedules,
         )
+
+    def _in_trouble(self, ask: Ask) -> bool:
+        """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
+        removed = {deed.who for deed in self.plan.deeds if deed.what == "remove"}
+        if ask.to == ROUTER and self.plan.servers > max(len(removed), 1):
+            return any(name not in MADE_UP_FOR for name in self.report.deeds)
+        return any(name in (*TROUBLE, "remove", "roll") for name in self.report.deeds)
 
     def _left_behind(self) -> Iterator[str]:
         yield from self._router_left()
@@ -436,8 +475,8 @@ class World:
             client = replica.client
             if client is None:
                 yield f"{server.name}: engine {replica.index} is {replica.state}"
-            elif client.open_streams or client._left or client._answers or client._pongs:
-                yield f"{server.name}: {client!r}, left {client._left}, asked {client._answers}"
+            elif client.open_streams or client._left:
+                yield f"{server.name}: {client!r}, left {client._left}"
 
     def _count(self) -> None:
         counts, router = self.report.counts, self.router.router
@@ -468,8 +507,8 @@ class World:
 
     async def _gone(self) -> None:
         here = asyncio.current_task()
-        while any(task is not here for task in self.loop.tasks):
-            await asyncio.sleep(0.1)
+        while waiting := [task for task in self.loop.tasks if task is not here]:
+            await asyncio.wait(waiting)
 
 
 class _listening:  # noqa: N801 - reads as `with _listening(log)`

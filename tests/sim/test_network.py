@@ -1,0 +1,193 @@
+"""The simulated world itself: time, bytes and processes behave as those they stand for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from headgate.testing.sim.loop import Host, Hung, SimLoop
+from headgate.testing.sim.network import Network, SimSocket, Weather
+
+SERVER = ("server", 1)
+
+
+class Keeper(asyncio.Protocol):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got = b""
+        self.lost: list[Exception | None] = []
+        self.full: list[bool] = []
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data):
+        self.got += data
+
+    def connection_lost(self, error):
+        self.lost.append(error)
+
+    def pause_writing(self):
+        self.full.append(True)
+
+    def resume_writing(self):
+        self.full.append(False)
+
+
+class Pair:
+    """A client and a server that are connected."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self.loop = loop
+        self.client_host, self.server_host = Host(loop, "client"), Host(loop, "server")
+        self.server_host.on_end.append(lambda: loop.network.host_ended(self.server_host))
+        self.server = Keeper()
+
+    async def connect(self) -> None:
+        async def listen():
+            await self.loop.create_server(lambda: self.server, sock=SimSocket(*SERVER))
+
+        async def connect():
+            return await self.loop.create_connection(Keeper, *SERVER)
+
+        await self.server_host.spawn(listen())
+        self.transport, self.client = await self.client_host.spawn(connect())
+        await asyncio.sleep(1)
+
+
+@contextmanager
+def world() -> Iterator[SimLoop]:
+    loop = SimLoop()
+    try:
+        yield loop
+    finally:
+        for task in list(loop.tasks):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.1))
+        loop.close()
+
+
+def in_world(test: Callable[[Pair], Awaitable[None]], weather: Weather | None = None) -> float:
+    """Run `test` on a fresh loop; how long it took there."""
+    with world() as loop:
+        loop.network = Network(loop, random.Random(1), weather or Weather(splits=1.0, jitter_s=0.1))
+
+        async def run():
+            pair = Pair(loop)
+            await pair.connect()
+            await test(pair)
+
+        loop.run_until_complete(run())
+        return loop.time()
+
+
+def test_a_day_takes_no_time():
+    async def wait(pair):
+        await asyncio.sleep(86400)
+
+    assert in_world(wait) >= 86400
+
+
+def test_bytes_arrive_whole_and_in_order_however_they_are_cut():
+    async def talk(pair):
+        sent = b""
+        for i in range(200):
+            pair.transport.write(b"%d " % i)
+            sent += b"%d " % i
+        await asyncio.sleep(60)
+        assert pair.server.got == sent
+
+    in_world(talk)
+
+
+def test_a_cut_is_silent_and_what_waited_arrives_when_it_ends():
+    async def talk(pair):
+        pair.loop.network.cut("client", "server")
+        pair.transport.write(b"hello")
+        await asyncio.sleep(60)
+        assert pair.server.got == b"" and not pair.client.lost
+        pair.loop.network.mend("client", "server")
+        await asyncio.sleep(1)
+        assert pair.server.got == b"hello"
+
+    in_world(talk)
+
+
+def test_a_host_that_dies_resets_its_connections_and_says_nothing_more():
+    async def talk(pair):
+        pair.server_host.kill()
+        pair.server.transport.write(b"too late")
+        await asyncio.sleep(1)
+        assert isinstance(pair.client.lost[0], ConnectionResetError) and pair.client.got == b""
+        with pytest.raises(ConnectionRefusedError):
+            await pair.client_host.spawn(pair.loop.create_connection(Keeper, *SERVER))
+
+    in_world(talk)
+
+
+def test_a_machine_that_is_lost_leaves_its_peers_without_a_word():
+    async def talk(pair):
+        pair.loop.network.darken("server")
+        pair.server_host.kill()
+        await asyncio.sleep(600)
+        assert not pair.client.lost
+        pair.loop.network.lighten("server")
+        await asyncio.sleep(1)
+        assert pair.client.lost
+
+    in_world(talk)
+
+
+def test_a_stopped_host_does_nothing_until_it_goes_on():
+    async def talk(pair):
+        pair.server_host.stop()
+        pair.transport.write(b"hello")
+        await asyncio.sleep(10)
+        assert pair.server.got == b""
+        pair.server_host.go_on()
+        await asyncio.sleep(0.01)
+        assert pair.server.got == b"hello"
+
+    in_world(talk)
+
+
+def test_a_writer_is_held_back_until_its_reader_has_caught_up():
+    async def talk(pair):
+        pair.server.transport.pause_reading()
+        pair.transport.write(bytes(1000))
+        await asyncio.sleep(1)
+        assert pair.client.full == [True] and pair.server.got == b""
+        pair.server.transport.resume_reading()
+        await asyncio.sleep(1)
+        assert pair.client.full == [True, False] and len(pair.server.got) == 1000
+
+    in_world(talk, Weather(high_water=500))
+
+
+def test_a_close_comes_after_the_last_byte():
+    async def talk(pair):
+        pair.transport.write(b"bye")
+        pair.transport.close()
+        await asyncio.sleep(5)
+        assert pair.server.got == b"bye" and pair.server.lost == [None] and pair.client.lost == [None]
+
+    in_world(talk)
+
+
+def test_waiting_for_what_never_comes_is_noticed():
+    with world() as loop, pytest.raises(Hung, match="nothing will ever happen"):
+        loop.run_until_complete(loop.create_future())
+
+
+def test_a_loop_that_spins_is_noticed():
+    async def spin():
+        while True:
+            await asyncio.sleep(0)
+
+    with world() as loop, pytest.raises(Hung, match="spins"):
+        loop.run_until_complete(spin())
