@@ -4,11 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test test-all test-gpu test-clients check coverage fuzz simulate mutants docs wheel clean
+.PHONY: serve up test test-all test-gpu test-clients check coverage fuzz simulate mutants docs wheel clean
 
 # A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
 	@exec $(BIN)/headgate serve $(ARGS)
+
+# Two servers and a router in front of them: `make up`, or `make up ARGS="--prefill 1 --decode 2"`.
+up: $(READY)
+	@exec $(BIN)/headgate up $(ARGS)
 
 test: check coverage
 	$(BIN)/python -m pytest -m "not slow and not gpu"

@@ -30,7 +30,7 @@ FLEETS = {"mixed": ("mixed", "mixed"), "split": ("prefill", "decode")}
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 768,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
@@ -100,9 +100,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=400)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--prompt-words", type=int, default=700)
-    parser.add_argument("--interval", type=float, default=2.0)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--prompt-words", type=int, default=200)
+    parser.add_argument("--interval", type=float, default=1.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     told = {}

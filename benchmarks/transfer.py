@@ -1,9 +1,10 @@
 """How fast KV moves between two engines, next to a plain copy through the same kind of socket.
 
-    python benchmarks/transfer.py [--json FILE]
+    python benchmarks/transfer.py [--transport tcp|nixl] [--json FILE]
 
 Two processes on this machine, each with a KV cache of its own. The plain copy sends one large buffer and receives it into
 another, and checks nothing; a transfer gathers blocks from all over the cache, checks every byte and scatters them again.
+NIXL takes the fastest way that UCX finds; UCX_TLS=tcp in the environment leaves it nothing but sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import multiprocessing
 import random
 import socket
 import time
-from ipaddress import ip_network
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 
+from headgate.config import KV_TRANSPORTS, EngineConfig
+from headgate.engine.build import open_transport
 from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
-from headgate.transfer.tcp import BUFFER_BYTES, TcpTransport, parse_address
-from headgate.transfer.transport import Fetched
+from headgate.transfer.tcp import BUFFER_BYTES
+from headgate.transfer.transport import Fetched, Transport
 from headgate.worker.blocks import HostBlocks
 
 ROUNDS = 15
@@ -40,9 +42,9 @@ def cache(layers: int, part_bytes: int, blocks: int) -> HostBlocks:
     return HostBlocks(tensors, "bench")
 
 
-def transport(memory: HostBlocks) -> TcpTransport:
-    listen, peers = parse_address("127.0.0.1:0"), (ip_network("127.0.0.0/8"),)
-    return TcpTransport(memory, listen, peers=peers, lease_s=30, wait_s=30)
+def transport(kind: str, memory: HostBlocks) -> Transport:
+    config = EngineConfig(kv_transport=kind, lease_s=30, kv_wait_s=30)
+    return open_transport(config, memory)
 
 
 def order(blocks: int, scattered: bool, seed: int) -> tuple[int, ...]:
@@ -52,9 +54,9 @@ def order(blocks: int, scattered: bool, seed: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def serve(pipe: Connection, layers: int, part_bytes: int, blocks: int, scattered: bool) -> None:
+def serve(pipe: Connection, kind: str, layers: int, part_bytes: int, blocks: int, scattered: bool) -> None:
     torch.set_num_threads(1)
-    server = transport(cache(layers, part_bytes, blocks))
+    server = transport(kind, cache(layers, part_bytes, blocks))
     server.start(lambda _: None)
     for lease in range(1, ROUNDS + 1):
         server.offer(lease, 1, 0, order(blocks, scattered, 1))
@@ -64,12 +66,13 @@ def serve(pipe: Connection, layers: int, part_bytes: int, blocks: int, scattered
     server.close()
 
 
-def transfer_seconds(layers: int, part_bytes: int, blocks: int, scattered: bool) -> list[float]:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=serve, args=(theirs, layers, part_bytes, blocks, scattered), daemon=True)
+def transfer_seconds(kind: str, layers: int, part_bytes: int, blocks: int, scattered: bool) -> list[float]:
+    context = multiprocessing.get_context("spawn")  # what NIXL has opened does not survive a fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, kind, layers, part_bytes, blocks, scattered), daemon=True)
     process.start()
     address = ours.recv()
-    client, events = transport(cache(layers, part_bytes, blocks)), SimpleQueue[Any]()
+    client, events = transport(kind, cache(layers, part_bytes, blocks)), SimpleQueue[Any]()
     client.start(events.put)
     seconds = []
     for lease in range(1, ROUNDS + 1):
@@ -117,18 +120,20 @@ def plain_seconds() -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--transport", choices=KV_TRANSPORTS, default="tcp")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     # The best of many rounds: what else runs on the machine only ever makes it slower.
     plain = TOTAL_BYTES / min(plain_seconds()) / GIB
-    results: dict[str, Any] = {"plain_gib_s": round(plain, 2), "transfers": []}
+    results: dict[str, Any] = {"transport": options.transport, "plain_gib_s": round(plain, 2), "transfers": []}
     print(f"{'plain copy':58s} {plain:6.2f} GiB/s")
     for name, (layers, part_bytes) in MODELS.items():
         for scattered in (False, True):
             blocks = TOTAL_BYTES // (2 * layers * part_bytes)
             size = blocks * 2 * layers * part_bytes
-            speed = size / min(transfer_seconds(layers, part_bytes, blocks, scattered)) / GIB
+            seconds = transfer_seconds(options.transport, layers, part_bytes, blocks, scattered)
+            speed = size / min(seconds) / GIB
             where = "scattered" if scattered else "neighbouring"
             print(f"{name + ', ' + where + ' blocks':58s} {speed:6.2f} GiB/s  {speed / plain:5.0%}")
             results["transfers"].append(

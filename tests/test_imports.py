@@ -42,6 +42,7 @@ EXCEPTIONS = {
 ONLY_IN = {
     "torch": {"worker", "layers", "models", "transfer", "testing", "weights.py", "doctor.py"},
     "zmq": {"engine/channel.py", "transfer"},
+    "nixl": {"transfer/staging.py"},
     "asyncio": {
         "api",
         "dashboard/feed.py",

@@ -17,6 +17,7 @@ from headgate.logs import LogFormat
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 BACKENDS = ("auto", "torch", "cpu", "triton")
+KV_TRANSPORTS = ("tcp", "nixl")
 PREEMPTED = ("recompute", "reschedule")
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,6 +42,7 @@ class EngineConfig:
     memory_fraction: float = 0.5  # of the memory that the weights leave free, for KV
     run_ahead: int | None = None  # steps on the device at once
     graphs: bool = True  # decode steps as CUDA graphs, where there is CUDA
+    kv_transport: str = "tcp"  # or nixl: by what KV travels; engines that exchange it have the same
     kv_listen: str | None = "127.0.0.1:0"  # where other engines fetch KV from; None: nowhere, and no KV is fetched
     kv_peers: tuple[str, ...] = LOOPBACK  # networks of engines that KV may be fetched from
     lease_s: float = 30.0  # how long KV is kept for an engine that says nothing
@@ -55,6 +57,7 @@ class EngineConfig:
         _check(self.backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         _check(self.block_size in (16, 32, 64), "block_size must be 16, 32 or 64")
         _check(0 < self.memory_fraction <= 1, "memory_fraction must be above 0 and at most 1")
+        _check(self.kv_transport in KV_TRANSPORTS, f"kv_transport must be tcp or nixl, not {self.kv_transport!r}")
         _check_addresses(self.kv_listen, self.kv_peers)
         _check(self.on_preempt in PREEMPTED, f"on_preempt must be recompute or reschedule, not {self.on_preempt!r}")
         for name in ("lease_s", "kv_wait_s", "export_wait_s"):
@@ -170,7 +173,7 @@ class RouteConfig:
     idle_timeout_s: float = 60.0  # of streams
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
-    silence_s: float = 5.0  # without probe or byte, and a worker's answers go on elsewhere
+    silence_s: float = 10.0  # without probe or byte, and a worker's answers go on elsewhere
     control_timeout_s: float = 30.0  # for one worker to answer a control call
     ticket_timeout_s: float = 10.0  # for a prefill worker to say where KV can be fetched
     disaggregate_tokens: int = (

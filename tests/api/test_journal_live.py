@@ -189,7 +189,7 @@ async def read(server: LiveServer, body: dict[str, Any], headers: dict[str, str]
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_pause_in_the_middle_is_veiled_and_the_answer_goes_on_elsewhere(pair: Pair, stream: bool):
-    body = COMPLETING | USAGE | {"stream": stream, "max_tokens": 1500, "n": 2, "cache_salt": "paused"}
+    body = COMPLETING | USAGE | {"stream": stream, "max_tokens": 2500, "n": 2, "cache_salt": "paused"}
     if not stream:
         del body["stream_options"]
     plain, told = bytearray(), bytearray()

@@ -8,10 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
+from headgate.api import dashboard
 from headgate.dashboard.feed import Feed, TooManyWatchers
 from headgate.dashboard.frame import Bounds, Card, Glance, Shown, Viewer
 from headgate.dashboard.meter import Counts
+from headgate.router.bridge import Visit
+from headgate.router.downstream import Head, HttpRequest
 
 ADMIN = Viewer("admin", admin=True)
 
@@ -117,6 +121,20 @@ def test_who_comes_back_is_not_shown_what_was_long_ago():
     assert asyncio.run(main()) == 2
 
 
+def test_a_slow_reader_gets_the_latest_frame_at_once():
+    async def main() -> tuple[int, int]:
+        source = Steady()
+        feed = Feed(source, interval_s=0.1)
+        async with aclosing(feed.events(ADMIN)) as slow:
+            await anext(slow)
+            await take(feed, ADMIN, 2)
+            before = source.looks
+            await anext(slow)
+            return before, source.looks
+
+    assert asyncio.run(main()) == (2, 2)
+
+
 def test_a_watcher_that_leaves_while_it_looks_leaves_the_look_to_another():
     async def main() -> list[dict[str, Any]]:
         feed = Feed(Steady(), interval_s=0.05)
@@ -166,3 +184,49 @@ def test_a_frame_of_a_busy_server_has_a_few_kilobytes():
     frame = asyncio.run(take(feed, ADMIN, 2))[1]
     assert frame["total"] == 5000 and len(frame["requests"]) == 50
     assert len(msgspec.json.encode(frame)) < 5000
+
+
+def test_a_viewer_that_does_not_read_gives_its_place_back(monkeypatch):
+    monkeypatch.setattr(dashboard, "SEND_TIMEOUT_S", 0.05)
+    feed = Feed(Steady(), interval_s=0.01, most_watchers=1)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if len(sent) == 3:
+            await asyncio.Event().wait()  # its buffers are full
+
+    async def main() -> None:
+        scope = {"type": "http", "method": "GET", "headers": [], "state": {"tenant": "", "admin": True}}
+        async with asyncio.timeout(5):
+            await dashboard.watched(Request(scope), feed)(scope, receive, send)
+
+    asyncio.run(main())
+    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 2]
+    with feed.watching():
+        pass
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_router_hangs_up_on_an_answer_that_was_given_up(whole):
+    class Client:
+        gone, aborted, ended = False, False, False
+
+        def write(self, data: bytes) -> None: ...
+        def finished(self, *, keep_alive: bool = True) -> None:
+            self.ended = True
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": not whole})
+
+    client, request = Client(), HttpRequest(Head(), b"")
+    asyncio.run(Visit(client, request).run(app, {}))
+    assert (client.ended, client.aborted) == (whole, not whole)

@@ -374,3 +374,22 @@ def test_flushing_tells_how_many_blocks_were_dropped():
     number = harness.call(Flush())
     harness.loop.turn()
     assert harness.answers[number] == Flushed(2)
+
+
+def test_25_the_same_update_asked_again_is_done_already(tmp_path):
+    weights = tmp_path / "new.safetensors"
+    weights.write_bytes(b"new")
+    harness = Harness()
+    harness.call(Pause())
+    harness.loop.turn()
+    update = UpdateWeights(Files(str(weights)), version=1)
+    for _ in range(2):  # whoever asked first may not have heard the answer
+        number = harness.call(update)
+        harness.loop.turn()
+        assert isinstance(harness.answers[number], StateTold) and harness.answers[number].version == 1
+    assert harness.executor.device.version == 1, "read once"
+    weights.write_bytes(b"something else")
+    number = harness.call(update)
+    harness.loop.turn()
+    denied = harness.answers[number]
+    assert isinstance(denied, Denied) and denied.code == "stale_version"

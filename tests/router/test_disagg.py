@@ -171,7 +171,7 @@ class Case:
     @property
     def asked(self) -> Asked:
         length = LONG if self.stage == "prefill" else MIDDLE
-        return question(length, 500 if self.stage in ("first", "decoding") else 60, stream=self.stream)
+        return question(length, 1000 if self.stage in ("first", "decoding") else 60, stream=self.stream)
 
 
 class Trial:
@@ -220,7 +220,7 @@ class Trial:
         return hook
 
     def _heard(self, events: int) -> None:
-        if events == {"first": 1, "decoding": 5}.get(self.case.stage) and not self.happened.is_set():
+        if events == {"first": 1, "decoding": 3}.get(self.case.stage) and not self.happened.is_set():
             self._act()
 
     # -- what ---------------------------------------------------------------------
@@ -362,11 +362,11 @@ def test_36_37_38_39_the_whole_matrix(fleet: PdFleet, case: Case):
 
 @pytest.mark.timeout(120)
 def test_when_no_engine_is_left_the_client_has_what_there_is_and_one_error(fleet: PdFleet):
-    asked = question(MIDDLE, 500, stream=True)
+    asked = question(MIDDLE, 1000, stream=True)
     right = wanted(fleet, asked)
 
     def kill(events: int) -> None:
-        if events == 5:
+        if events == 3:
             for server in fleet.servers:
                 server.kill_all()
 

@@ -293,3 +293,65 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not():
         assert await busy.closed()
 
     with_server(test, later=True)
+
+
+def _posts(sizes: list[int], *, key: bytes = b"k") -> list[tuple[bytes, bytes]]:
+    """Requests as a client sends them one after another: heads that differ in their length alone."""
+    bodies = [bytes([97 + i % 26]) * size for i, size in enumerate(sizes)]
+    head = POST + b"authorization: Bearer %b\r\nContent-Length: %d\r\naccept: */*\r\n\r\n"
+    return [(head % (key, len(body)) + body, body) for body in bodies]
+
+
+def test_a_head_that_has_come_before_is_known_again_and_its_body_is_the_new_one():
+    async def test(echo: Echo, connections: Connections, url: str) -> None:
+        wire = await Wire.open(url)
+        for data, body in _posts([3, 700, 0, 12]):
+            wire.send(data)
+            assert (await wire.response()).body == body
+        assert len(connections.heads) == 1
+        first, *others = echo.asked
+        assert all(asked.head is first.head for asked in others), "only the first was read"
+        data, body = _posts([5], key=b"another")[0]
+        wire.send(data)
+        assert (await wire.response()).body == body
+        assert echo.asked[-1].header(b"authorization") == b"Bearer another"
+        wire.close()
+
+    with_server(test)
+
+
+def test_a_known_head_does_not_hide_what_else_is_in_the_data():
+    async def test(echo: Echo, connections: Connections, url: str) -> None:
+        wire = await Wire.open(url)
+        (first, _), (second, body), (third, other) = _posts([4, 6, 8])
+        wire.send(first)
+        await wire.response()
+        wire.send(second + third)  # two at once
+        assert [(await wire.response()).body for _ in range(2)] == [body, other]
+        wire.send(second[:-2])  # not whole yet
+        await asyncio.sleep(0.05)
+        wire.send(second[-2:] + third[:10])
+        assert (await wire.response()).body == body
+        wire.send(third[10:])
+        assert (await wire.response()).body == other
+        too_long, _ = _posts([2000])[0]
+        wire.send(too_long)
+        assert (await wire.response()).status == 413
+        wire.close()
+
+    with_server(test)
+
+
+def test_heads_are_remembered_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(downstream, "MOST_KNOWN_HEADS", 10)
+
+    async def test(echo: Echo, connections: Connections, url: str) -> None:
+        wire = await Wire.open(url)
+        for i in range(35):
+            data, body = _posts([3], key=b"%d" % i)[0]
+            wire.send(data)
+            assert (await wire.response()).body == body
+            assert len(connections.heads) <= 10
+        wire.close()
+
+    with_server(test)

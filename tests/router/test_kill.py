@@ -241,7 +241,7 @@ def test_36_56_when_a_server_is_killed_every_client_gets_what_an_undisturbed_run
 @pytest.mark.timeout(180)
 def test_50_streams_of_a_server_that_was_stopped_go_on_elsewhere_within_seconds(pair: RealFleet):
     wait_until(lambda: set(pair.states()) == {"ready"}, 60)
-    asked = [request for request in requests(24, 400) if request[1]["stream"]][:12]
+    asked = [request for request in requests(24, 1200) if request[1]["stream"]][:12]
 
     async def main() -> None:
         wanted = await undisturbed(pair, asked)
@@ -254,7 +254,7 @@ def test_50_streams_of_a_server_that_was_stopped_go_on_elsewhere_within_seconds(
             pair.servers[1].signal(signal.SIGSTOP)
             assert differences(await answering, wanted) == []
         assert pair.resumes() > before
-        assert 2 < asking.longest_s < 20  # it was silent, and not for long
+        assert 2 < asking.longest_s < 40  # it was silent, and not for long
 
     try:
         asyncio.run(main())

@@ -104,6 +104,7 @@ class Pair:
     """Two engines in an event loop of their own, for as many tests as like."""
 
     def __init__(self, model: Path, p: EngineConfig = CONFIG, d: EngineConfig = CONFIG) -> None:
+        self.transport = p.kv_transport
         self._known, self._stop = threading.Event(), asyncio.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, args=(model, p, d))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from ipaddress import ip_network
 from queue import SimpleQueue
 from typing import Any
@@ -23,12 +24,14 @@ from headgate.worker.blocks import HostBlocks
 DEADLINE_S = 10.0
 BLOCKS, PART_BYTES, PARTS = 40, 4096, 6
 GENERATION, VERSION = 77, 3
+TRANSPORTS = ["tcp", "nixl"] if find_spec("nixl") else ["tcp"]  # those that can be tried here
 
 
 @dataclass(eq=False)
 class Peer:
     """One engine's transport, with a cache of its own and the events that it has posted."""
 
+    kind: str = "tcp"
     wait_s: float = 5.0
     lease_s: float = 30.0
     layout: str = "test"
@@ -42,7 +45,7 @@ class Peer:
             self.tensors = [torch.randint(255, shape, dtype=torch.uint8) for _ in range(PARTS)]
         else:
             self.tensors = [torch.full(shape, self.fill, dtype=torch.uint8) for _ in range(PARTS)]
-        self.transport = TcpTransport(
+        self.transport = transport_kind(self.kind)(
             HostBlocks(self.tensors, self.layout),
             parse_address("127.0.0.1:0"),
             peers=tuple(map(ip_network, self.peers)),
@@ -88,6 +91,14 @@ class Peer:
 
     def failures(self) -> dict[str, int]:
         return self.transport.counts().failures
+
+
+def transport_kind(name: str) -> type[TcpTransport]:
+    if name == "tcp":
+        return TcpTransport
+    from headgate.transfer.nixl import NixlTransport
+
+    return NixlTransport
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from headgate.protocol.request import GenerateRequest, SamplingParams
 from tests.transfer.engines import Side, config, export, two_engines
+from tests.transfer.peers import TRANSPORTS
 
 BLOCK = 16
 
@@ -35,13 +36,14 @@ async def by_way_of(p: Side, d: Side, request: GenerateRequest) -> list[int]:
     return tokens
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend):
+def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend, transport):
     rng = random.Random(7)
     prompts = some_prompts(rng, 40)
 
     async def main() -> None:
-        settings = config(backend=backend)
+        settings = config(backend=backend, kv_transport=transport)
         async with two_engines(model, settings, settings) as (p, d):
             for i, prompt in enumerate(prompts):
                 sampling = SamplingParams(max_tokens=8, temperature=i % 2, seed=i, ignore_eos=True)
@@ -56,11 +58,19 @@ def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend):
     asyncio.run(main())
 
 
-def test_36_37_a_crowd_in_too_little_room_gets_the_same_tokens_and_leaves_nothing(model):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_36_37_a_crowd_in_too_little_room_gets_the_same_tokens_and_leaves_nothing(model, transport):
     """Exports wait, expire and make room; answers are aborted; readers leave. Whoever is answered is answered right."""
     rng = random.Random(11)
     prompts = some_prompts(rng, 48)
-    crowded = config(backend="torch", kv_blocks=40, max_batch_tokens=48, lease_s=2.0, export_wait_s=2.0)
+    crowded = config(
+        backend="torch",
+        kv_blocks=40,
+        max_batch_tokens=48,
+        lease_s=2.0,
+        export_wait_s=2.0,
+        kv_transport=transport,
+    )
 
     async def one(p: Side, d: Side, i: int, expected: list[int]) -> None:
         request = GenerateRequest(0, prompts[i], greedy)

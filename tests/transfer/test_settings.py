@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from contextlib import suppress
 
 import pytest
@@ -14,6 +15,7 @@ from headgate.engine.replicas import started
 from headgate.errors import CannotStart, RequestError
 from headgate.offline import LLM
 from tests.transfer.engines import Side, config, export
+from tests.transfer.peers import Peer
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,13 @@ def test_an_address_that_others_cannot_reach_is_refused(listen):
 
 
 def test_settings_are_checked_by_name():
-    for wrong in ({"kv_peers": ("10.0.0.1/8",)}, {"kv_wait_s": 0}, {"lease_s": -1}, {"on_preempt": "panic"}):
+    for wrong in (
+        {"kv_peers": ("10.0.0.1/8",)},
+        {"kv_wait_s": 0},
+        {"lease_s": -1},
+        {"on_preempt": "panic"},
+        {"kv_transport": "x"},
+    ):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             EngineConfig(**wrong)
 
@@ -40,9 +48,12 @@ def test_flags_reach_the_engine(capsys):
         "5,2.5,7",
         "--on-preempt",
         "reschedule",
+        "--kv-transport",
+        "nixl",
     ]
     made = engine_config(cli.parser().parse_args(["serve", *flags]))
     assert (made.kv_listen, made.kv_peers) == ("[::1]:9", ("10.0.0.0/8", "::1"))
+    assert made.kv_transport == "nixl"
     assert (made.lease_s, made.kv_wait_s, made.export_wait_s, made.on_preempt) == (5, 2.5, 7, "reschedule")
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["serve", "--kv-times", "30"])
@@ -84,6 +95,12 @@ def test_a_taken_port_is_told_in_one_sentence(model, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(CannotStart):
         asyncio.run(main(f"127.0.0.1:{taken.getsockname()[1]}"))
     assert "KV cannot be served at 127.0.0.1" in capfd.readouterr().err
+
+
+def test_a_transport_whose_package_is_missing_is_told_in_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(RequestError, match=r"pip install 'headgate\[nixl\]'"):
+        Peer(kind="nixl")
 
 
 def test_a_script_has_no_port_open(model):

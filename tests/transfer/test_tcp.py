@@ -1,4 +1,4 @@
-"""The TCP transport by itself: bytes, leases and everything that can go wrong on a wire."""
+"""Transports by themselves: bytes, leases and everything that can go wrong on a wire."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from headgate.transfer import link, serving, tcp
 from headgate.transfer.frames import HEADER_BYTES, Header, Kind, checksum
 from headgate.transfer.tcp import parse_address
 from headgate.transfer.transport import Fetched, Released, Renewed
-from tests.transfer.peers import PART_BYTES, PARTS, Peer, peers, proxy, same
+from tests.transfer.peers import PART_BYTES, PARTS, TRANSPORTS, Peer, peers, proxy, same
 
 SOME = (5, 6, 7, 20, 3, 39, 0, 1)
 OURS = (9, 2, 1, 0, 33, 34, 35, 8)
 BLOCK_BYTES = PART_BYTES * PARTS
 
 
-def test_blocks_arrive_where_they_were_wanted_and_nowhere_else():
+@pytest.fixture(params=TRANSPORTS)
+def kind(request) -> str:
+    return request.param
+
+
+def test_blocks_arrive_where_they_were_wanted_and_nowhere_else(kind):
     rng = random.Random(1)
-    with peers() as (p, d):
+    with peers(kind=kind) as (p, d):
         for id in range(1, 21):
             count = rng.randrange(1, 12)
             theirs, ours = (tuple(rng.sample(range(40), count)) for _ in range(2))
@@ -41,8 +46,8 @@ def test_blocks_arrive_where_they_were_wanted_and_nowhere_else():
         assert counts.received_bytes > 20 * BLOCK_BYTES and counts.fetch_s > 0 and not counts.failures
 
 
-def test_blocks_travel_as_they_are_filled_and_not_before():
-    with peers() as (p, d):
+def test_blocks_travel_as_they_are_filled_and_not_before(kind):
+    with peers(kind=kind) as (p, d):
         p.offer(1, SOME, filled=0)
         d.fetch(1, p.ticket(1), OURS)
         for filled in (1, 2, 5):
@@ -67,8 +72,8 @@ def test_blocks_travel_as_they_are_filled_and_not_before():
         ({"engine": "nonsense"}, "unreachable"),
     ],
 )
-def test_37_39_a_ticket_for_something_else_fails_at_once_and_says_why(change, why):
-    with peers() as (p, d):
+def test_37_39_a_ticket_for_something_else_fails_at_once_and_says_why(change, why, kind):
+    with peers(kind=kind) as (p, d):
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1, **change), OURS)
         assert not d.fetched(1)
@@ -78,8 +83,8 @@ def test_37_39_a_ticket_for_something_else_fails_at_once_and_says_why(change, wh
         assert d.fetched(2), "the lease is still good for whoever knows it"
 
 
-def test_39_another_layout_is_refused_by_name():
-    p, d = Peer(), Peer(layout="another")
+def test_39_another_layout_is_refused_by_name(kind):
+    p, d = Peer(kind=kind), Peer(kind=kind, layout="another")
     p.offer(1, SOME)
     d.fetch(1, p.ticket(1), OURS)
     assert not d.fetched(1) and d.failures() == {"another layout": 1}
@@ -87,8 +92,8 @@ def test_39_another_layout_is_refused_by_name():
     d.transport.close()
 
 
-def test_a_lease_is_good_for_one_connection():
-    with peers() as (p, d):
+def test_a_lease_is_good_for_one_connection(kind):
+    with peers(kind=kind) as (p, d):
         p.offer(1, SOME)
         d.transport.attach(1, p.ticket(1))
         p.next(Renewed)
@@ -98,8 +103,8 @@ def test_a_lease_is_good_for_one_connection():
         assert p.released(1) is False
 
 
-def test_32_what_is_withdrawn_is_told_at_once():
-    with peers(wait_s=60) as (p, d):
+def test_32_what_is_withdrawn_is_told_at_once(kind):
+    with peers(kind=kind, wait_s=60) as (p, d):
         p.offer(1, SOME, filled=3)
         d.fetch(1, p.ticket(1), OURS)
         until(lambda: same(p, SOME[:3], d, OURS[:3]))
@@ -136,8 +141,8 @@ def test_what_was_withdrawn_while_it_was_read_is_not_passed_off_as_kv():
         assert not d.fetched(1) and d.failures() == {"withdrawn": 1}
 
 
-def test_who_leaves_is_told_of_once_and_the_other_side_at_once():
-    with peers() as (p, d):
+def test_who_leaves_is_told_of_once_and_the_other_side_at_once(kind):
+    with peers(kind=kind) as (p, d):
         p.offer(1, SOME, filled=2)
         d.fetch(1, p.ticket(1), OURS)
         p.next(Renewed)
@@ -149,8 +154,8 @@ def test_who_leaves_is_told_of_once_and_the_other_side_at_once():
         assert not d.failures(), "nobody failed"
 
 
-def test_28_a_lease_is_renewed_as_long_as_somebody_waits_and_by_no_loop():
-    with peers(lease_s=0.3) as (p, d):
+def test_28_a_lease_is_renewed_as_long_as_somebody_waits_and_by_no_loop(kind):
+    with peers(kind=kind, lease_s=0.3) as (p, d):
         p.offer(1, SOME)
         began_s = time.monotonic()
         d.transport.attach(1, p.ticket(1))
@@ -242,8 +247,8 @@ RUBBISH = [
 
 
 @pytest.mark.parametrize("rubbish", RUBBISH)
-def test_54_whoever_talks_rubbish_is_hung_up_on_and_nobody_else_notices(rubbish):
-    with peers() as (p, d):
+def test_54_whoever_talks_rubbish_is_hung_up_on_and_nobody_else_notices(rubbish, kind):
+    with peers(kind=kind) as (p, d):
         p.offer(1, SOME, filled=1)
         d.fetch(1, p.ticket(1), OURS)
         address = parse_address(p.transport.address)
@@ -265,8 +270,8 @@ def test_54_whoever_talks_rubbish_is_hung_up_on_and_nobody_else_notices(rubbish)
     ],
     ids=["end", "other blocks", "more blocks", "less bytes", "request"],
 )
-def test_39_an_engine_that_sends_something_else_is_not_believed(lie):
-    with socket.create_server(("127.0.0.1", 0)) as server, peers() as (p, d):
+def test_39_an_engine_that_sends_something_else_is_not_believed(lie, kind):
+    with socket.create_server(("127.0.0.1", 0)) as server, peers(kind=kind) as (p, d):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
         sock.sendall(Header(Kind.TAKEN, a=30_000).encode() + lie)
@@ -274,18 +279,18 @@ def test_39_an_engine_that_sends_something_else_is_not_believed(lie):
         sock.close()
 
 
-def test_a_connection_goes_on_after_its_share_of_a_turn(monkeypatch):
+def test_a_connection_goes_on_after_its_share_of_a_turn(monkeypatch, kind):
     monkeypatch.setattr(link, "MOST_BYTES_PER_TURN", 1)
     monkeypatch.setattr(serving, "MESSAGE_BYTES", 1)
-    with peers() as (p, d):
+    with peers(kind=kind) as (p, d):
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1), OURS)
         assert d.fetched(1) and same(p, SOME, d, OURS)
 
 
-def test_whoever_says_nothing_is_hung_up_on(monkeypatch):
+def test_whoever_says_nothing_is_hung_up_on(monkeypatch, kind):
     monkeypatch.setattr(tcp, "STRANGER_S", 0.2)
-    with peers() as (p, _):
+    with peers(kind=kind) as (p, _):
         address = parse_address(p.transport.address)
         with socket.create_connection((address.host, address.port), timeout=5) as stranger:
             assert hung_up(stranger)
@@ -298,8 +303,8 @@ def hung_up(sock: socket.socket) -> bool:
         return True
 
 
-def test_a_transport_that_closes_ends_every_fetch_once():
-    with peers() as (p, d):
+def test_a_transport_that_closes_ends_every_fetch_once(kind):
+    with peers(kind=kind) as (p, d):
         p.offer(1, SOME, filled=1)
         d.fetch(1, p.ticket(1), OURS)
         p.next(Renewed)

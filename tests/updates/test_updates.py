@@ -229,11 +229,11 @@ def test_26_under_keep_running_answers_go_on_with_their_kv_and_new_ones_get_none
         assert driver.finish() == renewed
 
 
-def test_26_a_version_that_was_used_before_is_refused(old):
+def test_26_a_version_that_was_used_before_is_refused(old, new):
     with driving(old) as driver:
         driver.call(Pause("abort"))
         driver.call(UpdateWeights(Files(str(old)), version=4))
-        denied = driver.call(UpdateWeights(Files(str(old)), version=4))
+        denied = driver.call(UpdateWeights(Files(str(new)), version=4))
         assert isinstance(denied, Denied) and denied.code == "stale_version"
 
 

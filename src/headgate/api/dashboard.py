@@ -16,7 +16,7 @@ from headgate.api.control import overall
 from headgate.api.host import Host, host_of
 from headgate.api.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S, EngineView, look_at_all
 from headgate.api.requests import Sightings, in_flight, sightings
-from headgate.api.sse import Exchange, Reply
+from headgate.api.sse import ClientGone, Exchange, Reply
 from headgate.api.state import Api
 from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
@@ -166,6 +166,14 @@ async def watch(request: Request) -> Response:
     return watched(request, feed)
 
 
+async def _send(reply: Reply, event: bytes) -> None:
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await reply.send_event(event)
+    except TimeoutError:
+        raise ClientGone from None
+
+
 def watched(request: Request, feed: Feed) -> Response:
     """The feed as an answer that lasts until the viewer leaves."""
     if request.method == "HEAD":
@@ -175,8 +183,7 @@ def watched(request: Request, feed: Feed) -> Response:
     async def tell(reply: Reply) -> None:
         with feed.watching():
             async for event in feed.events(viewer):
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await reply.send_event(event)
+                await _send(reply, event)
         await reply.end(b"")
 
     return Exchange(tell)

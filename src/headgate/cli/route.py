@@ -73,8 +73,6 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def announce(url: str, workers: list[str]) -> None:
+    told = ", ".join(workers) or "none yet; POST /v1/workers adds one"
     print(f"\nHeadgate {__version__} routes.\n", flush=True)
-    print(
-        f"  listening  {url}\n  workers    {', '.join(workers) or 'none yet; POST /v1/workers adds one'}\n",
-        flush=True,
-    )
+    print(f"  listening  {url}\n  dashboard  {url}/dashboard\n  workers    {told}\n", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headgate import __version__
-from headgate.config import DTYPES, LOOPBACK, PREEMPTED, EngineConfig, Registration, ServerConfig
+from headgate.config import DTYPES, KV_TRANSPORTS, LOOPBACK, PREEMPTED, EngineConfig, Registration, ServerConfig
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     command.usage = "headgate serve [MODEL] [options]"
     command.set_defaults(run=serve)
     add = command.add_argument
-    add("model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id; default: SmolLM2-135M-Instruct")
+    add("model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (SmolLM2-135M-Instruct)")
 
     add = command.add_argument_group("where it listens").add_argument
     add("--host", default="127.0.0.1", help="address (default: %(default)s, this machine alone)")
@@ -37,6 +37,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         metavar="IP:PORT",
         help="where engines fetch KV; 0: any port (%(default)s)",
     )
+    add("--kv-transport", choices=KV_TRANSPORTS, default="tcp", metavar="KIND", help="tcp, or nixl (RDMA) (tcp)")
     add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="where KV may be fetched (this machine)")
     # For whoever starts servers and must not outlive them: it holds the other end of our standard input.
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)
@@ -158,6 +159,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_running=options.max_running,
         kv_blocks=options.kv_blocks,
         kv_listen=options.kv_listen,
+        kv_transport=options.kv_transport,
         kv_peers=tuple(filter(None, options.kv_peers.split(","))),
         lease_s=options.kv_times.lease_s,
         kv_wait_s=options.kv_times.wait_s,
@@ -223,6 +225,7 @@ def ready_block(ready: Ready) -> str:
         "KV cache": f"{info.num_blocks} blocks of {info.block_size} tokens: {kv_tokens} tokens per engine",
         "engines": f"{config.replicas}, each with up to {info.max_running} answers at once; {config.max_queue} may wait",
         "listening": f"{ready.url} ({ready.url}/openapi.json says what there is)",
+        "dashboard": f"{ready.url}/dashboard",
     }
     told = "\n".join(f"  {name:<10} {value}" for name, value in lines.items())
     return f"\nHeadgate {__version__} is ready.\n\n{told}\n\nTry it:\n\n  {curl(ready)}\n"

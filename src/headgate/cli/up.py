@@ -181,5 +181,5 @@ def ready_block(config: RouteConfig, url: str, model: str, workers: Sequence[Loc
     curl = f"curl -sN {url}/v1/completions -H 'Content-Type: application/json'{key} -d {body}"
     return (
         f"\nHeadgate {__version__} is ready.\n\n  model      {model}\n{told}\n"
-        f"  listening  {url} ({url}/v1/workers says how they fare)\n\nTry it:\n\n  {curl}\n"
+        f"  listening  {url} ({url}/v1/workers says how they fare)\n  dashboard  {url}/dashboard\n\nTry it:\n\n  {curl}\n"
     )

@@ -93,10 +93,18 @@ def build_engine(
 def open_transport(config: EngineConfig, blocks: BlockMemory) -> Transport:
     if config.kv_listen is None:
         return NoTransport()
-    return TcpTransport(
+    return _transport_kind(config.kv_transport)(
         blocks,
         parse_address(config.kv_listen),
         peers=tuple(map(ip_network, config.kv_peers)),
         lease_s=config.lease_s,
         wait_s=config.kv_wait_s,
     )
+
+
+def _transport_kind(name: str) -> type[TcpTransport]:
+    if name == "tcp":
+        return TcpTransport
+    from headgate.transfer.nixl import NixlTransport
+
+    return NixlTransport

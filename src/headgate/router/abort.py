@@ -90,6 +90,7 @@ async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking
     calls = _calls(router, body, targets, unknown)
     replies = await fan_out(router, calls, asking, body.timeout + SLACK_S)
     merged = Merged(replies)
+    ended_here |= _end_unheard(targets, merged.unknown)
     if body.wait:
         await _ended(targets, body.timeout - (router.loop.time() - began_s))
     return merged.result(body, targets, unknown, ended_here)
@@ -121,6 +122,17 @@ def _end_here(targets: Iterable[Target]) -> set[str]:
         exchange, whole = target.exchange, target.choice is None or target.exchange.ask.n == 1
         exchange.ending = exchange.ending or whole
         if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
+            exchange.end()
+            ended.add(target.name)
+    return ended
+
+
+def _end_unheard(targets: Iterable[Target], unknown: Collection[str]) -> set[str]:
+    """End what its worker does not know: the request is on its way there, and the abort was faster."""
+    ended = set()
+    for target in targets:
+        exchange = target.exchange
+        if target.name in unknown and exchange.ending and not _over(exchange):
             exchange.end()
             ended.add(target.name)
     return ended
@@ -163,6 +175,7 @@ class Merged:
         self.silent: list[Reply] = []
         self.aborted: dict[str, int] = {}
         self.finished: set[str] = set()
+        self.unknown: set[str] = set()  # to those who were asked
         self.errors: dict[str, Trouble] = {}
         self.accepted: dict[str, None] = {}
         for reply in replies:
@@ -177,6 +190,7 @@ class Merged:
         self.workers[reply.worker.url] = AbortOutcome(status=reply.status)
         self.aborted |= {each["request_id"]: each["output_token_count"] for each in told["aborted"]}
         self.finished |= set(told["already_finished"])
+        self.unknown |= set(told["not_found"])
         self.errors |= {each["request_id"]: Trouble(**each) for each in told["errors"]}
         self.accepted |= dict.fromkeys(told.get("accepted", ()))
 

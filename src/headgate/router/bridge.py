@@ -49,6 +49,7 @@ class Visit:
         self._drained = asyncio.Event()
         self._drained.set()
         self._started = False
+        self._ended = False
         self._chunked = False
         self._whole = True
         self._head: tuple[int, Headers] | None = None
@@ -62,27 +63,33 @@ class Visit:
         (self._drained.clear if full else self._drained.set)()
 
     async def run(self, app: ASGIApp, state: dict[str, Any]) -> None:
-        path, _, query = self._request.target.partition(b"?")
+        path, _, query = self._request.head.target.partition(b"?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
-            "http_version": self._request.version,
-            "method": self._request.method,
+            "http_version": self._request.head.version,
+            "method": self._request.head.method,
             "scheme": "http",
             "path": path.decode("latin-1"),
             "raw_path": path,
             "root_path": "",
             "query_string": query,
-            "headers": self._request.headers,
+            "headers": self._request.head.headers,
             "state": state,
         }
         try:
             await app(scope, self._receive, self._send)
+            self._check_whole()
         except RequestError as error:
             self._fail(error)
         except Exception as error:
-            log.exception("%s %s failed", self._request.method, scope["path"])
+            log.exception("%s %s failed", self._request.head.method, scope["path"])
             self._fail(Failed(f"the router made a mistake; its log says more ({type(error).__name__})"))
+
+    def _check_whole(self) -> None:
+        """An app that has given up in the middle of its answer has nothing more to say to this client."""
+        if not self._ended and not self._client.gone:
+            self._client.abort()
 
     def _fail(self, error: RequestError) -> None:
         if self._started:
@@ -108,6 +115,7 @@ class Visit:
             self._start(body, more)
         elif body:
             self._client.write(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
+        self._ended = not more
         if not more and not self._client.gone:
             if self._chunked:
                 self._client.write(b"0\r\n\r\n")
@@ -120,12 +128,12 @@ class Visit:
         if not more:
             if not any(name == b"content-length" for name, _ in headers):
                 headers.append((b"content-length", b"%d" % len(body)))
-        elif self._request.version == "1.1":
+        elif self._request.head.version == "1.1":
             self._chunked = True
             headers.append((b"transfer-encoding", b"chunked"))
             body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
         else:
             self._whole = False
-        if self._request.method == "HEAD":
+        if self._request.head.method == "HEAD":
             body = b""
         self._client.write(answer_head(status, headers) + body)

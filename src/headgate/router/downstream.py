@@ -7,9 +7,10 @@ is too large, is refused here; everything else is `Handler`'s. A client that lea
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -21,6 +22,8 @@ MAX_HEAD_BYTES = 64 * 2**10
 MOST_PIPELINED = 32
 REQUEST_S = 120.0  # for a request to come whole
 KEEP_ALIVE_S = 75.0
+MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 1000, 8 * 2**10
+LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: (\d{1,12})(?=\r\n)")
 LINGER_S = 2.0  # for a client that was refused to read why
 
 
@@ -33,24 +36,30 @@ class Answering(Protocol):
         """The client reads more slowly than the answer comes, or has caught up."""
 
 
-class HttpRequest:
-    __slots__ = ("body", "first", "headers", "keep_alive", "method", "target", "version")
+class Head:
+    """A request but for its body, and what others have made of it: clients send the same one again and again."""
+
+    __slots__ = ("first", "headers", "keep_alive", "memo", "method", "path", "target", "version")
 
     def __init__(self) -> None:
         self.method = ""
         self.target = b""
+        self.path = ""
         self.headers: Headers = []
         self.first: dict[bytes, bytes] = {}  # of the headers of each name
-        self.body = b""
         self.keep_alive = True
         self.version = "1.1"
+        self.memo: dict[object, Any] = {}
 
-    @property
-    def path(self) -> str:
-        return self.target.partition(b"?")[0].decode("latin-1")
 
-    def header(self, name: bytes) -> bytes | None:
-        return self.first.get(name)
+class HttpRequest:
+    __slots__ = ("body", "head", "header", "path")
+
+    def __init__(self, head: Head, body: bytes) -> None:
+        self.head = head
+        self.path = head.path
+        self.body = body
+        self.header = head.first.get  # by its name in small letters
 
 
 Handler = Callable[["Downstream", HttpRequest], Answering | None]
@@ -63,6 +72,7 @@ class Connections:
         self.handle = handle
         self.max_body_bytes = max_body_bytes
         self.closing = False
+        self.heads: dict[bytes, Head] = {}  # that have come whole, by their bytes without the length
         self._open: dict[Downstream, None] = {}
 
     def __len__(self) -> int:
@@ -98,7 +108,8 @@ class Downstream(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
-        self._request = HttpRequest()
+        self._head = Head()
+        self._at_rest = True  # between two requests
         self._head_bytes = 0
         self._unseen_bytes = 0  # of a head that came in pieces
         self._body_bytes = 0
@@ -132,7 +143,7 @@ class Downstream(asyncio.Protocol):
         assert request is not None
         if self._transport is None or self._transport.is_closing():
             return
-        if not (keep_alive and request.keep_alive) or self._connections.closing:
+        if not (keep_alive and request.head.keep_alive) or self._connections.closing:
             self._transport.close()
             return
         self._since_s = self._loop.time()
@@ -148,13 +159,18 @@ class Downstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
-            return
-        head = self._request if self._in_head else None
+            return None
+        if self._at_rest and (request := self._recognised(data)) is not None:
+            self._waiting.append(request)
+            return self._next()
+        rested, head = self._at_rest, self._head if self._in_head else None
         try:
             self._parser.feed_data(data)
-            if self._in_head and head is self._request:  # one header that never ends is not seen by `on_header`
+            if self._in_head and head is self._head:  # one header that never ends is not seen by `on_header`
                 self._unseen_bytes += len(data)
                 self._count(0)
+            elif rested and self._at_rest:
+                self._remember(data)
         except httptools.HttpParserUpgrade:
             self._refuse(BadHttp(400, "upgrade_refused", "this server speaks HTTP/1.1 alone"))
         except httptools.HttpParserCallbackError as error:
@@ -166,6 +182,32 @@ class Downstream(asyncio.Protocol):
             self._refuse(BadHttp(400, "bad_http", f"this is not HTTP: {error}"))
         except BadHttp as error:
             self._refuse(error)
+        return None
+
+    def _recognised(self, data: bytes) -> HttpRequest | None:
+        """The request that `data` is, if its head has come before and differs in nothing but the length."""
+        end = data.find(b"\r\n\r\n") + 2
+        length = LENGTH.search(data, 0, end)
+        if length is None or len(self._waiting) >= MOST_PIPELINED:
+            return None
+        size, start = int(length[1]), end + 2
+        if len(data) != start + size or size > self._connections.max_body_bytes:
+            return None
+        head = self._connections.heads.get(data[: length.start()] + data[length.end() : end])
+        return None if head is None else HttpRequest(head, data[start:])
+
+    def _remember(self, data: bytes) -> None:
+        """Know this head again, if `data` was one request and nothing else."""
+        end = data.find(b"\r\n\r\n") + 2
+        length = LENGTH.search(data, 0, end)
+        if length is None or len(data) != end + 2 + int(length[1]) or end > LONGEST_KNOWN_HEAD:
+            return
+        if b"expect" in self._head.first or not self._head.keep_alive:
+            return
+        heads = self._connections.heads
+        if len(heads) >= MOST_KNOWN_HEADS:
+            heads.clear()
+        heads[data[: length.start()] + data[length.end() : end]] = self._head
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -190,20 +232,20 @@ class Downstream(asyncio.Protocol):
     # -- httptools ----------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._request, self._body, self._since_s = HttpRequest(), [], self._loop.time()
-        self._in_head = True
+        self._head, self._body, self._since_s = Head(), [], self._loop.time()
+        self._in_head, self._at_rest = True, False
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
-        self._request.target += url
+        self._head.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             self._count(0)
-        request, name = self._request, name.lower()
-        request.headers.append((name, value))
-        request.first.setdefault(name, value)
+        head, name = self._head, name.lower()
+        head.headers.append((name, value))
+        head.first.setdefault(name, value)
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
@@ -211,18 +253,19 @@ class Downstream(asyncio.Protocol):
             raise BadHttp(431, "headers_too_large", f"the head of a request has at most {MAX_HEAD_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
-        request, most = self._request, self._connections.max_body_bytes
+        head, most = self._head, self._connections.max_body_bytes
         self._in_head = False
         if self._parser.should_upgrade():
             raise BadHttp(400, "upgrade_refused", "this server speaks HTTP/1.1 alone")
-        request.method = self._parser.get_method().decode("ascii")
-        request.version = self._parser.get_http_version()
-        request.keep_alive = self._parser.should_keep_alive()
-        length = request.header(b"content-length")
+        head.method = self._parser.get_method().decode("ascii")
+        head.path = head.target.partition(b"?")[0].decode("latin-1")
+        head.version = self._parser.get_http_version()
+        head.keep_alive = self._parser.should_keep_alive()
+        length = head.first.get(b"content-length")
         if length is not None and int(length) > most:
             raise BadHttp(413, "body_too_large", f"the body has {int(length)} bytes; at most {most} are taken")
         # Nothing can be said in the middle of another answer; clients that wait for this do not wait for long.
-        if self._current is None and (request.header(b"expect") or b"").lower() == b"100-continue":
+        if self._current is None and head.first.get(b"expect", b"").lower() == b"100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
@@ -233,8 +276,8 @@ class Downstream(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        request = self._request
-        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        request = HttpRequest(self._head, self._body[0] if len(self._body) == 1 else b"".join(self._body))
+        self._at_rest = True
         self._body, self._head_bytes, self._unseen_bytes, self._body_bytes = [], 0, 0, 0
         if len(self._waiting) >= MOST_PIPELINED:
             raise BadHttp(429, "too_many_requests", "too many requests wait on this connection")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+CONFLICT = 409
 TRY_AGAIN_S = 3.0  # with one that did not follow
 
 
@@ -81,7 +82,8 @@ class Follower:
 
     async def _catch_up(self, worker: Worker) -> None:
         reply = await self._pause(worker)
-        if reply.ok and self._is_outdated(worker):
+        # An engine whose update broke off refuses a pause, being paused enough, and waits for an update.
+        if (reply.ok or reply.status == CONFLICT) and self._is_outdated(worker):
             reply = await self._update(worker)
         if self._controls.pause_asked is None:
             resumed = await self._ask(worker, Call("POST", "/v1/resume"), self._controls.patience_s)

@@ -13,6 +13,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from math import inf
 from typing import Final, Protocol
 
 from headgate.router.ask import BYTES_PER_TOKEN, Ask
@@ -69,13 +70,15 @@ class CacheAware:
 
     def _fairest(self, workers: Sequence[Worker], match: Match) -> Worker:
         placed, found = self._placed, match.found
-
-        def score(worker: Worker) -> float:
-            known = found.get(worker)
-            saved = 0.0 if known is None else min(_tokens(known.size) / TOKENS_PER_REQUEST, HEAD_START)
-            return work(worker) + placed.get(worker, 0) - saved
-
-        return min(workers, key=score)
+        fairest, least = workers[0], inf
+        for worker in workers:  # a loop, because a call per worker would be felt
+            score = worker.in_flight + worker.others + worker.pending_tokens / TOKENS_PER_REQUEST
+            score += placed.get(worker, 0)
+            if (known := found.get(worker)) is not None:
+                score -= min(_tokens(known.size) / TOKENS_PER_REQUEST, HEAD_START)
+            if score < least:
+                fairest, least = worker, score
+        return fairest
 
     def _note(self, worker: Worker, workers: int) -> None:
         self._placed[worker] = self._placed.get(worker, 0) + 1

@@ -71,12 +71,19 @@ PRIVATE = b"x-headgate-"
 ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-headgate-journal", b"x-headgate-worker"}
 JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
+DONES = DONE, b"data: [DONE]\r\n\r\n"
 BOUND = b":+\n"  # this event is none without the next one
 VERSION = re.compile(rb"^:j \d+ (\d+) ", re.MULTILINE)
 FAILED = re.compile(rb"^:e (\d{3})$", re.MULTILINE)
 KEEP_ALIVE = b": keep-alive\n\n"
 RESCHEDULED = b'"finish_reason":"pd_reschedule"'  # cannot stand inside a JSON string, which would escape its quotes
 ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may do better
+# What nearly every answer that is told whole looks like.
+WHOLE = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"x-request-id: %b\r\nx-headgate-worker: %b\r\n\r\n%b"
+)
+MOST_MEMOS = 64  # ways to ask workers, remembered of one head
 LAST_CHUNK = b"0\r\n\r\n"
 MOST_CHOICES = 1024  # that are told of an end which no worker tells
 
@@ -183,7 +190,7 @@ class Attempt:
         self._finish(self._ending())
 
     def lost(self, why: str) -> None:
-        self._finish(Streamed() if self._last.endswith(DONE) else Lost(why))
+        self._finish(Streamed() if self._last.endswith(DONES) else Lost(why))
 
     # -- bytes ----------------------------------------------------------------------
 
@@ -233,7 +240,8 @@ class Attempt:
         self._tail = data[end:]
         if end:
             self._exchange.told_raw = True
-            self._exchange.write_chunk(data[:end])
+            self._last = data[:end]
+            self._exchange.write_chunk(self._last)
         elif len(data) > LONGEST_EVENT:
             self.fail("an event of its answer never ends")
 
@@ -369,7 +377,7 @@ class Exchange:
         self.cut = False  # and it was the router that ended it
         self.course: Course | None = None
         self._begun = False  # the client has the head of a stream
-        self._chunked = request.version == "1.1"
+        self._chunked = request.head.version == "1.1"
 
     # -- Answering ------------------------------------------------------------------
 
@@ -423,6 +431,10 @@ class Exchange:
         if self._begun:  # a stream that has only shown life, and is refused now
             self.write_chunk(b"data: %b\n\n" % answer.body.replace(b"\n", b" "))
             return self._end_stream()
+        if answer.headers is JSON and answer.status == 200 and worker is not None:
+            name = worker.name.encode()
+            self.client.write(WHOLE % (len(answer.body), self.id.encode(), name, answer.body))
+            return self.client.finished()
         headers = [header for header in answer.headers if header[0] not in ANSWER_OWN]
         headers.append((b"content-length", b"%d" % len(answer.body)))
         self.client.write(answer_head(answer.status, headers + self._names(worker)) + answer.body)
@@ -580,32 +592,42 @@ class Exchange:
             body = splice(body, "deadline_ms", b"%.3f" % max(left_ms, 0.001))
         if ticket is not None:
             body = splice(body, "kv_ticket", ticket)
-        return self.request_to(worker, body, [(b"x-headgate-journal", b"%d" % self.created)])
+        return self.request_to(worker, body, b"x-headgate-journal: %d\r\n" % self.created)
 
-    def request_to(self, worker: Worker, body: bytes, more: Headers = [], *, id: str | None = None) -> bytes:  # noqa: B006
+    def request_to(self, worker: Worker, body: bytes, more: bytes = b"", *, id: str | None = None) -> bytes:
         """The client's request, as this worker is asked it; under another id it is another request."""
-        router, request = self.router, self.request
-        own = _own(request.header(b"connection"))
-        if id is not None or (self.moves and self.journal.choices):
-            # What goes on is a part of an answer, which nobody may get for the whole of it.
-            own |= {b"idempotency-key"}
-        headers = [header for header in request.headers if header[0] not in own and header[0][:11] != PRIVATE]
-        headers += more
+        # What goes on is a part of an answer, which nobody may get for the whole of it.
+        head = self._head_for(worker, part=id is not None or bool(self.moves and self.journal.choices))
+        return b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n%b" % (
+            head,
+            (id or self.id).encode(),
+            len(body),
+            more,
+            body,
+        )
+
+    def _head_for(self, worker: Worker, *, part: bool) -> bytes:
+        """What is the same of all requests with this head to that worker."""
+        memo, key = self.request.head.memo, (worker, worker.kind, worker.key, self.tenant, part)
+        head: bytes | None = memo.get(key)
+        if head is None:
+            if len(memo) > MOST_MEMOS:
+                memo.clear()
+            head = memo[key] = self._make_head(worker, part=part)
+        return head
+
+    def _make_head(self, worker: Worker, *, part: bool) -> bytes:
+        router, head = self.router, self.request.head
+        own = _own(head.first.get(b"connection")) | ({b"idempotency-key"} if part else set())
+        headers = [header for header in head.headers if header[0] not in own and header[0][:11] != PRIVATE]
         lines = b"".join([b"%b: %b\r\n" % header for header in router.credentials(worker, headers, self.tenant)])
         pool = router.fleet.pool(worker)
-        return (
-            b"%b %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"x-request-id: %b\r\n%b\r\n%b"
-            % (
-                request.method.encode(),
-                pool.prefix,
-                request.target,
-                pool.netloc,
-                len(body),
-                (id or self.id).encode(),
-                lines,
-                body,
-            )
+        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n%b" % (
+            head.method.encode(),
+            pool.prefix,
+            head.target,
+            pool.netloc,
+            lines,
         )
 
     def _going_on(self, body: bytes) -> bytes:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headgate.api.keys import Keys, is_loopback
+from headgate.api.keys import Caller, Keys, is_loopback
 from headgate.config import RouteConfig
 from headgate.errors import DuplicateId, RequestError, Unavailable
 from headgate.router.admission import Admission
@@ -139,10 +139,12 @@ class Router:
     # -- requests in ------------------------------------------------------------------
 
     def handle(self, client: Downstream, request: HttpRequest) -> Answering | None:
-        path = request.path
+        head, path = request.head, request.path
         try:
-            caller = self.keys.caller(path, request.headers)
-            if path in RELAYED and request.method == "POST":
+            caller = head.memo.get(Caller)
+            if caller is None:
+                caller = head.memo[Caller] = self.keys.caller(path, head.headers)
+            if path in RELAYED and head.method == "POST":
                 return self._relay(client, request, path, caller.tenant)
         except RequestError as error:
             client.write(error_answer(error))

@@ -23,6 +23,8 @@ class Dropped(Exception):
 class Client(Link):
     """Holds what a ticket names: attached from the start, fetching once it is told where to."""
 
+    protocol = PROTOCOL
+
     def __init__(
         self,
         sock: socket.socket,
@@ -43,8 +45,9 @@ class Client(Link):
         self._beat_s, self._next_beat_s = 0.0, inf
         self._attached = False
         self._body = bytearray()
+        self._blocks: tuple[int, ...] = ()
         self._parts: Parts = []
-        self._done = 0  # blocks
+        self._told = self._done = 0  # blocks that were announced, and those that are here
 
     def connect(self) -> None:
         """The socket can be written for the first time: either we are through or we never will be."""
@@ -52,7 +55,7 @@ class Client(Link):
             raise Hung(f"no connection ({error})")
         self.connected = True
         ticket = self._ticket
-        attach = Attach(PROTOCOL, ticket.lease, ticket.generation, ticket.version, self._memory.layout)
+        attach = Attach(self.protocol, ticket.lease, ticket.generation, ticket.version, self._memory.layout)
         body = msgspec.msgpack.encode(attach)
         self.say(encode(Header(Kind.ATTACH, length=len(body)), body))
         self._ask()
@@ -70,13 +73,21 @@ class Client(Link):
         if header.kind is not Kind.BLOCKS:
             self._body = bytearray(header.length)
             return (memoryview(self._body),) if header.length else ()
-        fetch = self.fetch
-        if fetch is None or header.a != fetch.skip + self._done or not header.b:
-            raise BadFrame("blocks that were not asked for")
-        if header.b > len(fetch.blocks) - self._done or header.length != header.b * self._memory.block_bytes:
+        if header.length != header.b * self._memory.block_bytes:
             raise BadFrame("wrong size")
-        self._parts = self._memory.room(fetch.blocks[self._done : self._done + header.b])
+        self._blocks = self._next_blocks(header)
+        self._parts = self._memory.room(self._blocks)
         return pieces(self._parts)
+
+    def _next_blocks(self, header: Header) -> tuple[int, ...]:
+        """Where the blocks go that this frame tells of."""
+        fetch = self.fetch
+        if fetch is None or header.a != fetch.skip + self._told or not header.b:
+            raise BadFrame("blocks that were not asked for")
+        if header.b > len(fetch.blocks) - self._told:
+            raise BadFrame("more blocks than were asked for")
+        start, self._told = self._told, self._told + header.b
+        return fetch.blocks[start : self._told]
 
     def heard(self, header: Header) -> None:
         self.heard_s = self._clock()
@@ -86,24 +97,29 @@ class Client(Link):
                 self._beat_s = header.a / 3000
                 self._next_beat_s = self.heard_s + self._beat_s
             case Kind.BLOCKS:
-                self._take_blocks(header)
+                parts, self._parts = self._parts, []
+                self._take(self._blocks, parts, header.checksum)
             case Kind.END:
-                if self.fetch is None or self._done != len(self.fetch.blocks):
+                if self.fetch is None or self._told != len(self.fetch.blocks):
                     raise BadFrame("an end before the last block")
-                self.fetched = True
-                self.say(encode(Header(Kind.DONE)))
+                self._hear_end()
             case Kind.DROP:
                 raise Dropped(self._body.decode(errors="replace"))
             case _:
                 raise BadFrame(f"{header.kind.name} from the engine that serves")
 
-    def _take_blocks(self, header: Header) -> None:
-        assert self.fetch is not None
-        parts, self._parts = self._parts, []
-        if checksum(parts) != header.checksum:
+    def _take(self, blocks: tuple[int, ...], parts: Parts, digest: bytes) -> None:
+        if checksum(parts) != digest:
             raise BadFrame("wrong checksum")
-        self._memory.store(self.fetch.blocks[self._done : self._done + header.b], parts)
-        self._done += header.b
+        self._memory.store(blocks, parts)
+        self._done += len(blocks)
+
+    def _hear_end(self) -> None:
+        self.fetched = True
+        self.say(encode(Header(Kind.DONE)))
+
+    def hang_up(self) -> None:
+        """The connection is over."""
 
     def tick(self, now_s: float) -> None:
         """Say that we are alive, and notice when the other side is not."""

@@ -12,6 +12,8 @@ The fetching engine (D) says ATTACH, FETCH, BEAT and DONE; the one that has the 
 P may say DROP and a reason at any time. The body of BLOCKS is the first part of each block, then the second of each, and
 so on. Its checksum is a digest of the sums of each part of each block: it finds what was damaged, cut or put in the wrong
 place, at the speed of memory. It is no defence against somebody who changes bytes on purpose.
+
+Where bytes travel by NIXL (`nixl.py`), P says AGENT after TAKEN and READY instead of BLOCKS, and D says TOOK.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ import numpy as np
 from headgate.transfer.transport import Parts
 
 PROTOCOL = 1
+NIXL_PROTOCOL = 2  # the same, and bytes may travel beside the connection
 MAGIC = b"HGKV"
 _HEADER = struct.Struct("<4sBxxxIIQ8s")
 HEADER_BYTES = _HEADER.size
-MOST_BODY_BYTES = 1024  # of every frame but BLOCKS
+MOST_BODY_BYTES = 1024  # of every frame but BLOCKS and AGENT
+MOST_AGENT_BYTES = 2**18
 MOST_PIECES = 64
 
 
@@ -44,6 +48,9 @@ class Kind(IntEnum):
     BLOCKS = 6
     END = 7
     DROP = 8
+    AGENT = 9
+    READY = 10
+    TOOK = 11
 
 
 class BadFrame(Exception):
@@ -66,7 +73,7 @@ def decode_header(data: bytes | bytearray) -> Header:
     magic, kind, a, b, length, checksum = _HEADER.unpack(data)
     if magic != MAGIC or kind not in Kind._value2member_map_:
         raise BadFrame("not a frame")
-    if kind != Kind.BLOCKS and length > MOST_BODY_BYTES:
+    if kind != Kind.BLOCKS and length > (MOST_AGENT_BYTES if kind == Kind.AGENT else MOST_BODY_BYTES):
         raise BadFrame(f"a body of {length} bytes")
     return Header(Kind(kind), a, b, length, checksum)
 

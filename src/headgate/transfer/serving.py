@@ -40,6 +40,8 @@ class Offer:
 class Server(Link):
     """Serves one connection. A lease is good for one: when that ends, so does the lease."""
 
+    protocols: tuple[int, ...] = (PROTOCOL,)
+
     def __init__(
         self,
         sock: socket.socket,
@@ -85,7 +87,9 @@ class Server(Link):
         # Who does not know all of it learns no more than that.
         if offer is None or offer.generation != attach.generation or offer.withdrawn or offer.taken:
             self._drop("unknown lease")
-        elif attach.protocol != PROTOCOL or attach.layout != self._memory.layout:
+        elif attach.protocol not in self.protocols:
+            self._drop("another protocol")
+        elif attach.layout != self._memory.layout:
             self._drop("another layout")
         elif attach.version != offer.version:
             self._drop("another version")

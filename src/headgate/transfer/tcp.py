@@ -157,8 +157,8 @@ class TcpTransport:
                 self._hang_up(server)
             self._selector.close()
 
-    def _turn(self) -> None:
-        for key, mask in self._selector.select(TICK_S):
+    def _turn(self, patience_s: float = TICK_S) -> None:
+        for key, mask in self._selector.select(patience_s):
             if key.fileobj is self._woken:
                 self._hear_commands()
             elif key.fileobj is self._listener:
@@ -192,9 +192,15 @@ class TcpTransport:
             sock.close()
             return
         _tune(sock)
-        server = Server(sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock)
+        server = self._server(sock)
         self._servers.add(server)
         self._selector.register(sock, server.events, server)
+
+    def _server(self, sock: socket.socket) -> Server:
+        return Server(sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock)
+
+    def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> Client:
+        return Client(sock, id, ticket, self._memory, self._wait_s, self._clock)
 
     def _tell(self, event: Event) -> None:
         self._post(event)
@@ -272,7 +278,7 @@ class TcpTransport:
             self._failures["unreachable"] += 1
             log.info("KV for sequence %d is lost: %s", id, error)
             return
-        client = self._clients[id] = Client(sock, id, ticket, self._memory, self._wait_s, self._clock)
+        client = self._clients[id] = self._client(sock, id, ticket)
         self._selector.register(sock, client.events, client)
 
     def _connect(self, ticket: Ticket) -> socket.socket:
@@ -308,6 +314,7 @@ class TcpTransport:
     def _end(self, client: Client, *, ok: bool) -> None:
         """The connection is over; if there was a fetch, its end is told, once."""
         self._close(client)
+        client.hang_up()
         if client.fetch is None:
             self._clients[client.id] = None  # so that a fetch that comes yet fails at once
             return

@@ -251,6 +251,7 @@ function drawControls(next) {
     $(id).disabled = !next.admin;
     $(id).title = next.admin ? "" : "needs the admin key";
   }
+  if (!$("stop").dataset.busy) $("stop").disabled = answering === null;
   write($("key"), sessionStorage.getItem(KEY) ? "Key set" : "Key");
 }
 
@@ -563,7 +564,7 @@ function drawDetails(told) {
   drawBar($("details-bar"), story.spans.map(([phase, from, to]) => [phase, (to - from) / whole]));
   $("details-bar").setAttribute("aria-label", story.spans.map(([phase, from, to]) => `${phase} ${seconds(to - from)}`).join(", "));
   $("details-events").replaceChildren(...story.steps.map(([name, time, tone]) =>
-    make("li", { "data-tone": tone ?? "none" }, name, make("span", { class: "quiet" }, time))));
+    make("li", { "data-tone": tone ?? "none" }, name, time ? make("span", { class: "quiet" }, time) : "")));
   $("details-facts").replaceChildren(...facts(told).map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
 }
@@ -670,7 +671,13 @@ function remarkOn(chunk, began) {
 }
 
 async function* chunks(id) {
-  const body = { messages: conversation, stream: true, request_id: id, max_tokens: Number($("most").value) || 256 };
+  const body = {
+    messages: conversation,
+    stream: true,
+    request_id: id,
+    max_tokens: Number($("most").value) || 256,
+    temperature: Number($("warmth").value),
+  };
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: { ...headers(), "content-type": "application/json" },

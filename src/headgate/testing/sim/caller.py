@@ -30,7 +30,7 @@ class Reply:
 
     @property
     def streamed(self) -> bool:
-        return self.headers.get("content-type", "").startswith("text/event-stream")
+        return self.status == 200 and self.headers.get("content-type", "").startswith("text/event-stream")
 
     def events(self) -> list[Any]:
         """The whole events of a stream; `[DONE]` as None."""

@@ -55,6 +55,7 @@ class Choice:
     finish: str | None = None
     cause: str | None = None
     prompt: list[int] | None = None
+    ends: int = 0  # how often that was told
     cut: bool = False  # by the router, who knows no words: what was held back is not told
 
 
@@ -78,9 +79,7 @@ def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
         excused = ask.disturbed or (seen.trouble and ask.to != ROUTER)
         if not excused:
             yield f"its connection broke: {reply.broken}"
-        if not reply.streamed:
-            return
-    if reply.left and (not reply.streamed or not reply.status):
+    if reply.broken and not reply.streamed:
         return
     if reply.status != 200:
         yield from _refused(ask, seen)
@@ -139,6 +138,7 @@ def _add(told: Told, part: dict[str, Any], text: str) -> None:
     choice.ids += part.get("completion_token_ids", ())
     for span in part.get("weight_versions", ()):
         choice.versions += [span["version"]] * span["tokens"]
+    choice.ends += part.get("finish_reason") is not None
     choice.finish = part.get("finish_reason") or choice.finish
     choice.cut = part.get("cause") == "api_abort" and "completion_token_ids" not in part
     choice.cause = part.get("cause") or choice.cause
@@ -158,6 +158,8 @@ def _content(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
 
 def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterator[str]:
     seed = _seed(ask)
+    if choice.ends > 1:
+        yield f"its end was told {choice.ends} times"
     if choice.prompt is not None and tuple(choice.prompt) != ask.prompt:
         yield "the prompt is another one"
     if not ask.tells_ids:
@@ -262,6 +264,8 @@ def _end(ask: Ask, choice: Choice, seen: Circumstances) -> Iterator[str]:
         case "stop":
             if cause != "stop_string" or (ask.tells_ids and _stop_at(_decode(ids), ask.stops) is None):
                 yield f"stopped by {cause} with {ids[-3:]}"
+            if ask.tells_ids and _stop_at(_decode(ids[:-1]), ask.stops) is not None:
+                yield f"has tokens after its stop string: {ids[-3:]}"
         case "abort":
             if cause not in _causes(ask, seen):
                 yield f"aborted by {cause}"
@@ -286,6 +290,22 @@ def _usage(ask: Ask, told: Told) -> Iterator[str]:
     made = sum(len(choice.ids) for choice in told.choices.values())
     if ask.tells_ids and usage["completion_tokens"] != made:
         yield f"{usage['completion_tokens']} tokens in its usage, and {made} told"
+
+
+def judge_abort(ask: Ask, tokens: int) -> list[str]:
+    """Whether it was aborted, as the caller of an abort was told; and after how many tokens."""
+    if ask.reply.broken or ask.reply.status != 200:
+        return []
+    told = read(ask)
+    if told.error is not None:
+        return []
+    causes = [choice.cause for choice in told.choices.values()]
+    if "api_abort" not in causes:
+        return [f"{ask.name}: it was said to be aborted, and ended with {causes}"]
+    made = sum(len(choice.ids) for choice in told.choices.values())
+    if ask.tells_ids and made != tokens:
+        return [f"{ask.name}: it was said to be aborted after {tokens} tokens, and told {made}"]
+    return []
 
 
 def tally(asks: list[Ask]) -> Counter[str]:

@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from headgate.config import RouteConfig
 from headgate.testing.sim.caller import Manners, Reply, call
 from headgate.testing.sim.engine import Processes
 from headgate.testing.sim.hosts import KEY, SimHost, SimRouter, SimServer, simulated, workers
-from headgate.testing.sim.judge import Circumstances, judge, tally
+from headgate.testing.sim.judge import Circumstances, judge, judge_abort, tally
 from headgate.testing.sim.loop import HOST, Host, Hung, SimLoop
 from headgate.testing.sim.network import Network
 from headgate.testing.sim.script import MADE_UP_FOR, ROUTER, TROUBLE, WINDOW_S, Ask, Deed, Plan, draw
@@ -82,6 +82,7 @@ class World:
         self._jobs: list[asyncio.Task[None]] = []  # of operators
         self._agreed = True  # the last update has reached everybody
         self._paused = False  # somebody has asked for that
+        self._aborted: dict[str, int] = {}  # what callers of an abort were told
         self._calls = 0
 
     # -- for everybody --------------------------------------------------------------------
@@ -147,6 +148,9 @@ class World:
         for ask in self.plan.asks:
             for complaint in judge(ask, self._circumstances(ask)):
                 self.fail(complaint)
+            if ask.name in self._aborted:
+                for complaint in judge_abort(ask, self._aborted[ask.name]):
+                    self.fail(complaint)
         await asyncio.sleep(SETTLE_S)
         await self._until(self._all_ready, FOLLOW_S, "every worker gets requests again")
         for complaint in self._left_behind():
@@ -203,16 +207,19 @@ class World:
         await call(address, "POST", ask.path, ask.body, ask.headers, ask.manners, ask.reply)
         self.note(host, f"got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
         if ask.reply.left and self.plan.calm and "idempotency-key" not in ask.headers:
-            await asyncio.sleep(GONE_S)
-            self._check_gone(ask)
+            await self._check_gone(ask)
         if ask.retries and ask.reply.broken:
             await asyncio.sleep(0.2)
             self.report.counts["asked again"] += 1
             ask.reply = await call(address, "POST", ask.path, ask.body, ask.headers)
             self.note(host, f"asked again and got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
 
-    def _check_gone(self, ask: Ask) -> None:
+    async def _check_gone(self, ask: Ask) -> None:
         """Nobody works for a client that has left."""
+        unwanted = self._unwanted()
+        await asyncio.sleep(GONE_S)
+        if late := unwanted & self._unwanted():
+            self.fail(f"engines still work for clients that left {GONE_S:g} s ago: {late}")
         for server in self.servers:
             assert server.ledger is not None
             if server.ledger.named(ask.name):
@@ -220,6 +227,12 @@ class World:
         assert self.router.router is not None
         if ask.name in self.router.router.live:
             self.fail(f"the router still has {ask.name}, {GONE_S:g} s after its client has left")
+
+    def _unwanted(self) -> set[tuple[str, int, int]]:
+        """What engines have not confirmed to have ended."""
+        running = [server for server in self.servers if server.engines is not None]
+        replicas = [(server.name, replica) for server in running for replica in server.engines.replicas]  # type: ignore[union-attr]
+        return {(name, r.index, id) for name, r in replicas if r.client is not None for id in r.client._left}
 
     async def _all_end(self, asking: list[asyncio.Task[None]]) -> None:
         waiting: list[asyncio.Task[None]] = [*asking, *self._jobs]
@@ -345,13 +358,16 @@ class World:
         self._restart(server)
 
     async def _abort(self, deed: Deed) -> None:
-        await self._control(ROUTER, "POST", "/v1/abort_requests", deed.more)
+        reply = await self._control(ROUTER, "POST", "/v1/abort_requests", deed.more)
+        if reply.status == 200:
+            aborted = reply.json()["result"]["aborted"]
+            self._aborted |= {each["request_id"]: each["output_token_count"] for each in aborted}
 
     async def _abort_all(self, deed: Deed) -> None:
-        await self._control(ROUTER, "POST", "/v1/abort_requests", {"abort_all": True})
+        await self._abort(replace(deed, more={"abort_all": True}))
 
     async def _abort_tags(self, deed: Deed) -> None:
-        await self._control(ROUTER, "POST", "/v1/abort_requests", deed.more)
+        await self._abort(deed)
 
     async def _pause(self, deed: Deed) -> None:
         await self._control(ROUTER, "POST", "/v1/pause", deed.more)

@@ -1,0 +1,248 @@
+"""Memory that NIXL moves: slots of our own, never the cache.
+
+A read that was begun may land until NIXL says that it is over: also when its fetch was given up, or the other engine was
+stopped. So reads land in slots, and a slot is kept until its read is over, while the blocks are free at once. What others
+read are slots too: pages of a cache come and go with sleep, which a network card would not notice, and whoever may read one
+slot shall not be able to read all the KV there is.
+
+Everything here belongs to the transport's thread. NIXL has no thread of its own: that would turn all day.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from headgate.errors import RequestError
+from headgate.transfer.link import Hung
+from headgate.transfer.transport import Parts
+
+log = logging.getLogger(__name__)
+
+SLOTS = 16  # for others to read, and as many to read into
+MOST_REMOTES = 64
+KEEN_S, SLOW_S = 0.1, 0.002  # after the last sign of life of a read; how long to sleep between looks from then on
+
+
+class Slots:
+    """Equal parts of one piece of memory."""
+
+    def __init__(self, count: int, slot_bytes: int) -> None:
+        self._words = np.empty((count, slot_bytes // 8), np.uint64)
+        self._free = deque(range(count))
+        self.count, self.slot_bytes = count, slot_bytes
+
+    @property
+    def region(self) -> tuple[int, int]:
+        """Address and length."""
+        return self._words.ctypes.data, self._words.nbytes
+
+    @property
+    def taken(self) -> int:
+        return self.count - len(self._free)
+
+    def take(self) -> int | None:
+        return self._free.popleft() if self._free else None
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def offset(self, slot: int) -> int:
+        return slot * self.slot_bytes
+
+    def write(self, slot: int, parts: Parts) -> None:
+        start = 0
+        for run in (run for runs in parts for run in runs):
+            np.copyto(self._words[slot, start : start + run.size].reshape(run.shape), run)
+            start += run.size
+
+    def read(self, slot: int, parts: Parts) -> None:
+        start = 0
+        for run in (run for runs in parts for run in runs):
+            np.copyto(run, self._words[slot, start : start + run.size].reshape(run.shape))
+            start += run.size
+
+
+@dataclass(slots=True, eq=False)
+class Remote:
+    """Another engine's agent. It is forgotten when it has failed and nobody uses it any more."""
+
+    metadata: bytes
+    name: Any
+    users: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    remote: Remote
+    handle: Any
+    slot: int
+
+
+class Agent:
+    def __init__(self, slot_bytes: int) -> None:
+        self.out, self.into = Slots(SLOTS, slot_bytes), Slots(SLOTS, slot_bytes)
+        self._agent = _open_agent()
+        self._registered = [self._register(slots) for slots in (self.out, self.into)]
+        # What we read into is nobody else's business.
+        self.metadata: bytes = self._agent.get_partial_agent_metadata(self._registered[0], True, ["UCX"])
+        self._remotes: dict[bytes, Remote] = {}
+        self._reads: set[Read] = set()
+        self._given_up: set[Read] = set()
+        self._stirred_s = 0.0
+        self.sent_bytes = self.received_bytes = 0
+
+    def _register(self, slots: Slots) -> Any:
+        return self._agent.register_memory([(*slots.region, 0, "")], "DRAM")
+
+    # -- other agents ---------------------------------------------------------------
+
+    def meet(self, metadata: bytes) -> Remote:
+        """`leave` must follow."""
+        remote = self._remotes.get(metadata)
+        if remote is not None and remote.failed:
+            raise Hung("read failed")  # its last users are about to leave
+        if remote is None:
+            self._make_room()
+            with _failing():
+                remote = self._remotes[metadata] = Remote(metadata, self._agent.add_remote_agent(metadata))
+        remote.users += 1
+        return remote
+
+    def leave(self, remote: Remote) -> None:
+        remote.users -= 1
+        if remote.failed and not remote.users:
+            self._forget(remote)
+
+    def _make_room(self) -> None:
+        idle = [remote for remote in self._remotes.values() if not remote.users]
+        if len(self._remotes) >= MOST_REMOTES and idle:
+            self._forget(idle[0])
+
+    def _forget(self, remote: Remote) -> None:
+        del self._remotes[remote.metadata]
+        with suppress(Exception):  # it may be gone already
+            self._agent.remove_remote_agent(remote.name)
+
+    # -- reads ----------------------------------------------------------------------
+
+    def read(self, remote: Remote, address: int, length: int) -> Read | None:
+        """Begin to read; None if there is no slot to read into."""
+        if (slot := self.into.take()) is None:
+            return None
+        try:
+            with _failing(remote):
+                handle = self._begin(remote, address, length, slot)
+        except Hung:
+            self.into.give(slot)  # nothing was begun
+            raise
+        read = Read(remote, handle, slot)
+        remote.users += 1
+        self._reads.add(read)
+        self.stir()
+        return read
+
+    def _begin(self, remote: Remote, address: int, length: int, slot: int) -> Any:
+        ours = [(self.into.region[0] + self.into.offset(slot), length, 0)]
+        descs = [self._agent.get_xfer_descs(pieces, "DRAM") for pieces in (ours, [(address, length, 0)])]
+        handle = self._agent.initialize_xfer("READ", *descs, remote.name, b"")
+        if self._agent.transfer(handle) == "ERR":
+            raise RuntimeError("a read cannot be posted")
+        return handle
+
+    def is_over(self, read: Read) -> bool:
+        """Whether all of it is here; Hung if it never will be."""
+        with _failing(read.remote):
+            state = self._agent.check_xfer_state(read.handle)
+            if state not in ("DONE", "PROC"):
+                raise RuntimeError(f"a read has ended as {state}")
+        return bool(state == "DONE")
+
+    def put_away(self, read: Read) -> None:
+        """A read that is over: its slot is free."""
+        self._reads.discard(read)
+        with suppress(Exception):  # what cannot be released now is when the agent is
+            self._agent.release_xfer_handle(read.handle)
+        self.into.give(read.slot)
+        self.leave(read.remote)
+        self.stir()
+
+    def give_up(self, read: Read) -> None:
+        """Nobody waits for it any more; its slot is kept until it is over."""
+        self._given_up.add(read)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether reads that nobody waits for have taken half of our slots: better use another way."""
+        return len(self._given_up) >= self.into.count // 2
+
+    # -- getting on -----------------------------------------------------------------
+
+    def stir(self) -> None:
+        self._stirred_s = time.monotonic()
+
+    def get_on(self) -> None:
+        """Let NIXL work for whoever reads from us, and see which given-up reads are over."""
+        with suppress(Exception):  # a peer that is gone is told of where it is used
+            self._agent.get_new_notifs()
+        for read in list(self._given_up):
+            if self._given_up_is_over(read):
+                self._given_up.discard(read)
+                self.put_away(read)
+
+    def _given_up_is_over(self, read: Read) -> bool:
+        try:
+            return self.is_over(read)
+        except Hung:
+            return True
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long the thread may sleep; None if nothing is on its way."""
+        if not self._reads and not self.out.taken:
+            return None
+        return 0.0 if time.monotonic() - self._stirred_s < KEEN_S else SLOW_S
+
+    def close(self) -> None:
+        for read in list(self._reads):
+            with suppress(Exception):
+                self._agent.release_xfer_handle(read.handle)
+        for remote in list(self._remotes.values()):
+            self._forget(remote)
+        for registered in self._registered:
+            with suppress(Exception):
+                self._agent.deregister_memory(registered)
+        del self._agent
+
+
+@contextmanager
+def _failing(remote: Remote | None = None) -> Iterator[None]:
+    """NIXL has an exception for each thing that can go wrong; to us they are all one."""
+    try:
+        yield
+    except Exception as error:
+        if remote is not None:
+            remote.failed = True
+        log.info("NIXL: %s", error)
+        raise Hung("read failed") from error
+
+
+def _open_agent() -> Any:
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        raise RequestError(f"KV over NIXL needs its package: pip install 'headgate[nixl]' ({error})") from error
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    agent = nixl_agent(uuid4().hex, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    if "UCX" not in agent.backends:
+        raise RequestError("KV over NIXL needs its UCX backend, and that does not start here; use --kv-transport tcp")
+    return agent
