@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from headgate.transfer import serving
 from headgate.transfer.frames import Header, Kind, encode
-from headgate.transfer.nixl import Shown
+from headgate.transfer.nixl import AHEAD, Shown
 from headgate.transfer.staging import Agent
 from headgate.transfer.tcp import parse_address
 from headgate.transfer.transport import Renewed
@@ -59,6 +60,23 @@ def test_what_finds_no_slot_goes_over_the_connection():
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1, address), OURS)
         assert d.fetched(1) and same(p, SOME, d, OURS) and sum(came) > len(SOME) * BLOCK_BYTES
+
+
+def test_one_connection_never_has_more_slots_than_its_share(monkeypatch):
+    monkeypatch.setattr(serving, "MESSAGE_BYTES", 1)
+    with peers(kind="nixl") as (p, d):
+        take, taken = agent(p).out.take, []
+
+        def counted_take():  # type: ignore[no-untyped-def]
+            slot = take()
+            taken.append(agent(p).out.taken)
+            return slot
+
+        agent(p).out.take = counted_take  # type: ignore[method-assign]
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1), OURS)
+        assert d.fetched(1) and same(p, SOME, d, OURS)
+        assert len(taken) == len(SOME) and max(taken) == AHEAD
 
 
 def test_an_engine_without_nixl_fetches_from_one_that_has_it_and_not_the_other_way_round():

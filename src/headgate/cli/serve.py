@@ -37,7 +37,13 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         metavar="IP:PORT",
         help="where engines fetch KV; 0: any port (%(default)s)",
     )
-    add("--kv-transport", choices=KV_TRANSPORTS, default="tcp", metavar="KIND", help="tcp, or nixl (RDMA) (tcp)")
+    add(
+        "--kv-transport",
+        choices=KV_TRANSPORTS,
+        default="tcp",
+        metavar="KIND",
+        help="how KV travels: tcp or nixl (tcp)",
+    )
     add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="where KV may be fetched (this machine)")
     # For whoever starts servers and must not outlive them: it holds the other end of our standard input.
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)

@@ -216,6 +216,7 @@ class World:
 
     async def _check_gone(self, ask: Ask) -> None:
         """Nobody works for a client that has left."""
+        await asyncio.sleep(GONE_S)
         unwanted = self._unwanted()
         await asyncio.sleep(GONE_S)
         if late := unwanted & self._unwanted():
@@ -273,9 +274,20 @@ class World:
             self.fail(f"{method} {path} to {to} was not answered within {CALL_S:g} s")
         if reply.broken and to == ROUTER and not self.report.deeds["kill_router"]:
             self.fail(f"{method} {path}: the router hung up: {reply.broken}")
+        if path == "/v1/pause" and reply.status == 200:
+            self._check_paused()
         if reply.status >= 500 and reply.status not in (502, 503, 504):
             self.fail(f"{method} {path} to {to} answered {reply.status}: {bytes(reply.body)!r}")
         return reply
+
+    def _check_paused(self) -> None:
+        """What is paused by aborting has nothing that was begun."""
+        for engine in self.processes.living:
+            if engine.loop is None or (engine.loop.control.state, engine.loop.control.mode) != ("paused", "abort"):
+                continue
+            begun = [seq for seq in engine.loop.scheduler.sequences.values() if seq.started_s is not None]
+            if begun:
+                self.fail(f"{engine.host.name} is paused, and still has {begun}")
 
     async def _kill_engine(self, deed: Deed) -> None:
         engines = [e for e in self.processes.living if e.host.name.startswith(deed.who + "/")]
