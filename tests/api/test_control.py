@@ -68,7 +68,7 @@ def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been
         engines.free.set()
         control, ledger = controls(engines)
         async with ledger.admit(label="slow", kind="completion") as record:
-            record.begin(0, SimpleNamespace(place=Place(0, 7), settled=True))  # type: ignore[arg-type]
+            record.begin(0, SimpleNamespace(place=Place(0, 7), settled=True, made=0))  # type: ignore[arg-type]
             pausing = asyncio.create_task(control.pause(Pause()))
             for _ in range(20):
                 await asyncio.sleep(0)
@@ -104,6 +104,7 @@ def test_an_engine_that_is_down_is_named_and_one_that_refuses_makes_the_call_an_
         ({"paused", "running"}, "pausing"),
         ({"paused", "updating"}, "updating"),
         ({"quarantined", "updating", "pausing"}, "quarantined"),
+        ({"draining", "running"}, "running"),
         (set(), "running"),
     ],
 )

@@ -299,6 +299,8 @@ def refuses(served: Served) -> bool:
             other.get("/live")
     except httpx.ConnectError:
         return True
+    except httpx.TransportError:
+        pass  # it was in the queue of the listener when that was closed
     return False
 
 

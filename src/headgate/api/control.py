@@ -341,7 +341,7 @@ def overall(seen: set[str]) -> str:
             return state
     if "running" in seen and "paused" in seen:
         return "pausing"
-    return next(iter(seen), "running")
+    return "running" if "running" in seen else min(seen, default="running")
 
 
 def _is_gone(result: Result | HeadgateError) -> bool:
