@@ -87,6 +87,7 @@ def test_the_feed_tells_of_engines_requests_and_rates(server):
     assert 0 < between_p50 <= between_p99 < 10
 
 
+@pytest.mark.slow
 def test_the_feed_of_a_router_tells_of_its_workers_together(router):
     with streaming(router.url, "far-1", "far-2", "far-3"), frames(router.url) as coming:
         last = list(islice(coming, 5))[-1]
@@ -100,6 +101,7 @@ def test_the_feed_of_a_router_tells_of_its_workers_together(router):
     assert last["now"][1] > 10 and last["now"][7] is not None
 
 
+@pytest.mark.slow
 def test_an_abort_shows_with_its_cause(server):
     with frames(server.url) as coming:
         next(coming)
@@ -109,6 +111,7 @@ def test_an_abort_shows_with_its_cause(server):
     assert any(each.get("api_abort") == 1 for each in causes)
 
 
+@pytest.mark.slow
 def test_28_a_pause_shows_and_readers_go_on_reading(server):
     with client(server.url) as http, frames(server.url) as coming:
         next(coming)
@@ -127,6 +130,7 @@ def test_the_phases_of_an_engine_have_the_page_s_names():
     assert phase_of("running", 1) == "decode" and phase_of("queued", 0) == "queued"
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_answer_is_shown_and_holds_nobody_up(server):
     with fake_worker(slow="/dashboard/numbers") as fake, live_router(server.url, fake.url) as router:
         began_s = time.monotonic()
@@ -201,6 +205,7 @@ def test_a_page_of_somebody_else_s_sees_no_requests(server):
 # ---------------------------------------------------------------------------------------------------------------- end
 
 
+@pytest.mark.slow
 def test_a_viewer_does_not_keep_a_server_from_stopping(model):
     with serving(model, "--device", "cpu") as served:
         ended = threading.Event()

@@ -488,7 +488,13 @@ def long_answer(kind: str, *, stream: bool) -> Asked:
 
 
 KINDS = pytest.mark.parametrize(
-    ("kind", "stream"), [("chat", True), ("chat", False), ("completions", True), ("completions", False)]
+    ("kind", "stream"),
+    [
+        ("chat", True),
+        pytest.param("chat", False, marks=pytest.mark.slow),
+        pytest.param("completions", True, marks=pytest.mark.slow),
+        ("completions", False),
+    ],
 )
 
 

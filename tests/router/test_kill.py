@@ -238,6 +238,7 @@ def test_36_56_when_a_server_is_killed_every_client_gets_what_an_undisturbed_run
         pair.servers[1].wait_until_ready()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_50_streams_of_a_server_that_was_stopped_go_on_elsewhere_within_seconds(pair: RealFleet):
     wait_until(lambda: set(pair.states()) == {"ready"}, 60)

@@ -21,6 +21,8 @@ from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
 from tests.transfer.engines import DEADLINE_S, Export, Pair, Side, config, export
 from tests.transfer.peers import TRANSPORTS, proxy
 
+pytestmark = pytest.mark.slow  # a minute; what breaks through the router is in tests/router/test_disagg.py
+
 LEASE_S, WAIT_S = 1.5, 2.0
 SLOW = config(backend="torch", max_batch_tokens=16, lease_s=LEASE_S, kv_wait_s=WAIT_S)
 SPARED = {"tcp": 50_000, "nixl": 700}  # bytes of a connection, about half of what passes, until harm is done
