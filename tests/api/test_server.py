@@ -283,6 +283,7 @@ def test_keys_are_in_no_log(guarded):
 
 def test_sigterm_lets_streams_finish_refuses_new_ones_and_exits_with_0(guarded):
     """The last test with this server."""
+    wait_until(lambda: takes(guarded))  # the one before has left, and its place may still be on its way home
     with guarded.client("key-of-alice") as client, streaming(client, ask(max_tokens=1000)) as stream:
         guarded.process.send_signal(signal.SIGTERM)
         wait_until(lambda: any("stopping" in message for message in guarded.messages()))
@@ -291,6 +292,11 @@ def test_sigterm_lets_streams_finish_refuses_new_ones_and_exits_with_0(guarded):
     assert len(tokens) == 1000 and last["finish_reason"] == "length"
     assert guarded.process.wait(20) == 0
     assert "Traceback" not in json.dumps(guarded.log)
+
+
+def takes(served: Served) -> bool:
+    with served.client("key-of-alice") as client:
+        return client.post("/v1/completions", json=ask(max_tokens=1)).status_code == 200
 
 
 def refuses(served: Served) -> bool:
