@@ -12,7 +12,7 @@ import pytest
 
 from headgate.client import Fleet, FleetError
 from headgate.router.abort import Target, _end_here
-from headgate.router.relay import Streamed
+from headgate.router.attempt import Streamed
 from tests.api.live import LiveServer, eventually
 from tests.api.serving import metric_values, wait_until
 from tests.router.fleets import FakeWorker, LiveRouter, fake_worker, live_router

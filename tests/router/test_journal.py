@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.router import journal as module
+from headgate.router.attempt import safe_end
 from headgate.router.journal import Journal, splice, unveil
-from headgate.router.relay import _safe_end
 from tests.journal import blocks, resume_of
 
 ids = st.integers(0, 2**31)
@@ -48,7 +48,7 @@ def test_36_any_cut_into_pieces_gives_the_same_resume_field(
         edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
         for start, end in pairwise(edges):
             tail += answer[start:end]
-            safe = _safe_end(tail)
+            safe = safe_end(tail)
             journal.feed(tail[:safe])
             passed, tail = passed + tail[:safe], tail[safe:]
         told = json.loads(journal.resume(streamed=stream))
@@ -72,7 +72,7 @@ def by_index(resume: dict[str, Any]) -> dict[int, Any]:
 def test_36_an_answer_cut_short_anywhere_is_known_up_to_its_last_whole_block(end: int) -> None:
     answer = b":j 0 1 2 5,6\ndata: {}\n\n:j 0 1 4 7\n:f 0 stop eos 1 0 3\n:+\ndata: a\n\ndata: b\n\n:j 1 1 0 9\n\n"
     cut = answer[:end]
-    whole = cut[: _safe_end(cut)]
+    whole = cut[: safe_end(cut)]
     assert whole == b"".join(blocks(cut))
 
 

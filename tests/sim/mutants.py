@@ -56,14 +56,14 @@ MUTANTS = [
     ),
     Mutant(
         "only whole events are passed on",
-        "router/relay.py",
+        "router/attempt.py",
         "        self._tail = data[end:]\n        if len(self._tail) > LONGEST_EVENT:\n"
         '            self.fail("an event of its answer never ends")\n        return data[:end]\n',
         "        return data\n",
     ),
     Mutant(
         "an end that nobody wished for is veiled",
-        "router/relay.py",
+        "router/attempt.py",
         "        if VEIL in data:\n            data = self._set_aside(data)\n        if data:\n",
         "        if data:\n",
     ),

@@ -1,38 +1,38 @@
 """One client's request from its last byte in to its last byte out, over as many workers as that takes.
 
-An `Exchange` is the request: what the client has been told so far, and what to do when a worker does not finish.
-An `Attempt` is one worker's try at it: bytes pass from the worker's connection to the client's in a single call, unread but
-for a look at their last two characters, because only whole events are passed on. What is needed to go on elsewhere is in
-the journal.
-
-How an attempt may end, and what follows:
-
-    Answered    a whole answer that the client has not seen: told, or tried elsewhere if another worker may do better
-    Streamed    the client has it all
-    Veiled      the worker ended it for its own reasons (pause, shutdown, no room): goes on elsewhere, or the client is
-                told what the worker would have told it
-    Lost        the worker died, or spoke nonsense, or nothing: goes on elsewhere, or the client is told that
+An `Exchange` is the request: what the client has been told so far, and what to tell it when a worker does not finish. An
+`Attempt` is one worker's try; its `Course` says what follows from how that ended: whole answers are told, or tried
+elsewhere if another worker may do better; what was veiled or lost goes on elsewhere, or the client is told that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from headgate.api.errors import error_body
 from headgate.errors import RequestError, Unavailable
+from headgate.router.attempt import (
+    ANSWER_OWN,
+    HOP_BY_HOP,
+    JSON,
+    STREAM_HEADERS,
+    Answered,
+    Attempt,
+    Lost,
+    Outcome,
+    Streamed,
+    Veiled,
+    whole_answer,
+)
+from headgate.router.course import Course
 from headgate.router.disagg import Leg, prefilled
 from headgate.router.downstream import Downstream, HttpRequest, answer_head, error_answer
 from headgate.router.ending import last_words, usage_told, wants_usage
-from headgate.router.journal import VEIL, Journal, splice, unveil
+from headgate.router.journal import Journal, splice, unveil
 from headgate.router.upstream import Headers, Upstream, WorkerLost
 from headgate.router.worker import Worker
 
@@ -43,41 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LONGEST_EVENT = 16 * 2**20
-LONGEST_ANSWER = 256 * 2**20
-STREAM_HEADERS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"transfer-encoding", b"chunked"),
-]
-HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )
-)
 # Of a request these are ours to write, and everything that begins with x-headgate.
 # Nobody is asked to compress: an answer that breaks off inside an event must be seen to.
 OWN = HOP_BY_HOP | {b"accept-encoding", b"host", b"content-length", b"content-type", b"expect", b"x-request-id"}
 PRIVATE = b"x-headgate-"
-# Of an answer.
-ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-headgate-journal", b"x-headgate-worker"}
-JSON: Headers = [(b"content-type", b"application/json")]
-DONE = b"data: [DONE]\n\n"
-DONES = DONE, b"data: [DONE]\r\n\r\n"
-BOUND = b":+\n"  # this event is none without the next one
-VERSION = re.compile(rb"^:j \d+ (\d+) ", re.MULTILINE)
-FAILED = re.compile(rb"^:e (\d{3})$", re.MULTILINE)
 KEEP_ALIVE = b": keep-alive\n\n"
-RESCHEDULED = b'"finish_reason":"pd_reschedule"'  # cannot stand inside a JSON string, which would escape its quotes
-ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may do better
 # What nearly every answer that is told whole looks like.
 WHOLE = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -97,260 +67,10 @@ class WorkersFailed(RequestError):
     code = "worker_lost"
 
 
-class Answered(msgspec.Struct, frozen=True, gc=False):  # one per request, and cheaper to make than a dataclass
-    status: int
-    headers: Headers
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Veiled:
-    rescheduled: bool  # by a worker that had no room for it
-    ending: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    why: str
-
-
-Outcome = Answered | Streamed | Veiled | Lost
-
-
-class Attempt:
-    """One worker's try. Reads the answer, passes it on, and tells in `outcome` how it ended."""
-
-    __slots__ = (
-        "_body",
-        "_exchange",
-        "_headers",
-        "_last",
-        "_mode",
-        "_size",
-        "_tail",
-        "_taken",
-        "_veiled",
-        "given_up",
-        "journalled",
-        "last_s",
-        "outcome",
-        "status",
-        "upstream",
-        "worker",
-    )
-
-    def __init__(self, exchange: Exchange, worker: Worker, taken: Taken) -> None:
-        loop = exchange.router.loop
-        self._exchange = exchange
-        self._taken = taken
-        self._headers: Headers = []
-        self._mode: Callable[[Attempt, bytes], None] = Attempt._collect  # not bound, which would be a circle
-        self._tail = b""  # of an event that has not come whole
-        self._last = b""  # events that were passed on
-        self._veiled: list[bytes] = []
-        self._body: list[bytes] = []
-        self._size = 0
-        self.status = 0  # until the head has come
-        self.journalled = False
-        self.given_up = False  # by us
-        self.worker = worker
-        self.upstream: Upstream | None = None
-        self.outcome: asyncio.Future[Outcome] = loop.create_future()
-        self.last_s = loop.time()
-
-    # -- Reader ---------------------------------------------------------------------
-
-    def head(self, status: int, headers: Headers) -> None:
-        exchange = self._exchange
-        self.status, self._headers = status, headers
-        streams = False
-        for name, value in headers:
-            if name == b"content-type":
-                streams = value.startswith(b"text/event-stream")
-            elif name == b"x-headgate-journal":
-                self.journalled = True
-        if status != 200 or not streams:
-            return
-        if not exchange.ask.stream and self.journalled:
-            self._mode = Attempt._collect_journal
-            return
-        exchange.begin_stream(self.worker, STREAM_HEADERS if self.journalled else _streamed(headers))
-        self._mode = Attempt._pass_events if self.journalled else Attempt._pass
-
-    def data(self, data: bytes) -> None:
-        self.last_s = self._exchange.router.loop.time()
-        self._mode(self, data)
-
-    def ended(self) -> None:
-        self._finish(self._ending())
-
-    def lost(self, why: str) -> None:
-        self._finish(Streamed() if self._last.endswith(DONES) else Lost(why))
-
-    # -- bytes ----------------------------------------------------------------------
-
-    def _pass_events(self, data: bytes) -> None:
-        if self._tail or not data.endswith(b"\n\n") or BOUND in data:
-            data = self._whole_events(data)
-        if VEIL in data:
-            data = self._set_aside(data)
-        if data:
-            if not self._last and self._outdated(data):
-                return
-            self._last = data
-            self._exchange.pass_events(data)
-            if self._taken.pending and b"data: " in data:
-                self._taken.first_token()
-
-    def _whole_events(self, data: bytes) -> bytes:
-        data = self._tail + data
-        end = _safe_end(data)
-        self._tail = data[end:]
-        if len(self._tail) > LONGEST_EVENT:
-            self.fail("an event of its answer never ends")
-        return data[:end]
-
-    def _outdated(self, events: bytes) -> bool:
-        """Whether its first tokens come from weights that the fleet no longer has; nobody sees them then."""
-        floor = self._exchange.router.fleet.floor_version
-        if floor is None or (first := VERSION.search(events)) is None or int(first[1]) >= floor:
-            return False
-        self.fail(f"its weights have version {int(first[1])}, and the fleet's {floor}")
-        return True
-
-    def _set_aside(self, events: bytes) -> bytes:
-        """Keep veiled events back."""
-        shown: list[bytes] = []
-        for event in events.split(b"\n\n")[:-1]:
-            veiled = event.startswith(VEIL) or b"\n" + VEIL in event
-            (self._veiled if veiled else shown).append(event + b"\n\n")
-        return b"".join(shown)
-
-    def _pass(self, data: bytes) -> None:
-        """Somebody else's stream: whole events as well, so that the word of its breaking off is not part of one."""
-        if self._taken.pending:
-            self._taken.first_token()
-        data = self._tail + data
-        end = _events_end(data)
-        self._tail = data[end:]
-        if end:
-            self._exchange.told_raw = True
-            self._last = data[:end]
-            self._exchange.write_chunk(self._last)
-        elif len(data) > LONGEST_EVENT:
-            self.fail("an event of its answer never ends")
-
-    def _collect(self, data: bytes) -> None:
-        self._body.append(data)
-        self._size += len(data)
-        if self._size > LONGEST_ANSWER:
-            self.fail(f"its answer has more than {LONGEST_ANSWER} bytes")
-
-    def _collect_journal(self, data: bytes) -> None:
-        """The journal of an answer that is told whole, then that answer."""
-        if self._tail or not data.endswith(b"\n\n") or BOUND in data:
-            data = self._whole_events(data)
-        if VEIL in data:
-            data = self._set_aside(data)
-        if not data or (not self._last and self._outdated(data)):
-            return
-        self._last = data
-        if self._taken.pending and b":j " in data:
-            self._taken.first_token()
-        if data.startswith(b"data: ") or b"\ndata: " in data:
-            self._body.append(data)
-        self._exchange.journal.feed(data)
-
-    # -- the end --------------------------------------------------------------------
-
-    def _ending(self) -> Outcome:
-        if self._mode is Attempt._pass:
-            if self._tail:
-                self._exchange.write_chunk(self._tail)
-            return Streamed()
-        if self._tail:
-            return Lost("its answer ended inside an event")
-        if self._veiled:
-            ending = b"".join(self._veiled)
-            return Veiled(RESCHEDULED in ending, ending)
-        if self._mode is Attempt._collect:
-            return Answered(self.status, self._headers, b"".join(self._body))
-        if self._mode is Attempt._collect_journal:
-            return _whole_answer(b"".join(self._body)) or Lost("its answer ended early")
-        if self._mode is Attempt._pass_events and not (self._last.endswith(DONE) or FAILED.search(self._last)):
-            return Lost("its answer ended early")
-        return Streamed()
-
-    def _finish(self, outcome: Outcome) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
-
-    def fail(self, why: str) -> None:
-        """Give it up: the worker is told by closing its connection."""
-        self.given_up = True
-        self.leave()
-        self._finish(Lost(why))
-
-    def leave(self) -> None:
-        # Not by `outcome`, which a cancelled wait has ended: by now the connection may be somebody else's.
-        if self.upstream is not None and self.upstream.answers(self):
-            self.upstream.drop()
-
-    def start(self, upstream: Upstream, request: bytes) -> None:
-        self.upstream = upstream
-        self.last_s = self._exchange.router.loop.time()
-        upstream.send(request, self)
-        if self._exchange.full:
-            upstream.hold()
-
-
-def _safe_end(data: bytes) -> int:
-    """Where the last event ends that can stand without what follows it."""
-    end = len(data)
-    while (gap := data.rfind(b"\n\n", 0, end)) >= 0:
-        start = max(data.rfind(b"\n\n", 0, gap), 0)
-        if BOUND not in data[start:gap]:
-            return gap + 2
-        end = gap
-    return 0
-
-
-def _events_end(data: bytes) -> int:
-    """Where the last whole event ends, in either way to end lines."""
-    return max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3) if b"\n\n" in data or b"\n\r\n" in data else 0
-
-
-def _whole_answer(events: bytes) -> Answered | None:
-    """The answer that is told whole at the end of its journal; None if it is not there."""
-    whole = _data_of(events)
-    if whole is None:
-        return None
-    failed = FAILED.search(events) if b":e " in events else None  # far faster than looking at each line
-    return Answered(int(failed[1]) if failed else 200, JSON, whole)
-
-
-def _data_of(events: bytes) -> bytes | None:
-    """What stands in the last `data:` line."""
-    start = events.rfind(b"\ndata: ") + 1
-    if not start and not events.startswith(b"data: "):
-        return None
-    return events[start + 6 : events.index(b"\n", start)]
-
-
 @lru_cache(64)
 def _own(connection: bytes | None) -> frozenset[bytes]:
     """Headers that are not passed on: ours to write, and those that a client says are for this hop alone."""
     return OWN.union(name.strip().lower() for name in (connection or b"").split(b","))
-
-
-def _streamed(headers: Headers) -> Headers:
-    kept = [header for header in headers if header[0] not in ANSWER_OWN]
-    return [*kept, (b"transfer-encoding", b"chunked")]
 
 
 class Exchange:
@@ -656,71 +376,7 @@ class Exchange:
             self.begin_stream(worker, STREAM_HEADERS)
             self.write_chunk(ending)
             return self._end_stream()
-        answer = _whole_answer(ending)
+        answer = whole_answer(ending)
         if answer is None:
             raise WorkersFailed("the worker of this answer has ended it without a word")
         return self._tell(worker, answer)
-
-
-class Course:
-    """What has been tried for one request, and whether to go on trying."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._config = exchange.router.config
-        self.excluded: set[Worker] = set()
-        self.fruitless = 0  # attempts in a row that brought no token
-        self.last: tuple[Worker, Outcome] | None = None
-        self._reschedules = 0
-        self._tokens = 0
-
-    def ends_with(self, worker: Worker, outcome: Outcome) -> bool:
-        """Whether `outcome` is the one to tell the client."""
-        if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(outcome)):
-            return True
-        self.last = worker, outcome
-        self._count(worker, outcome)
-        if self._exchange.told_raw:
-            return True  # an answer without a journal cannot be carried on
-        if isinstance(outcome, Veiled) and outcome.rescheduled:
-            return self._reschedules > self._config.preempt_retry_count
-        return self.fruitless > self._config.retries or not self._exchange.router.retry_budget.take()
-
-    def _elsewhere(self, answer: Answered) -> bool:
-        """Another worker may do better, or the same one when it has noticed that an earlier attempt is over."""
-        return answer.status in ELSEWHERE or (answer.status == 409 and self.last is not None)
-
-    def _count(self, worker: Worker, outcome: Outcome) -> None:
-        tokens = self._exchange.journal.tokens
-        if tokens > self._tokens:
-            self.fruitless, self._tokens = 0, tokens
-            self.excluded.clear()
-        self.fruitless += 1
-        rescheduled = isinstance(outcome, Veiled) and outcome.rescheduled
-        self._reschedules += rescheduled
-        if not rescheduled or self._config.preempt_retry_exclude_decode:
-            self.excluded.add(worker)
-
-    @property
-    def rescheduled(self) -> bool:
-        """Whether the last worker had no room for it."""
-        return self.last is not None and isinstance(self.last[1], Veiled) and self.last[1].rescheduled
-
-    @property
-    def may_return(self) -> bool:
-        """Whether a worker that failed may be asked again, if there is no other."""
-        if self.last is None:
-            return False
-        match self.last[1]:
-            case Lost() | Veiled(rescheduled=True):
-                return True
-            case Answered(status):
-                return status in (409, 500, 502, 504)
-        return False
-
-    @property
-    def backoff_s(self) -> float:
-        """Before an attempt that follows fruitless ones; with jitter, so that clients of a dead worker come one by one."""
-        if self.fruitless < 2:
-            return 0.0
-        return min(0.05 * 2.0 ** (self.fruitless - 2), 1.0) * self._exchange.router.random.uniform(0.5, 1.5)

@@ -23,11 +23,13 @@ from headgate.config import RouteConfig
 from headgate.errors import DuplicateId, RequestError, Unavailable
 from headgate.router.admission import Admission
 from headgate.router.ask import Ask, read_ask
+from headgate.router.attempt import Answered, Lost, Outcome, Veiled
+from headgate.router.course import Course
 from headgate.router.downstream import Answering, Connections, Downstream, HttpRequest, error_answer
 from headgate.router.fleet import Fleet, Half
 from headgate.router.index import Match, Path, PrefixIndex, Visit, path_of
 from headgate.router.policy import POLICIES, Policy
-from headgate.router.relay import Answered, Course, Exchange, Lost, NoWorker, Outcome, Veiled
+from headgate.router.relay import Exchange, NoWorker
 from headgate.router.upstream import Headers
 from headgate.router.worker import Worker
 

@@ -1,0 +1,77 @@
+"""What has been tried for one request, and whether to go on trying."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
+from headgate.router.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.relay import Exchange
+
+ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may do better
+
+
+class Course:
+    """What has been tried for one request, and whether to go on trying."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._config = exchange.router.config
+        self.excluded: set[Worker] = set()
+        self.fruitless = 0  # attempts in a row that brought no token
+        self.last: tuple[Worker, Outcome] | None = None
+        self._reschedules = 0
+        self._tokens = 0
+
+    def ends_with(self, worker: Worker, outcome: Outcome) -> bool:
+        """Whether `outcome` is the one to tell the client."""
+        if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(outcome)):
+            return True
+        self.last = worker, outcome
+        self._count(worker, outcome)
+        if self._exchange.told_raw:
+            return True  # an answer without a journal cannot be carried on
+        if isinstance(outcome, Veiled) and outcome.rescheduled:
+            return self._reschedules > self._config.preempt_retry_count
+        return self.fruitless > self._config.retries or not self._exchange.router.retry_budget.take()
+
+    def _elsewhere(self, answer: Answered) -> bool:
+        """Another worker may do better, or the same one when it has noticed that an earlier attempt is over."""
+        return answer.status in ELSEWHERE or (answer.status == 409 and self.last is not None)
+
+    def _count(self, worker: Worker, outcome: Outcome) -> None:
+        tokens = self._exchange.journal.tokens
+        if tokens > self._tokens:
+            self.fruitless, self._tokens = 0, tokens
+            self.excluded.clear()
+        self.fruitless += 1
+        rescheduled = isinstance(outcome, Veiled) and outcome.rescheduled
+        self._reschedules += rescheduled
+        if not rescheduled or self._config.preempt_retry_exclude_decode:
+            self.excluded.add(worker)
+
+    @property
+    def rescheduled(self) -> bool:
+        """Whether the last worker had no room for it."""
+        return self.last is not None and isinstance(self.last[1], Veiled) and self.last[1].rescheduled
+
+    @property
+    def may_return(self) -> bool:
+        """Whether a worker that failed may be asked again, if there is no other."""
+        if self.last is None:
+            return False
+        match self.last[1]:
+            case Lost() | Veiled(rescheduled=True):
+                return True
+            case Answered(status):
+                return status in (409, 500, 502, 504)
+        return False
+
+    @property
+    def backoff_s(self) -> float:
+        """Before an attempt that follows fruitless ones; with jitter, so that clients of a dead worker come one by one."""
+        if self.fruitless < 2:
+            return 0.0
+        return min(0.05 * 2.0 ** (self.fruitless - 2), 1.0) * self._exchange.router.random.uniform(0.5, 1.5)
