@@ -404,10 +404,10 @@ def test_24_a_resume_cancels_a_pause_that_still_waits(router: LiveRouter):
         (running,) = ask_long(fleet, threads, "long")
         pausing = threads.submit(fleet.pause, "drain", timeout_s=30)
         wait_until(lambda: fleet.state().state == "pausing")
-        assert fleet.resume().state == "running" and pausing.result(10).state == "running"
+        assert fleet.resume().state == "running" and pausing.result(40).state == "running"
         assert not router.router.holding and not running.done()
         fleet.abort("long")
-        assert running.result(10).cause == "api_abort"
+        assert running.result(40).cause == "api_abort"
 
 
 def test_a_fleet_without_workers_is_not_held_by_a_pause_that_nobody_heard():
