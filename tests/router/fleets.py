@@ -114,6 +114,7 @@ class FakeWorker:
     hangs: bool = False
     owner: str = "headgate"
     slow: str = ""  # the path of a call that is never answered
+    late_s: dict[str, float] = field(default_factory=dict)  # path -> how long a call lies unread
     refuses: dict[str, int] = field(default_factory=dict)  # path -> status
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     url: str = ""
@@ -163,6 +164,7 @@ def fake_worker(**options: Any) -> Iterator[FakeWorker]:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             if fake.hangs or self.path == fake.slow:
                 fake.over.wait(60)
+            fake.over.wait(fake.late_s.get(self.path, 0))
             status, told = fake.answer(self.command, self.path.partition("?")[0], json.loads(body or b"{}"))
             raw = json.dumps(told).encode()
             self.send_response(status)

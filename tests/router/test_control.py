@@ -410,6 +410,27 @@ def test_24_a_resume_cancels_a_pause_that_still_waits(router: LiveRouter):
         assert running.result(40).cause == "api_abort"
 
 
+def test_24_a_worker_that_hears_of_a_pause_after_its_end_runs_too(fakes: list[FakeWorker]):
+    fakes[0].late_s["/v1/pause"] = 0.3
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
+        pausing = threads.submit(router.post, "/v1/pause")
+        wait_until(lambda: fakes[1].state == fakes[2].state == "paused")
+        assert router.post("/v1/resume").json()["result"]["state"] == "running"
+        assert [fake.state for fake in fakes] == ["running"] * 3
+        assert pausing.result(40).json()["result"]["state"] == "running" and not router.router.holding
+
+
+def test_24_a_pause_that_comes_after_a_resume_is_kept(fakes: list[FakeWorker]):
+    fakes[0].late_s = {"/v1/pause": 0.2, "/v1/resume": 0.2}
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(2) as threads:
+        assert router.post("/v1/pause").json()["result"]["state"] == "paused"
+        resuming = threads.submit(router.post, "/v1/resume")
+        wait_until(lambda: fakes[1].state == "running")
+        assert router.post("/v1/pause").json()["result"]["state"] == "paused"
+        assert resuming.result(40).status_code == 200
+        assert [fake.state for fake in fakes] == ["paused"] * 3 and router.router.holding
+
+
 def test_a_fleet_without_workers_is_not_held_by_a_pause_that_nobody_heard():
     with live_router() as router:
         assert router.post("/v1/pause").json()["error"]["code"] == "no_worker" and not router.router.holding

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 ACCEPTED = 202  # a worker's own word for: not all of my engines yet
+OVERTAKEN_S = (0.05, 0.1, 0.2, 0.4)  # how long a resume waits for pauses on their way, before each time it is said again
 
 encode = msgspec.json.Encoder().encode
 
@@ -82,6 +83,8 @@ class FleetControls:
         self._fleet = router.fleet
         self._moving: str | None = None  # what is moving weights or memory
         self._verbs = 0  # calls in progress
+        self._resuming = asyncio.Lock()
+        self._pauses: set[asyncio.Future[list[Reply]]] = set()  # not answered yet
         self.pause_asked: PauseRequest | None = None  # what the fleet was last asked
         self.paused: set[Worker] = set()  # who has followed
         self.update_asked: dict[str, Any] | None = None  # the body of the last one that others can be given too
@@ -94,11 +97,13 @@ class FleetControls:
         self._refuse_if_empty()
         began_s = self._router.loop.time()
         with self.busy():
-            self.hold(body)
-            replies = await self._all(Call("POST", "/v1/pause", encode(body)), asking, body.timeout + SLACK_S)
-            if self.pause_asked is not body:  # somebody has resumed, or paused otherwise, and what was told is old
-                return await self.look(asking)
-            self.paused = {reply.worker for reply in replies if reply.ok}
+            async with self._resuming:
+                self.hold(body)
+            replies = await self._told_to_pause(body, asking)
+            async with self._resuming:
+                if self.pause_asked is not body:  # somebody has resumed, or paused otherwise, and what was told is old
+                    return await self.look(asking)
+                self.paused = {reply.worker for reply in replies if reply.ok}
         result = self._result(replies)
         told = [reply.json().get("result", {}) for reply in replies if reply.ok]
         result.aborted = sum(each.get("aborted", 0) for each in told)
@@ -107,15 +112,36 @@ class FleetControls:
         result.elapsed_s = round(self._router.loop.time() - began_s, 6)
         return self._checked(result, replies)
 
+    async def _told_to_pause(self, body: PauseRequest, asking: Asking) -> list[Reply]:
+        call = Call("POST", "/v1/pause", encode(body))
+        told = asyncio.ensure_future(self._all(call, asking, body.timeout + SLACK_S))
+        self._pauses.add(told)
+        try:
+            return await told
+        finally:
+            self._pauses.discard(told)
+
     async def resume(self, asking: Asking) -> RouterResult:
         self.refuse_while_moving()
         with self.busy():
-            try:
-                replies = await self._all(Call("POST", "/v1/resume"), asking, self.patience_s)
-                result = self._result(replies)
-            finally:
-                self.release()
+            async with self._resuming:
+                try:
+                    replies = await self._told_to_resume(asking)
+                    result = self._result(replies)
+                finally:
+                    self.release()
         return self._checked(result, replies)
+
+    async def _told_to_resume(self, asking: Asking) -> list[Reply]:
+        """Again while pauses that were asked before come back: a worker may have heard of one of them last."""
+        pauses = set(self._pauses)
+        replies = await self._all(Call("POST", "/v1/resume"), asking, self.patience_s)
+        for patience_s in OVERTAKEN_S:
+            if not pauses:
+                break
+            _, pauses = await asyncio.wait(pauses, timeout=patience_s)
+            replies = await self._all(Call("POST", "/v1/resume"), asking, self.patience_s)
+        return replies
 
     async def look(self, asking: Asking) -> RouterResult:
         return self._result(await self._all(Call("GET", "/v1/is_paused"), asking, self.patience_s))
