@@ -24,10 +24,11 @@ START_S = time.perf_counter()
 import torch  # noqa: E402
 from benchmarks.checkpoint import SHAPES  # noqa: E402
 
-import headgate.worker.build as worker_build  # noqa: E402
+import headgate.worker.crew as crew  # noqa: E402
 from headgate.config import EngineConfig  # noqa: E402
 from headgate.engine.build import Engine, build_engine  # noqa: E402
 from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of  # noqa: E402
+from headgate.protocol.command import Files  # noqa: E402
 from headgate.protocol.message import Answer, Submit, Told  # noqa: E402
 from headgate.protocol.request import GenerateRequest, SamplingParams  # noqa: E402
 from headgate.testing.tiny import tiny_config  # noqa: E402
@@ -83,9 +84,8 @@ class RandomWeights:
             yield name, 1 + 0.1 * noise if name.endswith("norm.weight") else noise / shape[-1] ** 0.5
 
 
-def open_random(path: Path) -> tuple[ModelSpec, RandomWeights]:
-    spec = read_spec(path)
-    return spec, RandomWeights(spec)
+def open_random(source: Files, device: torch.device) -> RandomWeights:
+    return RandomWeights(read_spec(Path(source.path)))
 
 
 class Clients:
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    worker_build.open_model = open_random  # type: ignore[assignment]
+    crew.open_source = open_random  # type: ignore[assignment]
     rows: list[Row] = []
     began_s = START_S
     for shape in arguments.shape or VLLM:

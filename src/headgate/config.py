@@ -34,6 +34,7 @@ class EngineConfig:
     dtype: str = "auto"  # the checkpoint's
     backend: str = "auto"  # auto, torch (the reference), cpu (compiled kernels), triton
     deterministic: bool = False  # the bits of an answer never depend on what else runs
+    tensor_parallel: int = 1  # ranks: processes that compute one model together, each with a part of it
     max_context: int | None = None  # tokens of prompt and answer together
     max_running: int = 256  # sequences that run at once
     max_batch_tokens: int | None = None  # tokens computed in one step
@@ -62,7 +63,7 @@ class EngineConfig:
         _check(self.on_preempt in PREEMPTED, f"on_preempt must be recompute or reschedule, not {self.on_preempt!r}")
         for name in ("lease_s", "kv_wait_s", "export_wait_s"):
             _check(getattr(self, name) > 0, f"{name} must be above 0")
-        for name in ("max_context", "max_running", "max_batch_tokens", "kv_blocks", "run_ahead"):
+        for name in ("max_context", "max_running", "max_batch_tokens", "kv_blocks", "run_ahead", "tensor_parallel"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} must be at least 1")
 
@@ -171,6 +172,7 @@ class RouteConfig:
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0  # of workers that show no life while they compute
     idle_timeout_s: float = 60.0  # of streams
+    write_timeout_s: float = 300.0  # for a client to read on; one that does not counts as gone
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
     silence_s: float = 10.0  # without probe or byte, and a worker's answers go on elsewhere
@@ -193,5 +195,9 @@ class RouteConfig:
         _check(self.max_in_flight is None or self.max_in_flight >= 1, "max_in_flight must be at least 1")
         for name in ("max_queue", "retries", "preempt_retry_count", "patience_s", "drain_timeout_s"):
             _check(getattr(self, name) >= 0, f"{name} must be at least 0")
-        for name in ("connect_timeout_s", "first_byte_timeout_s", "idle_timeout_s", "probe_interval_s", "silence_s"):
+        _check(self.disaggregate_tokens >= 0, "disaggregate_tokens must be at least 0")
+        _check(self.ticket_timeout_s > 0, "ticket_timeout_s must be above 0")
+        for name in ("connect_timeout_s", "first_byte_timeout_s", "idle_timeout_s", "write_timeout_s"):
+            _check(getattr(self, name) > 0, f"{name} must be above 0")
+        for name in ("probe_interval_s", "silence_s"):
             _check(getattr(self, name) > 0, f"{name} must be above 0")

@@ -15,6 +15,7 @@ HeadgateError
 ├── OutOfMemory        the machine is too small for what was asked
 └── EngineDead         the engine process is gone and cannot answer
     ├── CannotStart        it never came up, and has itself said why on standard error
+    ├── RankLost           one of the processes that compute a model together is gone, or does not answer in time
     └── Late               it is there, but has not answered in the time that it was given
 
 This module imports nothing of ours, so everyone may import it.
@@ -95,6 +96,10 @@ class EngineDead(HeadgateError):
 
 
 class CannotStart(EngineDead):
+    pass
+
+
+class RankLost(EngineDead):
     pass
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LogFormat = Literal["text", "json"]
 
@@ -18,8 +18,26 @@ LogFormat = Literal["text", "json"]
 QUIET = ("uvicorn", "asyncio", "httpx", "httpcore", "urllib3", "matplotlib", "opentelemetry")
 
 
+class Voice(NamedTuple):
+    """How a process logs."""
+
+    format: LogFormat = "text"
+    level: str = "WARNING"
+    who: str = "headgate"
+
+
+_own = Voice()
+
+
+def own_voice() -> Voice:
+    """How this process logs, for those that it starts."""
+    return _own
+
+
 def set_up(format: LogFormat, level: str, who: str) -> None:
     """Send everything that is logged in this process to standard error; called once, by its `main`."""
+    global _own
+    _own = Voice(format, level, who)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(who) if format == "json" else Lines(who))
     logging.basicConfig(level=level, handlers=[handler], force=True)

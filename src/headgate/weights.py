@@ -39,7 +39,7 @@ from headgate.worker import ipc
 from headgate.worker.group import BUCKET, Circle, offer, raw
 from headgate.worker.weights import DTYPES, OpenFile
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # in a folder of its own, by `mkdtemp`  # nosec B108
 
 
 @contextmanager

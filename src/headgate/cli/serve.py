@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headgate.api.server import Ready
 
 ROLES = ("mixed", "prefill", "decode")
+KV_LISTEN = "127.0.0.1:0"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -33,7 +34,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     add("--role", choices=ROLES, default="mixed", metavar="ROLE", help="there: mixed, prefill or decode (mixed)")
     add(
         "--kv-listen",
-        default="127.0.0.1:0",
+        default=KV_LISTEN,
         metavar="IP:PORT",
         help="where engines fetch KV; 0: any port (%(default)s)",
     )
@@ -50,6 +51,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
 
     add = command.add_argument_group("how it computes").add_argument
     add("--replicas", type=int, default=1, metavar="N", help="engine processes behind one API (default: 1)")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share one model, per engine (1)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     add("--dtype", choices=DTYPES, default="auto", metavar="TYPE", help=f"{', '.join(DTYPES)} (the checkpoint's)")
     add("--deterministic", action="store_true", help="answers never depend on what else runs, to the bit")
@@ -157,10 +159,17 @@ def kv_times(text: str) -> KvTimes:
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
+    if options.tensor_parallel > 1 and (options.role != "mixed" or options.kv_listen != KV_LISTEN):
+        asked = f"--role {options.role}" if options.role != "mixed" else f"--kv-listen {options.kv_listen}"
+        raise RequestError(
+            f"{asked} and --tensor-parallel {options.tensor_parallel} exclude each other: an engine of several ranks does "
+            f"not exchange KV; leave one of them out"
+        )
     return EngineConfig(
         device=options.device,
         dtype=options.dtype,
         deterministic=options.deterministic,
+        tensor_parallel=options.tensor_parallel,
         max_context=options.max_context,
         max_running=options.max_running,
         kv_blocks=options.kv_blocks,
@@ -225,11 +234,12 @@ def announce(ready: Ready) -> None:
 def ready_block(ready: Ready) -> str:
     config, info = ready.config, ready.info
     kv_tokens = info.num_blocks * info.block_size
+    engines = f"{config.replicas}, each" + (f" of {info.ranks} ranks" if info.ranks > 1 else "")
     lines = {
         "model": f"{config.model_name} ({info.dtype}, {info.backend} backend on {info.device})",
         "context": f"{info.max_context} tokens",
         "KV cache": f"{info.num_blocks} blocks of {info.block_size} tokens: {kv_tokens} tokens per engine",
-        "engines": f"{config.replicas}, each with up to {info.max_running} answers at once; {config.max_queue} may wait",
+        "engines": f"{engines} with up to {info.max_running} answers at once; {config.max_queue} may wait",
         "listening": f"{ready.url} ({ready.url}/openapi.json says what there is)",
         "dashboard": f"{ready.url}/dashboard",
     }

@@ -16,7 +16,8 @@ from headgate.engine.loop import EngineLoop
 from headgate.protocol.message import Answer, EngineInfo, Told
 from headgate.transfer.tcp import TcpTransport, parse_address
 from headgate.transfer.transport import BlockMemory, NoTransport, Transport
-from headgate.worker.build import Wanted, build_worker
+from headgate.worker.build import build_worker
+from headgate.worker.crew import Wanted
 from headgate.worker.executor import Executor
 
 
@@ -77,6 +78,7 @@ def build_engine(
         device=worker.device,
         backend=worker.backend,
         dtype=worker.dtype,
+        ranks=config.tensor_parallel,
     )
     loop = EngineLoop(
         scheduler,
@@ -87,11 +89,14 @@ def build_engine(
         recorder=Recorder(None if config.crash_folder is None else Path(config.crash_folder)),
         run_ahead=worker.run_ahead,
     )
+    if worker.followers is not None:
+        worker.followers.watch(loop.fail)
     return Engine(info, loop, worker.executor, transport)
 
 
 def open_transport(config: EngineConfig, blocks: BlockMemory) -> Transport:
-    if config.kv_listen is None:
+    # Of a model with several ranks, this process has only a part of the KV.
+    if config.kv_listen is None or config.tensor_parallel > 1:
         return NoTransport()
     return _transport_kind(config.kv_transport)(
         blocks,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,14 +23,16 @@ from headgate.core.scheduler import Scheduler
 from headgate.engine.control import Control, Supply
 from headgate.engine.evidence import Recorder
 from headgate.engine.post import sort_by_client
-from headgate.errors import EngineDead, RequestError
+from headgate.errors import EngineDead, RankLost, RequestError
 from headgate.protocol.command import Stop
 from headgate.protocol.message import Abort, Answer, Call, EngineStatus, Message, Submit, Told
 from headgate.protocol.output import Refused
 from headgate.protocol.plan import StepResult
 from headgate.protocol.request import GenerateRequest
 from headgate.transfer.transport import Event, Fetched, NoTransport, Released, Renewed, Transport
-from headgate.worker.executor import Executor
+
+if TYPE_CHECKING:
+    from headgate.worker.executor import Executor  # which imports torch, and a simulated device needs none
 
 # Longest sleep of an idle loop; leases are renewed and expire on a coarser scale than this.
 IDLE_S = 1.0
@@ -59,6 +62,7 @@ class EngineLoop:
         self._refused: list[Refused] = []
         self._recorder = recorder or Recorder()
         self._closed = False
+        self._failure: RankLost | None = None
         self._abort_messages = 0
         self.control = Control(scheduler, supply=supply, tell=self._tell, wake=self.wake)
         scheduler.tick(clock())
@@ -73,6 +77,11 @@ class EngineLoop:
     def close(self) -> None:
         """Make `run` return after its current turn; may be called from any thread."""
         self._closed = True
+        self.wake()
+
+    def fail(self, error: RankLost) -> None:
+        """The device is not whole any more, though no step may have told: the next turn raises `error`. From any thread."""
+        self._failure = error
         self.wake()
 
     @property
@@ -97,11 +106,15 @@ class EngineLoop:
         except Exception as error:
             if not self._closed:
                 self._closed = True
-                self._recorder.write(error, self.scheduler, self.control.state, self.control.look())
+                # A process that was killed is no bug of ours, and our last plans have nothing to say about it.
+                if not isinstance(error, RankLost):
+                    self._recorder.write(error, self.scheduler, self.control.state, self.control.look())
             raise
 
     def _turn(self) -> None:
         messages = self._receive()
+        if self._failure is not None:
+            raise self._failure
         for event in messages:
             # Before the clock: whoever renewed a lease in time keeps it, however long we have been away.
             if isinstance(event, Event):
@@ -155,6 +168,7 @@ class EngineLoop:
             counters.transfers_lost,
             counters.rescheduled,
             self._transport.counts(),
+            scheduler.fetches,
         )
 
     # -- in ---------------------------------------------------------------------

@@ -6,6 +6,7 @@ the terminal are the parent's business. An engine that cannot start says why in 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,10 +18,12 @@ import msgspec
 from headgate import logs
 from headgate.engine.build import Engine, build_engine
 from headgate.engine.channel import EngineChannel
-from headgate.engine.start import CANNOT_START, EngineStart
-from headgate.errors import HeadgateError
+from headgate.engine.start import CANNOT_START, LOST_RANK, EngineStart
+from headgate.errors import HeadgateError, RankLost
 from headgate.protocol.message import Answer, Told
-from headgate.worker.build import Wanted
+from headgate.worker.crew import Wanted
+
+log = logging.getLogger(__name__)
 
 
 def main(argument: str) -> int:
@@ -45,6 +48,9 @@ def main(argument: str) -> int:
     channel.start()
     try:
         engine.loop.run()
+    except RankLost as error:
+        log.error("%s; the engine ends", error)
+        return LOST_RANK
     finally:
         channel.close()
         engine.close()
@@ -68,4 +74,7 @@ class Parent:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    code = main(sys.argv[1])
+    if code == LOST_RANK:
+        os._exit(code)  # a thread may still wait for a rank that is gone, and streams wait for our end
+    sys.exit(code)

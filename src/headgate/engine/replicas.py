@@ -333,6 +333,7 @@ class Replicas:
                 if not started.done():
                     started.set_exception(error)
                     return
+                _go_if_cancelled()
                 log.error("engine %d: %s", replica.index, error)
             quick = quick if clock() - began_s < SOON_S else 0
             pause_s = RESTART_PAUSES_S[min(quick, len(RESTART_PAUSES_S) - 1)]
@@ -479,6 +480,13 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         log.warning("engine process %d did not end in %g s; killing it", process.pid, STOP_TIMEOUT_S)
         process.kill()
         await process.wait()
+
+
+def _go_if_cancelled() -> None:
+    """The end of a process in the moment in which its keeper is cancelled hides that one."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _obituary(process: asyncio.subprocess.Process) -> str:

@@ -9,6 +9,7 @@ from headgate.logs import LogFormat
 from headgate.protocol.command import Files
 
 CANNOT_START = 3  # exit code
+LOST_RANK = 4  # exit code
 
 
 class EngineStart(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""Matrix products, whose rows may come from several tensors of the checkpoint."""
+"""Matrix products, whose rows may come from several tensors of the checkpoint, and of which a rank may have a part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -10,16 +10,23 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import Backend, Matrix
 from headgate.layers.parameter import Parameter, plain
+from headgate.layers.ranks import ALONE, Ranks, share
 
 
 class Linear:
-    """One product for all `parts` (name to number of rows), whose outputs lie side by side."""
+    """One product for all `parts` (name to number of rows), whose outputs lie side by side.
 
-    def __init__(self, backend: Backend, matrix: Matrix, parts: Mapping[str, int], *, bias: bool = False) -> None:
-        assert sum(parts.values()) == matrix.rows
+    Among several ranks, each has its share of the rows of every part, and computes that share of the outputs.
+    """
+
+    def __init__(
+        self, backend: Backend, matrix: Matrix, parts: Mapping[str, int], *, bias: bool = False, ranks: Ranks = ALONE
+    ) -> None:
+        assert sum(parts.values()) == matrix.rows * ranks.size
         self.backend = backend
         self.matrix = matrix
         self.parts = parts
+        self.ranks = ranks
         self.bias = torch.empty(matrix.rows, dtype=backend.dtype, device=backend.device) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,10 +38,16 @@ class Linear:
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         row = 0
         for name, rows in self.parts.items():
-            yield f"{name}.weight", Parameter((rows, self.matrix.columns), partial(self.pack, row), self.matrix.data)
+            mine = share(self.ranks, rows)
+            yield f"{name}.weight", self._rows(mine, rows, row)
+            end = row + mine.stop - mine.start
             if self.bias is not None:
-                yield f"{name}.bias", plain(self.bias[row : row + rows])
-            row += rows
+                place = self.bias[row:end]
+                yield f"{name}.bias", Parameter((rows,), cut(mine, place.copy_), place)
+            row = end
+
+    def _rows(self, mine: slice, rows: int, row: int) -> Parameter:
+        return Parameter((rows, self.matrix.columns), cut(mine, partial(self.pack, row)), self.matrix.data)
 
 
 class GateUp(Linear):
@@ -47,32 +60,86 @@ class GateUp(Linear):
         self.backend.pack_gate_up(self.matrix, weight, row)
 
 
-class Embedding:
-    def __init__(self, backend: Backend, vocab: int, hidden: int) -> None:
-        self.weight = torch.empty(vocab, hidden, dtype=backend.dtype, device=backend.device)
+class SummedLinear:
+    """A product over inputs that are spread among ranks as a `Linear` leaves them: each has the columns for its inputs."""
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.weight)
+    def __init__(
+        self, backend: Backend, matrix: Matrix, name: str, *, bias: bool = False, ranks: Ranks = ALONE
+    ) -> None:
+        self.backend = backend
+        self.matrix = matrix
+        self.name = name
+        self.ranks = ranks
+        self.bias = torch.empty(matrix.rows, dtype=backend.dtype, device=backend.device) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if self.ranks.rank == 0 else None  # of the sum, so it is added once
+        return self.ranks.sum(self.backend.linear(x, self.matrix, bias))
+
+    def pack(self, weight: torch.Tensor) -> None:
+        self.backend.pack(self.matrix, weight[:, share(self.ranks, weight.shape[1])], 0)
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        yield "weight", plain(self.weight)
+        whole = (self.matrix.rows, self.matrix.columns * self.ranks.size)
+        yield f"{self.name}.weight", Parameter(whole, self.pack, self.matrix.data)
+        if self.bias is not None:
+            yield f"{self.name}.bias", plain(self.bias)
+
+
+class Embedding:
+    """Among several ranks, each has the rows of some tokens."""
+
+    def __init__(self, backend: Backend, vocab: int, hidden: int, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+        self.vocab = vocab
+        self.mine = share(ranks, vocab)
+        rows = self.mine.stop - self.mine.start
+        self.weight = torch.empty(rows, hidden, dtype=backend.dtype, device=backend.device)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return look_up(tokens, self.mine, self.ranks, lambda ids: F.embedding(ids, self.weight))
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        shape = (self.vocab, self.weight.shape[1])
+        yield "weight", Parameter(shape, cut(self.mine, self.weight.copy_), self.weight)
 
 
 class Unembedding:
     """From hidden states to logits. Its matrix can serve as the embedding too, for models that tie the two."""
 
-    def __init__(self, backend: Backend, vocab: int, hidden: int) -> None:
+    def __init__(self, backend: Backend, vocab: int, hidden: int, ranks: Ranks = ALONE) -> None:
         self.backend = backend
-        self.matrix = backend.matrix(vocab, hidden)
+        self.ranks = ranks
+        self.vocab = vocab
+        self.mine = share(ranks, vocab)
+        # Equally many on every rank, so that logits can be gathered; what the last one has too many is cut off.
+        self.matrix = backend.matrix(-(-vocab // ranks.size), hidden)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.backend.logits(hidden, self.matrix)
+        return self.ranks.gather(self.backend.logits(hidden, self.matrix))[:, : self.vocab]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.backend.embed(tokens, self.matrix)
+        return look_up(tokens, self.mine, self.ranks, lambda ids: self.backend.embed(ids, self.matrix))
 
     def pack(self, weight: torch.Tensor) -> None:
         self.backend.pack(self.matrix, weight, 0)
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        yield "weight", Parameter((self.matrix.rows, self.matrix.columns), self.pack, self.matrix.data)
+        yield "weight", Parameter((self.vocab, self.matrix.columns), cut(self.mine, self.pack), self.matrix.data)
+
+
+def cut(rows: slice, write: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    """Write only these rows of a checkpoint tensor."""
+    return lambda tensor: write(tensor[rows])
+
+
+def look_up(
+    tokens: torch.Tensor, mine: slice, ranks: Ranks, embed: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The rows of `tokens`, of which this rank has those in `mine`."""
+    if ranks.size == 1:
+        return embed(tokens)
+    known = (tokens >= mine.start) & (tokens < mine.stop)
+    rows = embed(torch.where(known, tokens - mine.start, 0))
+    # One rank has the row and the others zeros, so the sum is exact.
+    return ranks.sum(rows.masked_fill(~known[:, None], 0))

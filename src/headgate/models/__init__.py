@@ -2,7 +2,16 @@
 
 from headgate.models.config import Config
 from headgate.models.dense import DenseModel
-from headgate.models.registry import ARCHITECTURES, build_model, read_spec, spec_of
+from headgate.models.registry import ARCHITECTURES, build_model, read_spec, refuse_uneven, spec_of
 from headgate.models.spec import ModelSpec
 
-__all__ = ["ARCHITECTURES", "Config", "DenseModel", "ModelSpec", "build_model", "read_spec", "spec_of"]
+__all__ = [
+    "ARCHITECTURES",
+    "Config",
+    "DenseModel",
+    "ModelSpec",
+    "build_model",
+    "read_spec",
+    "refuse_uneven",
+    "spec_of",
+]

@@ -3,6 +3,8 @@
 Hidden states are `[tokens, hidden]`, tokens of all slices one after another. The residual stream is one tensor per
 step that every norm adds into. A layer is eight operations of the backend, and the forward pass reads nothing from
 the device, so that it can be captured in a graph.
+
+Among several ranks, each has some heads and a part of the MLP; what they make of it is summed twice a layer.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import torch
 
 from headgate.layers.backend import KV, Backend, Rotary
 from headgate.layers.batch import Batch
-from headgate.layers.linear import Embedding, GateUp, Linear, Unembedding
+from headgate.layers.linear import Embedding, GateUp, Linear, SummedLinear, Unembedding
 from headgate.layers.norm import Norm
 from headgate.layers.parameter import Parameter, plain, under
+from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.spec import ModelSpec
 
 
 class Attention:
-    def __init__(self, spec: ModelSpec, backend: Backend, rotary: Rotary, window: int | None) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend, rotary: Rotary, window: int | None, ranks: Ranks) -> None:
         self.backend = backend
         self.rotary = rotary
         self.window = window
@@ -28,11 +31,13 @@ class Attention:
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.qkv = Linear(
             backend,
-            backend.matrix(q + 2 * kv, spec.hidden),
+            backend.matrix((q + 2 * kv) // ranks.size, spec.hidden),
             {"q_proj": q, "k_proj": kv, "v_proj": kv},
             bias=spec.qkv_bias,
+            ranks=ranks,
         )
-        self.out = Linear(backend, backend.matrix(spec.hidden, q), {"o_proj": spec.hidden}, bias=spec.out_bias)
+        inputs = backend.matrix(spec.hidden, q // ranks.size)
+        self.out = SummedLinear(backend, inputs, "o_proj", bias=spec.out_bias, ranks=ranks)
 
     def __call__(self, hidden: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
         q = self.backend.rope_and_write(self.qkv(hidden), batch, self.rotary, kv)
@@ -47,15 +52,17 @@ class Attention:
 
 
 class MLP:
-    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend, ranks: Ranks) -> None:
         hidden, intermediate = spec.hidden, spec.intermediate
         self.gate_up = GateUp(
             backend,
-            backend.gate_up_matrix(intermediate, hidden),
+            backend.gate_up_matrix(intermediate // ranks.size, hidden),
             {"gate_proj": intermediate, "up_proj": intermediate},
             bias=spec.mlp_bias,
+            ranks=ranks,
         )
-        self.down = Linear(backend, backend.matrix(hidden, intermediate), {"down_proj": hidden}, bias=spec.mlp_bias)
+        inputs = backend.matrix(hidden, intermediate // ranks.size)
+        self.down = SummedLinear(backend, inputs, "down_proj", bias=spec.mlp_bias, ranks=ranks)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(hidden))
@@ -66,11 +73,11 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, spec: ModelSpec, backend: Backend, rotary: Rotary, window: int | None) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend, rotary: Rotary, window: int | None, ranks: Ranks) -> None:
         self.input_norm = Norm(backend, spec.hidden, spec.rms_eps)
-        self.attention = Attention(spec, backend, rotary, window)
+        self.attention = Attention(spec, backend, rotary, window, ranks)
         self.attention_norm = Norm(backend, spec.hidden, spec.rms_eps)
-        self.mlp = MLP(spec, backend)
+        self.mlp = MLP(spec, backend, ranks)
 
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
         hidden = self.attention(self.input_norm(hidden, residual), batch, kv)
@@ -84,14 +91,14 @@ class DecoderLayer:
 
 
 class DenseModel:
-    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend, ranks: Ranks = ALONE) -> None:
         self.spec = spec
         self.backend = backend
-        self.unembedding = Unembedding(backend, spec.vocab, spec.hidden)
-        self.embedding = self.unembedding if spec.tied else Embedding(backend, spec.vocab, spec.hidden)
+        self.unembedding = Unembedding(backend, spec.vocab, spec.hidden, ranks)
+        self.embedding = self.unembedding if spec.tied else Embedding(backend, spec.vocab, spec.hidden, ranks)
         cos, sin = (table.to(backend.device) for table in spec.rope.tables(spec.head_dim, spec.max_positions))
         self.layers = [
-            DecoderLayer(spec, backend, rotary_of(spec, backend, cos, sin), window) for window in spec.windows
+            DecoderLayer(spec, backend, rotary_of(spec, backend, cos, sin), window, ranks) for window in spec.windows
         ]
         self.norm = Norm(backend, spec.hidden, spec.rms_eps)
 

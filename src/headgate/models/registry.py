@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from headgate.errors import UnsupportedModel
+from headgate.errors import RequestError, UnsupportedModel
 from headgate.layers.backend import Heads
 from headgate.layers.choice import choose_backend
+from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.config import Config, eos_ids, read_config, read_json
 from headgate.models.dense import DenseModel
 from headgate.models.llama import llama
@@ -60,8 +61,21 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     backend: str = "auto",
     deterministic: bool = False,
+    ranks: Ranks = ALONE,
 ) -> DenseModel:
-    """The network of `spec`, its parameters allocated but not filled."""
-    heads = Heads(query=spec.heads, kv=spec.kv_heads, size=spec.head_dim)
+    """The network of `spec`, or one rank's part of it; its parameters allocated but not filled."""
+    refuse_uneven(spec, ranks.size)
+    heads = Heads(query=spec.heads // ranks.size, kv=spec.kv_heads // ranks.size, size=spec.head_dim)
     chosen = choose_backend(backend, torch.device(device), dtype, heads, deterministic=deterministic)
-    return DenseModel(spec, chosen)
+    return DenseModel(spec, chosen, ranks)
+
+
+def refuse_uneven(spec: ModelSpec, ranks: int) -> None:
+    """The KV heads divide the attention heads, so these two decide."""
+    if spec.kv_heads % ranks or spec.intermediate % ranks:
+        fits = [n for n in range(1, spec.kv_heads + 1) if not spec.kv_heads % n and not spec.intermediate % n]
+        raise RequestError(
+            f"tensor_parallel is {ranks}, and this model's {spec.kv_heads} KV heads and MLP of {spec.intermediate} cannot "
+            f"be divided by that; it takes {', '.join(map(str, fits))}",
+            param="tensor_parallel",
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,19 +15,22 @@ import torch
 from headgate.config import EngineConfig
 from headgate.errors import ModelError, OutOfMemory, RequestError
 from headgate.layers.backend import KV
-from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of
+from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, refuse_uneven, spec_of
 from headgate.protocol.command import Files
 from headgate.text.tokenizer import load_tokenizer
 from headgate.transfer.transport import BlockMemory
 from headgate.worker.blocks import block_memory, fingerprint
+from headgate.worker.crew import Crew, Wanted, gather_crew, join_crew
 from headgate.worker.draw import draw, fastest_draw
-from headgate.worker.executor import Executor, LocalExecutor, PipelinedExecutor
+from headgate.worker.executor import Executor
+from headgate.worker.followers import Followers, FollowerStart
 from headgate.worker.grammar import Grammars, read_vocabulary
 from headgate.worker.memory import GIB, free_bytes
 from headgate.worker.rows import Rows
 from headgate.worker.runner import ModelRunner
-from headgate.worker.supply import Origin, Supply, open_files, open_source, origin_of
-from headgate.worker.weights import Loadable, WeightSource, load_weights
+from headgate.worker.supply import Open, Origin, Supply, open_source, origin_of
+from headgate.worker.together import Rooms, TogetherExecutor
+from headgate.worker.weights import Loadable, load_weights
 from headgate.zoo.gguf import hub_config, read_gguf
 
 if TYPE_CHECKING:
@@ -42,6 +47,7 @@ log = logging.getLogger(__name__)
 class Worker:
     executor: Executor
     supply: Supply
+    followers: Followers | None  # if there are other ranks
     blocks: BlockMemory
     version: int  # of the weights
     spec: ModelSpec
@@ -56,57 +62,47 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Weights that the model is to hold instead of its own."""
+class Loaded:
+    """A model with its weights."""
 
-    files: Files
+    model: DenseModel
+    origin: Origin
     version: int
 
 
 def build_worker(path: Path, config: EngineConfig, wanted: Wanted | None = None) -> Worker:
     """A worker for the model in `path`, a folder or a GGUF file, with its weights or the wanted ones loaded."""
-    device = choose_device(config.device)
-    spec, own = open_model(path)
-    model = build_model(
-        spec,
-        device=device,
-        dtype=spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
-        backend=config.backend,
-        deterministic=config.deterministic,
-    )
+    spec = read_model_spec(path)
+    refuse_uneven(spec, config.tensor_parallel)
+    with ExitStack() as undo:
+        crew = gather_crew(path, config, wanted)
+        undo.callback(crew.close)
+        worker = build_first(path, spec, config, wanted, crew)
+        undo.pop_all()
+    return worker
+
+
+def build_first(path: Path, spec: ModelSpec, config: EngineConfig, wanted: Wanted | None, crew: Crew) -> Worker:
+    """The worker of rank 0, or of the only one."""
     with ThreadPoolExecutor(1) as aside:
         # A second for a large vocabulary, hidden behind the weights.
         grammars = aside.submit(read_grammars, path, spec)
-        origin, version = load_first_weights(model, Files(str(path)), own, wanted)
-    num_blocks, max_context = size_kv(model, device, config)
-    on_gpu = device.type == "cuda"
+        loaded = load_model(path, spec, config, wanted, crew, progress=True)
+    model = loaded.model
+    num_blocks, max_context = size_kv(model, crew.least(free_bytes(crew.device)), config)
+    on_gpu = crew.device.type == "cuda"
     max_batch_tokens = config.max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
-    rows = Rows(
-        max_rows=config.max_running,
-        max_context=max_context,
-        block_size=config.block_size,
-        vocab_size=spec.vocab,
-        eos_ids=spec.eos_ids,
-        device=device,
-    )
-    kv = model.allocate_kv(num_blocks, config.block_size)
-    runner = ModelRunner(
-        model,
-        kv,
-        rows,
-        max_tokens=max_batch_tokens,
-        draw=draw if config.backend == "torch" else fastest_draw(device),
-        grammars=grammars.result(),
-        graphs=capture_graphs(model, kv, rows) if config.graphs and model.backend.name.startswith("triton") else None,
-    )
-    executor = PipelinedExecutor(runner) if on_gpu else LocalExecutor(runner)
+    rooms = Rooms(num_blocks, max_context, max_batch_tokens)
+    runner = build_runner(loaded, config, rooms, crew, grammars.result())
+    executor = crew.executor(runner, rooms)
     return Worker(
         executor=executor,
-        supply=Supply(executor, origin, device),
-        blocks=block_memory(kv, model.backend, fingerprint(weight_files(path))),
-        version=version,
+        supply=Supply(executor, loaded.origin, crew.open),
+        followers=crew.followers,
+        blocks=block_memory(runner.kv, model.backend, fingerprint(weight_files(path))),
+        version=loaded.version,
         spec=spec,
-        device=str(device),
+        device=str(crew.device),
         backend=model.backend.name,
         dtype=str(model.backend.dtype).removeprefix("torch."),
         num_blocks=num_blocks,
@@ -114,6 +110,58 @@ def build_worker(path: Path, config: EngineConfig, wanted: Wanted | None = None)
         max_batch_tokens=max_batch_tokens,
         run_ahead=config.run_ahead or (GPU_RUN_AHEAD if on_gpu else CPU_RUN_AHEAD),
         takes_grammars=grammars.result() is not None,
+    )
+
+
+def build_follower(start: FollowerStart, hear_rooms: Callable[[], Rooms]) -> TogetherExecutor:
+    """The executor of a rank above 0, built side by side with rank 0's worker; `hear_rooms` waits for its word."""
+    path, config = Path(start.model), start.config
+    wanted = None if start.weights is None else Wanted(start.weights, start.version)
+    crew = join_crew(start)
+    loaded = load_model(path, read_model_spec(path), config, wanted, crew)
+    crew.least(free_bytes(crew.device))
+    rooms = hear_rooms()
+    return crew.executor(build_runner(loaded, config, rooms, crew), rooms)
+
+
+def load_model(
+    path: Path, spec: ModelSpec, config: EngineConfig, wanted: Wanted | None, crew: Crew, *, progress: bool = False
+) -> Loaded:
+    model = build_model(
+        spec,
+        device=crew.device,
+        dtype=spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
+        backend=config.backend,
+        deterministic=config.deterministic,
+        ranks=crew.ranks,
+    )
+    origin, version = load_first_weights(model, Files(str(path)), wanted, crew.open, progress=progress)
+    return Loaded(model, origin, version)
+
+
+def build_runner(
+    loaded: Loaded, config: EngineConfig, rooms: Rooms, crew: Crew, grammars: Grammars | None = None
+) -> ModelRunner:
+    model, spec = loaded.model, loaded.model.spec
+    rows = Rows(
+        max_rows=config.max_running,
+        max_context=rooms.max_context,
+        block_size=config.block_size,
+        vocab_size=spec.vocab,
+        eos_ids=spec.eos_ids,
+        device=crew.device,
+    )
+    kv = model.allocate_kv(rooms.num_blocks, config.block_size)
+    # A graph draws by itself; among ranks, the first one draws for all.
+    captured = config.graphs and crew.ranks.size == 1 and model.backend.name.startswith("triton")
+    return ModelRunner(
+        model,
+        kv,
+        rows,
+        max_tokens=rooms.max_batch_tokens,
+        draw=crew.draw_with(draw if config.backend == "torch" else fastest_draw(crew.device)),
+        grammars=grammars,
+        graphs=capture_graphs(model, kv, rows) if captured else None,
     )
 
 
@@ -126,17 +174,8 @@ def capture_graphs(model: DenseModel, kv: list[KV], rows: Rows) -> DecodeGraphs:
     return graphs
 
 
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise RequestError(f"device is {name}, and torch finds no CUDA GPU on this machine; try cpu")
-    return torch.device(name)
-
-
-def open_model(path: Path) -> tuple[ModelSpec, WeightSource]:
-    spec = spec_of(Config(str(path), hub_config(read_gguf(path)))) if path.is_file() else read_spec(path)
-    return spec, open_files(path)
+def read_model_spec(path: Path) -> ModelSpec:
+    return spec_of(Config(str(path), hub_config(read_gguf(path)))) if path.is_file() else read_spec(path)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -144,18 +183,18 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def load_first_weights(
-    model: Loadable, checkpoint: Files, own: WeightSource, wanted: Wanted | None
+    model: Loadable, checkpoint: Files, wanted: Wanted | None, open: Open = open_source, *, progress: bool = False
 ) -> tuple[Origin, int]:
     """Where the weights came from and their version: the wanted ones if they can be had, or the checkpoint's own."""
     if wanted is not None:
         try:
             origin = origin_of(wanted.files)
-            load_weights(model, open_source(wanted.files))
+            load_weights(model, open(wanted.files))
             return origin, wanted.version
         except ModelError as error:
             log.warning("weights of version %d cannot be had again, starting without: %s", wanted.version, error)
     origin = origin_of(checkpoint)
-    load_weights(model, own, progress=True)
+    load_weights(model, open(checkpoint), progress=progress)
     return origin, 0
 
 
@@ -172,13 +211,12 @@ def read_grammars(path: Path, spec: ModelSpec) -> Grammars | None:
     return None if vocabulary is None else Grammars(vocabulary)
 
 
-def size_kv(model: DenseModel, device: torch.device, config: EngineConfig) -> tuple[int, int]:
-    """How many blocks to allocate, and the longest context that fits in them."""
+def size_kv(model: DenseModel, free: int, config: EngineConfig) -> tuple[int, int]:
+    """How many blocks to allocate where `free` bytes are, and the longest context that fits in them."""
     most = model.spec.max_positions
     wanted = config.max_context or most
     if wanted > most:
         raise RequestError(f"max_context is {wanted}; this model takes at most {most} tokens")
-    free = free_bytes(device)
     usable = int(free * config.memory_fraction)
     block_bytes = model.kv_bytes_per_block(config.block_size)
     enough = -(-wanted // config.block_size) * config.max_running

@@ -5,7 +5,7 @@ Weights can be read again if they lie in files that have not changed since; what
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,25 +52,29 @@ class Origin:
     source: Source
     stamps: Stamps
 
-    def open_again(self) -> WeightSource:
+    def again(self) -> Files:
+        """What to read once more; SourceLost if it is not there, or not the same."""
         if not isinstance(self.source, Files):
             raise SourceLost("the weights came from a trainer and cannot be read again; send them with an update")
         path = Path(self.source.path)
         if not self.stamps or stamps(path) != self.stamps:
             raise SourceLost(f"{path} is not what was loaded from it any more; send the weights with an update")
-        return open_files(path)
+        return Files(self.source.path)
 
 
 def origin_of(source: Source) -> Origin:
     return Origin(source, stamps(source.path) if isinstance(source, Files) else {})
 
 
+Open = Callable[[Source], WeightSource]
+
+
 class Supply:
     """One update, sleep or wake at a time; the caller sees to that."""
 
-    def __init__(self, executor: Executor, origin: Origin, device: torch.device = CPU) -> None:
+    def __init__(self, executor: Executor, origin: Origin, open: Open = open_source) -> None:
         self._executor = executor
-        self._device = device
+        self._open = open
         self._origin = origin  # of the weights that the model holds, or held before it went to sleep
         self._update: tuple[Origin, Future[None]] | None = None  # the last one begun
 
@@ -82,7 +86,7 @@ class Supply:
         self._origin = self._last_origin()
         # Stamped before it is read: what changes meanwhile is then not taken for the same.
         origin = origin_of(source)
-        loading = self._executor.load_weights(open_source(source, self._device))
+        loading = self._executor.load_weights(self._open(source))
         self._update = origin, loading
         return loading
 
@@ -96,7 +100,7 @@ class Supply:
         """Read the weights again from where they last came from; SourceLost if they are not there any more."""
         self._origin = self._last_origin()
         self._update = None
-        return self._executor.load_weights(self._origin.open_again())
+        return self._executor.load_weights(self._open(self._origin.again()))
 
     def _last_origin(self) -> Origin:
         if self._update is None:

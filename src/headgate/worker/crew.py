@@ -1,0 +1,192 @@
+"""Who computes a model: one process alone, or a team of ranks. What putting a worker together needs to know of it."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from headgate import logs
+from headgate.config import EngineConfig
+from headgate.errors import RequestError
+from headgate.layers.ranks import ALONE, Ranks
+from headgate.protocol.command import Files, Source
+from headgate.worker.draw import Draw
+from headgate.worker.executor import Executor, LocalExecutor, PipelinedExecutor
+from headgate.worker.followers import Followers, FollowerStart
+from headgate.worker.ranks import RankGroup
+from headgate.worker.runner import ModelRunner
+from headgate.worker.supply import open_source
+from headgate.worker.together import Rooms, TogetherExecutor, open_together
+from headgate.worker.weights import WeightSource
+
+STEP_S = 60.0  # how long a rank waits for another in the middle of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Weights that the model is to hold instead of its own."""
+
+    files: Files
+    version: int
+
+
+class Crew(Protocol):
+    device: torch.device  # this process's
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def followers(self) -> Followers | None: ...
+
+    def open(self, source: Source) -> WeightSource:
+        """As everyone can read it."""
+
+    def least(self, free: int) -> int:
+        """What each can have if this process finds `free` bytes."""
+
+    def draw_with(self, draw: Draw) -> Draw:
+        """So that all have the same token."""
+
+    def executor(self, runner: ModelRunner, rooms: Rooms) -> Executor:
+        """Who owns the crew from now on, and lets it go when it is closed."""
+
+    def close(self) -> None:
+        """Let go of what there is besides this process."""
+
+
+class Solo:
+    ranks: Ranks = ALONE
+    followers: Followers | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def open(self, source: Source) -> WeightSource:
+        return open_source(source, self.device)
+
+    def least(self, free: int) -> int:
+        return free
+
+    def draw_with(self, draw: Draw) -> Draw:
+        return draw
+
+    def executor(self, runner: ModelRunner, rooms: Rooms) -> Executor:
+        return PipelinedExecutor(runner) if self.device.type == "cuda" else LocalExecutor(runner)
+
+    def close(self) -> None:
+        pass
+
+
+class Team:
+    """A rank and the group that it is in. Rank 0 has followers; `undo` is what its end does."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        ranks: RankGroup,
+        followers: Followers | None = None,
+        undo: ExitStack | None = None,
+    ) -> None:
+        self.device = device
+        self.ranks = ranks
+        self.followers = followers
+        self._undo = undo or ExitStack()
+
+    def open(self, source: Source) -> WeightSource:
+        return open_together(source, self.ranks)
+
+    def least(self, free: int) -> int:
+        # Ranks on a CPU share one memory; each GPU has its own.
+        return self.ranks.least(free) // (self.ranks.size if self.device.type == "cpu" else 1)
+
+    def draw_with(self, draw: Draw) -> Draw:
+        return self.ranks.share_choice(draw)
+
+    def executor(self, runner: ModelRunner, rooms: Rooms) -> TogetherExecutor:
+        if self.followers is None:
+            return TogetherExecutor(runner, self.ranks)
+        self.followers.tell(rooms)
+        return TogetherExecutor(runner, self.ranks, self.followers.tell, self._undo.close)
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """Of one rank: GPUs are taken one after another."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not name.startswith("cuda"):
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise RequestError(f"device is {name}, and torch finds no CUDA GPU on this machine; try cpu")
+    index = (torch.device(name).index or 0) + rank
+    if index >= torch.cuda.device_count():
+        raise RequestError(f"rank {rank} would take cuda:{index}, and torch finds {torch.cuda.device_count()} GPUs")
+    return torch.device(name) if rank == 0 else torch.device("cuda", index)
+
+
+def gather_crew(model: Path, config: EngineConfig, wanted: Wanted | None) -> Crew:
+    device, size = choose_device(config.device), config.tensor_parallel
+    if size == 1:
+        return Solo(device)
+    choose_device(config.device, size - 1)
+    with ExitStack() as undo:
+        threads = share_threads(size, undo)
+        with tempfile.TemporaryDirectory(prefix="headgate-ranks-") as folder:
+            store = Path(folder) / "store"
+            starts = [follower_start(model, config, wanted, rank, store, threads) for rank in range(1, size)]
+            followers = Followers(starts)
+            undo.callback(followers.close)
+            followers.await_all()
+            ranks = RankGroup(store, 0, size, device, step_s=STEP_S, deterministic=config.deterministic)
+        return Team(device, ranks, followers, undo.pop_all())
+
+
+def share_threads(ranks: int, undo: ExitStack) -> int:
+    """The threads of this process, divided among `ranks`: more would only wait for each other."""
+    before = torch.get_num_threads()
+    undo.callback(torch.set_num_threads, before)
+    torch.set_num_threads(max(1, before // ranks))
+    return torch.get_num_threads()
+
+
+def follower_start(
+    model: Path, config: EngineConfig, wanted: Wanted | None, rank: int, store: Path, threads: int
+) -> FollowerStart:
+    voice = logs.own_voice()
+    return FollowerStart(
+        model=str(model),
+        config=config,
+        rank=rank,
+        store=str(store),
+        step_s=STEP_S,
+        threads=threads,
+        weights=None if wanted is None else wanted.files,
+        version=0 if wanted is None else wanted.version,
+        log_format=voice.format,
+        log_level=voice.level,
+        name=f"{voice.who}, rank {rank}",
+    )
+
+
+def join_crew(start: FollowerStart) -> Team:
+    """A follower's side of `gather_crew`."""
+    torch.set_num_threads(start.threads)
+    config = start.config
+    device = choose_device(config.device, start.rank)
+    ranks = RankGroup(
+        Path(start.store),
+        start.rank,
+        config.tensor_parallel,
+        device,
+        step_s=start.step_s,
+        deterministic=config.deterministic,
+    )
+    return Team(device, ranks)

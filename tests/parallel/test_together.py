@@ -1,0 +1,247 @@
+"""Engines of several ranks, which are threads here: answers, weights and memory are those of one."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from headgate import LLM, SamplingParams
+from headgate.config import EngineConfig
+from headgate.errors import SourceLost
+from headgate.protocol.command import (
+    TAGS,
+    Denied,
+    Files,
+    Group,
+    Pause,
+    Resume,
+    Shared,
+    Sleep,
+    StateTold,
+    UpdateWeights,
+    Wake,
+)
+from headgate.testing.tiny import tiny_model
+from headgate.text.constraints import json_schema
+from headgate.worker import crew
+from headgate.worker import sleep as sleep_module
+from headgate.worker.build import build_worker
+from headgate.worker.crew import Wanted
+from headgate.worker.together import AgreedWeights, Step
+from headgate.worker.weights import SafetensorsFolder
+from tests.parallel.threads import BACKENDS, ThreadFollowers
+from tests.test_equality import CROWDED, answers, prompts, varied
+from tests.test_structured import PERSON
+from tests.updates.driver import Driver, driving
+from tests.updates.test_updates import IDS, answers_of, frozen
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch):
+    monkeypatch.setattr(crew, "Followers", ThreadFollowers)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("other"), "qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder) -> dict[int, list[int]]:
+    return answers_of(folder)
+
+
+@pytest.fixture(scope="module")
+def renewed(other) -> dict[int, list[int]]:
+    return answers_of(other)
+
+
+def asked_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Greedy, every kind of sampling, and grammars."""
+    params = [GREEDY] * 2 + [varied(i, max_tokens=16) for i in range(8)]
+    params += [SamplingParams(seed=i, max_tokens=24, grammar=json_schema(PERSON)) for i in range(2)]
+    return prompts(len(params), seed=2), params
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks_answer_as_one_does_batched_preempted_and_cached(folder, backend):
+    asked, params = asked_and_params()
+    with LLM(folder, dtype="float32", backend=backend, **CROWDED) as llm:
+        alone = answers(llm, asked, params)
+    with LLM(folder, dtype="float32", backend=backend, tensor_parallel=2, **CROWDED) as llm:
+        assert answers(llm, asked, params) == alone
+        assert answers(llm, asked[:3], params[:3]) == alone[:3], "prompts cached"
+        llm.engine.scheduler.check()
+        counters = llm.engine.scheduler.counters
+        assert counters.cached_tokens > 0 and counters.preemptions > 0
+        assert llm.engine.info.ranks == 2
+
+
+def test_scores_of_prompts_and_answers_are_those_of_one_rank(folder):
+    params = SamplingParams(seed=4, max_tokens=8, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+    told = []
+    for ranks in (1, 2):
+        with LLM(folder, dtype="float32", tensor_parallel=ranks, max_running=4) as llm:
+            (answer,) = llm.generate([list(range(40))], params, progress=False)
+            told.append([*answer.prompt_logprobs[1:], *answer.logprobs])
+    for one, two in zip(*told, strict=True):
+        assert one.top_ids == two.top_ids and one.token == pytest.approx(two.token, abs=1e-4)
+
+
+def test_a_plan_reaches_followers_without_what_only_rank_0_needs(folder):
+    """The choice is rank 0's alone: followers get no tokens but those that join, and answer nothing."""
+    with LLM(folder, dtype="float32", tensor_parallel=2, max_running=4) as llm:
+        llm.generate([[1, 2, 3]], GREEDY, progress=False)
+        followers = llm.engine.executor._tell.__self__
+        assert isinstance(followers, ThreadFollowers)
+        steps = [order.plan for order in followers.orders if isinstance(order, Step)]
+    assert len(steps) == 16 and [len(plan.joins) for plan in steps] == [1] + [0] * 15
+
+
+# -- weights and memory ----------------------------------------------------------------
+
+
+def test_25_an_update_by_path_changes_all_ranks(folder, other, renewed):
+    with driving(folder, tensor_parallel=2) as driver:
+        driver.call(Pause("abort"))
+        told = driver.call(UpdateWeights(Files(str(other))))
+        assert isinstance(told, StateTold) and told.version == 1
+        driver.call(Resume())
+        driver.submit(*IDS)
+        assert driver.finish() == renewed
+
+
+def test_25_files_that_one_rank_cannot_read_change_none(folder, other, undisturbed, monkeypatch, tmp_path):
+    with driving(folder, tensor_parallel=2) as driver:
+        driver.call(Pause("abort"))
+        broken = tmp_path / "broken"
+        shutil.copytree(other, broken)
+        forget_on_rank_1(monkeypatch, broken)
+        denied = driver.call(UpdateWeights(Files(str(broken))))
+        assert isinstance(denied, Denied) and "rank 1: " in denied.message and "no weights" in denied.message
+        assert driver.engine.loop.control.state == "paused"
+        driver.call(Resume())
+        driver.submit(*IDS)
+        assert driver.finish() == undisturbed
+
+
+def forget_on_rank_1(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """As if the files were not on the machine of rank 1."""
+    opened = AgreedWeights._files
+
+    def files(self):
+        if self._ranks.rank == 1 and self.files.path == str(path):
+            self.files = Files("/nowhere")
+        return opened(self)
+
+    monkeypatch.setattr(AgreedWeights, "_files", files)
+
+
+def test_25_weights_that_break_off_on_one_rank_are_whole_on_none(folder, other, renewed, monkeypatch):
+    with driving(folder, tensor_parallel=2) as driver:
+        driver.call(Pause("abort"))
+        with monkeypatch.context() as broken:
+            break_off_on_rank_1(broken)
+            denied = driver.call(UpdateWeights(Files(str(other))))
+        assert isinstance(denied, Denied) and denied.code == "quarantined" and "the disk is gone" in denied.message
+        denied = driver.call(Resume())
+        assert isinstance(denied, Denied) and denied.status == 409
+        assert isinstance(driver.call(UpdateWeights(Files(str(other)))), StateTold)
+        driver.call(Resume())
+        driver.submit(*IDS)
+        assert driver.finish() == renewed
+
+
+def break_off_on_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaking(SafetensorsFolder):
+        def __iter__(self):
+            yield next(super().__iter__())
+            raise SourceLost("the disk is gone")
+
+    opened = AgreedWeights._files
+
+    def files(self):
+        source = opened(self)
+        if self._ranks.rank == 1 and not isinstance(source, Breaking):
+            self._source = source = Breaking(self.files.path)
+        return source
+
+    monkeypatch.setattr(AgreedWeights, "_files", files)
+
+
+def test_a_trainer_that_reaches_only_one_rank_is_refused_by_name(folder):
+    sources = {"broadcasts to a group": Group("tcp://127.0.0.1:1", 2), "shares its GPU memory": Shared("", (), ())}
+    with driving(folder, tensor_parallel=2) as driver:
+        driver.call(Pause("abort"))
+        for kind, source in sources.items():
+            denied = driver.call(UpdateWeights(source))
+            assert isinstance(denied, Denied) and denied.status == 400
+            assert f"this engine has 2 ranks, and a trainer that {kind} cannot reach them" in denied.message
+            assert driver.engine.loop.control.state == "paused"
+
+
+def test_frozen_answers_go_on_after_all_ranks_have_slept(folder, undisturbed):
+    with driving(folder, tensor_parallel=2) as driver:
+        told = frozen(driver).call(Sleep(TAGS))
+        assert isinstance(told, StateTold) and told.asleep == TAGS
+        told = driver.call(Wake(TAGS))
+        assert isinstance(told, StateTold) and told.asleep == ()
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_a_rank_that_cannot_wake_keeps_all_asleep(folder, undisturbed, tag, monkeypatch):
+    """And they can be woken when there is room again."""
+    with driving(folder, tensor_parallel=2) as driver:
+        frozen(driver).call(Sleep((tag,)))
+        with monkeypatch.context() as crowded:
+            crowd_rank_1(crowded, driver)
+            denied = driver.call(Wake((tag,)))
+        assert isinstance(denied, Denied) and "rank 1: waking needs" in denied.message
+        assert driver.engine.loop.control.asleep == (tag,)
+        told = driver.call(Wake((tag,)))
+        assert isinstance(told, StateTold) and told.asleep == ()
+        driver.call(Resume())
+        assert driver.finish() == undisturbed
+
+
+def crowd_rank_1(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+    """No memory is left, as the device thread of any rank but the first sees it."""
+    free, first = sleep_module.free_bytes, driver.engine.executor._thread
+
+    def crowded(device):
+        return free(device) if threading.current_thread() is first else 0
+
+    monkeypatch.setattr(sleep_module, "free_bytes", crowded)
+
+
+def test_55_wanted_weights_that_one_rank_lacks_are_had_by_none(folder, other, monkeypatch, tmp_path, caplog):
+    lacking = tmp_path / "lacking"
+    shutil.copytree(other, lacking)
+    config = EngineConfig(tensor_parallel=2, max_running=2, device="cpu")
+    worker = build_worker(folder, config, Wanted(Files(str(lacking)), 7))
+    assert worker.version == 7
+    worker.executor.close()
+    forget_on_rank_1(monkeypatch, lacking)
+    worker = build_worker(folder, config, Wanted(Files(str(lacking)), 7))
+    assert worker.version == 0 and "weights of version 7 cannot be had again" in caplog.text
+    worker.executor.close()
+
+
+def test_33_kv_is_neither_served_nor_fetched(folder):
+    """An engine of several ranks has a part of the KV in each: who asks it to export is told so."""
+    with driving(folder, tensor_parallel=2, kv_listen="127.0.0.1:0") as driver:
+        assert driver.engine.transport.address == ""
+        assert not driver.engine.scheduler.limits.exports

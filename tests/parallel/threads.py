@@ -1,0 +1,100 @@
+"""Ranks as threads of this process: all of it real (gloo, orders as bytes, each rank's own model) but the processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import msgspec
+
+from headgate.errors import RankLost
+from headgate.layers.choice import available_backends
+from headgate.worker.follower import follow
+from headgate.worker.followers import FollowerStart
+from headgate.worker.group import CPU
+from headgate.worker.ranks import RankGroup
+from headgate.worker.together import Order
+
+BACKENDS = available_backends()
+LONG_S = 60.0
+
+T = TypeVar("T")
+
+
+class Dismissed(Exception):
+    pass
+
+
+class ThreadMail:
+    def __init__(self) -> None:
+        self.letters: SimpleQueue[bytes | None] = SimpleQueue()
+
+    def get(self) -> bytes:
+        if (letter := self.letters.get()) is None:
+            raise Dismissed
+        return letter
+
+
+class ThreadFollowers:
+    """As `Followers`."""
+
+    def __init__(self, starts: list[FollowerStart]) -> None:
+        self.mails = [ThreadMail() for _ in starts]
+        self.ends: list[BaseException] = []  # of what followers died, if not of their dismissal
+        self.orders: list[Order] = []
+        # Through bytes and back, as over a socket.
+        told = [msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=FollowerStart) for start in starts]
+        self.threads = [
+            threading.Thread(target=self._follow, args=pair, daemon=True)
+            for pair in zip(told, self.mails, strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _follow(self, start: FollowerStart, mail: Any) -> None:
+        try:
+            follow(start, mail)
+        except Dismissed:
+            pass
+        except BaseException as error:
+            self.ends.append(error)
+
+    def await_all(self) -> None:
+        pass
+
+    def tell(self, order: Order) -> None:
+        self.orders.append(order)
+        for mail in self.mails:
+            mail.letters.put(msgspec.msgpack.encode(order))
+
+    def watch(self, on_lost: Callable[[RankLost], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        for mail in self.mails:
+            mail.letters.put(None)
+        for thread in self.threads:
+            thread.join(LONG_S)
+            assert not thread.is_alive()
+        assert self.ends == []
+
+
+def run_ranks(folder: Path, size: int, work: Callable[[RankGroup], T], step_s: float = LONG_S) -> list[T | Exception]:
+    """What `work` gives or raises on each rank of a group."""
+    results: list[T | Exception] = [AssertionError("still running")] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(RankGroup(folder / "store", rank, size, CPU, step_s=step_s))
+        except Exception as error:
+            results[rank] = error
+
+    running = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(LONG_S)
+    return results
