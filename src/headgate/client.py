@@ -88,6 +88,14 @@ class FleetState(msgspec.Struct, kw_only=True, frozen=True):
     elapsed_s: float = 0.0
 
 
+class FleetSize(msgspec.Struct, kw_only=True, frozen=True):
+    """How many servers there are, by role."""
+
+    wanted: dict[str, int]
+    ready: dict[str, int]
+    done: bool = True  # False: it was not so in time, and becomes so
+
+
 @dataclass(frozen=True, slots=True)
 class _Ask:
     """One call as a value: what to send, how long to wait, and what to make of the answer."""
@@ -195,8 +203,17 @@ def _update(source: Source | str, version: int | None, kv: str, timeout_s: float
     return _control("/v1/update_weights", body, timeout_s)
 
 
+def _size(told: Any) -> FleetSize:
+    return msgspec.convert({**told["result"], "done": told["status"] == "success"}, FleetSize)
+
+
+def _scale(counts: Mapping[str, int], timeout_s: float) -> _Ask:
+    return _Ask("POST", "/v1/scale", _size, {**counts, "timeout": timeout_s}, timeout_s + MARGIN_S)
+
+
 IS_PAUSED = _Ask("GET", "/v1/is_paused", _state)
 REQUESTS = _Ask("GET", "/v1/requests", lambda told: list(told["data"]))
+SIZE = _Ask("GET", "/v1/scale", _size)
 
 
 def _read(ask: _Ask, status: int, raw: bytes) -> Any:
@@ -268,6 +285,15 @@ class Fleet:
 
     def flush_cache(self) -> FleetState:
         return self._state(_control("/v1/flush_cache"))
+
+    def size(self) -> FleetSize:
+        size: FleetSize = self._do(SIZE)
+        return size
+
+    def scale(self, counts: Mapping[str, int], *, timeout_s: float = TIMEOUT_S) -> FleetSize:
+        """Have so many servers, by role; of a fleet of `headgate up`."""
+        size: FleetSize = self._do(_scale(counts, timeout_s))
+        return size
 
     def requests(self) -> list[dict[str, Any]]:
         """What is in flight."""
@@ -359,6 +385,15 @@ class AsyncFleet:
 
     async def flush_cache(self) -> FleetState:
         return await self._state(_control("/v1/flush_cache"))
+
+    async def size(self) -> FleetSize:
+        size: FleetSize = await self._do(SIZE)
+        return size
+
+    async def scale(self, counts: Mapping[str, int], *, timeout_s: float = TIMEOUT_S) -> FleetSize:
+        """Have so many servers, by role; of a fleet of `headgate up`."""
+        size: FleetSize = await self._do(_scale(counts, timeout_s))
+        return size
 
     async def requests(self) -> list[dict[str, Any]]:
         """What is in flight."""

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def up(*arguments: object, **environment: str) -> Iterator[Served]:
     process = subprocess.Popen(
-        command("up", *arguments, *SMALL, "--port", 0, "--log-format", "json"),
+        command("up", *SMALL, *arguments, "--port", 0, "--log-format", "json"),
         stderr=subprocess.PIPE,
         text=True,
         env=clean_environment(**environment),
@@ -67,6 +67,7 @@ def descendants(pid: int) -> list[int]:
     return children + [below for child in children for below in descendants(child)]
 
 
+@pytest.mark.timeout(300)
 def test_a_fleet_heals_itself_and_ends_cleanly(model: Path):
     with up(model, "--prefill", 1, "--decode", 1) as fleet, fleet.client() as http:
         told = workers(http)
@@ -78,8 +79,8 @@ def test_a_fleet_heals_itself_and_ends_cleanly(model: Path):
         os.kill(victim["pid"], signal.SIGKILL)
         # The other one answers meanwhile, and the dead one comes back under its address.
         assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
-        wait_until(lambda: workers(http)[0]["pid"] != victim["pid"], 30)
-        wait_until(lambda: workers(http)[0]["state"] == "ready", 30)
+        wait_until(lambda: workers(http)[0]["pid"] != victim["pid"], 90)
+        wait_until(lambda: workers(http)[0]["state"] == "ready", 60)
         assert workers(http)[0]["url"] == victim["url"] and workers(http)[0]["role"] == "decode"
         everyone = descendants(fleet.process.pid)
         assert len(everyone) >= 4  # two servers, and their engines

@@ -37,6 +37,7 @@ CONTROL = (
     "/v1/wakeup",
     "/v1/flush_cache",
     "/v1/workers",
+    "/v1/scale",
     "/pause",
     "/resume",
     "/sleep",

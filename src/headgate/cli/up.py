@@ -1,4 +1,4 @@
-"""`headgate up`: a fleet on this machine in one command."""
+"""`headgate up`: a fleet in one command, on this machine or on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,35 +6,50 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import secrets
 import shlex
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from headgate import __version__
-from headgate.cli.serve import LOG_LEVELS, checked_port, read_keys
+from headgate.cli.serve import LOG_LEVELS, ROLES, checked_port, read_keys
 from headgate.config import DTYPES, POLICIES, EngineConfig, RouteConfig
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
-    from headgate.cluster.local import LocalWorker
+    from headgate.cluster.autoscale import Bounds
+    from headgate.cluster.fleet import Fleet, Hooks, Launcher, Recipe, Server
+    from headgate.listening import StopSignals
+    from headgate.router.router import Router
 
 log = logging.getLogger(__name__)
 
 SERVED = ("device", "dtype", "max_context", "max_running", "kv_blocks")  # what is passed on to every server
+OURS = ("--host", "--port", "--served-name", "--register", "--role", "--api-keys", "--admin-key", "--log-format")
 
 
 def add_up(command: argparse.ArgumentParser) -> None:
-    command.usage = "headgate up [MODEL] [--mixed N | --prefill N --decode N] [options]"
+    command.usage = "headgate up [MODEL] [--mixed N | --prefill N --decode N | --fleet FILE] [options]"
     command.set_defaults(run=up)
     add = command.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id; default: SmolLM2-135M-Instruct")
-    add("--mixed", type=int, default=0, metavar="N", help="servers that do all of a request (2, if none is asked)")
-    add("--prefill", type=int, default=0, metavar="N", help="servers for prompts")
-    add("--decode", type=int, default=0, metavar="N", help="servers for answers")
+    add("--mixed", type=int, metavar="N", help="servers that do all of a request (2, if none is asked)")
+    add("--prefill", type=int, metavar="N", help="servers for prompts")
+    add("--decode", type=int, metavar="N", help="servers for answers")
+    add("--fleet", type=Path, metavar="FILE", help="all of that, for each role, in TOML or JSON: docs/ray.md")
+    add("--autoscale", action="append", default=[], metavar="ROLE=A:B", help="between A and B of them, by load")
+
+    add = command.add_argument_group("on the machines of a Ray cluster (extra ray)").add_argument
+    add("--ray", metavar="ADDRESS", help="HOST:PORT of its head, or auto; run this on one of its machines")
+    add("--cpus", type=float, metavar="N", help="that Ray sets aside for each server (1)")
+    add("--gpus", type=float, metavar="N", help="that Ray sets aside for each server (0)")
+    add("--room-timeout", type=float, default=60.0, metavar="S", help="for new servers to find room (60)")
 
     add = command.add_argument_group("where it listens").add_argument
     add("--host", default="127.0.0.1", help="address (default: %(default)s, this machine alone)")
@@ -62,13 +77,13 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     from headgate.listening import take_port
     from headgate.logs import set_up
-    from headgate.zoo.find import Places, find_model
 
     set_up(options.log_format, options.log_level, "up")
-    roles = chosen_roles(options)
+    asked = what_was_asked(options)
     EngineConfig(**{name: getattr(options, name) for name in SERVED})  # refused here rather than by every server
     keys, admin_key = read_keys(options, environ)
-    worker_key = secrets.token_urlsafe(32) if keys or admin_key else None
+    # Servers that other machines can reach take nobody's word but the router's.
+    worker_key = secrets.token_urlsafe(32) if keys or admin_key or options.ray else None
     config = RouteConfig(
         host=options.host,
         policy=options.policy,
@@ -80,25 +95,191 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         log_level=options.log_level,
     )
     with take_port(options.host, checked_port(options.port)) as listener:
-        model = find_model(options.model, Places.of(environ))
-        name = options.served_name or model.name
-        arguments = [str(model.path), "--served-name", name, *served(options)]
-        local = environment(environ, len(roles), worker_key)
+        name, launcher = prepare(options, environ, asked, worker_key)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run(config, listener, name, arguments, roles, local))
+            runner.run(run(config, listener, name, launcher, asked))
     return 0
 
 
-def chosen_roles(options: argparse.Namespace) -> list[str]:
-    counts = {role: getattr(options, role) for role in ("mixed", "prefill", "decode")}
+# ------------------------------------------------------------------------------------------------------- what was asked
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The servers of one role."""
+
+    count: int
+    bounds: Bounds | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+    serve: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    groups: dict[str, Group]
+    model: str | None = None
+    served_name: str | None = None
+    serve: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {role: group.count for role, group in self.groups.items()}
+
+    @property
+    def bounds(self) -> dict[str, Bounds]:
+        return {role: group.bounds for role, group in self.groups.items() if group.bounds is not None}
+
+    @property
+    def most(self) -> int:
+        """Servers at once, unless somebody asks for more."""
+        groups = self.groups.values()
+        return sum(max(group.count, group.bounds.most if group.bounds else 0) for group in groups)
+
+
+def what_was_asked(options: argparse.Namespace) -> Asked:
+    asked = from_file(options) if options.fleet is not None else from_flags(options)
+    if options.ray is None and (options.cpus is not None or options.gpus is not None):
+        raise RequestError("--cpus and --gpus are set aside by Ray: add --ray ADDRESS")
+    check_shares(options)
+    counts = asked.counts
+    if counts.get("prefill") and not (counts.get("decode") or counts.get("mixed")):
+        raise RequestError("--prefill needs somebody for the answers: add --decode N or --mixed N")
+    if not (counts.get("decode") or counts.get("mixed")):
+        raise RequestError("a fleet needs at least one server for answers: mixed or decode")
+    for group in asked.groups.values():
+        parsed([*asked.serve, *group.serve])
+    return asked
+
+
+def from_flags(options: argparse.Namespace) -> Asked:
+    from headgate.cluster.autoscale import Bounds
+
+    counts = {role: getattr(options, role) for role in ROLES if getattr(options, role) is not None}
     for role, count in counts.items():
         if count < 0:
             raise RequestError(f"--{role} must be at least 0, not {count}")
-    if counts["prefill"] and not (counts["decode"] or counts["mixed"]):
-        raise RequestError("--prefill needs somebody for the answers: add --decode N or --mixed N")
+    bounds: dict[str, Bounds] = {}
+    for text in options.autoscale:
+        found = re.fullmatch(rf"({'|'.join(ROLES)})=(.*)", text)
+        if found is None:
+            raise RequestError(f"--autoscale is ROLE=LEAST:MOST, such as mixed=1:6, not {text!r}")
+        bounds[found[1]] = Bounds.of(found[2], f"--autoscale {found[1]}")
+    for role, bound in bounds.items():
+        count = counts.setdefault(role, bound.least)
+        if not bound.least <= count <= bound.most:
+            raise RequestError(f"--{role} {count} is not within --autoscale {role}={bound.least}:{bound.most}")
     if not any(counts.values()):
         counts["mixed"] = 2
-    return [role for role, count in counts.items() for _ in range(count)]
+    cpus, gpus = shares(options)
+    return Asked({role: Group(count, bounds.get(role), cpus, gpus) for role, count in counts.items()})
+
+
+def from_file(options: argparse.Namespace) -> Asked:
+    from headgate.cluster.fleetfile import read_fleet_file
+
+    given = [f"--{role}" for role in ROLES if getattr(options, role) is not None]
+    given += ["--autoscale"] if options.autoscale else []
+    if given:
+        raise RequestError(f"--fleet says how many servers there are; leave out {', '.join(given)}")
+    file = read_fleet_file(options.fleet)
+    cpus, gpus = shares(options)
+    groups = {
+        role: Group(
+            group.number,
+            group.bounds,
+            cpus if group.cpus is None else group.cpus,
+            gpus if group.gpus is None else group.gpus,
+            tuple(group.serve),
+        )
+        for role, group in file.groups.items()
+    }
+    if options.ray is None and any(group.cpus or group.gpus for group in file.groups.values()):
+        raise RequestError(f"{options.fleet}: cpus and gpus are set aside by Ray: add --ray ADDRESS")
+    return Asked(groups, file.model, file.served_name, tuple(file.serve))
+
+
+def shares(options: argparse.Namespace) -> tuple[float, float]:
+    return (1.0 if options.cpus is None else options.cpus), (0.0 if options.gpus is None else options.gpus)
+
+
+def check_shares(options: argparse.Namespace) -> None:
+    cpus, gpus = shares(options)
+    if not cpus > 0:
+        raise RequestError(f"--cpus must be above 0, not {cpus:g}")
+    if not gpus >= 0:
+        raise RequestError(f"--gpus must be at least 0, not {gpus:g}")
+    if not options.room_timeout > 0:
+        raise RequestError(f"--room-timeout must be above 0, not {options.room_timeout:g}")
+
+
+def parsed(flags: Sequence[str]) -> argparse.Namespace:
+    """Flags of `headgate serve` from a fleet file; refused before any server is started with them."""
+    from headgate.cli import parser
+
+    for flag in flags:
+        if flag.partition("=")[0] in OURS:
+            raise RequestError(f"{flag} of its servers is the fleet's own business; leave it out")
+    return parser().parse_args(["serve", "model", *flags])
+
+
+# -------------------------------------------------------------------------------------------------- how servers are started
+
+
+def prepare(
+    options: argparse.Namespace, environ: Mapping[str, str], asked: Asked, worker_key: str | None
+) -> tuple[str, Launcher]:
+    """What clients call the model, and who starts its servers."""
+    model = options.model or asked.model
+    given_name = options.served_name or asked.served_name
+    if options.ray is not None:
+        from headgate.cluster.ray import RayLauncher
+
+        path, own_name = model_elsewhere(model)
+        name, keys = given_name or own_name, closed(worker_key)
+        recipes = {role: recipe(options, asked, role, path, name, keys) for role in ROLES}
+        times = {"drain_timeout_s": options.drain_timeout, "room_timeout_s": options.room_timeout}
+        return name, RayLauncher(options.ray, recipes, **times)
+
+    from headgate.cluster.local import LocalLauncher
+    from headgate.zoo.find import Places, find_model
+
+    found = find_model(model, Places.of(environ))
+    name = given_name or found.name
+    local = environment(environ, asked.most, worker_key)
+    recipes = {role: recipe(options, asked, role, str(found.path), name, local) for role in ROLES}
+    return name, LocalLauncher(recipes, drain_timeout_s=options.drain_timeout)
+
+
+def model_elsewhere(model: str | None) -> tuple[str, str]:
+    """What its machines look for, each in its own places, and its name."""
+    from headgate.zoo import default_model
+
+    if model is None:
+        return "", default_model.NAME
+    path = Path(model).expanduser()
+    if path.exists():
+        return str(path.resolve()), path.resolve().stem if path.is_file() else path.resolve().name
+    return model, Path(model).name if model.startswith(("/", "~", ".")) else model
+
+
+def recipe(
+    options: argparse.Namespace, asked: Asked, role: str, model: str, name: str, environ: Mapping[str, str]
+) -> Recipe:
+    from headgate.cluster.fleet import Recipe
+
+    group = asked.groups.get(role) or Group(0, None, *shares(options))
+    flags = [*asked.serve, *group.serve]
+    arguments = (*filter(None, [model]), "--served-name", name, *served(options), *flags)
+    # Engines of several ranks keep their KV to themselves.
+    alone = parsed(flags).tensor_parallel == 1
+    return Recipe(arguments, environ, group.cpus, group.gpus, exchanges_kv=alone)
+
+
+def closed(worker_key: str | None) -> dict[str, str]:
+    """The keys of a server that other machines can reach: the router's, and one that nobody has."""
+    assert worker_key is not None
+    return {"HEADGATE_ADMIN_KEY": worker_key, "HEADGATE_API_KEYS": f"nobody:{secrets.token_urlsafe(32)}"}
 
 
 def served(options: argparse.Namespace) -> list[str]:
@@ -121,60 +302,107 @@ def environment(environ: Mapping[str, str], servers: int, worker_key: str | None
     return local
 
 
-async def run(
+# ------------------------------------------------------------------------------------------------------------ while it runs
+
+
+async def run(config: RouteConfig, listener: socket.socket, model: str, launcher: Launcher, asked: Asked) -> None:
+    from headgate.listening import StopSignals
+
+    log.info("starting %d servers for %s", sum(asked.counts.values()), model)
+    async with launcher:
+        # Only now: Ray, too, takes SIGTERM for itself when it is joined, and would end us with a stack trace.
+        with StopSignals() as signals:
+            try:
+                await keep(config, listener, model, launcher, asked, signals)
+            except asyncio.CancelledError:
+                if not signals.seen:
+                    raise
+                log.info("stopped before the servers were ready")
+
+
+async def keep(
     config: RouteConfig,
     listener: socket.socket,
     model: str,
-    arguments: Sequence[str],
-    roles: Sequence[str],
-    environ: Mapping[str, str],
+    launcher: Launcher,
+    asked: Asked,
+    signals: StopSignals,
 ) -> None:
     """Start the servers, route until a signal comes, then let both end in that order."""
-    from headgate.cluster.local import LocalFleet
-    from headgate.listening import StopSignals
+    from headgate.cluster.fleet import Fleet
     from headgate.router.router import Router
     from headgate.router.server import serving
+
+    router = Router(config)
+    async with Fleet(launcher, asked.counts, hooks(router), asked.bounds) as fleet:
+        await fleet.ready()
+        router.scaler = fleet
+        async with serving(router, listener, __version__) as url, autoscaling(router, fleet, asked.bounds):
+            announce(config, url, model, fleet.servers, router.keys.warning)
+            signals.on_stop = router.hurry
+            await signals.first()
+            await router.drain()
+
+
+def hooks(router: Router) -> Hooks:
+    """How servers that come and go become workers of the router."""
+    from headgate.cluster.fleet import Hooks
+    from headgate.router.fleet import NoSuchWorker
     from headgate.router.worker import Role
 
     began_s = time.monotonic()
-    router = Router(config)
 
-    def on_ready(worker: LocalWorker) -> None:
-        role = next(role for role in get_args(Role) if role == worker.role)
-        router.fleet.add(worker.url, role, pid=worker.pid)
+    def on_ready(server: Server) -> None:
+        role = next(role for role in get_args(Role) if role == server.role)
+        router.fleet.add(server.url, role, pid=server.pid)
         took_s = time.monotonic() - began_s
-        log.info("worker %d is ready: %s at %s after %.1f s", worker.index, role, worker.url, took_s)
+        log.info("worker %d is ready: %s at %s after %.1f s", server.index, role, server.url, took_s)
 
-    log.info("starting %d servers for %s", len(roles), model)
-    fleet = LocalFleet(arguments, roles, environ, on_ready, drain_timeout_s=config.drain_timeout_s)
-    with StopSignals() as signals:
-        try:
-            async with fleet:
-                await fleet.ready()
-                async with serving(router, listener, __version__) as url:
-                    announce(config, url, model, fleet.workers, router.keys.warning)
-                    signals.on_stop = router.hurry
-                    await signals.first()
-                    await router.drain()
-        except asyncio.CancelledError:
-            if not signals.seen:
-                raise
-            log.info("stopped before the servers were ready")
+    def on_leave(server: Server) -> None:
+        with suppress(NoSuchWorker):  # an operator may have removed it
+            router.fleet.remove(router.fleet.find(server.url))
+
+    def on_gone(server: Server) -> None:
+        with suppress(NoSuchWorker):
+            worker = router.fleet.find(server.url)
+            router.fleet.give_up(
+                worker
+            )  # its answers go on elsewhere now; its connections may never say that it is dead
+            router.fleet.remove(worker)
+
+    return Hooks(on_ready, on_leave, on_gone)
 
 
-def announce(config: RouteConfig, url: str, model: str, workers: Sequence[LocalWorker], warning: str | None) -> None:
+@asynccontextmanager
+async def autoscaling(router: Router, fleet: Fleet, bounds: Mapping[str, Bounds]) -> AsyncIterator[None]:
+    from headgate.cluster.autoscale import Autoscaler, Snapshot
+    from headgate.router.scaling import load_of
+
+    def look(role: str, now_s: float) -> Snapshot | None:
+        load = load_of(router, role)
+        return None if load is None else Snapshot(now_s, fleet.wanted[role], fleet.running[role], *load)
+
+    task = asyncio.create_task(Autoscaler(bounds, look, fleet.want).run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def announce(config: RouteConfig, url: str, model: str, servers: Sequence[Server], warning: str | None) -> None:
     if config.log_format == "json":
-        told = [{"url": worker.url, "role": worker.role, "pid": worker.pid} for worker in workers]
+        told = [{"url": server.url, "role": server.role, "pid": server.pid} for server in servers]
         log.info("ready", extra={"fields": {"url": url, "model": model, "workers": told}})
     else:
-        print(ready_block(config, url, model, workers), flush=True)
+        print(ready_block(config, url, model, servers), flush=True)
     if warning is not None:
         log.warning(warning)
 
 
-def ready_block(config: RouteConfig, url: str, model: str, workers: Sequence[LocalWorker]) -> str:
+def ready_block(config: RouteConfig, url: str, model: str, servers: Sequence[Server]) -> str:
     told = "\n".join(
-        f"  worker {worker.index}   {worker.url} ({worker.role}, pid {worker.pid})" for worker in workers
+        f"  worker {server.index}   {server.url} ({server.role}, pid {server.pid})" for server in servers
     )
     body = shlex.quote('{"prompt": "Once upon a time", "temperature": 0.2, "max_tokens": 100, "stream": true}')
     key = ' -H "Authorization: Bearer $KEY"' if config.api_keys else ""

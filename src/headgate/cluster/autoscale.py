@@ -1,0 +1,177 @@
+"""How many servers there should be: a pure function of what is seen, and a loop that asks it.
+
+It grows when requests have waited for long, or KV is short, for a few seconds, and only when those that were asked for are
+up. It shrinks, one at a time, when for minutes nothing has waited and one server fewer would still be half empty. Between
+the two lies a wide band in which nothing happens, so noise around a constant load changes nothing. A shrink that soon turns
+out to have been wrong doubles the time until the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from headgate.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, text: str, where: str) -> Bounds:
+        found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise RequestError(f"{where} is LEAST:MOST with 1 <= LEAST <= MOST, such as 1:6, not {text!r}")
+        return cls(int(found[1]), int(found[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is seen of the servers of one role."""
+
+    now_s: float
+    wanted: int  # that there should be
+    ready: int  # that take requests
+    queue_s: float  # how long the oldest of the requests that wait has waited
+    kv_usage: float  # share of KV blocks that are held, 0 to 1
+    busy: float  # running sequences, as a share of those that may run
+
+    @property
+    def fullness(self) -> float:
+        return max(self.kv_usage, self.busy)
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    grow_queue_s: float = 2.0  # a request has waited so long
+    grow_kv_usage: float = 0.9  # or so much of the KV is held
+    grow_after_s: float = 5.0  # for so long
+    shrink_fullness: float = 0.5  # with one server fewer, at most so much KV held and so many places taken
+    shrink_after_s: float = 120.0  # for so long, and nothing has waited
+    longest_patience_s: float = 3600.0  # that a shrink waits after earlier ones were wrong
+    rest_s: float = 15.0  # after a change
+    start_s: float = 300.0  # for servers that were asked for to be up, before more are
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the next decision needs to know of the past."""
+
+    wanted: int
+    changed_s: float
+    patience_s: float  # for how long it must be quiet before one goes
+    hot_since_s: float | None = None
+    cool_since_s: float | None = None
+    shrank_s: float | None = None
+
+    @classmethod
+    def new(cls, seen: Snapshot, thresholds: Thresholds) -> Memory:
+        return cls(seen.wanted, seen.now_s, thresholds.shrink_after_s)
+
+
+def decide(seen: Snapshot, memory: Memory, bounds: Bounds, thresholds: Thresholds) -> tuple[int, Memory]:
+    """How many there should be from now on."""
+    memory = _noticed(seen, memory, thresholds)
+    wanted = seen.wanted
+    if _should_grow(seen, memory, thresholds):
+        wanted += wanted if seen.queue_s >= 4 * thresholds.grow_queue_s else 1
+    elif _should_shrink(seen, memory, thresholds):
+        wanted -= 1
+    wanted = min(max(wanted, bounds.least), bounds.most)
+    return wanted, memory if wanted == seen.wanted else _changed(seen, memory, wanted, thresholds)
+
+
+def _noticed(seen: Snapshot, memory: Memory, thresholds: Thresholds) -> Memory:
+    if seen.wanted != memory.wanted:  # somebody else has changed it
+        memory = replace(memory, wanted=seen.wanted, changed_s=seen.now_s, hot_since_s=None, cool_since_s=None)
+    hot_since_s = memory.hot_since_s if memory.hot_since_s is not None else seen.now_s
+    cool_since_s = memory.cool_since_s if memory.cool_since_s is not None else seen.now_s
+    return replace(
+        memory,
+        hot_since_s=hot_since_s if _is_hot(seen, thresholds) else None,
+        cool_since_s=cool_since_s if _is_cool(seen, thresholds) else None,
+    )
+
+
+def _is_hot(seen: Snapshot, thresholds: Thresholds) -> bool:
+    return seen.queue_s >= thresholds.grow_queue_s or seen.kv_usage >= thresholds.grow_kv_usage
+
+
+def _is_cool(seen: Snapshot, thresholds: Thresholds) -> bool:
+    """One server fewer would do."""
+    if seen.wanted < 2 or seen.ready < seen.wanted or seen.queue_s > thresholds.grow_queue_s / 4:
+        return False
+    return seen.fullness * seen.ready / (seen.ready - 1) <= thresholds.shrink_fullness
+
+
+def _should_grow(seen: Snapshot, memory: Memory, thresholds: Thresholds) -> bool:
+    if memory.hot_since_s is None or seen.now_s - memory.hot_since_s < thresholds.grow_after_s:
+        return False
+    rested_s = seen.now_s - memory.changed_s
+    return rested_s >= (thresholds.rest_s if seen.ready >= seen.wanted else thresholds.start_s)
+
+
+def _should_shrink(seen: Snapshot, memory: Memory, thresholds: Thresholds) -> bool:
+    if memory.cool_since_s is None or seen.now_s - memory.changed_s < thresholds.rest_s:
+        return False
+    return seen.now_s - memory.cool_since_s >= memory.patience_s
+
+
+def _changed(seen: Snapshot, memory: Memory, wanted: int, thresholds: Thresholds) -> Memory:
+    now_s = seen.now_s
+    memory = replace(memory, wanted=wanted, changed_s=now_s, hot_since_s=None, cool_since_s=None)
+    if wanted < seen.wanted:
+        return replace(memory, shrank_s=now_s)
+    regretted = memory.shrank_s is not None and now_s - memory.shrank_s <= 2 * memory.patience_s
+    patience_s = 2 * memory.patience_s if regretted else thresholds.shrink_after_s
+    return replace(memory, shrank_s=None, patience_s=min(patience_s, thresholds.longest_patience_s))
+
+
+class Autoscaler:
+    """Looks once a second, and has `want` make it so. `look` gives None while there is nothing to decide."""
+
+    def __init__(
+        self,
+        bounds: Mapping[str, Bounds],
+        look: Callable[[str, float], Snapshot | None],
+        want: Callable[[Mapping[str, int]], object],
+        thresholds: Thresholds | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bounds = dict(bounds)
+        self._look = look
+        self._want = want
+        self._thresholds = thresholds or Thresholds()
+        self._clock = clock
+        self._memories: dict[str, Memory] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                self.turn()
+            except Exception:  # the fleet serves on, whatever this has come to think
+                log.exception("autoscale has not decided")
+
+    def turn(self) -> None:
+        for role, bounds in self._bounds.items():
+            seen = self._look(role, self._clock())
+            if seen is None:
+                self._memories.pop(role, None)  # what was seen before a pause says nothing of the time after it
+                continue
+            memory = self._memories.get(role) or Memory.new(seen, self._thresholds)
+            wanted, self._memories[role] = decide(seen, memory, bounds, self._thresholds)
+            if wanted != seen.wanted:
+                why = f"waited {seen.queue_s:.1f} s, KV {seen.kv_usage:.0%}, busy {seen.busy:.0%}"
+                log.info("autoscale: %s %d -> %d (%s)", role, seen.wanted, wanted, why)
+                self._want({role: wanted})

@@ -1,0 +1,128 @@
+"""A Ray cluster of several machines that are all this one, and a fleet on it. Nothing listens beyond loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.api.serving import Served, _read_log, clean_environment, command, wait_until
+from tests.router.test_up import is_running
+
+# Ray takes 127.0.0.1 for a name of the machine's outward address, and this for what it is.
+LOOPBACK = "127.0.0.2"
+START_S = 240.0
+NODE: dict[str, Any] = {"node_ip_address": LOOPBACK, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+class Machines:
+    """A head that runs nothing, and nodes that can be killed."""
+
+    def __init__(self, cpus: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._cpus = cpus
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **NODE})
+        self.nodes: list[Any] = []
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, number: int) -> None:
+        self.nodes += [self._cluster.add_node(num_cpus=self._cpus, **NODE) for _ in range(number)]
+
+    def raylet(self, node: Any) -> int:
+        return int(node.all_processes["raylet"][0].process.pid)
+
+    def running(self, node: Any) -> set[int]:
+        """Everything that runs there."""
+        return below(self.raylet(node))
+
+    def kill(self, node: Any) -> set[int]:
+        """As when somebody pulls the plug: all of it at once, and nobody says goodbye."""
+        victims = [self.raylet(node), *self.running(node)]
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+        return set(victims)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def machines(nodes: int, cpus: int) -> Iterator[Machines]:
+    made = Machines(cpus)
+    try:
+        made.add(nodes)
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def up(*arguments: object, **environment: str) -> Iterator[Served]:
+    """`headgate up` that is ready, and has ended when this has."""
+    process = subprocess.Popen(
+        command("up", *arguments, "--port", 0, "--log-format", "json"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(**environment),
+    )
+    fleet, is_ready = Served(process), threading.Event()
+    reader = threading.Thread(target=_read_log, args=(fleet, is_ready), daemon=True)
+    reader.start()
+    try:
+        assert is_ready.wait(START_S) and fleet.url, f"the fleet did not become ready: {fleet.log}"
+        yield fleet
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(90)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+        reader.join(10)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def below(pid: int) -> set[int]:
+    """Its children, whichever of its threads has started them, and theirs."""
+    parents = {}
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(each.name)] = parent(int(each.name))
+    found, last = set(), {pid}
+    while last:
+        last = {child for child, above in parents.items() if above in last}
+        found |= last
+    return found
+
+
+def servers_in(pids: set[int]) -> set[int]:
+    """Those of these processes that are servers or engines of ours."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            if b"headgate" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_running(pid):
+                found.add(pid)
+    return found
+
+
+def gone(pids: set[int], timeout_s: float = 60.0) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), timeout_s)

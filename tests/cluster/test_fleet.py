@@ -1,0 +1,214 @@
+"""Servers that are kept running: how many there are, who goes, and what is told of those that cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from headgate.cluster import fleet as fleets
+from headgate.cluster.autoscale import Bounds
+from headgate.cluster.fleet import CannotStartServer, Fleet, Hooks, Server
+from headgate.errors import RequestError
+
+
+class Scripted:
+    """Lives that last until the test ends them."""
+
+    def __init__(self, *, keeps_address: bool = True) -> None:
+        self.keeps_address = keeps_address
+        self.may_start = asyncio.Event()
+        self.may_end = asyncio.Event()  # when told to
+        self.deaths: dict[int, asyncio.Event] = {}
+        self.refuses = self.breaks = ""
+        self.ended: list[int] = []
+
+    async def __aenter__(self) -> Scripted:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        pass
+
+    async def live(self, server: Server, on_ready: Callable[[], None]) -> None:
+        death = self.deaths[server.index] = asyncio.Event()
+        try:
+            await self.may_start.wait()
+            if self.refuses:
+                server.sentence = self.refuses
+                return
+            if self.breaks:
+                raise OSError(self.breaks)
+            server.url = f"http://{server.index}.{server.starts}:80"
+            on_ready()
+            await death.wait()
+        except asyncio.CancelledError:
+            await self.may_end.wait()
+            self.ended.append(server.index)
+            raise
+
+
+class Told:
+    """What whoever sends requests has heard."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[str, str]] = []
+        self.hooks = Hooks(*(self._note(word) for word in ("ready", "leave", "gone")))
+
+    def _note(self, word: str) -> Callable[[Server], None]:
+        return lambda server: self.words.append((word, server.url))
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(30):
+            await test()
+
+    asyncio.run(within())
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "FIRST_BACKOFF_S", 0.01)
+
+
+def started(keeps_address: bool = True) -> Scripted:
+    launcher = Scripted(keeps_address=keeps_address)
+    launcher.may_start.set()
+    launcher.may_end.set()
+    return launcher
+
+
+def test_all_are_ready_and_all_end():
+    async def test() -> None:
+        launcher, told = started(), Told()
+        async with Fleet(launcher, {"prefill": 1, "decode": 2}, told.hooks) as fleet:
+            await fleet.ready()
+            assert fleet.running == {"mixed": 0, "prefill": 1, "decode": 2} == fleet.wanted
+            assert [server.role for server in fleet.servers] == ["prefill", "decode", "decode"]
+        assert sorted(launcher.ended) == [0, 1, 2]
+
+    run(test)
+
+
+def test_one_that_dies_is_started_again_and_its_lost_address_is_told():
+    async def test() -> None:
+        launcher, told = started(keeps_address=False), Told()
+        async with Fleet(launcher, {"mixed": 1}, told.hooks) as fleet:
+            await fleet.ready()
+            launcher.deaths[0].set()
+            while fleet.servers[0].starts < 2 or not fleet.servers[0].ready:
+                await asyncio.sleep(0.001)
+            assert told.words == [("ready", "http://0.1:80"), ("gone", "http://0.1:80"), ("ready", "http://0.2:80")]
+
+    run(test)
+
+
+def test_growing_waits_for_the_new_ones_and_shrinking_takes_the_newest_once_they_have_ended():
+    async def test() -> None:
+        launcher, told = started(), Told()
+        async with Fleet(launcher, {"mixed": 1}, told.hooks) as fleet:
+            await fleet.ready()
+            assert await fleet.scale({"mixed": 3}, 5) and fleet.running["mixed"] == 3
+            launcher.may_end.clear()
+            told.words.clear()
+            shrinking = asyncio.create_task(fleet.scale({"mixed": 1}, 5))
+            await asyncio.sleep(0.01)
+            # They get nothing more at once, and are waited for.
+            assert [word for word, _ in told.words] == ["leave", "leave"] and not shrinking.done()
+            assert fleet.running["mixed"] == 1
+            launcher.may_end.set()
+            assert await shrinking and launcher.ended == [2, 1]
+            assert [server.index for server in fleet.servers] == [0]
+
+    run(test)
+
+
+def test_who_is_not_up_yet_goes_first():
+    async def test() -> None:
+        launcher, told = started(), Told()
+        async with Fleet(launcher, {"mixed": 2}, told.hooks) as fleet:
+            await fleet.ready()
+            launcher.may_start.clear()
+            assert not await fleet.scale({"mixed": 4}, 0.01)
+            launcher.deaths[0].set()
+            while fleet.servers[0].starts < 2:
+                await asyncio.sleep(0.001)
+            assert await fleet.scale({"mixed": 1}, 5)
+            assert [server.index for server in fleet.servers] == [1]
+
+    run(test)
+
+
+def test_20_a_change_that_takes_too_long_says_so_and_goes_on():
+    async def test() -> None:
+        launcher = Scripted()
+        async with Fleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+            assert not await fleet.scale({"mixed": 2}, 0.01)
+            launcher.may_start.set()
+            launcher.may_end.set()
+            assert await fleet.scale({"mixed": 2}, 5) and len(fleet.servers) == 2
+            await fleet.ready()
+
+    run(test)
+
+
+def test_what_the_first_server_says_that_cannot_start_ends_the_start():
+    async def test() -> None:
+        launcher = started()
+        launcher.refuses = "there is no such model"
+        async with Fleet(launcher, {"mixed": 2}, Told().hooks) as fleet:
+            with pytest.raises(CannotStartServer, match="no such model"):
+                await fleet.ready()
+
+    run(test)
+
+
+def test_a_new_server_that_cannot_start_is_told_and_given_up_and_the_others_serve_on():
+    async def test() -> None:
+        launcher = started()
+        async with Fleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+            await fleet.ready()
+            launcher.refuses = "no memory"
+            with pytest.raises(CannotStartServer, match="no memory"):
+                await fleet.scale({"mixed": 2}, 5)
+            assert fleet.running["mixed"] == 1 == fleet.wanted["mixed"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("trouble", ["refuses", "breaks"])
+def test_one_that_has_served_before_is_tried_for_ever(trouble: str):
+    async def test() -> None:
+        launcher = started()
+        async with Fleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+            await fleet.ready()
+            setattr(launcher, trouble, "the disk is not there")
+            launcher.deaths[0].set()
+            while fleet.servers[0].starts < 4:
+                await asyncio.sleep(0.001)
+            setattr(launcher, trouble, "")
+            while not fleet.servers[0].ready:
+                await asyncio.sleep(0.001)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("counts", "about"),
+    [
+        ({"boss": 1}, "not for 'boss'"),
+        ({"mixed": -1}, "at least 0"),
+        ({"mixed": 0}, "for the answers"),
+        ({"decode": 9}, "between 1 and 4; 9 is outside"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_changes_nothing(counts: dict[str, int], about: str):
+    async def test() -> None:
+        async with Fleet(started(), {"mixed": 1}, Told().hooks, {"decode": Bounds(1, 4)}) as fleet:
+            with pytest.raises(RequestError, match=about):
+                await fleet.scale(counts, 5)
+            assert fleet.wanted == {"mixed": 1, "prefill": 0, "decode": 0}
+
+    run(test)
