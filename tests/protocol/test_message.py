@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from headgate.protocol.message import CLIENT_SHIFT, Abort, Message, Submit, client_of
+from headgate.protocol.output import Outputs
 from headgate.protocol.request import GenerateRequest
 
 
@@ -13,3 +15,8 @@ def test_the_type_of_a_message_is_its_tag():
 
 def test_an_id_names_its_client():
     assert client_of(3 << CLIENT_SHIFT | 17) == 3
+
+
+def test_tokens_of_nobody_are_no_output():
+    with pytest.raises(ValueError, match="each token has one id"):
+        Outputs(ids=[1], tokens=[2, 3])

@@ -304,13 +304,13 @@ def test_a_template_cannot_run_for_ever(attempt: str) -> None:
 
 
 def test_the_clock_is_looked_at_while_long_numbers_are_added_up() -> None:
-    template = ChatTemplate("{{ ([2**1999000] * 900000) | sum > 0 }}", limits=Limits(seconds=0.1))
+    template = ChatTemplate("{{ ([2**2000] * 900000) | sum | string | length }}", limits=Limits(seconds=0.01))
     began = time.thread_time()
-    with pytest.raises(RequestError, match=r"ran for more than 0\.1 s"):
+    with pytest.raises(RequestError, match=r"ran for more than 0\.01 s"):
         template.render([USER])
     assert time.thread_time() - began < 2  # and not minutes
 
 
 @pytest.mark.parametrize("attempt", HUGE)
 def test_a_template_cannot_make_much_out_of_little(attempt: str) -> None:
-    refused(HUGE[attempt], "characters|not allowed|too wide|Range too big|unsafe|argument 'start'", seconds=60)
+    refused(HUGE[attempt], "characters|not allowed|too wide|Range too big|unsafe|argument 'start'|bits", seconds=60)

@@ -263,7 +263,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if self._part == "head":  # a trailer must not pass for a header
+            super().on_header(name, value)
         self._count(len(name) + len(value) + 4)  # a colon, a space and the end of the line
 
     def _count(self, size: int) -> None:

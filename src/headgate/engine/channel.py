@@ -2,7 +2,7 @@
 
 The engine's end has a thread of its own, so that pings are answered while a step runs: it alone touches the router socket.
 The step loop hands it outgoing frames through an in-process pair. A frame that cannot be read is logged and dropped; it can
-only come from a peer that did not pass the handshake.
+only come from a peer that did not pass the handshake. An engine that sends one is taken for dead.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 POLL_MS = 500
 WAKE = b""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # whatever bytes may do to a decoder
 
 
 class EngineChannel:
@@ -96,11 +97,11 @@ class EngineChannel:
             if self._router in ready:
                 self._receive(*self._router.recv_multipart())
 
-    def _receive(self, identity: bytes, frame: bytes) -> None:
+    def _receive(self, identity: bytes, *frames: bytes) -> None:
         try:
-            message = _from_client.decode(frame)
-        except msgspec.MsgspecError as error:
-            log.warning("dropped a message of %d bytes that cannot be read: %s", len(frame), error)
+            message = _from_client.decode(b"".join(frames))
+        except UNREADABLE as error:
+            log.warning("dropped a message of %d bytes that cannot be read: %s", sum(map(len, frames)), error)
             return
         match message:
             case Hello(protocol):
@@ -140,7 +141,12 @@ class ClientChannel:
         self._socket.get(zmq.EVENTS)
 
     async def receive(self) -> FromEngine:
-        return _from_engine.decode(await self._socket.recv())
+        """EngineDead if what comes cannot be read: who knows what else it was meant to say."""
+        frame = await self._socket.recv()
+        try:
+            return _from_engine.decode(frame)
+        except UNREADABLE as error:
+            raise EngineDead(f"it sends what cannot be read: {error}") from error
 
     def close(self) -> None:
         self._socket.close()

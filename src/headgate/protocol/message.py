@@ -66,6 +66,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     device: str
     backend: str
     dtype: str
+    ranks: int = 1  # processes that compute the model together
 
 
 class TransferCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +105,7 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     transfers_lost: int = 0  # and that were computed here after all
     rescheduled: int = 0
     moved: TransferCounts = TransferCounts()
+    fetches: int = 0  # prompts whose KV is on its way to us
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

@@ -73,5 +73,9 @@ class Outputs(msgspec.Struct, array_like=True):
     refused: list[Refused] = []
     tickets: dict[int, Ticket] = {}  # by request id, as soon as other engines may fetch its KV
 
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.tokens):
+            raise ValueError("each token has one id")
+
     def __bool__(self) -> bool:
         return bool(self.ids or self.ended or self.prompt_logprobs or self.refused or self.tickets)

@@ -71,7 +71,10 @@ def literal(text: str) -> str:
 
 
 def checked(grammar: str, *, param: str = "grammar") -> str:
-    """`grammar`, if an engine could enforce it. Bounded by the engine's own limits: a tenth of a second at worst."""
+    """`grammar`, if an engine could enforce it. Bounded by the engine's own limits: a tenth of a second at worst.
+
+    One whose patterns may have to match together is tried in a process of its own, which takes a few times as long.
+    """
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise RequestError(
             f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param=param
@@ -83,6 +86,25 @@ def checked(grammar: str, *, param: str = "grammar") -> str:
 
 @lru_cache(maxsize=256)
 def _complaint(grammar: str) -> str:
+    if not _patterns_may_meet(grammar):
+        return complaint_about(grammar)
+    from headgate.text.trial import tried  # which imports us
+
+    return tried(grammar)
+
+
+_PATTERN = re.compile(r'"(?:pattern|format)"\s*:')
+_NAME_PATTERNS = re.compile(r'"(?:patternProperties|propertyNames)"\s*:')
+_TOGETHER = re.compile(r'"(?:allOf|\$ref|anyOf|oneOf|if|not|dependentSchemas)"\s*:')
+
+
+def _patterns_may_meet(grammar: str) -> bool:
+    """Whether several patterns could apply to one text, seen from afar: it need only be right when it says no."""
+    patterns = len(_PATTERN.findall(grammar))
+    return bool(_NAME_PATTERNS.search(grammar)) or (patterns > 1 and bool(_TOGETHER.search(grammar)))
+
+
+def complaint_about(grammar: str) -> str:
     """What is wrong with `grammar`, in the words of the library that would enforce it."""
     limits = LLParserLimits(**GRAMMAR_LIMITS)
     matcher = LLMatcher(_any_bytes(), grammar, log_level=0, limits=limits)

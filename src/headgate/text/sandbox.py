@@ -6,18 +6,19 @@ internals, and under a budget:
 - time: looked at in every turn of a loop, call of a macro or method, piece of output, and value that is made;
 - size: of the prompt, of every text or list that an operator, slice, method or filter makes, and of all of them together,
   which bounds memory. What can be larger than what it is made of is checked *before* it is made. Ways to make much
-  out of little that no chat template needs (format strings, padding filters, bytes, sums of lists) are not there at all.
+  out of little that no chat template needs (format strings, padding filters, bytes, sums of lists) are not there at all;
+- weight: lists that hold one list many times over are small and endless. A list is weighed, as text, before anything
+  looks at all of it: to write, compare, hash or sort it. Whole numbers have at most `LONGEST_INT` bits.
 
-Not bounded: a single operation that Python does in C on data of that size, such as sorting a list or comparing deeply
-nested ones; what a loop keeps of the template's own text, other than by time; and compiling, which happens once, at
-start-up.
+Not bounded: a single operation that Python does in C on data of that size, such as sorting a list; what a loop keeps of
+the template's own text, other than by time; and compiling, which happens once, at start-up.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,7 +29,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_indent, do_join, do_replace, sync_do_sum
+from jinja2.filters import do_indent, do_int, do_join, do_replace, sync_do_sum
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -45,6 +46,10 @@ class Limits:
 
 
 # ------------------------------------------------------------------------------------------------------------ the budget
+
+
+LONGEST_INT = 4096  # bits
+LONGEST_PATTERN = 256  # characters of a date format, each of which can stand for many
 
 
 class _Budget:
@@ -112,18 +117,29 @@ def _text_length(value: Any, enough: int) -> int:
             case list(members) | tuple(members):
                 total += 2 * len(members)
                 stack += members
+            case KeysView() | ValuesView() | ItemsView() as view:
+                total += 2 * len(view)
+                stack += view
             case _:
                 total += 1
     return total
 
 
+def _weighed(value: Any) -> Any:
+    """Account for all of a value that is about to be looked at from end to end."""
+    if isinstance(value, _CONTAINERS):
+        _budget.get().spend_on_text_of(value)
+    return value
+
+
+_CONTAINERS = (list, tuple, dict, KeysView, ValuesView, ItemsView)
+
+
 def _check_binop(operator: str, left: Any, right: Any) -> None:
     budget = _budget.get()
     match operator, left, right:
-        case "**", int(), int():
-            budget.spend(left.bit_length() * right)
-        case "*", int(), int():
-            budget.spend(left.bit_length() + right.bit_length())
+        case _, int(), int():
+            _check_numbers(operator, left, right)
         case ("*", int(times), str() | list() | tuple() as value) | (
             "*",
             str() | list() | tuple() as value,
@@ -134,6 +150,12 @@ def _check_binop(operator: str, left: Any, right: Any) -> None:
             budget.spend(len(left) + len(right))
         case "%", str(), _:
             raise SecurityError("formatting with % is not allowed; use ~ or a filter")
+
+
+def _check_numbers(operator: str, left: int, right: int) -> None:
+    bits = left.bit_length() * max(right, 1) if operator == "**" else max(left.bit_length(), right.bit_length())
+    if bits > LONGEST_INT:
+        raise SecurityError(f"it computes with numbers of more than {LONGEST_INT} bits")
 
 
 def _check_text_method(text: str, name: str, args: tuple[Any, ...]) -> None:
@@ -149,6 +171,14 @@ def _check_text_method(text: str, name: str, args: tuple[Any, ...]) -> None:
             raise SecurityError(f"the method {name} of text cannot be called like this")
 
 
+def _check_members(owner: Any, args: tuple[Any, ...]) -> None:
+    """Whatever a list or an object is asked for, it compares with its members or hashes."""
+    if isinstance(owner, list | tuple):
+        _weighed(owner)
+    for value in args:
+        _weighed(value)
+
+
 def _made(value: Any) -> Any:
     """Account for a value that is no larger than what it was made of, so that there is time to do so afterwards."""
     if isinstance(value, str | list | tuple | dict):
@@ -162,12 +192,15 @@ def _made(value: Any) -> Any:
 class Sandbox(ImmutableSandboxedEnvironment):
     """What templates of the field expect to find, as `transformers` provides it, less what none of them uses."""
 
-    intercepted_binops = frozenset({"*", "**", "+", "%"})
+    intercepted_binops = frozenset({"*", "**", "+", "-", "%", "/", "//"})
 
     def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         copying = {name: _accounted(self.filters[name]) for name in _COPYING_FILTERS}
-        self.filters = {name: self.filters[name] for name in _FILTERS} | copying | _OWN_FILTERS
+        reading = {name: _accounted(_weighing(self.filters[name])) for name in _READING_FILTERS}
+        self.filters = {name: self.filters[name] for name in _FILTERS} | copying | reading | _OWN_FILTERS
+        tests: dict[str, Any] = dict(self.tests)
+        self.tests = tests | {name: _weighing(tests[name]) for name in _READING_TESTS}
         self.globals = {
             "range": self.globals["range"],  # Jinja's, of at most 100,000 numbers
             "dict": _SafeDict(),
@@ -175,7 +208,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "cycler": self.globals["cycler"],
             "joiner": self.globals["joiner"],
             "raise_exception": _raise_exception,
-            "strftime_now": lambda pattern: now().strftime(pattern),
+            "strftime_now": lambda pattern: _strftime(now(), pattern),
         }
 
     # Not `compile`, which Jinja has and means otherwise.
@@ -187,6 +220,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise BrokenCheckpoint(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+        except RecursionError as error:
+            raise BrokenCheckpoint(f"chat template {name!r} is nested too deep") from error
+        except (jinja2.TemplateError, SyntaxError, ValueError, MemoryError) as error:
+            raise BrokenCheckpoint(f"chat template {name!r} cannot be compiled: {error}") from error
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _check_binop(operator, left, right)
@@ -197,6 +234,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             _check_text_method(owner, __obj.__name__, args)
+        elif isinstance(owner, list | tuple | dict) or __obj is _SafeNamespace or isinstance(__obj, _SafeDict):
+            _check_members(owner, args)
         result = super().call(__context, __obj, *args, **kwargs)
         hands_on = owner is __self or (isinstance(owner, dict) and __obj.__name__ == "get")
         return result if hands_on else _made(result)
@@ -218,6 +257,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Called by metered templates with what they are about to turn into text."""
         _budget.get().spend_on_text_of(value)
         return value
+
+    def weighed(self, value: Any) -> Any:
+        """Called by metered templates with what they are about to compare or to look up."""
+        return _weighed(value)
 
     def sliced(self, value: Any) -> Any:
         """Called by metered templates with what they have cut out of something."""
@@ -242,7 +285,10 @@ class _SafeDict:
 
 
 class _SafeNamespace(Namespace):
-    """A namespace that cannot be given the names Python keeps for itself."""
+    """A namespace that cannot be given the names Python keeps for itself, and that shows nothing of what it holds."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)
@@ -264,12 +310,19 @@ def _refuse_private(name: Any) -> None:
 
 # The filters of Jinja that templates get as they are: these make numbers, or hand on what they are given.
 _FILTERS = """
-    abs attr count d default first float int items last length map max min reject rejectattr round select selectattr
-    unique wordcount
+    abs attr count d default first float items last length map reject rejectattr round select selectattr
 """.split()
 
 # These make something new, about as large as what they are given.
-_COPYING_FILTERS = "capitalize dictsort e escape groupby list lower reverse safe sort title trim upper".split()
+_COPYING_FILTERS = "list reverse".split()
+
+# These look at all of what they are given: to compare its members, or to turn it into text.
+_READING_FILTERS = """
+    capitalize dictsort e escape groupby lower max min safe sort title trim unique upper wordcount
+""".split()
+_READING_TESTS = """
+    == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in lower upper
+""".split()
 
 # The methods of text. Not `encode`: bytes are not accounted for. Those that can make much of little are checked.
 _TEXT_METHODS = frozenset(
@@ -289,8 +342,33 @@ def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
     return accounted
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _weighing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for values that are not endless. One that comes bit by bit is put together first."""
+
+    @wraps(function)
+    def weighing(*args: Any, **kwargs: Any) -> Any:
+        whole = [list(_ticking(value)) if isinstance(value, Iterator) else value for value in args]
+        for value in whole:
+            _weighed(value)
+        return function(*whole, **kwargs)
+
+    return weighing
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(_string(message))
+
+
+def _strftime(now: datetime, pattern: str) -> str:
+    if len(pattern) > LONGEST_PATTERN:
+        raise SecurityError(f"a date format of {len(pattern)} characters is too long")
+    return now.strftime(pattern)
+
+
+def _int(value: Any, default: int = 0, base: int = 10) -> int:
+    if isinstance(value, str) and len(value) > LONGEST_INT // 8:
+        raise SecurityError("a number is not that long")
+    return int(do_int(value, default, base))
 
 
 def _tojson(
@@ -301,17 +379,21 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Without the HTML escapes of Jinja's own filter: a prompt is not a page."""
-    if indent is not None and indent > 16:
-        raise SecurityError(f"JSON indented by {indent} is too wide")
-    _budget.get().spend_on_text_of(value)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    wide = max(map(len, separators or ("",))) if indent is None else indent
+    if wide > 16:
+        raise SecurityError(f"JSON with {wide} characters between its values is too wide")
+    budget = _budget.get()
+    budget.spend_on_text_of(value)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # Deeply nested, most of it is indentation, of which the text of the value says nothing.
+    return encoder.encode(value) if indent is None else budget.collect(encoder.iterencode(value))
 
 
 @jinja2.pass_eval_context
 def _join(context: nodes.EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    items = list(value)
-    _budget.get().spend_on_joining(items, str(d))
-    return str(do_join(context, items, d, attribute))
+    items, separator = list(_ticking(value)), _string(d)
+    _budget.get().spend_on_joining(items, separator)
+    return str(do_join(context, items, separator, attribute))
 
 
 @jinja2.pass_eval_context
@@ -345,6 +427,7 @@ def _ticking(items: Iterable[Any]) -> Iterator[Any]:
 
 
 _OWN_FILTERS: dict[str, Callable[..., Any]] = {
+    "int": _int,
     "tojson": _tojson,
     "join": _join,
     "replace": _replace,
@@ -359,18 +442,40 @@ def _meter(tree: nodes.Template) -> None:
     repeats: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
     for repeated in repeats:
         repeated.body.insert(0, nodes.ExprStmt(_call("tick", []), lineno=repeated.lineno))
-    _Slices().visit(tree)
+    _Readings().visit(tree)
     texts: list[Any] = list(tree.find_all((nodes.Output, nodes.Concat)))
     for text in texts:
         text.nodes = [part if isinstance(part, nodes.TemplateData) else _call("shown", [part]) for part in text.nodes]
 
 
-class _Slices(NodeTransformer):
-    """Has slices accounted for; Jinja leaves them to Python, without a word to its environment."""
+class _Readings(NodeTransformer):
+    """Has slices, comparisons and keys accounted for; Jinja leaves them to Python, without a word to its environment."""
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 (Jinja's name)
         self.generic_visit(node)
-        return _call("sliced", [node]) if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return _call("sliced", [node])
+        node.arg = _weigh(node.arg)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        operands = [node.expr, *(operand.expr for operand in node.ops)]
+        # With a constant, most often a role, nothing is compared for long.
+        if sum(not isinstance(operand, nodes.Const) for operand in operands) > 1:
+            node.expr = _weigh(node.expr)
+            for operand in node.ops:
+                operand.expr = _weigh(operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.key = _weigh(node.key)
+        return node
+
+
+def _weigh(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _call("weighed", [node])
 
 
 def _call(method: str, args: list[nodes.Expr]) -> nodes.Call:

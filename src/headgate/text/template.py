@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from headgate.errors import RequestError
+from headgate.errors import BrokenCheckpoint, RequestError
 from headgate.text.sandbox import Limits, Sandbox, render
 from headgate.text.tokenizer import read_json
 from headgate.zoo.gguf import read_gguf
@@ -112,11 +112,16 @@ class ChatTemplate:
 
 def load_template(model: Path, **options: Any) -> ChatTemplate | None:
     """The chat template of a model folder or GGUF file; None if it has none."""
-    if model.is_file():
-        sources, variables = _gguf_sources(model)
-    else:
-        config = read_json(model / "tokenizer_config.json")
-        sources, variables = _folder_sources(model, config), _special_tokens(config)
+    try:
+        if model.is_file():
+            sources, variables = _gguf_sources(model)
+        else:
+            config = read_json(model / "tokenizer_config.json")
+            sources, variables = _folder_sources(model, config), _special_tokens(config)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # not what templates are stored as
+        raise BrokenCheckpoint(f"the chat templates of {model} make no sense: {error!r:.200}") from error
+    if odd := [name for name, source in sources.items() if not isinstance(source, str)]:
+        raise BrokenCheckpoint(f"chat template {odd[0]!r} of {model} is not text")
     return ChatTemplate(sources, variables=variables, **options) if sources else None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from headgate.errors import BrokenCheckpoint, UnsupportedModel
+from headgate.errors import BrokenCheckpoint, HeadgateError, UnsupportedModel
 from headgate.text.gguf import byte_level_backend
 from headgate.zoo.gguf import GGUFFile, read_gguf
 
@@ -63,6 +63,17 @@ class Tokenizer:
 
 def load_tokenizer(model: Path) -> Tokenizer | None:
     """The tokenizer of a model folder or GGUF file; None if it has none, and then only token ids can be served."""
+    try:
+        return _load(model)
+    except HeadgateError:
+        raise
+    except (
+        Exception
+    ) as error:  # `tokenizers` raises bare Exception, and a file may hold anything where text should be
+        raise BrokenCheckpoint(f"the tokenizer of {model} makes no sense: {error!r:.200}") from error
+
+
+def _load(model: Path) -> Tokenizer | None:
     if model.is_file():
         return _from_gguf(read_gguf(model))
     config = read_json(model / "tokenizer_config.json")
@@ -143,7 +154,8 @@ def _transformers_tokenizer(folder: Path, **options: str) -> Any:
     from transformers import AutoTokenizer  # seconds to import, so only when nothing quicker can read the file
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)
+        # A folder of this machine, and no code from it: `trust_remote_code` is off.
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)  # nosec B615
     except Exception as error:  # ImportError for sentencepiece, ValueError, KeyError and more, by file type
         raise UnsupportedModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if not hasattr(loaded, "backend_tokenizer"):
@@ -159,7 +171,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise BrokenCheckpoint(f"{path} is not a JSON object")

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from tqdm import tqdm
 
-from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, SourceLost
+from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, RankLost, SourceLost
 from headgate.layers.parameter import Parameter
 
 DTYPES = {
@@ -42,6 +43,7 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+LONGEST_HEADER = 100_000_000  # bytes, as the format has it
 CHUNK = 4 * 2**20  # bytes that a file is read in to be hashed
 CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -77,7 +79,7 @@ def load_weights(model: Loadable, source: WeightSource, *, progress: bool = Fals
             parameters = dict(model.parameters())
             verify(parameters, source.metadata())
             write(parameters, watched(source, len(parameters), progress))
-    except ModelError:
+    except (ModelError, RankLost):
         raise
     except Exception as error:  # whatever it is, it came before the first write
         raise SourceLost(f"the weights cannot be read: {error}") from error
@@ -288,19 +290,30 @@ def read_header(file: OpenFile) -> dict[str, Stored]:
     length = int.from_bytes(file.read(0, 8), "little")
     if size < 8 + length:
         raise BrokenCheckpoint(f"{path} is cut short or corrupt: {size} bytes cannot hold its header")
+    if length > LONGEST_HEADER:
+        raise BrokenCheckpoint(f"{path} has a header of {length} bytes; at most {LONGEST_HEADER} are read")
     tensors = parse_header(path, file.read(8, length))
     data = 8 + length
     stored = {name: locate(file, name, entry, data) for name, entry in tensors.items()}
     for name, tensor in stored.items():
         if tensor.end > size:
             raise BrokenCheckpoint(f"{path} is cut short: {size} bytes, but tensor {name} ends at {tensor.end}")
+    refuse_overlaps(path, stored)
     return stored
+
+
+def refuse_overlaps(path: Path, stored: Mapping[str, Stored]) -> None:
+    """Two tensors never share bytes, or a small file could stand for a huge model."""
+    ordered = sorted((tensor.start, tensor.end, name) for name, tensor in stored.items() if tensor.start < tensor.end)
+    for (_, end, one), (start, _, other) in pairwise(ordered):
+        if start < end:
+            raise BrokenCheckpoint(f"{path} has a corrupt header: tensors {one} and {other} overlap")
 
 
 def parse_header(path: Path, header: bytes) -> dict[str, Any]:
     try:
         tensors = json.loads(header)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} has a corrupt header: {error}") from error
     if not isinstance(tensors, dict):
         raise BrokenCheckpoint(f"{path} has a corrupt header: not a JSON object")
@@ -311,11 +324,17 @@ def parse_header(path: Path, header: bytes) -> dict[str, Any]:
 def locate(file: OpenFile, name: str, entry: dict[str, Any], data: int) -> Stored:
     path = file.path
     try:
-        info = TensorInfo(DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        start, end = entry["data_offsets"]
+        info = TensorInfo(DTYPES[entry["dtype"]], tuple(map(size_of, entry["shape"])))
+        start, end = map(size_of, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(f"{path} describes tensor {name} in a way we do not know: {error!r}") from error
-    if start < 0 or end - start != math.prod(info.shape) * info.dtype.itemsize:
+    if end - start != math.prod(info.shape) * info.dtype.itemsize:
         kind = f"{list(info.shape)} of {type_name(info.dtype)}"
         raise BrokenCheckpoint(f"{path} has a corrupt header: bytes {start} to {end} for tensor {name}, {kind}")
     return Stored(info, file, data + start, data + end)
+
+
+def size_of(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a size")
+    return value

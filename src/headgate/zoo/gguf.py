@@ -23,6 +23,7 @@ from headgate.errors import BrokenCheckpoint, UnsupportedModel
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
+LONGEST_HEADER = 256 * 2**20  # bytes; a vocabulary of a million words takes a tenth of it
 
 # The `gguf` package has these too, behind 150 ms of imports. name: (id, values per block, bytes per block)
 _TENSOR_TYPES = {
@@ -76,7 +77,7 @@ def read_gguf(path: Path) -> GGUFFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data)
-    except (struct.error, UnicodeDecodeError, ValueError) as error:  # mmap refuses an empty file with ValueError
+    except (struct.error, ValueError) as error:  # mmap refuses an empty file with ValueError
         raise BrokenCheckpoint(f"{path} is cut short or is not a GGUF file: {error}") from error
 
 
@@ -89,12 +90,19 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
         raise UnsupportedModel(f"{path} is GGUF version {version}; versions 2 and 3, little-endian, are read")
     tensor_count, field_count = cursor.scalar("<Q"), cursor.scalar("<Q")
     metadata = {cursor.string(): cursor.value(cursor.scalar("<I")) for _ in range(field_count)}
-    if metadata.get("split.count", 1) > 1:
+    if _whole(metadata, "split.count", 1) > 1:
         raise UnsupportedModel(f"{path} is one part of several; join them with `llama-gguf-split --merge`")
     layouts = [_read_layout(path, cursor) for _ in range(tensor_count)]
-    base = _align(cursor.position, metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+    base = _align(cursor.position, _whole(metadata, "general.alignment", DEFAULT_ALIGNMENT))
     tensors = {name: _place(path, name, layout, base, len(data)) for name, layout in layouts}
     return GGUFFile(path, metadata, tensors)
+
+
+def _whole(metadata: Mapping[str, Any], name: str, default: int) -> int:
+    value = metadata.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 class _Cursor:
@@ -102,12 +110,13 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
+        self._end = min(len(data), LONGEST_HEADER)
         self.position = 0
 
     def take(self, size: int) -> bytes:
         end = self.position + size
-        if end > len(self._data):
-            raise struct.error(f"{size} bytes wanted at {self.position} of {len(self._data)}")
+        if end > self._end:
+            raise struct.error(f"{size} bytes wanted at {self.position} of {self._end}")
         taken = self._data[self.position : end]
         self.position = end
         return taken
@@ -221,8 +230,9 @@ class NamedTensor:
 def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
     """The tensors of the file under their hub names, in file order."""
     family = _family(file)
-    heads = file.metadata[f"{file.architecture}.attention.head_count"]
-    paired = {"attn_q": heads, "attn_k": file.metadata.get(f"{file.architecture}.attention.head_count_kv", heads)}
+    get = _fields(file)
+    heads = get("attention.head_count", kind=_is_whole)
+    paired = {"attn_q": heads, "attn_k": get("attention.head_count_kv", heads, kind=_is_whole)}
     named = []
     for stored in file.tensors.values():
         if stored.name == ROPE_FACTORS:  # a table, not a weight: it is in the config
@@ -248,9 +258,9 @@ def hub_config(file: GGUFFile) -> dict[str, Any]:
     """The config.json that the checkpoint would have had on the hub."""
     family = _family(file)
     get = _fields(file)
-    heads, hidden = get("attention.head_count"), get("embedding_length")
-    theta = get("rope.freq_base", 10000.0)
-    head_dim = get("attention.key_length", get("rope.dimension_count", hidden // heads))
+    heads, hidden = get("attention.head_count", kind=_is_whole), get("embedding_length", kind=_is_whole)
+    theta = get("rope.freq_base", 10000.0, kind=_is_number)
+    head_dim = get("attention.key_length", get("rope.dimension_count", hidden // heads), kind=_is_whole)
     config = {
         "architectures": [family.model_class],
         "model_type": family.model_type,
@@ -282,7 +292,7 @@ def _family(file: GGUFFile) -> _Family:
     if file.architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
         raise UnsupportedModel(f"{file.path} has architecture {file.architecture}; GGUF files of {known} are served")
-    if file.metadata.get(f"{file.architecture}.expert_count", 0):
+    if file.metadata.get(f"{file.architecture}.expert_count"):
         raise UnsupportedModel(f"{file.path} is a mixture of experts; from GGUF only dense models are served")
     return _FAMILIES[file.architecture]
 
@@ -290,13 +300,26 @@ def _family(file: GGUFFile) -> _Family:
 _MISSING = object()
 
 
-def _fields(file: GGUFFile) -> Callable[..., Any]:
-    """Looks up the metadata of the file's architecture; a field without a default must be there."""
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
 
-    def get(name: str, default: Any = _MISSING) -> Any:
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _fields(file: GGUFFile) -> Callable[..., Any]:
+    """Looks up the metadata of the file's architecture; a field without a default must be there.
+
+    What is computed with here is checked here; everything else by whoever reads the config.
+    """
+
+    def get(name: str, default: Any = _MISSING, kind: Callable[[Any], bool] | None = None) -> Any:
         value = file.metadata.get(f"{file.architecture}.{name}", default)
         if value is _MISSING:
             raise BrokenCheckpoint(f"{file.path} does not say {file.architecture}.{name}")
+        if kind is not None and not kind(value):
+            raise BrokenCheckpoint(f"{file.path} says that {file.architecture}.{name} is {value!r:.100}")
         return value
 
     return get
@@ -311,7 +334,7 @@ def _tensor(file: GGUFFile, name: str) -> StoredTensor:
 def _eos_ids(file: GGUFFile) -> int | list[int] | None:
     """Every id that ends an answer: end of text, of turn and of message, where the file names them."""
     named = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    ids = list(dict.fromkeys(token_id for token_id in named if token_id is not None))
+    ids = list(dict.fromkeys(token_id for token_id in named if isinstance(token_id, int)))
     return ids[0] if len(ids) == 1 else ids or None
 
 
@@ -332,6 +355,8 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]
 def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
     """Llama 3.1's scaling is stored as a table of factors, one per frequency; find the parameters that give it."""
     stored = _tensor(file, ROPE_FACTORS)
+    if stored.kind != "F32" or stored.size != 4 * (head_dim // 2) or not stored.size:
+        raise UnsupportedModel(f"{file.path} has a table of rotary factors that does not fit heads of {head_dim}")
     with file.path.open("rb") as data:
         data.seek(stored.start)
         factors = struct.unpack(f"<{stored.size // 4}f", data.read(stored.size))

@@ -1,0 +1,40 @@
+"""Compiling a grammar in a process of its own, with little time and memory: `python -m headgate.text.trial < GRAMMAR`.
+
+The library that compiles grammars bounds its own work, but not where several patterns must match one text: that can take
+twice as long, and as much memory, for each pattern more. Nothing in a process can stop it there, so it is tried outside.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+from headgate.text.constraints import complaint_about
+
+CPU_S = 2
+MEMORY_BYTES = 2**30
+WAIT_S = 60.0  # on a machine that has no time for it
+
+TOO_MUCH = "it takes too long to compile; let fewer patterns apply to the same text"
+
+
+def tried(grammar: str) -> str:
+    """What is wrong with `grammar`, or nothing."""
+    command = [sys.executable, "-m", "headgate.text.trial"]
+    try:
+        done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=WAIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return TOO_MUCH
+    return done.stdout.decode() if done.returncode == 0 else TOO_MUCH
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.stdout.write(complaint_about(sys.stdin.read()))
+
+
+if __name__ == "__main__":
+    main()

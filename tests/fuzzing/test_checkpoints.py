@@ -1,0 +1,216 @@
+"""Files of models: whatever stands in a header, it is read or refused with a sentence, and takes no more than its file."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from headgate.errors import BrokenCheckpoint, ModelError
+from headgate.text.template import load_template
+from headgate.text.tokenizer import load_tokenizer
+from headgate.worker.gguf import GGUFWeights
+from headgate.worker.weights import SafetensorsFiles
+from headgate.zoo.gguf import hub_config, hub_tensors, read_gguf
+from tests.fuzzing.properties import damaged, fuzzed, replaced
+from tests.zoo.files import write_gguf
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [16, 24]},
+    "c": {"dtype": "U8", "shape": [0, 7], "data_offsets": [24, 24]},
+}
+DATA = bytes(range(24))
+
+
+def safetensors(header: Any, length: int | None = None) -> bytes:
+    packed = json.dumps(header).encode()
+    return (len(packed) if length is None else length).to_bytes(8, "little") + packed + DATA
+
+
+@st.composite
+def checkpoints(draw: Any) -> bytes:
+    if draw(st.booleans()):
+        return draw(damaged(safetensors(HEADER)))  # type: ignore[no-any-return]
+    lied = draw(st.one_of(st.none(), st.integers(0, 2**64 - 1)))
+    return safetensors(draw(replaced(HEADER)), lied)
+
+
+@fuzzed(checkpoints(), few=30)
+def test_a_safetensors_file_is_read_or_refused(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder, suppress(ModelError):
+        path = Path(folder, "model.safetensors")
+        path.write_bytes(content)
+        with SafetensorsFiles([path]) as source:
+            for name, tensor in source:
+                info = source.metadata()[name]
+                assert tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype
+                assert tensor.numel() * tensor.element_size() <= len(content)
+
+
+def refusal(content: bytes, folder: Path) -> str:
+    path = folder / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BrokenCheckpoint) as refused, SafetensorsFiles([path]) as source:
+        source.metadata()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "sentence"),
+    [
+        (
+            {
+                "a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+                "b": {"dtype": "U8", "shape": [8], "data_offsets": [4, 12]},
+            },
+            "tensors a and b overlap",
+        ),
+        ({"a": {"dtype": "U8", "shape": [-2, -4], "data_offsets": [0, 8]}}, "-2 is not a size"),
+        ({"a": {"dtype": "U8", "shape": [2.0], "data_offsets": [0, 2]}}, "2.0 is not a size"),
+        ({"a": {"dtype": "U8", "shape": ["x"], "data_offsets": [0, 1]}}, "'x' is not a size"),
+        ({"a": {"dtype": "U8", "shape": [2**62, 4], "data_offsets": [0, 2**64]}}, "cut short"),
+        ({"a": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}}, "True is not a size"),
+    ],
+)
+def test_a_header_that_lies_is_refused_with_what_is_wrong(header: Any, sentence: str, tmp_path: Path):
+    assert sentence in refusal(safetensors(header), tmp_path)
+
+
+def test_a_header_without_end_is_refused_before_it_is_read(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((2**40).to_bytes(8, "little"))
+        file.truncate(2**41)  # a hole, which takes no room
+    with pytest.raises(BrokenCheckpoint, match="at most 100000000 are read"), SafetensorsFiles([path]) as source:
+        source.metadata()
+
+
+def test_a_header_nested_too_deep_is_refused(tmp_path: Path):
+    packed = b"[" * 100_000
+    assert "corrupt header" in refusal(len(packed).to_bytes(8, "little") + packed, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------------- GGUF
+
+
+@cache
+def gguf_head() -> tuple[bytes, int]:
+    """The header of a file, and how long the file is."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_gguf(Path(folder, "m.gguf"))
+        start = min(tensor.start for tensor in read_gguf(path).tensors.values())
+        content = path.read_bytes()
+    return content[:start], len(content)
+
+
+NAMES = (
+    b"general.alignment",
+    b"llama.attention.head_count",
+    b"llama.attention.head_count_kv",
+    b"llama.embedding_length",
+    b"llama.rope.freq_base",
+    b"llama.rope.dimension_count",
+    b"llama.expert_count",
+    b"split.count",
+    b"tokenizer.ggml.eos_token_id",
+    b"tokenizer.ggml.bos_token_id",
+    b"tokenizer.ggml.merges",
+    b"tokenizer.ggml.tokens",
+    b"tokenizer.ggml.token_type",
+    b"tokenizer.ggml.pre",
+    b"tokenizer.chat_template",
+)
+VALUES = (
+    b"\x04\0\0\0" + b"\0" * 4,  # the number 0
+    b"\x04\0\0\0" + b"\xff" * 4,
+    b"\x05\0\0\0" + b"\xff" * 4,  # -1
+    b"\x06\0\0\0" + b"\0\0\xc0\x7f",  # not a number
+    b"\x07\0\0\0\x01",
+    b"\x08\0\0\0" + (1).to_bytes(8, "little") + b"x",
+    b"\x08\0\0\0" + (3).to_bytes(8, "little") + b"{{(",
+    b"\x09\0\0\0" + b"\x04\0\0\0" + (2).to_bytes(8, "little") + b"\x01\0\0\0" * 2,
+    b"\x09\0\0\0" + b"\x08\0\0\0" + (2**60).to_bytes(8, "little"),
+    b"\x0a\0\0\0" + b"\xff" * 8,
+)
+
+
+@st.composite
+def gguf_heads(draw: Any) -> bytes:
+    head, _ = gguf_head()
+    if draw(st.booleans()):
+        # Where the numbers are; most of the header is vocabulary.
+        return draw(damaged(head[:700])) + head[700:]
+    fields = draw(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES)), min_size=1, max_size=3))
+    more = b"".join(len(name).to_bytes(8, "little") + name + value for name, value in fields)
+    kept = int.from_bytes(head[16:24], "little")
+    # Last wins: what the file says first is said again.
+    at = head.index(b"token_embd.weight") - 8 if draw(st.booleans()) else 24
+    return head[:16] + (kept + len(fields)).to_bytes(8, "little") + head[24:at] + more + head[at:]
+
+
+@fuzzed(gguf_heads(), few=25)
+def test_a_gguf_file_is_read_or_refused(head: bytes) -> None:
+    _, size = gguf_head()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "m.gguf")
+        with path.open("wb") as file:
+            file.write(head)
+            file.truncate(size)
+        with suppress(ModelError):
+            file_ = read_gguf(path)
+            hub_config(file_)
+            for named in hub_tensors(file_):
+                assert named.stored.size <= size and math.prod(named.stored.shape) <= 2 * size
+            GGUFWeights(path).metadata()
+        with suppress(ModelError):
+            load_tokenizer(path)
+        with suppress(ModelError):
+            load_template(path)
+
+
+# ---------------------------------------------------------------------------------------------- tokenizers and templates
+
+CONFIG = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>"},
+    "added_tokens_decoder": {"3": {"content": "<x>", "special": True}},
+    "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+}
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [
+        {
+            "id": 0,
+            "content": "<s>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+    ],
+    "model": {"type": "BPE", "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
+}
+
+
+@fuzzed(st.tuples(replaced(CONFIG), replaced(TOKENIZER)), few=20)
+def test_a_tokenizer_and_its_templates_are_read_or_refused(drawn: tuple[Any, Any]) -> None:
+    config, tokenizer = drawn
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        with suppress(ModelError):
+            loaded = load_tokenizer(folder)
+            assert loaded is not None and isinstance(loaded.encode("ab"), list)
+        with suppress(ModelError):
+            load_template(folder)
