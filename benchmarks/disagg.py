@@ -1,7 +1,9 @@
 """Two servers that each do everything, against one for prompts and one for answers: `python benchmarks/disagg.py`.
 
 Each server has a core of its own, with its engine. A small random model, so that a machine without a GPU can do it; what
-`headgate bench disagg` reports of either fleet is printed, and written as JSON with --json FILE.
+`headgate bench disagg` reports of either fleet under each load is printed, and written as JSON with --json FILE. On a
+machine that others use too, --first (as root) gives our processes the cores whenever they can use them: otherwise what is
+measured is mostly who else was there.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from headgate.bench.disagg import Report, Trial, run, table
+from headgate.bench.disagg import Trial, run, table
 from headgate.testing.tiny import tiny_model
 
 READY_S = 120.0
 FLEETS = {"mixed": ("mixed", "mixed"), "split": ("prefill", "decode")}
+LOADS = ("200,1", "200,0.25", "400,1.5", "800,1.5", "200,0.1")  # words of a prompt, seconds from one to the next
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -34,6 +39,11 @@ SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
+}
+COUNTED = {
+    "moved": "headgate:kv_transfers_total",  # prompts whose KV came from the other server
+    "lost": "headgate:kv_transfers_lost_total",  # that were computed where they were answered after all
+    "not_asked": "headgate:router_prefills_lost_total",  # likewise, because nobody had time for them
 }
 
 
@@ -75,43 +85,86 @@ def wait_until_ready(url: str, started: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"{started.args} is not ready within {READY_S:g} s")
 
 
-def measure(model: Path, roles: tuple[str, ...], options: argparse.Namespace) -> Report:
+def descendants(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from descendants(int(child))
+
+
+def go_first() -> None:
+    """Our processes before those of others. Each is a session of its own, and Linux shares cores among sessions."""
+    for pid in descendants(os.getpid()):
+        Path(f"/proc/{pid}/autogroup").write_text("-19")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    servers: list[str]
+    router: str
+
+    def counts(self) -> dict[str, float]:
+        pages = [urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode() for url in self.urls]
+        lines = [line for page in pages for line in page.splitlines()]
+        return {
+            name: sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
+            for name, metric in COUNTED.items()
+        }
+
+    @property
+    def urls(self) -> list[str]:
+        return [*self.servers, self.router]
+
+
+@contextmanager
+def running(model: Path, roles: tuple[str, ...]) -> Iterator[Fleet]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < len(roles):
         raise SystemExit(f"this needs a core for each of {len(roles)} servers, and here are {len(cores)}")
     with ExitStack() as stack:
-        urls = [
-            stack.enter_context(process("serve", model, "--kv-blocks", 2048, core=core)) + f"={role}"
-            for core, role in zip(cores, roles, strict=False)
+        servers = [
+            stack.enter_context(process("serve", model, "--kv-blocks", 2048, core=core))
+            for core, _ in zip(cores, roles, strict=False)
         ]
-        router = stack.enter_context(process("route", *urls))
-        trial = Trial(
-            url=router,
-            streams=options.streams,
-            max_tokens=options.max_tokens,
-            prompts=options.prompts,
-            prompt_words=options.prompt_words,
-            interval_s=options.interval,
-        )
-        return run(trial)
+        workers = [f"{url}={role}" for url, role in zip(servers, roles, strict=True)]
+        yield Fleet(servers, stack.enter_context(process("route", *workers)))
+
+
+def measure(fleet: Fleet, load: str, options: argparse.Namespace) -> dict[str, Any]:
+    words, interval_s = load.split(",")
+    trial = Trial(
+        url=fleet.router,
+        streams=options.streams,
+        max_tokens=options.max_tokens,
+        prompts=max(1, round(options.seconds / float(interval_s))),
+        prompt_words=int(words),
+        interval_s=float(interval_s),
+    )
+    before = fleet.counts()
+    report = run(trial)
+    counts = {name: round(count - before[name]) for name, count in fleet.counts().items()}
+    print(f"{table(report)}\nprompts: {counts}\n", flush=True)
+    return msgspec.to_builtins(report) | {"prompts": counts}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=400)
-    parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--prompt-words", type=int, default=200)
-    parser.add_argument("--interval", type=float, default=1.0)
+    parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=12.0, help="for which prompts arrive")
+    parser.add_argument("--load", action="append", metavar="WORDS,SECONDS", help="words of a prompt, and how often")
+    parser.add_argument("--first", action="store_true", help="take the cores before the processes of others")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    told = {}
+    told: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "model", **SHAPE)
         for name, roles in FLEETS.items():
-            report = measure(model, roles, options)
-            print(f"{' and '.join(roles)}: {table(report)}\n", flush=True)
-            told[name] = msgspec.to_builtins(report)
+            with running(model, roles) as fleet:
+                if options.first:
+                    go_first()
+                print(f"--- {' and '.join(roles)}\n")
+                told[name] = [measure(fleet, load, options) for load in options.load or LOADS]
     if options.json:
         machine = {"machine": platform.platform(), "cores": len(os.sched_getaffinity(0)), "shape": SHAPE}
         options.json.write_text(json.dumps(machine | told, indent=1) + "\n")

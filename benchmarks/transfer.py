@@ -1,9 +1,11 @@
 """How fast KV moves between two engines, next to a plain copy through the same kind of socket.
 
-    python benchmarks/transfer.py [--transport tcp|nixl] [--json FILE]
+    python benchmarks/transfer.py [--transport tcp|nixl] [--rounds N] [--json FILE]
 
 Two processes on this machine, each with a KV cache of its own. The plain copy sends one large buffer and receives it into
 another, and checks nothing; a transfer gathers blocks from all over the cache, checks every byte and scatters them again.
+Both take turns, and each transfer is compared with the copies before and after it: the machine is the same for both. Time
+on the clock is what a client waits for; time of processors, of both sides together, is what the engines go without.
 NIXL takes the fastest way that UCX finds; UCX_TLS=tcp in the environment leaves it nothing but sockets.
 """
 
@@ -15,9 +17,13 @@ import multiprocessing
 import random
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,114 +36,164 @@ from headgate.transfer.tcp import BUFFER_BYTES
 from headgate.transfer.transport import Fetched, Transport
 from headgate.worker.blocks import HostBlocks
 
-ROUNDS = 15
 GIB = 2**30
 # layers, bytes of one block's keys in one layer: bfloat16, 32 tokens per block
 MODELS = {"135M (30 layers, 3 heads of 64)": (30, 12288), "8B (32 layers, 8 heads of 128)": (32, 65536)}
 TOTAL_BYTES = 256 * 2**20
+WAIT_S = 60.0
 
 
-def cache(layers: int, part_bytes: int, blocks: int) -> HostBlocks:
-    tensors = [torch.randint(255, (blocks, part_bytes), dtype=torch.uint8) for _ in range(2 * layers)]
-    return HostBlocks(tensors, "bench")
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    part_bytes: int
+    scattered: bool
+
+    @property
+    def blocks(self) -> int:
+        return TOTAL_BYTES // (2 * self.layers * self.part_bytes)
+
+    @property
+    def bytes(self) -> int:
+        return self.blocks * 2 * self.layers * self.part_bytes
+
+    def cache(self) -> HostBlocks:
+        tensors = [
+            torch.randint(255, (self.blocks, self.part_bytes), dtype=torch.uint8) for _ in range(2 * self.layers)
+        ]
+        return HostBlocks(tensors, "bench")
+
+    def order(self, seed: int) -> tuple[int, ...]:
+        ids = list(range(self.blocks))
+        if self.scattered:
+            random.Random(seed).shuffle(ids)
+        return tuple(ids)
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a round took, for each byte."""
+
+    wall_s: float
+    cpu_s: float  # of both processes
 
 
 def transport(kind: str, memory: HostBlocks) -> Transport:
-    config = EngineConfig(kv_transport=kind, lease_s=30, kv_wait_s=30)
-    return open_transport(config, memory)
+    return open_transport(EngineConfig(kv_transport=kind, lease_s=WAIT_S, kv_wait_s=WAIT_S), memory)
 
 
-def order(blocks: int, scattered: bool, seed: int) -> tuple[int, ...]:
-    ids = list(range(blocks))
-    if scattered:
-        random.Random(seed).shuffle(ids)
-    return tuple(ids)
-
-
-def serve(pipe: Connection, kind: str, layers: int, part_bytes: int, blocks: int, scattered: bool) -> None:
+def other_process(pipe: Connection, kind: str, shape: Shape, rounds: int) -> None:
+    """Has KV for each round, and sends a plain buffer when it is asked to; answers with its processor time."""
     torch.set_num_threads(1)
-    server = transport(kind, cache(layers, part_bytes, blocks))
+    server, data = transport(kind, shape.cache()), torch.randint(255, (TOTAL_BYTES,), dtype=torch.uint8).numpy()
     server.start(lambda _: None)
-    for lease in range(1, ROUNDS + 1):
-        server.offer(lease, 1, 0, order(blocks, scattered, 1))
-        server.fill(lease, blocks)
-    pipe.send(server.address)
-    pipe.recv()
+    for lease in range(1, rounds + 1):
+        server.offer(lease, 1, 0, shape.order(1))
+        server.fill(lease, shape.blocks)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send((server.address, listener.getsockname()))
+        sock, _ = listener.accept()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    with sock:
+        while (asked := pipe.recv()) != "end":
+            if asked == "plain":
+                sock.sendall(data)
+            pipe.send(time.process_time())
     server.close()
 
 
-def transfer_seconds(kind: str, layers: int, part_bytes: int, blocks: int, scattered: bool) -> list[float]:
-    context = multiprocessing.get_context("spawn")  # what NIXL has opened does not survive a fork
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, kind, layers, part_bytes, blocks, scattered), daemon=True)
-    process.start()
-    address = ours.recv()
-    client, events = transport(kind, cache(layers, part_bytes, blocks)), SimpleQueue[Any]()
-    client.start(events.put)
-    seconds = []
-    for lease in range(1, ROUNDS + 1):
-        ticket = Ticket(address, lease, 1, blocks * 32, 0, b"")
-        began_s = time.perf_counter()
-        client.attach(lease, ticket)
-        client.fetch(Fetch(lease, ticket, 0, order(blocks, scattered, 2)))
-        assert events.get(timeout=60) == Fetched(lease, ok=True)
-        seconds.append(time.perf_counter() - began_s)
-    ours.send(None)
-    client.close()
-    process.join(30)
-    return seconds
+class Pair:
+    """This process fetches from the other one."""
+
+    def __init__(self, kind: str, shape: Shape, rounds: int) -> None:
+        context = multiprocessing.get_context("spawn")  # what NIXL has opened does not survive a fork
+        self._shape, self._rounds = shape, rounds
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=other_process, args=(theirs, kind, shape, rounds), daemon=True)
+        self._process.start()
+        self._address, plain = self._pipe.recv()
+        self._sock = socket.create_connection(plain)
+        self._room = memoryview(bytearray(TOTAL_BYTES))
+        self._events = SimpleQueue[Any]()
+        self._client = transport(kind, shape.cache())
+        self._client.start(self._events.put)
+
+    def measure(self) -> list[tuple[Took, Took]]:
+        """For each round what a transfer took and what a plain copy took just then."""
+        plain = [self._timed(TOTAL_BYTES, self._copy)]
+        moved = []
+        for lease in range(1, self._rounds + 1):
+            moved.append(self._timed(self._shape.bytes, lambda lease=lease: self._fetch(lease)))
+            plain.append(self._timed(TOTAL_BYTES, self._copy))
+        means = [Took((a.wall_s + b.wall_s) / 2, (a.cpu_s + b.cpu_s) / 2) for a, b in pairwise(plain)]
+        return list(zip(moved, means, strict=True))
+
+    def _timed(self, size: int, work: Callable[[], None]) -> Took:
+        before_s, began_s = self._cpu_s(), time.perf_counter()
+        work()
+        wall_s = time.perf_counter() - began_s
+        return Took(wall_s / size, (self._cpu_s() - before_s) / size)
+
+    def _cpu_s(self) -> float:
+        self._pipe.send("time")
+        return time.process_time() + float(self._pipe.recv())
+
+    def _fetch(self, lease: int) -> None:
+        ticket = Ticket(self._address, lease, 1, self._shape.blocks * 32, 0, b"")
+        self._client.attach(lease, ticket)
+        self._client.fetch(Fetch(lease, ticket, 0, self._shape.order(2)))
+        assert self._events.get(timeout=WAIT_S) == Fetched(lease, ok=True)
+
+    def _copy(self) -> None:
+        self._pipe.send("plain")
+        done = 0
+        while done < TOTAL_BYTES:
+            done += self._sock.recv_into(self._room[done:])
+        self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.send("end")
+        self._client.close()
+        self._sock.close()
+        self._process.join(WAIT_S)
 
 
-def receive_plain(pipe: Connection) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        pipe.send(server.getsockname())
-        sock, _ = server.accept()
-        room = memoryview(bytearray(TOTAL_BYTES))
-        for _ in range(ROUNDS):
-            done = 0
-            while done < TOTAL_BYTES:
-                done += sock.recv_into(room[done:])
-            sock.send(b".")
-        sock.close()
-
-
-def plain_seconds() -> list[float]:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=receive_plain, args=(theirs,))
-    process.start()
-    data = memoryview(torch.randint(255, (TOTAL_BYTES,), dtype=torch.uint8).numpy())
-    seconds = []
-    with socket.create_connection(ours.recv()) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        for _ in range(ROUNDS):
-            began_s = time.perf_counter()
-            sock.sendall(data)
-            sock.recv(1)
-            seconds.append(time.perf_counter() - began_s)
-    process.join(30)
-    return seconds
+def row(name: str, kind: str, shape: Shape, rounds: int) -> dict[str, Any]:
+    pair = Pair(kind, shape, rounds)
+    try:
+        took = pair.measure()
+    finally:
+        pair.close()
+    where = "scattered" if shape.scattered else "neighbouring"
+    return {
+        "model": name,
+        "blocks": where,
+        "gib_s": round(1 / median(moved.wall_s for moved, _ in took) / GIB, 2),
+        "plain_gib_s": round(1 / median(plain.wall_s for _, plain in took) / GIB, 2),
+        "of_plain": round(median(plain.wall_s / moved.wall_s for moved, plain in took), 3),
+        "of_plain_cpu": round(median(plain.cpu_s / moved.cpu_s for moved, plain in took), 3),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--transport", choices=KV_TRANSPORTS, default="tcp")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # The best of many rounds: what else runs on the machine only ever makes it slower.
-    plain = TOTAL_BYTES / min(plain_seconds()) / GIB
-    results: dict[str, Any] = {"transport": options.transport, "plain_gib_s": round(plain, 2), "transfers": []}
-    print(f"{'plain copy':58s} {plain:6.2f} GiB/s")
+    results: dict[str, Any] = {"transport": options.transport, "transfers": []}
+    print(
+        f"{'medians of ' + str(options.rounds) + ' rounds':54s}    GiB/s    plain   of plain   of its processor time"
+    )
     for name, (layers, part_bytes) in MODELS.items():
         for scattered in (False, True):
-            blocks = TOTAL_BYTES // (2 * layers * part_bytes)
-            size = blocks * 2 * layers * part_bytes
-            seconds = transfer_seconds(options.transport, layers, part_bytes, blocks, scattered)
-            speed = size / min(seconds) / GIB
-            where = "scattered" if scattered else "neighbouring"
-            print(f"{name + ', ' + where + ' blocks':58s} {speed:6.2f} GiB/s  {speed / plain:5.0%}")
-            results["transfers"].append(
-                {"model": name, "blocks": where, "gib_s": round(speed, 2), "of_plain": round(speed / plain, 3)}
+            told = row(name, options.transport, Shape(layers, part_bytes, scattered), options.rounds)
+            results["transfers"].append(told)
+            print(
+                f"{name + ', ' + told['blocks'] + ' blocks':54s} {told['gib_s']:8.2f} {told['plain_gib_s']:8.2f} "
+                f"{told['of_plain']:10.0%} {told['of_plain_cpu']:24.0%}",
+                flush=True,
             )
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")

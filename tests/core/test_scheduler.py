@@ -748,9 +748,10 @@ def test_a_step_takes_no_more_than_its_budget_however_many_transfers_land():
 def test_a_lost_transfer_is_a_local_prefill():
     d = fetching(prefilled()[1])
     (fetch,) = d.launch().fetches
+    assert d.scheduler.fetches == 1
     d.scheduler.transfer_done(fetch.id, ok=False)
     assert d.step().counts == [10]
-    assert d.scheduler.counters.transfers_lost == 1
+    assert d.scheduler.counters.transfers_lost == 1 and d.scheduler.fetches == 0
     d.run()
     assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
 

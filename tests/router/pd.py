@@ -150,11 +150,11 @@ class Server(Process):
             self.process = None
         if self.process is None:
             self.start()
-        wait_until(self._answers, 60)
+        wait_until(self._answers, 180)
         if self.metric("weight_version"):
             self.kill_all()  # it starts with those that it had at first
             self.start()
-            wait_until(self._answers, 60)
+            wait_until(self._answers, 180)
         if self.is_paused():
             self.post("/v1/resume", {})
         self.wait_until_ready()
@@ -186,11 +186,11 @@ class Server(Process):
         self.post("/v1/resume", {})
 
     def is_paused(self) -> bool:
-        answer = httpx.get(f"{self.url}/v1/is_paused", timeout=5, trust_env=False).json()
+        answer = httpx.get(f"{self.url}/v1/is_paused", timeout=30, trust_env=False).json()
         return bool(answer["result"]["state"] != "running")
 
     def metric(self, name: str, **labels: str) -> float:
-        page = metric_values(httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).text)
+        page = metric_values(httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text)
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
         names = (f"headgate:{name}", f"headgate:{name}_total")
         return sum(v for key, v in page.items() if key.partition("{")[0] in names and all(w in key for w in wanted))
@@ -250,11 +250,11 @@ class PdFleet:
             loads = [(worker.in_flight, worker.pending_tokens) for worker in router.fleet]
             return not router.live and set(loads) == {(0, 0)} and not router.admission.in_flight
 
-        wait_until(at_rest, 15)
+        wait_until(at_rest, 60)
         assert router.fleet.double_releases == 0
         for server in self.servers:
             if server.process is not None and not server._stopped:
-                wait_until(server.is_home, 15)
+                wait_until(server.is_home, 60)
 
     # -- asking ---------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from headgate.protocol.message import EngineStatus
 from headgate.protocol.output import Ended
 from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_blocks=64, block_size=16, max_running=8, max_batch_tokens=64)
 
 
@@ -134,7 +134,7 @@ class Pair:
             await self.p.until_home()
             await self.d.until_home()
 
-        asyncio.run_coroutine_threadsafe(whole(), self.loop).result(DEADLINE_S * 2)
+        asyncio.run_coroutine_threadsafe(whole(), self.loop).result(DEADLINE_S * 4)
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)

@@ -21,7 +21,7 @@ from headgate.transfer.tcp import TcpTransport, parse_address
 from headgate.transfer.transport import Fetched, Released
 from headgate.worker.blocks import HostBlocks
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 BLOCKS, PART_BYTES, PARTS = 40, 4096, 6
 GENERATION, VERSION = 77, 3
 TRANSPORTS = ["tcp", "nixl"] if find_spec("nixl") else ["tcp"]  # those that can be tried here

@@ -159,6 +159,7 @@ def test_what_moves_shows_in_the_metrics(both):
         export.next()
     with d.http as http:
         page = http.get("/metrics").text
+    assert 'headgate:kv_fetches{engine="0"} 0.0' in page
     (size,) = (line for line in page.splitlines() if 'kv_transfer_bytes_total{direction="received"' in line)
     assert float(size.split()[-1]) > 6 * 16 * 2 * 2 * 16 * 4 * 2
 

@@ -97,9 +97,10 @@ def test_39_a_byte_that_changes_in_a_slot_is_noticed():
     with peers(kind="nixl") as (p, d):
         write = agent(p).out.write
 
-        def write_wrong(slot, parts):  # type: ignore[no-untyped-def]
-            write(slot, parts)
+        def write_wrong(slot, portions):  # type: ignore[no-untyped-def]
+            digest = write(slot, portions)
             agent(p).out._words[slot, 100] ^= 1
+            return digest
 
         agent(p).out.write = write_wrong  # type: ignore[method-assign]
         p.offer(1, SOME)

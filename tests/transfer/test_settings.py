@@ -10,10 +10,11 @@ import pytest
 
 from headgate import cli
 from headgate.cli.serve import engine_config
-from headgate.config import EngineConfig
+from headgate.config import EngineConfig, RouteConfig
 from headgate.engine.replicas import started
 from headgate.errors import CannotStart, RequestError
 from headgate.offline import LLM
+from headgate.router import server
 from tests.transfer.engines import Side, config, export
 from tests.transfer.peers import Peer
 
@@ -58,6 +59,28 @@ def test_flags_reach_the_engine(capsys):
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["serve", "--kv-times", "30"])
     assert "give three numbers of seconds" in capsys.readouterr().err
+
+
+def test_flags_reach_the_router(monkeypatch):
+    made: list[RouteConfig] = []
+    monkeypatch.setattr(server, "run_router", lambda config, *_: made.append(config))
+    flags = ["--disaggregate-tokens", "64", "--ticket-timeout", "2.5", "--preempt-retry-count", "1"]
+    for more in ([], [*flags, "--no-preempt-retry-exclude-decode"]):
+        options = cli.parser().parse_args(["route", "--port", "0", *more])
+        assert options.run(options, {}) == 0
+    settings = [
+        (c.disaggregate_tokens, c.ticket_timeout_s, c.preempt_retry_count, c.preempt_retry_exclude_decode)
+        for c in made
+    ]
+    assert settings == [(256, 10.0, 3, True), (64, 2.5, 1, False)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"disaggregate_tokens": -1}, {"ticket_timeout_s": 0.0}, {"preempt_retry_count": -1}]
+)
+def test_settings_of_the_router_are_checked_by_name(wrong):
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        RouteConfig(**wrong)
 
 
 def two_free_ports() -> int:

@@ -6,21 +6,31 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from itertools import pairwise
 from queue import Empty
 
+import msgspec
 import pytest
+import torch
 
 from headgate.protocol.plan import Fetch
 from headgate.transfer import link, serving, tcp
-from headgate.transfer.frames import HEADER_BYTES, Header, Kind, checksum
+from headgate.transfer.frames import CHECKSUM_BYTES, HEADER_BYTES, PROTOCOL, Attach, Checksum, Header, Kind
 from headgate.transfer.tcp import parse_address
-from headgate.transfer.transport import Fetched, Released, Renewed
-from tests.transfer.peers import PART_BYTES, PARTS, TRANSPORTS, Peer, peers, proxy, same
+from headgate.transfer.transport import Fetched, Portion, Released, Renewed
+from headgate.worker import blocks
+from tests.transfer.peers import GENERATION, PART_BYTES, PARTS, TRANSPORTS, VERSION, Peer, peers, proxy, same
 
 SOME = (5, 6, 7, 20, 3, 39, 0, 1)
 OURS = (9, 2, 1, 0, 33, 34, 35, 8)
 BLOCK_BYTES = PART_BYTES * PARTS
+CHECKSUM_AT = 2 * HEADER_BYTES + len(SOME) * BLOCK_BYTES
+
+
+def blocks_bytes(count: int) -> int:
+    """The body of a frame with so many blocks."""
+    return count * BLOCK_BYTES + CHECKSUM_BYTES
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -28,7 +38,9 @@ def kind(request) -> str:
     return request.param
 
 
-def test_blocks_arrive_where_they_were_wanted_and_nowhere_else(kind):
+@pytest.mark.parametrize("portion_bytes", [1, 8 * PART_BYTES, blocks.PORTION_BYTES])
+def test_blocks_arrive_where_they_were_wanted_and_nowhere_else(kind, portion_bytes, monkeypatch):
+    monkeypatch.setattr(blocks, "PORTION_BYTES", portion_bytes)
     rng = random.Random(1)
     with peers(kind=kind) as (p, d):
         for id in range(1, 21):
@@ -44,6 +56,17 @@ def test_blocks_arrive_where_they_were_wanted_and_nowhere_else(kind):
             assert all((a == b).all() for i in rest for a, b in zip(before[i], d.block(i), strict=True))
         counts = d.transport.counts()
         assert counts.received_bytes > 20 * BLOCK_BYTES and counts.fetch_s > 0 and not counts.failures
+
+
+def test_parts_of_a_block_may_differ_in_size():
+    tensors = [torch.randint(255, (20, 8 * size), dtype=torch.uint8) for size in (3, 1, 4, 1, 5)]
+    empty = [torch.zeros_like(tensor) for tensor in tensors]
+    theirs, ours = (7, 3, 11), (0, 15, 4)
+    lent = blocks.HostBlocks(tensors, "same").lend(theirs)
+    for portion, place in zip(lent, blocks.HostBlocks(empty, "same").room(ours), strict=True):
+        for words, room in zip(portion, place, strict=True):
+            room[:] = words
+    assert all((a[list(theirs)] == b[list(ours)]).all() for a, b in zip(tensors, empty, strict=True))
 
 
 def test_blocks_travel_as_they_are_filled_and_not_before(kind):
@@ -128,10 +151,9 @@ def test_what_was_withdrawn_while_it_was_read_is_not_passed_off_as_kv():
         lend = p.transport._memory.lend
 
         def slow_lend(blocks):  # type: ignore[no-untyped-def]
-            parts = lend(blocks)
+            yield from lend(blocks)
             if len(SOME) - 1 in map(SOME.index, blocks):
                 p.transport.withdraw(1)  # as the loop's thread would, between reading and the last word
-            return parts
 
         p.transport._memory.lend = slow_lend  # type: ignore[method-assign]
         p.offer(1, SOME)
@@ -167,7 +189,7 @@ def test_28_a_lease_is_renewed_as_long_as_somebody_waits_and_by_no_loop(kind):
         assert d.fetched(1)
 
 
-@pytest.mark.parametrize("at", [0, 4, 8, 20, 3 * HEADER_BYTES, 2 * BLOCK_BYTES, 8 * BLOCK_BYTES - 9])
+@pytest.mark.parametrize("at", [0, 4, 8, 20, 3 * HEADER_BYTES, 2 * BLOCK_BYTES, 8 * BLOCK_BYTES - 9, CHECKSUM_AT])
 def test_39_a_damaged_byte_is_noticed_wherever_it_is(at):
     def damage(data: bytes, offset: int) -> bytes:
         i = at - offset
@@ -184,13 +206,20 @@ def test_39_the_checksum_knows_bytes_blocks_and_parts_but_not_how_they_lie():
     p = Peer()
     memory = p.transport._memory
     right = checksum(memory.lend((5, 6, 7)))
-    assert checksum([[part[5:6], part[6:8]] for (part,) in memory.lend(range(40))]) == right
+    parts = [run for portion in memory.lend((5, 6, 7)) for run in portion]
+    assert checksum([[part[:1], part[1:]] for part in parts]) == right
     assert checksum(memory.lend((6, 5, 7))) != right and checksum(memory.lend((5, 6))) != right
-    parts = memory.lend((5, 6, 7))
-    assert checksum([parts[1], parts[0], *parts[2:]]) != right
+    assert checksum([[parts[1], parts[0], *parts[2:]]]) != right
     p.tensors[3][6, 100] ^= 1
     assert checksum(memory.lend((5, 6, 7))) != right
     p.transport.close()
+
+
+def checksum(portions: Iterable[Portion]) -> bytes:
+    checksum = Checksum()
+    for portion in portions:
+        checksum.add(portion)
+    return checksum.digest()
 
 
 @pytest.mark.parametrize("at", [0, 10, HEADER_BYTES, 2 * HEADER_BYTES, BLOCK_BYTES, 8 * BLOCK_BYTES + HEADER_BYTES])
@@ -259,13 +288,27 @@ def test_54_whoever_talks_rubbish_is_hung_up_on_and_nobody_else_notices(rubbish,
         assert d.fetched(1) and same(p, SOME, d, OURS)
 
 
+def test_39_a_frame_with_a_body_that_it_should_not_have_is_hung_up_on(kind):
+    """Or what lies in there would be taken for the next frame."""
+    with peers(kind=kind) as (p, _):
+        p.offer(1, SOME)
+        body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))
+        attach = Header(Kind.ATTACH, length=len(body)).encode() + body
+        address = parse_address(p.transport.address)
+        with socket.create_connection((address.host, address.port), timeout=5) as stranger:
+            stranger.sendall(attach)
+            assert len(stranger.recv(HEADER_BYTES)) == HEADER_BYTES, "attached"
+            stranger.sendall(Header(Kind.BEAT, length=HEADER_BYTES).encode() + Header(Kind.BEAT).encode())
+            assert p.released(1) is False
+
+
 @pytest.mark.parametrize(
     "lie",
     [
         Header(Kind.END).encode(),
-        Header(Kind.BLOCKS, 1, 1, BLOCK_BYTES).encode() + bytes(BLOCK_BYTES),
-        Header(Kind.BLOCKS, 0, 9, 9 * BLOCK_BYTES).encode() + bytes(9 * BLOCK_BYTES),
-        Header(Kind.BLOCKS, 0, 1, BLOCK_BYTES - 1).encode() + bytes(BLOCK_BYTES),
+        Header(Kind.BLOCKS, 1, 1, blocks_bytes(1)).encode() + bytes(blocks_bytes(1)),
+        Header(Kind.BLOCKS, 0, 9, blocks_bytes(9)).encode() + bytes(blocks_bytes(9)),
+        Header(Kind.BLOCKS, 0, 1, blocks_bytes(1) - 1).encode() + bytes(blocks_bytes(1)),
         Header(Kind.FETCH, 0, 1).encode(),
     ],
     ids=["end", "other blocks", "more blocks", "less bytes", "request"],

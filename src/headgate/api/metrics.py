@@ -150,6 +150,7 @@ class Page:
     in_flight: int
     limit: int
     engines: Sequence[EngineView]
+    tasks: int = 0  # of the event loop
 
     def render(self) -> bytes:
         registry = CollectorRegistry(auto_describe=False)
@@ -168,6 +169,7 @@ class Page:
         yield InfoMetricFamily(PREFIX + "build", "What is running.", value=build)
         yield gauge("num_requests_in_flight", "Choices accepted and not ended.", self.in_flight)
         yield gauge("max_requests_in_flight", "Choices accepted at once before 429.", self.limit)
+        yield gauge("tasks", "Tasks of the event loop.", self.tasks)
 
     def _about_requests(self) -> Iterator[Metric]:
         metrics = self.metrics
@@ -237,6 +239,7 @@ _STATUS = (
     ("kv_leases", "Prompts whose KV is kept for another engine.", "leases", False),
     ("kv_blocks_leased", "KV blocks kept for other engines; they are among those held.", "leased_blocks", False),
     ("kv_leases_expired", "Leases that ended because nobody fetched.", "leases_expired", True),
+    ("kv_fetches", "Prompts whose KV is on its way from another engine.", "fetches", False),
     ("kv_transfers", "Prompts whose KV came from another engine.", "transfers", True),
     ("kv_transfers_lost", "Prompts computed here after a fetch had failed.", "transfers_lost", True),
     ("rescheduled", "Answers given back to be resumed elsewhere.", "rescheduled", True),
@@ -317,5 +320,6 @@ async def metrics(request: Request) -> Response:
         in_flight=host.ledger.in_flight,
         limit=host.ledger.limit,
         engines=await look_at_all(host.replicas, SCRAPE_TIMEOUT_S),
+        tasks=len(asyncio.all_tasks()),
     )
     return Response(page.render(), media_type=CONTENT_TYPE_LATEST)

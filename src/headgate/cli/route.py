@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headgate import __version__
-from headgate.cli.serve import LOG_LEVELS, checked_key, checked_port, read_keys
+from headgate.cli.serve import LOG_LEVELS, checked_key, checked_port, end_with_parent, read_keys
 from headgate.config import POLICIES, RouteConfig
 
 
@@ -22,10 +22,29 @@ def add_route(command: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address (default: %(default)s, this machine alone)")
     add("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
 
+    add("--with-parent", action="store_true", help=argparse.SUPPRESS)  # as of headgate serve
+
     add = command.add_argument_group("who gets a request").add_argument
     add("--policy", choices=POLICIES, default="cache_aware", metavar="NAME", help=f"{', '.join(POLICIES)}")
     add("--prefill-policy", choices=POLICIES, default="cache_aware", metavar="NAME", help="for prompts alone")
     add("--decode-policy", choices=POLICIES, default="least_tokens", metavar="NAME", help="for answers alone")
+
+    add = command.add_argument_group("where prompts and answers are computed apart").add_argument
+    add(
+        "--disaggregate-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="shorter prompts are not sent elsewhere (256)",
+    )
+    add("--ticket-timeout", type=float, default=10.0, metavar="S", help="for a prefill worker to begin (10)")
+    add("--preempt-retry-count", type=int, default=3, metavar="N", help="moves of an answer for want of room (3)")
+    add(
+        "--preempt-retry-exclude-decode",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="not back to the worker that had no room, unless it is the only one (default)",
+    )
 
     add = command.add_argument_group("limits").add_argument
     add("--max-in-flight", type=int, metavar="N", help="requests at once (default: what the workers take)")
@@ -48,6 +67,8 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from headgate.router.server import parse_worker, run_router
 
     set_up(options.log_format, options.log_level, "router")
+    if options.with_parent:
+        end_with_parent()
     keys, admin_key = read_keys(options, environ)
     config = RouteConfig(
         workers=tuple(parse_worker(text.replace("=", " ", 1), "worker") for text in options.worker),
@@ -56,6 +77,10 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         policy=options.policy,
         prefill_policy=options.prefill_policy,
         decode_policy=options.decode_policy,
+        disaggregate_tokens=options.disaggregate_tokens,
+        ticket_timeout_s=options.ticket_timeout,
+        preempt_retry_count=options.preempt_retry_count,
+        preempt_retry_exclude_decode=options.preempt_retry_exclude_decode,
         max_in_flight=options.max_in_flight,
         max_queue=options.max_queue,
         retries=options.retries,

@@ -216,6 +216,11 @@ class Scheduler:
 
     # -- transfers --------------------------------------------------------------
 
+    @property
+    def fetches(self) -> int:
+        """Sequences whose KV is on its way to us, wanted or not."""
+        return len(self._fetching)
+
     def transfer_done(self, id: int, ok: bool) -> None:
         """The fetch for a sequence has filled its blocks, or never will; either way it no longer touches them."""
         seq = self._fetching.pop(id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 from selectors import EVENT_WRITE
 
@@ -11,9 +11,19 @@ import msgspec
 
 from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
-from headgate.transfer.frames import PROTOCOL, Attach, BadFrame, Header, Kind, checksum, encode, pieces
-from headgate.transfer.link import Hung, Link
-from headgate.transfer.transport import BlockMemory, Parts
+from headgate.transfer.frames import (
+    CHECKSUM_BYTES,
+    PROTOCOL,
+    Attach,
+    BadFrame,
+    Checksum,
+    Header,
+    Kind,
+    encode,
+    pieces,
+)
+from headgate.transfer.link import Body, Hung, Link
+from headgate.transfer.transport import BlockMemory
 
 
 class Dropped(Exception):
@@ -44,10 +54,8 @@ class Client(Link):
         self._ticket, self._memory, self._wait_s, self._clock = ticket, memory, wait_s, clock
         self._beat_s, self._next_beat_s = 0.0, inf
         self._attached = False
-        self._body = bytearray()
-        self._blocks: tuple[int, ...] = ()
-        self._parts: Parts = []
-        self._told = self._done = 0  # blocks that were announced, and those that are here
+        self._said = bytearray()
+        self._told = 0  # blocks that were announced
 
     def connect(self) -> None:
         """The socket can be written for the first time: either we are through or we never will be."""
@@ -69,15 +77,22 @@ class Client(Link):
         if self.fetch is not None and self.connected:
             self.say(encode(Header(Kind.FETCH, self.fetch.skip, len(self.fetch.blocks))))
 
-    def body_for(self, header: Header) -> Iterable[memoryview]:
-        if header.kind is not Kind.BLOCKS:
-            self._body = bytearray(header.length)
-            return (memoryview(self._body),) if header.length else ()
-        if header.length != header.b * self._memory.block_bytes:
-            raise BadFrame("wrong size")
-        self._blocks = self._next_blocks(header)
-        self._parts = self._memory.room(self._blocks)
-        return pieces(self._parts)
+    def body_for(self, header: Header) -> Body:
+        if header.kind is Kind.BLOCKS:
+            yield from self._room_for(self._next_blocks(header))
+            return
+        self._said = bytearray(header.length)
+        if header.length:
+            yield [memoryview(self._said)]
+
+    def _room_for(self, blocks: tuple[int, ...]) -> Body:
+        checksum, told = Checksum(), bytearray(CHECKSUM_BYTES)
+        for portion in self._memory.room(blocks):
+            yield pieces(portion)
+            checksum.add(portion)
+        yield [memoryview(told)]
+        if told != checksum.digest():
+            raise BadFrame("wrong checksum")
 
     def _next_blocks(self, header: Header) -> tuple[int, ...]:
         """Where the blocks go that this frame tells of."""
@@ -97,22 +112,15 @@ class Client(Link):
                 self._beat_s = header.a / 3000
                 self._next_beat_s = self.heard_s + self._beat_s
             case Kind.BLOCKS:
-                parts, self._parts = self._parts, []
-                self._take(self._blocks, parts, header.checksum)
+                pass  # they are where they belong
             case Kind.END:
                 if self.fetch is None or self._told != len(self.fetch.blocks):
                     raise BadFrame("an end before the last block")
                 self._hear_end()
             case Kind.DROP:
-                raise Dropped(self._body.decode(errors="replace"))
+                raise Dropped(self._said.decode(errors="replace"))
             case _:
                 raise BadFrame(f"{header.kind.name} from the engine that serves")
-
-    def _take(self, blocks: tuple[int, ...], parts: Parts, digest: bytes) -> None:
-        if checksum(parts) != digest:
-            raise BadFrame("wrong checksum")
-        self._memory.store(blocks, parts)
-        self._done += len(blocks)
 
     def _hear_end(self) -> None:
         self.fetched = True

@@ -5,15 +5,17 @@ The fetching engine (D) says ATTACH, FETCH, BEAT and DONE; the one that has the 
     D  ATTACH ─────────────► P      which lease, of which engine's life, weights and layout
        ◄───────────── TAKEN         a: how long the lease lasts without a word from D, in milliseconds
        BEAT ... FETCH ─────►        a: blocks to skip, b: blocks to send
-       ◄──── BLOCKS, BLOCKS ...     a: first block, b: how many; a checksum; sent as they are filled
+       ◄──── BLOCKS, BLOCKS ...     a: first block, b: how many; sent as they are filled
        ◄─────────────── END         all of it was still under lease after the last byte had been read
        DONE ───────────────►        and both sides hang up
 
 P may say DROP and a reason at any time. The body of BLOCKS is the first part of each block, then the second of each, and
-so on. Its checksum is a digest of the sums of each part of each block: it finds what was damaged, cut or put in the wrong
+so on, and at its end a checksum: each side adds up what it is about to send or has just received, and neither waits for the
+other to do so. It is a digest of the sums of each part of each block: it finds what was damaged, cut or put in the wrong
 place, at the speed of memory. It is no defence against somebody who changes bytes on purpose.
 
-Where bytes travel by NIXL (`nixl.py`), P says AGENT after TAKEN and READY instead of BLOCKS, and D says TOOK.
+Where bytes travel by NIXL (`nixl.py`), P says AGENT after TAKEN and READY, with a checksum, instead of BLOCKS, and D says
+TOOK.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from headgate.transfer.transport import Parts
+from headgate.transfer.transport import Portion
 
-PROTOCOL = 1
-NIXL_PROTOCOL = 2  # the same, and bytes may travel beside the connection
+PROTOCOL = 3
+NIXL_PROTOCOL = 4  # the same, and bytes may travel beside the connection
 MAGIC = b"HGKV"
 _HEADER = struct.Struct("<4sBxxxIIQ8s")
 HEADER_BYTES = _HEADER.size
+CHECKSUM_BYTES = 8
 MOST_BODY_BYTES = 1024  # of every frame but BLOCKS and AGENT
 MOST_AGENT_BYTES = 2**18
 MOST_PIECES = 64
@@ -86,14 +89,23 @@ class Attach(msgspec.Struct, frozen=True, array_like=True):
     layout: str
 
 
-def checksum(parts: Parts) -> bytes:
-    sums = [np.add.reduce(run, axis=1) for runs in parts for run in runs]
-    return blake2b(np.concatenate(sums).tobytes(), digest_size=8).digest()
+class Checksum:
+    """Of blocks; how they are divided into portions makes no difference."""
+
+    def __init__(self) -> None:
+        self._digest = blake2b(digest_size=CHECKSUM_BYTES)
+
+    def add(self, portion: Portion) -> None:
+        for run in portion:
+            self._digest.update(np.add.reduce(run, axis=1))
+
+    def digest(self) -> bytes:
+        return self._digest.digest()
 
 
-def pieces(parts: Parts) -> list[memoryview]:
-    """The bytes of `parts`, in the order in which they travel."""
-    return [run.data.cast("B") for runs in parts for run in runs]
+def pieces(portion: Portion) -> list[memoryview]:
+    """The bytes of a portion, in the order in which they travel."""
+    return [run.data.cast("B") for run in portion]
 
 
 class Cursor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from selectors import EVENT_READ
 
 from headgate.transfer.frames import HEADER_BYTES, BadFrame, Cursor, Header, decode_header
+
+Body = Iterator[list[memoryview]]  # the next portion is asked for when the last has been sent or filled
 
 MOST_BYTES_PER_TURN = 8 * 2**20  # before other connections have theirs
 
@@ -27,9 +29,11 @@ class Link:
         self._out = Cursor()
         self._head = bytearray(HEADER_BYTES)
         self._header: Header | None = None
+        self._body: Body = iter(())
+        self._left = 0  # bytes of the body
         self._into = Cursor([memoryview(self._head)])
 
-    def body_for(self, header: Header) -> Iterable[memoryview]:
+    def body_for(self, header: Header) -> Body:
         raise NotImplementedError
 
     def heard(self, header: Header) -> None:
@@ -83,15 +87,17 @@ class Link:
         return came
 
     def _step(self) -> None:
-        """A header, or the body that belongs to it, is complete."""
+        """A header, or a portion of the body that belongs to it, is complete."""
         if self._header is None:
             self._header = decode_header(self._head)
-            body = list(self.body_for(self._header))
-            if sum(map(len, body)) != self._header.length:
-                raise BadFrame(f"{self._header.kind.name} with {self._header.length} bytes")
-            if body:
-                self._into = Cursor(body)
-                return
+            self._body, self._left = self.body_for(self._header), self._header.length
+        portion = next(self._body, None)
+        self._left -= sum(map(len, portion or ()))
+        if self._left < 0 or (portion is None and self._left):
+            raise BadFrame(f"{self._header.kind.name} with {self._header.length} bytes")
+        if portion is not None:
+            self._into = Cursor(portion)
+            return
         header, self._header = self._header, None
         self._into = Cursor([memoryview(self._head)])
         self.heard(header)

@@ -26,7 +26,7 @@ import msgspec
 from headgate.protocol.message import TransferCounts
 from headgate.protocol.request import Ticket
 from headgate.transfer.fetching import Client
-from headgate.transfer.frames import NIXL_PROTOCOL, PROTOCOL, Attach, BadFrame, Header, Kind, checksum, encode
+from headgate.transfer.frames import NIXL_PROTOCOL, PROTOCOL, Attach, BadFrame, Header, Kind, encode
 from headgate.transfer.serving import MESSAGE_BYTES, Offer, Server
 from headgate.transfer.staging import Agent, Read, Remote
 from headgate.transfer.tcp import TICK_S, Address, TcpTransport
@@ -134,10 +134,9 @@ class NixlServer(Server):
             super()._send_blocks(offer, stop)
             return
         self._lent.append(slot)
-        parts = self._memory.lend(offer.blocks[self._next : stop])
-        slots.write(slot, parts)
+        digest = slots.write(slot, self._memory.lend(offer.blocks[self._next : stop]))
         body = _OFFSET.pack(slots.offset(slot))
-        self.say(encode(Header(Kind.READY, self._next, stop - self._next, len(body), checksum(parts)), body))
+        self.say(encode(Header(Kind.READY, self._next, stop - self._next, len(body), digest), body))
         self._agent.sent_bytes += (stop - self._next) * self._memory.block_bytes
         self._agent.stir()
         self._next = stop
@@ -188,7 +187,7 @@ class NixlClient(Client):
     def heard(self, header: Header) -> None:
         match header.kind:
             case Kind.AGENT if self._shown is None:
-                self._shown = msgspec.msgpack.decode(self._body, type=Shown)
+                self._shown = msgspec.msgpack.decode(self._said, type=Shown)
             case Kind.READY:
                 self._ready.append(self._checked(header))
             case _:
@@ -197,7 +196,7 @@ class NixlClient(Client):
     def _checked(self, header: Header) -> Ready:
         if self._shown is None or header.length != _OFFSET.size:
             raise BadFrame("blocks that are nowhere")
-        blocks, (offset,) = self._next_blocks(header), _OFFSET.unpack(self._body)
+        blocks, (offset,) = self._next_blocks(header), _OFFSET.unpack(self._said)
         size = len(blocks) * self._memory.block_bytes
         if offset + size > self._shown.length or size > self._agent.into.slot_bytes:
             raise BadFrame("wrong size")
@@ -220,10 +219,10 @@ class NixlClient(Client):
 
     def _take_read(self, ready: Ready, read: Read) -> None:
         self.heard_s = self._clock()
-        parts = self._memory.room(ready.blocks)
-        self._agent.into.read(read.slot, parts)
+        digest = self._agent.into.read(read.slot, self._memory.room(ready.blocks))
         self._agent.put_away(read)
-        self._take(ready.blocks, parts, ready.digest)
+        if digest != ready.digest:
+            raise BadFrame("wrong checksum")
         self._agent.received_bytes += len(ready.blocks) * self._memory.block_bytes
         self.say(encode(Header(Kind.TOOK)))
 

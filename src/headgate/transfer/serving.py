@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from headgate.transfer.frames import (
+    CHECKSUM_BYTES,
     PROTOCOL,
     Attach,
     BadFrame,
+    Checksum,
     Header,
     Kind,
-    checksum,
     encode,
     pieces,
 )
-from headgate.transfer.link import Link
+from headgate.transfer.link import Body, Link
 from headgate.transfer.transport import BlockMemory, Event, Released, Renewed
 
 MESSAGE_BYTES = 8 * 2**20  # of one BLOCKS frame: so many blocks that what is done once per piece costs little
@@ -55,22 +56,22 @@ class Server(Link):
         self.offer: Offer | None = None
         self.since_s = clock()
         self._memory, self._find, self._tell, self._lease_s, self._clock = memory, find, tell, lease_s, clock
-        self._body = bytearray()
+        self._said = bytearray()
+        self._sending: Body = iter(())
         self._next, self._end, self._fetching = 0, 0, False
         self._at_once = max(1, MESSAGE_BYTES // memory.block_bytes)
 
-    def body_for(self, header: Header) -> Iterable[memoryview]:
-        if header.kind is not Kind.ATTACH:
-            return ()
-        self._body = bytearray(header.length)
-        return (memoryview(self._body),) if header.length else ()
+    def body_for(self, header: Header) -> Body:
+        if header.kind is Kind.ATTACH and header.length:
+            self._said = bytearray(header.length)
+            yield [memoryview(self._said)]
 
     def heard(self, header: Header) -> None:
         if self.closing:
             return  # said before our last word was heard
         match header.kind:
             case Kind.ATTACH:
-                self._attach(msgspec.msgpack.decode(self._body, type=Attach))
+                self._attach(msgspec.msgpack.decode(self._said, type=Attach))
             case Kind.FETCH:
                 self._fetch(header.a, header.b)
             case Kind.BEAT:
@@ -131,6 +132,9 @@ class Server(Link):
         self.closing, self.since_s = True, self._clock()
 
     def more(self) -> None:
+        if (portion := next(self._sending, None)) is not None:
+            self.say(portion)
+            return
         offer = self.offer
         if offer is None or self.closing:
             return
@@ -144,11 +148,18 @@ class Server(Link):
             self.say(encode(Header(Kind.END)))
 
     def _send_blocks(self, offer: Offer, stop: int) -> None:
-        parts = self._memory.lend(offer.blocks[self._next : stop])
-        body = pieces(parts)
-        header = Header(Kind.BLOCKS, self._next, stop - self._next, sum(map(len, body)), checksum(parts))
-        self.say([*encode(header), *body])
+        blocks = offer.blocks[self._next : stop]
+        length = len(blocks) * self._memory.block_bytes + CHECKSUM_BYTES
+        self.say(encode(Header(Kind.BLOCKS, self._next, len(blocks), length)))
+        self._sending = self._body_of(blocks)
         self._next = stop
+
+    def _body_of(self, blocks: tuple[int, ...]) -> Body:
+        checksum = Checksum()
+        for portion in self._memory.lend(blocks):
+            checksum.add(portion)
+            yield pieces(portion)
+        yield [memoryview(checksum.digest())]
 
     def hang_up(self) -> None:
         """The connection is over; whoever was attached will not come again."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,9 @@ from uuid import uuid4
 import numpy as np
 
 from headgate.errors import RequestError
+from headgate.transfer.frames import Checksum
 from headgate.transfer.link import Hung
-from headgate.transfer.transport import Parts
+from headgate.transfer.transport import Portion, Words
 
 log = logging.getLogger(__name__)
 
@@ -58,16 +59,27 @@ class Slots:
     def offset(self, slot: int) -> int:
         return slot * self.slot_bytes
 
-    def write(self, slot: int, parts: Parts) -> None:
-        start = 0
-        for run in (run for runs in parts for run in runs):
-            np.copyto(self._words[slot, start : start + run.size].reshape(run.shape), run)
-            start += run.size
+    def write(self, slot: int, portions: Iterable[Portion]) -> bytes:
+        """Returns the checksum of what was written."""
+        checksum = Checksum()
+        for run, place in self._places(slot, portions):
+            checksum.add([run])
+            np.copyto(place, run)
+        return checksum.digest()
 
-    def read(self, slot: int, parts: Parts) -> None:
+    def read(self, slot: int, portions: Iterable[Portion]) -> bytes:
+        """Returns the checksum of what was read."""
+        checksum = Checksum()
+        for run, place in self._places(slot, portions):
+            np.copyto(run, place)
+            checksum.add([run])
+        return checksum.digest()
+
+    def _places(self, slot: int, portions: Iterable[Portion]) -> Iterator[tuple[Words, Words]]:
+        """Each run and where in the slot it lies."""
         start = 0
-        for run in (run for runs in parts for run in runs):
-            np.copyto(run, self._words[slot, start : start + run.size].reshape(run.shape))
+        for run in (run for portion in portions for run in portion):
+            yield run, self._words[slot, start : start + run.size].reshape(run.shape)
             start += run.size
 
 

@@ -219,7 +219,7 @@ class TcpTransport:
             self._get_on(link, mask, tick_s)
         except (Hung, Dropped) as error:
             self._lose(link, str(error))
-        except (BadFrame, msgspec.DecodeError) as error:
+        except (BadFrame, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("a transfer connection is closed: %s", error)
             self._lose(link, "corrupt")
         except Exception:

@@ -10,7 +10,7 @@ All methods may be called from any thread and never wait for a peer. Events are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,23 +22,24 @@ from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
 
 Words = npt.NDArray[np.uint64]
-Parts = list[list[Words]]  # of some blocks: for each part of a block, runs [blocks, words] that follow each other
+Portion = list[Words]  # runs [blocks, words] of one part of some blocks each
 
 
 class BlockMemory(Protocol):
-    """The KV blocks of this engine as bytes. A block has several parts (keys and values of each layer)."""
+    """The KV blocks of this engine as bytes. A block has several parts (keys and values of each layer).
+
+    They are had portion by portion, small enough that what is done to one finds it in a processor's cache: the first part
+    of each block, then the second of each, and so on. A portion is good until the next is asked for.
+    """
 
     layout: str  # KV moves only between engines whose layouts have the same name
     block_bytes: int
 
-    def lend(self, blocks: Sequence[int]) -> Parts:
+    def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
         """What these blocks hold, to be read."""
 
-    def room(self, blocks: Sequence[int]) -> Parts:
-        """Where to write what these blocks shall hold; `store` must follow."""
-
-    def store(self, blocks: Sequence[int], parts: Parts) -> None:
-        """What `room` gave has been filled."""
+    def room(self, blocks: Sequence[int]) -> Iterator[Portion]:
+        """Where to write what these blocks shall hold; whoever asks for the next portion has filled the last one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from headgate.layers.backend import KV, Backend
-from headgate.transfer.transport import BlockMemory, Parts, Words
+from headgate.transfer.transport import BlockMemory, Portion, Words
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 SMALL_BYTES = 32 * 2**10  # of a piece: what is done once for each costs more than copying it
+PORTION_BYTES = 512 * 2**10  # stays in a core's own cache from one end of the work on it to the other
 
 
 def block_memory(kv: list[KV], backend: Backend, model: str) -> BlockMemory:
@@ -38,29 +39,57 @@ class HostBlocks:
     def __init__(self, tensors: Sequence[torch.Tensor], layout: str) -> None:
         self.layout = layout
         self._parts = [words_of(tensor) for tensor in tensors]
-        self.block_bytes = sum(part[0].nbytes for part in self._parts)
+        self.block_bytes: int = sum(part[0].nbytes for part in self._parts)
 
-    def lend(self, blocks: Sequence[int]) -> Parts:
-        if self._scattered(spans := list(runs(blocks)), len(blocks)):
-            return [[part[list(blocks)]] for part in self._parts]
-        return self._in_place(spans)
+    def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
+        if not self._scattered(spans := list(runs(blocks)), len(blocks)):
+            yield from self._in_place(spans, len(blocks))
+            return
+        index, stage = np.array(blocks), self._stage(len(blocks))
+        for parts in self._together(len(blocks)):
+            portion = _places(parts, stage, len(blocks))
+            for part, words in zip(parts, portion, strict=True):
+                np.take(part, index, axis=0, out=words, mode="clip")  # which needs no buffer of its own
+            yield portion
 
-    def room(self, blocks: Sequence[int]) -> Parts:
-        if self._scattered(spans := list(runs(blocks)), len(blocks)):
-            return [[np.empty((len(blocks), part.shape[1]), part.dtype)] for part in self._parts]
-        return self._in_place(spans)
+    def room(self, blocks: Sequence[int]) -> Iterator[Portion]:
+        if not self._scattered(spans := list(runs(blocks)), len(blocks)):
+            yield from self._in_place(spans, len(blocks))
+            return
+        index, stage = np.array(blocks), self._stage(len(blocks))
+        for parts in self._together(len(blocks)):
+            portion = _places(parts, stage, len(blocks))
+            yield portion
+            for part, words in zip(parts, portion, strict=True):
+                part[index] = words
 
-    def store(self, blocks: Sequence[int], parts: Parts) -> None:
-        if self._scattered(list(runs(blocks)), len(blocks)):
-            for part, (words,) in zip(self._parts, parts, strict=True):
-                part[list(blocks)] = words
+    def _in_place(self, spans: list[slice], count: int) -> Iterator[Portion]:
+        for parts in self._together(count):
+            yield [part[span] for part in parts for span in spans]
 
-    def _in_place(self, spans: list[slice]) -> Parts:
-        return [[part[span] for span in spans] for part in self._parts]
+    def _together(self, count: int) -> Iterator[list[Words]]:
+        """Parts that are a portion, of so many blocks."""
+        step = self._at_once(count)
+        for start in range(0, len(self._parts), step):
+            yield self._parts[start : start + step]
+
+    def _stage(self, count: int) -> Words:
+        """Room for a portion. One piece for all of them: fresh pages would cost as much as copying to them."""
+        return np.empty((self._at_once(count), count * max(part.shape[1] for part in self._parts)), np.uint64)
+
+    def _at_once(self, count: int) -> int:
+        part_bytes = self.block_bytes // len(self._parts)
+        return min(len(self._parts), max(1, PORTION_BYTES // (count * part_bytes)))
 
     def _scattered(self, spans: list[slice], count: int) -> bool:
         piece_bytes = self.block_bytes * count // (len(self._parts) * len(spans))
         return len(spans) > 1 and piece_bytes < SMALL_BYTES
+
+
+def _places(parts: list[Words], stage: Words, count: int) -> Portion:
+    """Where in a stage so many blocks of each part lie."""
+    rows = zip(parts, stage, strict=False)
+    return [row[: count * part.shape[1]].reshape(count, part.shape[1]) for part, row in rows]
 
 
 class DeviceBlocks:
@@ -77,27 +106,26 @@ class DeviceBlocks:
         self._lock = threading.Lock()
 
     @torch.inference_mode()
-    def lend(self, blocks: Sequence[int]) -> Parts:
+    def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
         staged = self._stage(len(blocks))
         with self._lock, torch.cuda.stream(self._stream):
             index = torch.tensor(blocks, device=self._tensors[0].device)
             for tensor, stage in zip(self._tensors, staged, strict=True):
                 stage.copy_(tensor.index_select(0, index), non_blocking=True)
             self._stream.synchronize()
-        return [[words_of(stage)] for stage in staged]
+        return iter([[words_of(stage) for stage in staged]])
 
-    def room(self, blocks: Sequence[int]) -> Parts:
-        return [[words_of(stage)] for stage in self._stage(len(blocks))]
+    def room(self, blocks: Sequence[int]) -> Iterator[Portion]:
+        staged = self._stage(len(blocks))
+        yield [words_of(stage) for stage in staged]
+        self._store(blocks, staged)
 
     @torch.inference_mode()
-    def store(self, blocks: Sequence[int], parts: Parts) -> None:
+    def _store(self, blocks: Sequence[int], staged: list[torch.Tensor]) -> None:
         with self._lock, torch.cuda.stream(self._stream):
             index = torch.tensor(blocks, device=self._tensors[0].device)
-            for tensor, (words,) in zip(self._tensors, parts, strict=True):
-                staged = (
-                    torch.from_numpy(words.view(np.uint8)).view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
-                )
-                tensor.index_copy_(0, index, staged.to(tensor.device, non_blocking=True))
+            for tensor, stage in zip(self._tensors, staged, strict=True):
+                tensor.index_copy_(0, index, stage.to(tensor.device, non_blocking=True))
             self._stream.synchronize()
 
     def _stage(self, count: int) -> list[torch.Tensor]:
