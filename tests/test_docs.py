@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from headgate.api.metrics import Metrics, Page
 from headgate.cli.completion import nodes
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
+from tests.router.test_up import up
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
@@ -183,6 +185,7 @@ def test_a_translation_shows_the_same_code_and_the_same_sections(ours, theirs):
 # ----------------------------------------------------------------------------------------------------------- snippets
 
 SHOWN = "http://127.0.0.1:8000"
+KILLS = "SIGKILL"
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +209,14 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", snippets("sh"), ids=lambda snippet: snippet.split("\n")[0][:50])
+@pytest.mark.parametrize(
+    "snippet", [each for each in snippets("sh") if KILLS not in each], ids=lambda snippet: snippet.split("\n")[0][:50]
+)
 def test_commands_that_are_shown_run(snippet, server):
     if snippet.startswith("make "):
         target = shlex.split(snippet)[1]
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    elif snippet.startswith("headgate serve"):
+    elif snippet.startswith(("headgate serve", "headgate up")):
         assert cli.parser().parse_args(shlex.split(snippet)[1:]).run
     else:
         # An answer of 4xx must fail the script, which curl alone does not.
@@ -237,3 +242,19 @@ def test_the_stopped_answer_of_the_quickstart_is_stopped(server):
     longer = snippet.replace(SHOWN, server.url).replace('"max_tokens": 400', '"max_tokens": 100000')
     done = subprocess.run(["bash", "-c", longer], capture_output=True, text=True, timeout=60, env=environment())
     assert '"finish_reason":"abort"' in done.stdout and '"cause":"api_abort"' in done.stdout
+
+
+@pytest.mark.slow
+def test_the_fleet_of_the_quickstart_survives(model, tmp_path):
+    (snippet,) = {each for each in snippets("sh") if KILLS in each}
+    with up(model, "--max-context", 65536, "--kv-blocks", 2048) as fleet:
+        longer = snippet.replace(SHOWN, fleet.url).replace('"max_tokens": 300', '"max_tokens": 20000')
+        command = ["bash", "-c", longer]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), cwd=tmp_path)
+    assert "kill -9" in done.stdout and "data: [DONE]" in done.stdout, done.stdout + done.stderr
+    assert any("has died; starting it again" in message for message in fleet.messages())
+    told = [
+        json.loads(line[6:]) for line in (tmp_path / "tale.txt").read_text().splitlines() if line[:7] == "data: {"
+    ]
+    assert not any("error" in event for event in told) and len(told) > 100
+    assert told[-1]["choices"][0]["finish_reason"] == "length"

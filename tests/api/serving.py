@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-START_S = 60.0
+START_S = 120.0
 
 
 @dataclass
