@@ -29,7 +29,7 @@ def completed(text: str, script: str) -> list[str]:
     ("text", "words"),
     [
         ("headgate se", ["serve"]),
-        ("headgate bench ", ["serve", "lifecycle", "prefix", "disagg", "compare"]),
+        ("headgate bench ", ["serve", "lifecycle", "prefix", "disagg", "router", "compare"]),
         ("headgate bench serve --dat", ["--dataset"]),
         ("headgate serve --dtype b", ["bfloat16"]),
         ("headgate serve --port ", []),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,16 @@ import pytest
 
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests with a real vLLM are for those who have one."""
+    if "HEADGATE_VLLM" in os.environ:
+        return
+    unasked = [item for item in items if item.get_closest_marker("vllm")]
+    if unasked:
+        config.hook.pytest_deselected(items=unasked)
+        items[:] = [item for item in items if item not in unasked]
 
 
 @pytest.fixture(scope="session")

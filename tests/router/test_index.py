@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import random
 from itertools import pairwise
-from math import inf
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from headgate.router.index import (
     Match,
     Path,
     PrefixIndex,
-    learned_horizon_s,
 )
 from headgate.router.index import path_of as path_in
 from headgate.router.worker import Worker
@@ -234,20 +232,6 @@ def test_42_what_was_sent_before_a_restart_is_forgotten_whenever_it_ends(steps: 
     for prompt in range(5):
         found = index.match(text(1000, root=prompt)).found
         assert {workers.index(worker) for worker in found} == {who for who, what in alive if what == prompt}
-
-
-def test_a_worker_that_had_less_than_expected_has_shown_its_horizon():
-    index, (worker, stranger) = PrefixIndex(), fleet(2)
-    visit = index.insert(text(4096), worker)
-    running = index.match(text(4096))
-    visit.end(7.0)
-    match = index.match(text(4096))
-    assert learned_horizon_s(match, worker, cached_bytes=4000) == -inf
-    assert learned_horizon_s(match, worker, cached_bytes=100) == 7.0
-    assert learned_horizon_s(running, worker, cached_bytes=0) == -inf, "it may not have been computed yet"
-    assert learned_horizon_s(match, stranger, cached_bytes=0) == -inf
-    worker.horizon_s = 8.0
-    assert learned_horizon_s(match, worker, cached_bytes=0) == 8.0, "a horizon never goes back"
 
 
 # -- bounds --------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from headgate.router.relay import Exchange
 from headgate.router.upstream import Pool, Upstream, call
-from tests.router.client import ask, routing
-from tests.router.mock import CHAT, Mock
+from tests.router.client import ask, check, routing
+from tests.router.mock import CHAT, FINE, Fault, Mock
 from tests.router.run import run
 
 BODY = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 4}
@@ -38,5 +43,47 @@ def test_41_a_connection_that_made_a_call_is_offered_to_nobody():
             assert status == 200
             assert given == []
             pool.close()
+
+    run(main())
+
+
+def test_36_a_worker_given_up_while_a_kept_connection_breaks_is_not_asked_without_a_journal(monkeypatch):
+    """What it answered then could not go on elsewhere: nobody knew any more that it was one of ours."""
+    goes_on = Exchange._run
+
+    def given_up_meanwhile(self: Exchange, *tried: Any, fresh: bool = False) -> None:
+        worker = self.worker
+        goes_on(self, *tried, fresh=fresh)
+        if fresh:
+            self.router.fleet.give_up(worker)
+
+    async def main() -> None:
+        async with Mock(keep_alive_s=60.0) as one, Mock(keep_alive_s=60.0) as two, routing(one, two) as (_, url):
+            body = BODY | {"stream": True}
+            for _ in range(4):  # one after another, so that connections are kept
+                await ask(url, CHAT, body)
+            faults = [Fault("reset")]
+            one.script = two.script = lambda _: faults.pop() if faults else FINE
+            monkeypatch.setattr(Exchange, "_run", given_up_meanwhile)
+            assert check(body, await ask(url, CHAT, body), CHAT) is None
+            assert not faults
+            assert all(asked.header("x-headgate-journal") for asked in (*one.asked, *two.asked))
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_47_a_worker_that_still_has_the_request_of_a_connection_that_broke_is_no_reason_for_a_409(stream):
+    """The connection breaks after the worker has the request and before a word of the answer; asked again, it refuses."""
+
+    async def main() -> None:
+        async with Mock(keep_alive_s=60.0) as mock, routing(mock) as (_, url):
+            body = BODY | {"stream": stream}
+            for _ in range(2):  # one after another, so that a connection is kept
+                await ask(url, CHAT, body)
+            faults = [Fault("status", status=409), Fault("reset")]
+            mock.script = lambda _: faults.pop() if faults else FINE
+            assert check(body, await ask(url, CHAT, body), CHAT) is None
+            assert not faults
 
     run(main())

@@ -5,8 +5,9 @@ Generation sees `Api`; health and metrics see this. One per process, in `app.sta
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Host:
     model_name: str
     replicas: Sequence[Replica]
     ledger: Ledger
+    life: str = field(default_factory=lambda: secrets.token_hex(8))  # by which others know that it was started anew
 
 
 def host_of(request: Request) -> Host:

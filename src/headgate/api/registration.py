@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 BEAT_S = 2.0
 TTL_S = 10.0  # a few beats may be lost
 ANSWER_S = 5.0
-WILDCARDS = ("0.0.0.0", "::", "")
+WILDCARDS = ("0.0.0.0", "::", "")  # compared with, not bound  # nosec B104
 
 
 class Refused(Exception):

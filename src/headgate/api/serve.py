@@ -87,13 +87,18 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
     )
     work = partial(_serve, api, call, kind, choices, prepare)
     if key := request.headers.get("idempotency-key"):
-        asked = f"{kind}{' journal' if call.journal else ''} {encode(body)!r}"
-        response = replays_of(request).exchange(request, key, asked, work)
+        response = replays_of(request).exchange(request, key, _asked(body, kind, journal=call.journal), work)
     else:
         response = Exchange(work)
     if call.journal and body.seed is None:
         body.seed = seed_of(call.request_id)  # not part of what was asked: a retry has another id
     return response
+
+
+def _asked(body: Generation, kind: str, *, journal: bool) -> str:
+    """What a client meant, by which its retry is known: a router writes tickets and what is left of the time anew."""
+    meant = msgspec.structs.replace(body, kv_ticket=None, deadline_ms=None) if journal else body
+    return f"{kind}{' journal' if journal else ''} {encode(meant)!r}"
 
 
 def check_model(api: Api, name: str | None) -> None:

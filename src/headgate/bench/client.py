@@ -25,6 +25,7 @@ class Sample(msgspec.Struct):
     finish_reason: str | None = None
     error: str | None = None  # short enough to be counted by
     cached_tokens: int = 0  # of the prompt, as the server says
+    worker: str | None = None  # who answered, as a router says
 
 
 class Reply(msgspec.Struct):
@@ -88,6 +89,7 @@ async def ask(address: Address, path: str, body: bytes, *, api_key: str | None, 
     begun_s = clock()
     try:
         async with asyncio.timeout(timeout_s), call(address, "POST", path, body, api_key) as answer:
+            sample.worker = answer.headers.get("x-headgate-worker")
             if answer.status != 200:
                 sample.error = _refusal(answer.status, await answer.body())
             else:

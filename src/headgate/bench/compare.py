@@ -1,7 +1,7 @@
 """The same figures of several runs side by side: as ratios to the first one, and drawn.
 
-A run is a file that `bench serve`, `bench lifecycle` or `bench prefix` has written; a figure that a run lacks is a dash in
-its column. Runs of different kinds have nothing to compare.
+A run is a file that `bench serve`, `bench lifecycle`, `bench prefix` or `bench router` has written; a figure that a run
+lacks is a dash in its column. Runs of different kinds have nothing to compare.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headgate.bench import lifecycle, prefix
+from headgate.bench import lifecycle, prefix, router
 from headgate.bench.report import Saved, Spread, drawing
 from headgate.errors import RequestError
 
@@ -46,7 +46,7 @@ def read_file(path: Path) -> list[Run]:
         data = path.read_bytes()
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from None
-    for read in (_serve, _lifecycle, _prefix):
+    for read in (_serve, _lifecycle, _prefix, _router):
         try:
             return list(read(data, str(path.with_suffix(""))))
         except msgspec.MsgspecError:
@@ -83,6 +83,21 @@ def _prefix(data: bytes, label: str) -> Iterator[Run]:
     figures |= _of_spread("warm first token, ms", report.warm.first_token_ms)
     figures["warm prompt", "cached share"] = report.warm.cached_share
     yield Run(label, "bench prefix", figures)
+
+
+def _router(data: bytes, label: str) -> Iterator[Run]:
+    report = msgspec.json.decode(data, type=router.Report)
+    placement, figures = report.placement, {}  # type: router.Placement, dict[Name, float]
+    for name, value in (("at home", placement.at_home), ("busiest over mean", placement.busiest_over_mean)):
+        if value is not None:
+            figures["placement", name] = value
+    figures["placement", "cached share"] = placement.cached_share
+    for name, attribute in router.ROWS.items():
+        figures |= _of_spread(f"{name}, ms", getattr(report.router, attribute))
+        if attribute in report.added:
+            figures[f"{name}, ms", "added"] = report.added[attribute]
+    figures["requests", "per second"] = report.router.requests_per_s
+    yield Run(label, "bench router", figures)
 
 
 def _of_spread(what: str, spread: Spread | None) -> dict[Name, float]:

@@ -205,6 +205,55 @@ def bench_disagg(options: argparse.Namespace, environ: Mapping[str, str]) -> int
     return FAILED if report.errors else 0
 
 
+def add_bench_router(command: argparse.ArgumentParser) -> None:
+    command.usage = "headgate bench router [URL] [options]"
+    command.set_defaults(run=bench_router)
+    add = command.add_argument
+    add("url", nargs="?", default="http://127.0.0.1:8080", metavar="URL", help="a router (default: %(default)s)")
+    add("--direct", action="append", default=[], metavar="URL", help="a worker to compare with (whoever answers)")
+    add("--conversations", type=int, default=16, metavar="N", help="at once (default: %(default)s)")
+    add("--turns", type=int, default=4, metavar="N", help="of each (default: %(default)s)")
+    add("--system-prompts", type=int, default=4, metavar="N", help="that they share (default: %(default)s)")
+    add("--think", type=float, default=1.0, metavar="S", help="before a question, on average (default: %(default)s)")
+    add("--zipf", action="store_true", help="the first of them is most conversations', the second half as many'")
+    add("--system-words", type=int, default=256, metavar="N", help="words in each (default: %(default)s)")
+    add("--max-tokens", type=int, default=16, metavar="N", help="tokens in an answer (default: %(default)s)")
+    add("--ignore-eos", action="store_true", help="answers always have --max-tokens (not every server can)")
+    add("--rounds", type=int, default=50, metavar="N", help="requests timed one by one (default: %(default)s)")
+    add("--concurrency", type=int, default=8, metavar="N", help="clients at once, for requests/s (%(default)s)")
+    add("--seed", type=int, metavar="N", help="of prompts (default: such as no cache has seen)")
+    add("--model", help="name (default: the first that the router lists)")
+    add("--api-key", metavar="KEY", help="else $OPENAI_API_KEY")
+    add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
+
+
+def bench_router(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from headgate.bench.router import Trial, run, save_json, table
+
+    trial = Trial(
+        url=options.url,
+        direct=tuple(options.direct),
+        conversations=options.conversations,
+        turns=options.turns,
+        system_prompts=options.system_prompts,
+        system_words=options.system_words,
+        zipf=options.zipf,
+        ignore_eos=options.ignore_eos,
+        think_s=options.think,
+        max_tokens=options.max_tokens,
+        rounds=options.rounds,
+        concurrency=options.concurrency,
+        seed=options.seed,
+        model=options.model,
+        api_key=options.api_key or environ.get("OPENAI_API_KEY"),
+    )
+    report = run(trial)
+    print(table(report))
+    if options.json:
+        save_json(report, options.json)
+    return FAILED if report.errors else 0
+
+
 def add_bench_compare(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=bench_compare)
     add = command.add_argument

@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 
 from headgate.api.abort import Aborted, AbortRequest, AbortResult, Trouble, readings
 from headgate.api.errors import Forbidden
-from headgate.router.fanout import SLACK_S, Asking, Call, Reply, fan_out
+from headgate.router.fanout import KEYS, SLACK_S, Asking, Call, Reply, ask, fan_out
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from headgate.router.router import Router
 
 log = logging.getLogger(__name__)
+
+FORMER_S = 5.0  # for an attempt that nobody reads to end
 
 encode = msgspec.json.Encoder().encode
 
@@ -88,8 +90,11 @@ async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking
     began_s = router.loop.time()
     ended_here = _end_here(targets)
     calls = _calls(router, body, targets, unknown)
-    replies = await fan_out(router, calls, asking, body.timeout + SLACK_S)
-    merged = Merged(replies)
+    merged = Merged(await fan_out(router, calls, asking, body.timeout + SLACK_S))
+    if body.req_ids is None:
+        left_s = max(body.timeout - (router.loop.time() - began_s), 1.0)
+        again = _again(body, _untold(targets, merged), left_s)
+        merged.add(await fan_out(router, again, asking, left_s + SLACK_S))
     ended_here |= _end_unheard(targets, merged.unknown)
     if body.wait:
         await _ended(targets, body.timeout - (router.loop.time() - began_s))
@@ -132,7 +137,7 @@ def _end_unheard(targets: Iterable[Target], unknown: Collection[str]) -> set[str
     ended = set()
     for target in targets:
         exchange = target.exchange
-        if target.name in unknown and exchange.ending and not _over(exchange):
+        if target.name in unknown and exchange.ending and not exchange.over:
             exchange.end()
             ended.add(target.name)
     return ended
@@ -147,24 +152,52 @@ def _calls(
     if body.req_ids is None:
         which = {"abort_all": True} if body.tags is None else {"tags": body.tags}
         return dict.fromkeys(everybody, _call(plain | which))
+    names = _by_worker(targets)
+    for worker in everybody if unknown else ():
+        names[worker] += unknown
+    return {worker: _call(plain | {"req_ids": asked}) for worker, asked in names.items()}
+
+
+def _by_worker(targets: Iterable[Target]) -> defaultdict[Worker, list[str]]:
     names: defaultdict[Worker, list[str]] = defaultdict(list)
     for target in targets:
         worker = target.exchange.worker
         if worker is not None and worker.kind == "headgate":
             names[worker].append(target.name)
-    for worker in everybody if unknown else ():
-        names[worker] += unknown
-    return {worker: _call(plain | {"req_ids": asked}) for worker, asked in names.items()}
+    return names
+
+
+def _untold(targets: Iterable[Target], merged: Merged) -> list[Target]:
+    """What was on its way to a worker that was asked to end all it had, and did not have this."""
+    silent = {reply.worker for reply in merged.silent}
+    return [
+        target
+        for target in targets
+        if not target.exchange.over and not merged.tells_of(target.name) and target.exchange.worker not in silent
+    ]
+
+
+def _again(body: AbortRequest, targets: Iterable[Target], timeout_s: float) -> dict[Worker, Call]:
+    """The same, by name: a worker says truthfully that it does not know one."""
+    plain = {"wait": body.wait, "timeout": timeout_s}
+    return {worker: _call(plain | {"req_ids": names}) for worker, names in _by_worker(targets).items()}
 
 
 def _call(body: dict[str, Any]) -> Call:
     return Call("POST", "/v1/abort_requests", encode(body))
 
 
+async def end_former(exchange: Exchange, worker: Worker) -> None:
+    """End an earlier attempt at a request that is to go on: for an `Idempotency-Key` its worker makes it for nobody."""
+    keys = tuple(header for header in exchange.request.head.headers if header[0] in KEYS)
+    call = _call({"req_ids": [exchange.id], "wait": True, "timeout": FORMER_S})
+    await ask(exchange.router, worker, call, Asking(exchange.tenant, keys), FORMER_S + 1)
+
+
 async def _ended(targets: Sequence[Target], timeout_s: float) -> None:
-    tasks = [t.exchange.task for t in targets if t.exchange.ending and t.exchange.task is not None]
-    if tasks:
-        await asyncio.wait(tasks, timeout=max(timeout_s, 0.05))
+    ends = [target.exchange.when_over() for target in targets if target.exchange.ending and not target.exchange.over]
+    if ends:
+        await asyncio.wait(ends, timeout=max(timeout_s, 0.05))
 
 
 class Merged:
@@ -178,8 +211,15 @@ class Merged:
         self.unknown: set[str] = set()  # to those who were asked
         self.errors: dict[str, Trouble] = {}
         self.accepted: dict[str, None] = {}
+        self.add(replies)
+
+    def add(self, replies: Iterable[Reply]) -> None:
         for reply in replies:
             self._take(reply)
+
+    def tells_of(self, name: str) -> bool:
+        """Whether somebody has it, or had."""
+        return name in self.aborted or name in self.finished or name in self.errors or name in self.accepted
 
     def _take(self, reply: Reply) -> None:
         told = reply.json().get("result")
@@ -214,7 +254,7 @@ class Merged:
             result.errors.append(self.errors[name])
         elif name in self.finished:
             result.already_finished.append(name)
-        elif target is not None and not _over(target.exchange):
+        elif target is not None and not target.exchange.over:
             result.errors.append(Trouble(name, "not_told", "it was asked to end, and has not yet"))
         elif target is not None:
             result.already_finished.append(name)
@@ -234,7 +274,3 @@ class Merged:
             elif name not in self.accepted:
                 result.not_found.append(name)
         return result
-
-
-def _over(exchange: Exchange) -> bool:
-    return exchange.task is None or exchange.task.done()

@@ -37,7 +37,8 @@ class Admission:
 
     def _take(self, tenant: str) -> None:
         self.in_flight += 1
-        self._in_flight[tenant] += 1
+        if self._limit is not None:
+            self._in_flight[tenant] += 1
 
     async def enter(self, tenant: str) -> None:
         """Take a place, waiting for it; raises QueueFull at once if too many do."""
@@ -79,10 +80,12 @@ class Admission:
 
     def leave(self, tenant: str) -> None:
         self.in_flight -= 1
+        if self._limit is None:
+            return
         self._in_flight[tenant] -= 1
         if not self._in_flight[tenant]:
             del self._in_flight[tenant]
-        while self._waiting and (self._limit is None or self.in_flight < self._limit):
+        while self._waiting and self.in_flight < self._limit:
             least = min(self._waiting, key=lambda name: self._in_flight[name])
             place = self._waiting[least][0]
             self._forget(least, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,13 @@ from headgate.api.abort import AbortRequest, Seconds, read_abort
 from headgate.api.control import ControlBody, MemoryRequest, PauseRequest
 from headgate.api.dashboard import show_page, watched
 from headgate.api.errors import RETRY_AFTER_S, NotFound, error_body, error_response
+from headgate.api.openapi import ERRORS, POSTED
 from headgate.api.openapi import describe as describe_server
 from headgate.api.schema import convert, read_object
 from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
 from headgate.errors import RequestError
-from headgate.router import dialects, looking, requests, workers
+from headgate.router import dialects, looking, requests, scaling, workers
 from headgate.router.abort import RouterAbortResult, Scope, abort
 from headgate.router.control import FleetControls, FleetUpdate, Partial, RouterResult
 from headgate.router.dashboard import RouterSource
@@ -79,6 +81,7 @@ class ControlPlane:
             _route("/v1/flush_cache", POST=self._flush_cache),
             _route("/v1/workers", GET=self._list_workers, POST=self._add_worker, DELETE=self._remove_worker),
             _route("/v1/workers/{url:path}", DELETE=self._remove_worker),
+            _route("/v1/scale", GET=self._show_scale, POST=self._scale),
             _route("/v1/loads", GET=self._loads),
             _route("/v1/models", GET=self._models),
             _route("/v1/models/{model:path}", GET=self._model),
@@ -172,6 +175,13 @@ class ControlPlane:
             {"drained": not worker.in_flight, **workers.describe(worker)}, 202 if worker.in_flight else 200
         )
 
+    async def _show_scale(self, request: Request) -> Response:
+        return _answer(request, scaling.look(self._router), done=True)
+
+    async def _scale(self, request: Request) -> Response:
+        done, result = await scaling.scale(self._router, await _read(request, scaling.ScaleRequest))
+        return _answer(request, result, done=done)
+
     # -- looking ----------------------------------------------------------------------
 
     async def _loads(self, request: Request) -> Response:
@@ -251,7 +261,7 @@ def _told(request: Request, result: RouterResult) -> Response:
     return _answer(request, result, done=done)
 
 
-def _answer(request: Request, result: RouterResult | RouterAbortResult, *, done: bool) -> Response:
+def _answer(request: Request, result: RouterResult | RouterAbortResult | dict[str, Any], *, done: bool) -> Response:
     told = {"request_id": request.state.request_id, "status": "success" if done else "accepted", "result": result}
     return Response(encode(told), 200 if done else 202, media_type="application/json")
 
@@ -279,13 +289,26 @@ def _description(version: str, app: App) -> dict[str, Any]:
         if path.startswith(page.PATH):
             continue  # for people with a browser, and no part of the API
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            summary = {
-                "summary": f"See docs/router.md: {method} {path}",
-                "responses": {"200": {"description": "Done"}},
-            }
-            paths.setdefault(path, {}).setdefault(method.lower(), summary)
+            paths.setdefault(path, {}).setdefault(method.lower(), _own_call(method, path))
+    error = described["paths"]["/v1/models"]["get"]["responses"]["500"]["content"]
+    for call in (call for told in paths.values() for call in told.values()):
+        for status in (*call.pop("errors", ()), 502, 503):  # any call may find no worker, or lose it
+            call["responses"].setdefault(str(status), {"description": ERRORS[status], "content": error})
     described["info"]["title"] = "Headgate router"
     return {**described, "paths": paths}
+
+
+def _own_call(method: str, path: str) -> dict[str, Any]:
+    """A call that only a router has, in the words of its description; `errors` are described later."""
+    names = re.findall(r"{(\w+)}", path)
+    return {
+        "summary": f"See docs/router.md: {method} {path}",
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ],
+        "responses": {"200": {"description": "Done"}, "202": {"description": "Accepted, and not all of it is done"}},
+        "errors": (*POSTED, 409),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------- gate

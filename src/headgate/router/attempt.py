@@ -11,7 +11,6 @@ because only whole events are passed on. What is needed to go on elsewhere goes 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ import msgspec
 
 from headgate.router.journal import VEIL
 from headgate.router.upstream import Headers, Upstream
-from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
     from headgate.router.fleet import Taken
@@ -53,8 +51,8 @@ JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
 DONES = DONE, b"data: [DONE]\r\n\r\n"
 BOUND = b":+\n"  # this event is none without the next one
-VERSION = re.compile(rb"^:j \d+ (\d+) ", re.MULTILINE)
-FAILED = re.compile(rb"^:e (\d{3})$", re.MULTILINE)
+VERSION = re.compile(rb"^:j \d+ (\d{1,18}) ", re.MULTILINE)
+FAILED = re.compile(rb"^:e ([45]\d\d)$", re.MULTILINE)
 RESCHEDULED = b'"finish_reason":"pd_reschedule"'  # cannot stand inside a JSON string, which would escape its quotes
 
 
@@ -64,9 +62,8 @@ class Answered(msgspec.Struct, frozen=True, gc=False):  # one per request, and c
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    pass
+class Streamed(msgspec.Struct, frozen=True, gc=False):
+    tail: bytes = b""  # of an answer without a journal: its last events, where its usage is if it was told
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +81,10 @@ Outcome = Answered | Streamed | Veiled | Lost
 
 
 class Attempt:
-    """One worker's try. Reads the answer, passes it on, and tells in `outcome` how it ended."""
+    """One worker's try. Reads the answer, passes it on, and tells its exchange how it ended, once."""
 
     __slots__ = (
+        "_before",
         "_body",
         "_exchange",
         "_headers",
@@ -105,24 +103,24 @@ class Attempt:
         "worker",
     )
 
-    def __init__(self, exchange: Exchange, worker: Worker, taken: Taken) -> None:
-        loop = exchange.router.loop
+    def __init__(self, exchange: Exchange, taken: Taken) -> None:
         self._exchange = exchange
         self._taken = taken
         self._headers: Headers = []
         self._mode: Callable[[Attempt, bytes], None] = Attempt._collect  # not bound, which would be a circle
         self._tail = b""  # of an event that has not come whole
         self._last = b""  # events that were passed on
+        self._before = b""  # and those before them, of somebody else's stream
         self._veiled: list[bytes] = []
         self._body: list[bytes] = []
         self._size = 0
         self.status = 0  # until the head has come
         self.journalled = False
         self.given_up = False  # by us
-        self.worker = worker
+        self.worker = taken.worker
         self.upstream: Upstream | None = None
-        self.outcome: asyncio.Future[Outcome] = loop.create_future()
-        self.last_s = loop.time()
+        self.outcome: Outcome | None = None
+        self.last_s = 0.0
 
     # -- Reader ---------------------------------------------------------------------
 
@@ -151,7 +149,8 @@ class Attempt:
         self._finish(self._ending())
 
     def lost(self, why: str) -> None:
-        self._finish(Streamed() if self._last.endswith(DONES) else Lost(why))
+        told = self._mode in (Attempt._pass, Attempt._pass_events) and self._last.endswith(DONES)
+        self._finish(Streamed(self._before + self._last) if told else Lost(why))
 
     # -- bytes ----------------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class Attempt:
         self._tail = data[end:]
         if end:
             self._exchange.told_raw = True
-            self._last = data[:end]
+            self._before, self._last = self._last, data[:end]
             self._exchange.write_chunk(self._last)
         elif len(data) > LONGEST_EVENT:
             self.fail("an event of its answer never ends")
@@ -233,7 +232,7 @@ class Attempt:
         if self._mode is Attempt._pass:
             if self._tail:
                 self._exchange.write_chunk(self._tail)
-            return Streamed()
+            return Streamed(self._before + self._last)
         if self._tail:
             return Lost("its answer ended inside an event")
         if self._veiled:
@@ -248,8 +247,19 @@ class Attempt:
         return Streamed()
 
     def _finish(self, outcome: Outcome) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
+        if self.outcome is None:
+            self.outcome = outcome
+            self._exchange.attempt_over(self, outcome)
+
+    @property
+    def is_stale(self) -> bool:
+        """The worker may have closed this kept connection just before the request came; only a fresh one tells."""
+        return (
+            self.upstream is not None
+            and self.upstream.reused
+            and not (self.status or self.given_up)
+            and isinstance(self.outcome, Lost)
+        )
 
     def fail(self, why: str) -> None:
         """Give it up: the worker is told by closing its connection."""
@@ -258,7 +268,7 @@ class Attempt:
         self._finish(Lost(why))
 
     def leave(self) -> None:
-        # Not by `outcome`, which a cancelled wait has ended: by now the connection may be somebody else's.
+        # By now the connection may be somebody else's.
         if self.upstream is not None and self.upstream.answers(self):
             self.upstream.drop()
 

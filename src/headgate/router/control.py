@@ -40,7 +40,12 @@ log = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 ACCEPTED = 202  # a worker's own word for: not all of my engines yet
-OVERTAKEN_S = (0.05, 0.1, 0.2, 0.4)  # how long a resume waits for pauses on their way, before each time it is said again
+OVERTAKEN_S = (
+    0.05,
+    0.1,
+    0.2,
+    0.4,
+)  # how long a resume waits for pauses on their way, before each time it is said again
 
 encode = msgspec.json.Encoder().encode
 
@@ -87,6 +92,7 @@ class FleetControls:
         self._pauses: set[asyncio.Future[list[Reply]]] = set()  # not answered yet
         self.pause_asked: PauseRequest | None = None  # what the fleet was last asked
         self.paused: set[Worker] = set()  # who has followed
+        self._fleet.on_restart = lambda worker: self.paused.discard(worker)
         self.update_asked: dict[str, Any] | None = None  # the body of the last one that others can be given too
         self._given: dict[Worker, bytes] = {}  # the update that each has been given last
 
@@ -101,7 +107,9 @@ class FleetControls:
                 self.hold(body)
             replies = await self._told_to_pause(body, asking)
             async with self._resuming:
-                if self.pause_asked is not body:  # somebody has resumed, or paused otherwise, and what was told is old
+                if (
+                    self.pause_asked is not body
+                ):  # somebody has resumed, or paused otherwise, and what was told is old
                     return await self.look(asking)
                 self.paused = {reply.worker for reply in replies if reply.ok}
         result = self._result(replies)

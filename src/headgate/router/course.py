@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may do better
 
 
+def is_final(outcome: Outcome) -> bool:
+    """Whether it is what the client should have, though nobody else was asked."""
+    return isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and outcome.status not in ELSEWHERE)
+
+
 class Course:
     """What has been tried for one request, and whether to go on trying."""
 
@@ -22,24 +27,31 @@ class Course:
         self.excluded: set[Worker] = set()
         self.fruitless = 0  # attempts in a row that brought no token
         self.last: tuple[Worker, Outcome] | None = None
+        self.left_behind: Worker | None = None  # who still has an earlier attempt, and therefore refuses this one
+        self._tried: set[Worker] = set()
         self._reschedules = 0
         self._tokens = 0
 
     def ends_with(self, worker: Worker, outcome: Outcome) -> bool:
         """Whether `outcome` is the one to tell the client."""
-        if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(outcome)):
+        if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(worker, outcome)):
             return True
         self.last = worker, outcome
         self._count(worker, outcome)
-        if self._exchange.told_raw:
+        if self._exchange.told_raw or self._exchange.journal.unreadable:
             return True  # an answer without a journal cannot be carried on
         if isinstance(outcome, Veiled) and outcome.rescheduled:
             return self._reschedules > self._config.preempt_retry_count
         return self.fruitless > self._config.retries or not self._exchange.router.retry_budget.take()
 
-    def _elsewhere(self, answer: Answered) -> bool:
+    def asked_again(self, worker: Worker) -> None:
+        """Its connection broke before a word came, and it is asked once more: it may have the first one nevertheless."""
+        self._tried.add(worker)
+
+    def _elsewhere(self, worker: Worker, answer: Answered) -> bool:
         """Another worker may do better, or the same one when it has noticed that an earlier attempt is over."""
-        return answer.status in ELSEWHERE or (answer.status == 409 and self.last is not None)
+        asked_before = self.last is not None or worker in self._tried
+        return answer.status in ELSEWHERE or (answer.status == 409 and asked_before)
 
     def _count(self, worker: Worker, outcome: Outcome) -> None:
         tokens = self._exchange.journal.tokens
@@ -47,6 +59,9 @@ class Course:
             self.fruitless, self._tokens = 0, tokens
             self.excluded.clear()
         self.fruitless += 1
+        refused = isinstance(outcome, Answered) and outcome.status == 409
+        self.left_behind = worker if refused and worker in self._tried else None
+        self._tried.add(worker)
         rescheduled = isinstance(outcome, Veiled) and outcome.rescheduled
         self._reschedules += rescheduled
         if not rescheduled or self._config.preempt_retry_exclude_decode:

@@ -68,9 +68,10 @@ Handler = Callable[["Downstream", HttpRequest], Answering | None]
 class Connections:
     """All clients of one router, so that it can look after the slow ones and say goodbye."""
 
-    def __init__(self, handle: Handler, max_body_bytes: int) -> None:
+    def __init__(self, handle: Handler, max_body_bytes: int, write_timeout_s: float = 300.0) -> None:
         self.handle = handle
         self.max_body_bytes = max_body_bytes
+        self.write_timeout_s = write_timeout_s  # for a client to take what it has been sent
         self.closing = False
         self.heads: dict[bytes, Head] = {}  # that have come whole, by their bytes without the length
         self._open: dict[Downstream, None] = {}
@@ -120,6 +121,7 @@ class Downstream(asyncio.Protocol):
         self._since_s = self._loop.time()  # that nothing of a request, or only a part of it, has come
         self._in_head = True
         self._full = False  # the client reads too slowly
+        self._full_since_s = 0.0
         self._refusal: BadHttp | None = None
 
     # -- for whoever answers ----------------------------------------------------------
@@ -188,7 +190,7 @@ class Downstream(asyncio.Protocol):
         """The request that `data` is, if its head has come before and differs in nothing but the length."""
         end = data.find(b"\r\n\r\n") + 2
         length = LENGTH.search(data, 0, end)
-        if length is None or len(self._waiting) >= MOST_PIPELINED:
+        if length is None or self._waiting:  # what waits is counted by the parser's calls
             return None
         size, start = int(length[1]), end + 2
         if len(data) != start + size or size > self._connections.max_body_bytes:
@@ -218,7 +220,7 @@ class Downstream(asyncio.Protocol):
             answering.client_left()
 
     def pause_writing(self) -> None:
-        self._full = True
+        self._full, self._full_since_s = True, self._loop.time()
         if self._answering is not None:
             self._answering.client_full(True)
 
@@ -243,6 +245,8 @@ class Downstream(asyncio.Protocol):
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             self._count(0)
+        if not self._in_head:
+            return  # a trailer, which must not pass for a header: it comes after everybody has looked
         head, name = self._head, name.lower()
         head.headers.append((name, value))
         head.first.setdefault(name, value)
@@ -270,9 +274,12 @@ class Downstream(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if self._body_bytes > self._connections.max_body_bytes:
-            most = self._connections.max_body_bytes
+        most = self._connections.max_body_bytes
+        if self._body_bytes > most:
             raise BadHttp(413, "body_too_large", f"the body has more than {most} bytes")
+        if self._waiting and self._body_bytes + sum(len(request.body) for request in self._waiting) > most:
+            message = f"the bodies of requests that wait on this connection have more than {most} bytes"
+            raise BadHttp(429, "too_many_requests", message)
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -294,6 +301,9 @@ class Downstream(asyncio.Protocol):
     # -- what is not waited for -------------------------------------------------------------
 
     def sweep(self, now_s: float) -> None:
+        if self._full and now_s - self._full_since_s > self._connections.write_timeout_s:
+            self.abort()  # whoever answers is told that the client has left, and gives back what it holds
+            return
         if self._current is not None:
             return
         if self._refusal is not None:

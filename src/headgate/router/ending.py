@@ -6,6 +6,7 @@ is that it is over: `finish_reason: abort`, for every choice that has not finish
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -17,6 +18,7 @@ from headgate.router.journal import Journal
 Usage = dict[str, int]
 
 CAUSE = "api_abort"
+WORKERS_END = re.compile(rb'("finish_reason":"(?:abort|length)","cause":")(?:shutdown|pause|engine_lost|preempted)"')
 encode = msgspec.json.Encoder().encode
 
 
@@ -43,6 +45,11 @@ def last_words(
     if usage is not None:
         events.append(encode({**common, "object": kind, "choices": [], "usage": usage}))
     return b"".join(b"data: %b\n\n" % event for event in [*events, b"[DONE]"])
+
+
+def as_aborted(ending: bytes) -> bytes:
+    """What a worker told when it ended an answer for reasons of its own, as the end that was asked for since."""
+    return WORKERS_END.sub(rb"\1" + CAUSE.encode() + b'"', ending)
 
 
 def usage_told(journal: Journal) -> Usage:

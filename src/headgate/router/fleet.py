@@ -53,9 +53,12 @@ class Taken:
             self._fleet.double_releases += 1
             return
         self._given_back = True
-        self.first_token()
-        self.worker.in_flight -= 1
-        self._fleet._given_back(self.worker)
+        worker = self.worker
+        worker.pending_tokens -= self.pending
+        self.pending = 0
+        worker.in_flight -= 1
+        if worker.state == "draining":
+            self._fleet._given_back(worker)
 
     def __enter__(self) -> Taken:
         return self
@@ -82,6 +85,7 @@ class Fleet:
         self._random = random.Random(seed)
         self.on_lost: Callable[[Worker, str], None] | None = None
         self.on_change: Callable[[], None] | None = None
+        self.on_restart: Callable[[Worker], None] | None = None
 
     # -- who there is ---------------------------------------------------------------
 
@@ -238,6 +242,13 @@ class Fleet:
         if state == "ready" and floor is not None and worker.version is not None and worker.version < floor:
             return "outdated"
         return state
+
+    def set_life(self, worker: Worker, life: str | None) -> None:
+        """What it calls its life. It may have been away so shortly that nobody has missed it."""
+        before, worker.life = worker.life, life
+        if before not in (None, life) and self.on_restart is not None:
+            log.info("%s was started anew", worker.name)
+            self.on_restart(worker)
 
     def set_version(self, worker: Worker, version: int) -> None:
         """The weights it says it has."""

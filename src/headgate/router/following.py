@@ -54,10 +54,13 @@ class Follower:
                 return
 
     async def _runs(self, worker: Worker) -> bool:
-        """By its own word, asked now: a probe may be older than the pause."""
-        reply = await self._ask(worker, Call("GET", "/v1/is_paused"), self._controls.patience_s)
-        result = reply.json().get("result") or {}
-        return reply.ok and result.get("state") == "running" and self._controls.at_rest
+        """By its own word, asked now: a probe may be older than the pause. And it must be who was paused, still."""
+        controls = self._controls
+        reply = await self._ask(worker, Call("GET", "/v1/is_paused"), controls.patience_s)
+        result, errors = reply.json().get("result") or {}, worker.errors
+        await controls.probe(worker)
+        same = worker in controls.paused and worker.errors == errors
+        return reply.ok and result.get("state") == "running" and controls.at_rest and same
 
     def _late(self) -> list[Worker]:
         now_s = self._router.loop.time()

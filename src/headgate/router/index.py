@@ -177,14 +177,6 @@ class PrefixIndex:
             dying.popitem()
 
 
-def learned_horizon_s(match: Match, worker: Worker, cached_bytes: float) -> float:
-    """What a worker that does not tell its horizon has shown of it: less was cached than it should have had."""
-    found = match.found.get(worker)
-    if found is None or found.last_s == inf or cached_bytes >= found.size / 2:
-        return worker.horizon_s
-    return max(worker.horizon_s, found.last_s)
-
-
 def _note(match: Match, node: Node, depth: int) -> None:
     for visit in node:
         worker = visit.worker
@@ -194,12 +186,13 @@ def _note(match: Match, node: Node, depth: int) -> None:
 
 def _note_tail(match: Match, node: Node, size: int, *, home: bool) -> None:
     for visit in node:
-        if visit.counts:
+        worker = visit.worker
+        if visit.last_s > worker.horizon_s and visit.generation == worker.generation:
             if home:
-                match.homes.append(visit.worker)
-            known = match.found.get(visit.worker)
+                match.homes.append(worker)
+            known = match.found.get(worker)
             if known is None or known.size < size:
-                match.found[visit.worker] = Found(size, visit.last_s)
+                match.found[worker] = Found(size, visit.last_s)
 
 
 def _visited(node: Node, visit: Visit) -> Node:

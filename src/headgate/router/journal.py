@@ -18,6 +18,7 @@ KEPT_BYTES = 16 * 2**10  # raw; more is read and thrown away
 
 # Both begin with a literal, which is searched for many times faster than a `^`.
 TOKENS = re.compile(rb"\n:j (\d+) (-?\d+) (\d+) ([\d,]*)(?=\r?\n)")
+CACHED = re.compile(rb"\n:f \d+ \w+ \w+ (\d{1,12}) (\d{1,12}) \d+(?=\r?\n)")
 FINISH = re.compile(rb"\n:f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)(?=\r?\n)")
 VEIL = b":m "
 
@@ -48,6 +49,7 @@ class Journal:
         self._raw: list[bytes] = []
         self._size = 0
         self._choices: dict[int, Told] = {}
+        self._unreadable = False
 
     def feed(self, events: bytes) -> None:
         """Whole events, as the worker sent them."""
@@ -60,6 +62,12 @@ class Journal:
         if not self._raw:
             return
         raw, self._raw, self._size = b"\n" + b"".join(self._raw), [], 0
+        try:
+            self._parse(raw)
+        except (ValueError, OverflowError):  # numbers that no worker of ours would write
+            self._unreadable = True
+
+    def _parse(self, raw: bytes) -> None:
         for (index, version), lines in groupby(TOKENS.findall(raw), itemgetter(0, 1)):
             *_, chars, ids = zip(*lines, strict=True)
             self._told(int(index)).add(int(version), int(chars[-1]), b",".join(filter(None, ids)))
@@ -73,6 +81,12 @@ class Journal:
         return told
 
     @property
+    def unreadable(self) -> bool:
+        """Whether the worker wrote what makes no sense: nobody can go on from there."""
+        self._read()
+        return self._unreadable
+
+    @property
     def choices(self) -> dict[int, Told]:
         self._read()
         return self._choices
@@ -80,6 +94,14 @@ class Journal:
     @property
     def tokens(self) -> int:
         return sum(len(told.tokens) for told in self.choices.values())
+
+    def cached(self, choices: int) -> tuple[int, int] | None:
+        """Tokens of the prompt, and how many its worker had in its cache, if it has said so."""
+        if choices > 1 or 0 in self._choices:
+            told = [told.finish for told in self.choices.values() if told.finish is not None]
+            return min(((int(str(finish[2])), int(str(finish[3]))) for finish in told), default=None)
+        found = CACHED.search(b"\n" + b"".join(self._raw[-3:])) if self._raw else None  # in its last words
+        return None if found is None else (int(found[1]), int(found[2]))
 
     def resume(self, *, streamed: bool) -> bytes:
         """The field of a request that asks another worker to go on."""

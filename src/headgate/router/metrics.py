@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, get_args
 
@@ -32,6 +33,18 @@ WORKER_GAUGES: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
 )
 
 
+WORKER_COUNTERS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
+    ("worker_errors", "Times it failed.", lambda w: w.errors),
+    (
+        "worker_prompt_tokens",
+        "Prompt tokens of answers that tell what was cached of them.",
+        lambda w: w.prompt_tokens,
+    ),
+    ("worker_expected_cached_tokens", "Those that we expected in its cache.", lambda w: w.expected_tokens),
+    ("worker_cached_tokens", "Those that really were, by its own word.", lambda w: w.cached_tokens),
+)
+
+
 def _version(worker: Worker) -> int:
     return -1 if worker.version is None else worker.version
 
@@ -52,6 +65,7 @@ class _Families(Collector):
         yield InfoMetricFamily(PREFIX + "build", "What is running.", value={"version": self._version})
         yield from _about_requests(self._router)
         yield from _about_workers(self._router)
+        yield from _about_fleet(self._router)
         yield from _about_index(self._router)
 
 
@@ -68,16 +82,18 @@ def _about_requests(router: Router) -> Iterator[Metric]:
     yield counter(_OURS + "resumes", "Answers that another worker went on with.", counters.resumes)
     yield counter(_OURS + "aborts_ignored", "Aborts that did not say of what.", counters.aborts_ignored)
     yield counter(_OURS + "prefills_lost", "Prompts computed where they were answered.", counters.prefills_lost)
+    yield gauge(_OURS + "tasks", "Tasks of the event loop.", len(asyncio.all_tasks(router.loop)))
     yield gauge(_OURS + "holding", "Whether the whole fleet is paused through us.", router.holding)
 
 
 def _about_workers(router: Router) -> Iterator[Metric]:
     workers = router.fleet.everyone
-    for name, help, value in WORKER_GAUGES:
-        family = GaugeMetricFamily(PREFIX + name, help, labels=("worker",))
-        for worker in workers:
-            family.add_metric((worker.name,), value(worker))
-        yield family
+    for made, families in ((GaugeMetricFamily, WORKER_GAUGES), (CounterMetricFamily, WORKER_COUNTERS)):
+        for name, help, value in families:
+            family = made(PREFIX + name, help, labels=("worker",))
+            for worker in workers:
+                family.add_metric((worker.name,), value(worker))
+            yield family
     states = GaugeMetricFamily(
         PREFIX + "worker_state", "1 for the state it is in.", labels=("worker", "role", "state")
     )
@@ -85,16 +101,24 @@ def _about_workers(router: Router) -> Iterator[Metric]:
         for state in get_args(WorkerState):
             states.add_metric((worker.name, worker.role, state), worker.state == state)
     yield states
-    errors = CounterMetricFamily(PREFIX + "worker_errors", "Times it failed.", labels=("worker",))
-    for worker in workers:
-        errors.add_metric((worker.name,), worker.errors)
-    yield errors
     attempts = CounterMetricFamily(
         PREFIX + "attempts", "Attempts that have ended, by how.", labels=("worker", "outcome")
     )
     for (name, outcome), count in router.counters.attempts.items():
         attempts.add_metric((name, outcome), count)
     yield attempts
+
+
+def _about_fleet(router: Router) -> Iterator[Metric]:
+    """Of a fleet that was started with us."""
+    if router.scaler is None:
+        return
+    wanted = GaugeMetricFamily(PREFIX + "servers_wanted", "Servers that there should be.", labels=("role",))
+    ready = GaugeMetricFamily(PREFIX + "servers_ready", "Servers that take requests.", labels=("role",))
+    for family, counts in ((wanted, router.scaler.wanted), (ready, router.scaler.running)):
+        for role, number in counts.items():
+            family.add_metric((role,), number)
+        yield family
 
 
 def _about_index(router: Router) -> Iterator[Metric]:

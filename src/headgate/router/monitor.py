@@ -119,6 +119,7 @@ class Monitor:
 
     def _read(self, worker: Worker, told: dict[str, Any]) -> WorkerState:
         """Take over what one of our own says of itself."""
+        self._fleet.set_life(worker, told.get("life"))
         loads = told["loads"]
         if not loads:
             raise WorkerLost("none of its engines is up")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from headgate.api.errors import error_body
 from headgate.errors import RequestError, Unavailable
+from headgate.router.abort import end_former
 from headgate.router.attempt import (
     ANSWER_OWN,
     HOP_BY_HOP,
@@ -28,17 +29,16 @@ from headgate.router.attempt import (
     Veiled,
     whole_answer,
 )
-from headgate.router.course import Course
+from headgate.router.course import Course, is_final
 from headgate.router.disagg import Leg, prefilled
 from headgate.router.downstream import Downstream, HttpRequest, answer_head, error_answer
-from headgate.router.ending import last_words, usage_told, wants_usage
+from headgate.router.ending import as_aborted, last_words, usage_told, wants_usage
 from headgate.router.journal import Journal, splice, unveil
 from headgate.router.upstream import Headers, Upstream, WorkerLost
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
     from headgate.router.ask import Ask
-    from headgate.router.fleet import Taken
     from headgate.router.router import Placement, Router
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,26 @@ def _own(connection: bytes | None) -> frozenset[bytes]:
 
 
 class Exchange:
-    """One request. `run` is a task of its own; bytes flow past it."""
+    """One request. Most are asked and answered at once; of one that has to wait, or to go on elsewhere, `run` is a task."""
+
+    # How every one begins; in the class, because there are thousands a second.
+    id = ""
+    key = ""  # under which the router has it
+    attempt: Attempt | None = None
+    leg: Leg | None = None  # while another worker computes its prompt
+    course: Course | None = None
+    over = False
+    moves = 0  # how often another worker went on with it
+    full = False  # the client reads too slowly
+    told_raw = False  # the client has a part of an answer that has no journal
+    ending = False  # somebody has asked for its end: no other worker goes on with it
+    cut = False  # and it was the router that ended it
+    _begun = False  # the client has the head of a stream
+    _admitted = False
+    _task: asyncio.Task[None] | None = None
+    _placement: Placement | None = None  # of the first attempt, while no task has it
+    _outcome: asyncio.Future[Outcome] | None = None  # that the task waits for
+    _ends: tuple[asyncio.Future[None], ...] = ()  # of those who wait for ours
 
     def __init__(self, router: Router, client: Downstream, request: HttpRequest, ask: Ask, tenant: str) -> None:
         self.router = router
@@ -82,32 +101,19 @@ class Exchange:
         self.request = request
         self.ask = ask
         self.tenant = tenant
-        self.id = ""
-        self.key = ""  # under which the router has it
         self.journal = Journal()
-        self.attempt: Attempt | None = None
-        self.leg: Leg | None = None  # while another worker computes its prompt
-        self.task: asyncio.Task[None] | None = None
         self.began_s = router.loop.time()
         self.created = int(time.time())
-        self.moves = 0  # how often another worker went on with it
-        self.full = False  # the client reads too slowly
-        self.told_raw = False  # the client has a part of an answer that has no journal
-        self.ending = False  # somebody has asked for its end: no other worker goes on with it
-        self.cut = False  # and it was the router that ended it
-        self.course: Course | None = None
-        self._begun = False  # the client has the head of a stream
         self._chunked = request.head.version == "1.1"
 
     # -- Answering ------------------------------------------------------------------
 
     def client_left(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
+        self.cancel()
 
     def client_full(self, full: bool) -> None:
         self.full = full
-        if self.attempt is not None and self.attempt.upstream is not None and not self.attempt.outcome.done():
+        if self.attempt is not None and self.attempt.upstream is not None and self.attempt.outcome is None:
             (self.attempt.upstream.hold if full else self.attempt.upstream.release)()
 
     # -- to the client --------------------------------------------------------------
@@ -186,15 +192,14 @@ class Exchange:
     def end(self) -> None:
         """End it here and now; a worker that has it learns that by the closing of its connection."""
         self.ending = True
-        if self.task is not None:
-            self.task.cancel()
+        self.cancel()
 
     def _tell_end(self) -> None:
         """Tell the client that it is over, and what there is."""
         self.cut = True
         last = self.course.last if self.course is not None else None
-        if last is not None and isinstance(last[1], Veiled):
-            return self._conclude(*last)
+        if last is not None and isinstance(last[1], Veiled) and not (last[1].rescheduled and self.ask.stream):
+            return self._show(last[0], as_aborted(unveil(last[1].ending)))
         if self.journal.choices and not self.ask.stream:
             raise WorkersFailed("this request was aborted after its worker was lost, and with it what there was")
         told = self.journal.choices
@@ -223,83 +228,180 @@ class Exchange:
 
     # -- the request's life -----------------------------------------------------------
 
-    async def run(self) -> None:
+    def begin(self) -> None:
+        """Ask a worker at once if nothing has to be waited for."""
+        try:
+            asked = self._ask_at_once()
+        except Exception:
+            return self._mistaken()
+        return None if asked else self._run()
+
+    def _ask_at_once(self) -> bool:
+        router = self.router
+        if router.holding or not router.admission.try_enter(self.tenant):
+            return False
+        self._admitted = True
+        self._placement = placement = router.choose(self)
+        if placement is None or placement.prefill is not None:
+            return False
+        upstream = router.fleet.pool(placement.worker).take()
+        if upstream is None:
+            return False
+        self.attempt = Attempt(self, placement)
+        self.attempt.start(upstream, self._request_for(placement.worker, None))
+        return True
+
+    def attempt_over(self, attempt: Attempt, outcome: Outcome) -> None:
+        if self._task is None:
+            self._first_over(attempt, outcome)
+        elif self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+    def _first_over(self, attempt: Attempt, outcome: Outcome) -> None:
+        if attempt.is_stale:
+            return self._run(fresh=True)
+        placement, self._placement = self._placement, None
+        assert placement is not None
+        placement.give_back()
+        self.router.attempt_ended(self, placement, outcome)
+        if not is_final(outcome):
+            return self._run((placement.worker, outcome))
+        self._leave()
+        try:
+            return self._conclude(placement.worker, outcome)
+        except Exception:
+            return self._mistaken()
+
+    def _run(self, tried: tuple[Worker, Outcome] | None = None, *, fresh: bool = False) -> None:
+        self.attempt = None
+        self._task = self.router.loop.create_task(self.run(tried, fresh=fresh))
+        self._task.add_done_callback(self._ended)  # one that is cancelled before its first step knows nothing of it
+
+    async def run(self, tried: tuple[Worker, Outcome] | None, *, fresh: bool) -> None:
         """Carry it to its end, which is one answer, one error, or a client that has left."""
         router = self.router
         try:
-            if not router.admission.try_enter(self.tenant):
+            if not self._admitted:
                 await router.admission.enter(self.tenant)
-            try:
-                await self._carry()
-            finally:
-                router.admission.leave(self.tenant)
+                self._admitted = True
+            await self._carry(tried, fresh=fresh)
         except RequestError as error:
             router.failed(self, error)
             self.fail(error)
         except asyncio.CancelledError:
             self._cancelled()
         except Exception:
-            log.exception("%s: the router made a mistake", self.id)
-            self.fail(WorkersFailed("the router made a mistake; its log says more", code="internal_error"))
+            self._mistaken()
         finally:
-            self.attempt = self.course = None  # which know this exchange: freed at once, and no collector has to come
-            router.exchange_ended(self)
+            self._leave()
 
-    async def _carry(self) -> None:
+    def _mistaken(self) -> None:
+        log.exception("%s: the router made a mistake", self.id)
+        self._leave()
+        self.fail(WorkersFailed("the router made a mistake; its log says more", code="internal_error"))
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.over:
+            if self.attempt is not None:
+                self.attempt.leave()
+            self._cancelled()
+            self._leave()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not self.over:
+            self._cancelled()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give back what it has."""
+        if self.over:
+            return
+        self.over = True
+        self.attempt = self.course = None  # which know this exchange: freed at once, and no collector has to come
+        if self._placement is not None:
+            self._placement.give_back()
+        if self._admitted:
+            self.router.admission.leave(self.tenant)
+        self.router.exchange_ended(self)
+        for end in self._ends:
+            if not end.done():
+                end.set_result(None)
+
+    def when_over(self) -> asyncio.Future[None]:
+        end = self.router.loop.create_future()
+        if self.over:
+            end.set_result(None)
+        else:
+            self._ends += (end,)
+        return end
+
+    async def _carry(self, tried: tuple[Worker, Outcome] | None, *, fresh: bool) -> None:
         """Attempt after attempt, until the client has its answer or nobody is left to ask."""
         course = self.course = Course(self)
+        if fresh and self._placement is not None:
+            course.asked_again(self._placement.worker)
         while True:
+            if tried is not None:
+                if course.ends_with(*tried):
+                    return self._conclude(*tried)
+                self.moves += 1
+                self.router.counters.moved(self)
+                if course.left_behind is not None:
+                    await end_former(self, course.left_behind)
             if self.ending:
                 return self._tell_end()
-            placement = await self.router.place(self, course)
+            placement, self._placement = self._placement, None
+            placement = placement or await self.router.place(self, course)
             if placement is None:
                 return self._give_up(course)
-            outcome = await self._try(placement)
-            if course.ends_with(placement.worker, outcome):
-                return self._conclude(placement.worker, outcome)
-            self.moves += 1
-            self.router.counters.moved(self)
+            tried = placement.worker, await self._try(placement, fresh=fresh)
+            fresh = False
 
     def _give_up(self, course: Course) -> None:
         if course.last is None:
             raise self.router.nobody()
         self._conclude(*course.last)
 
-    async def _try(self, placement: Placement) -> Outcome:
-        router, worker = self.router, placement.worker
-        with router.fleet.taking(worker, placement.tokens) as taken, placement:
+    async def _try(self, placement: Placement, *, fresh: bool) -> Outcome:
+        with placement:
             if placement.prefill is None:
-                outcome = await self._attempt(worker, taken, None)
+                outcome = await self._attempt(placement, None, fresh=fresh)
             else:
                 async with prefilled(self, placement.prefill) as ticket:
-                    outcome = await self._attempt(worker, taken, ticket)
-        router.attempt_ended(self, placement, outcome)
+                    outcome = await self._attempt(placement, ticket, fresh=fresh)
+        self.router.attempt_ended(self, placement, outcome)
         return outcome
 
-    async def _attempt(self, worker: Worker, taken: Taken, ticket: bytes | None) -> Outcome:
-        pool = self.router.fleet.pool(worker)
-        request = self._request_for(worker, ticket)
-        upstream = pool.take()
+    async def _attempt(self, placement: Placement, ticket: bytes | None, *, fresh: bool) -> Outcome:
+        if placement.worker.kind == "unknown":
+            # Given up since it was chosen. Nobody knows what answers there now, or whether it would keep a journal.
+            return Lost("it does not answer any more")
+        pool = self.router.fleet.pool(placement.worker)
+        request = self._request_for(placement.worker, ticket)
+        upstream = None if fresh else pool.take()
         if upstream is not None:
-            attempt = Attempt(self, worker, taken)
+            attempt = Attempt(self, placement)
             outcome = await self._ask(attempt, upstream, request)
-            if attempt.status or not isinstance(outcome, Lost) or attempt.given_up:
+            if self.ending or not attempt.is_stale:
                 return outcome
-            # The worker may have closed the connection just before our request came; only a fresh one tells.
+            if self.course is not None:
+                self.course.asked_again(placement.worker)
         try:
             upstream = await pool.connect()
         except WorkerLost as error:
             return Lost(str(error))
-        return await self._ask(Attempt(self, worker, taken), upstream, request)
+        return await self._ask(Attempt(self, placement), upstream, request)
 
     async def _ask(self, attempt: Attempt, upstream: Upstream, request: bytes) -> Outcome:
-        self.attempt = attempt
+        self.attempt, self._outcome = attempt, self.router.loop.create_future()
         attempt.start(upstream, request)
         try:
-            return await attempt.outcome
+            return await self._outcome
         finally:
             attempt.leave()
-            self.attempt = None
+            self.attempt = self._outcome = None
 
     def _request_for(self, worker: Worker, ticket: bytes | None) -> bytes:
         body = self.request.body

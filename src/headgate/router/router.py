@@ -11,23 +11,22 @@ import logging
 import random
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from headgate.api.keys import Caller, Keys, is_loopback
 from headgate.config import RouteConfig
 from headgate.errors import DuplicateId, RequestError, Unavailable
 from headgate.router.admission import Admission
 from headgate.router.ask import Ask, read_ask
-from headgate.router.attempt import Answered, Lost, Outcome, Veiled
+from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
 from headgate.router.course import Course
 from headgate.router.downstream import Answering, Connections, Downstream, HttpRequest, error_answer
-from headgate.router.fleet import Fleet, Half
-from headgate.router.index import Match, Path, PrefixIndex, Visit, path_of
+from headgate.router.fleet import Fleet, Half, Taken
+from headgate.router.hits import note as note_hits
+from headgate.router.index import Found, Match, Path, PrefixIndex, Visit, path_of
 from headgate.router.policy import POLICIES, Policy
 from headgate.router.relay import Exchange, NoWorker
 from headgate.router.upstream import Headers
@@ -36,6 +35,7 @@ from headgate.router.worker import Worker
 if TYPE_CHECKING:
     from headgate.router.bridge import Bridge
     from headgate.router.monitor import Monitor
+    from headgate.router.scaling import Scaler
 
 log = logging.getLogger(__name__)
 
@@ -58,23 +58,32 @@ LONGEST_ID = 256
 KEPT_KEYS = 10_000  # Idempotency-Keys, each with the worker that has its answer
 
 
-class Placement(msgspec.Struct, frozen=True, gc=False):
-    """Who answers, why, and who computes the prompt if that is somebody else. Lasts as long as the attempt."""
+class Placement(Taken):
+    """Who answers, why, and who computes the prompt if that is somebody else. Given back when the attempt is over."""
 
-    worker: Worker
-    reason: str
-    clock: Callable[[], float]
-    tokens: int  # of the prompt, that the worker has yet to compute
-    visits: tuple[Visit, ...] = ()
-    prefill: Worker | None = None
+    __slots__ = ("found", "prefill", "reason", "visits")
 
-    def __enter__(self) -> None:
-        pass
+    def __init__(
+        self,
+        fleet: Fleet,
+        worker: Worker,
+        tokens: int,
+        reason: str,
+        found: Found | None,
+        visits: Sequence[Visit],
+        prefill: Worker | None,
+    ) -> None:
+        super().__init__(fleet, worker, tokens)
+        self.reason = reason
+        self.found = found  # of its prompt in that worker's cache, as far as we know
+        self.visits = visits
+        self.prefill = prefill
 
-    def __exit__(self, *exc: object) -> None:
-        now_s = self.clock()
+    def give_back(self) -> None:
+        super().give_back()
+        now_s = self._fleet.clock()
         for visit in self.visits:
-            visit.end(now_s)
+            visit.last_s = now_s
 
     def undo(self) -> None:
         """The worker has never had it, or has it no more."""
@@ -82,10 +91,12 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
             visit.undo()
 
 
-def _missing(worker: Worker, ask: Ask, match: Match) -> int:
-    """Tokens of the prompt that are not in that worker's cache, as far as we know."""
-    found = match.found.get(worker)
+def _missing(ask: Ask, found: Found | None) -> int:
+    """Tokens of the prompt that are not in a worker's cache, as far as we know."""
     return ask.tokens if found is None else int(ask.tokens * (1 - found.size / len(ask.prompt)))
+
+
+OUTCOMES = {kind: kind.__name__.lower() for kind in (Answered, Streamed, Veiled, Lost)}
 
 
 class RetryBudget:
@@ -120,7 +131,7 @@ class Router:
         self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
         self.live: dict[str, Exchange] = {}
         self.counters = Counters()
-        self.connections = Connections(self.handle, config.max_body_bytes)
+        self.connections = Connections(self.handle, config.max_body_bytes, config.write_timeout_s)
         self.draining = False
         self.holding = False  # the whole fleet is being paused, or is: what a worker ends goes nowhere else
         self.queueing = False  # and new requests wait until that is over
@@ -136,6 +147,7 @@ class Router:
         self._changed = asyncio.Event()
         self.bridge: Bridge | None = None
         self.monitor: Monitor | None = None
+        self.scaler: Scaler | None = None  # who has started the workers together with us
         self._deadline: asyncio.Timeout | None = None
 
     # -- requests in ------------------------------------------------------------------
@@ -164,7 +176,7 @@ class Router:
         self._register(exchange)
         self.retry_budget.earn()
         self.counters.requests += 1
-        exchange.task = self.loop.create_task(exchange.run())
+        exchange.begin()
         return exchange
 
     def _register(self, exchange: Exchange) -> None:
@@ -193,16 +205,15 @@ class Router:
             return None
         if backoff_s := course.backoff_s:
             await asyncio.sleep(backoff_s)
-        placement = self._choose(exchange, course)
+        placement = self.choose(exchange, course)
         if placement is None and self._worth_waiting(course):
             placement = await self._wait_for_one(exchange, course)
-        if placement is not None:
-            self.counters.chosen[placement.reason] += 1
         return placement
 
     async def _resumed(self, exchange: Exchange, course: Course) -> bool:
         """Whether this request has waited until the fleet was resumed; otherwise its client is told now."""
-        waits = self.queueing if course.last is None else isinstance(course.last[1], Lost)
+        lost = course.left_behind is not None or (course.last is not None and isinstance(course.last[1], Lost))
+        waits = self.queueing if course.last is None else lost
         while waits and self.holding:
             if not await self.fleet_changed(KEEP_ALIVE_S):
                 exchange.keep_alive()
@@ -221,7 +232,7 @@ class Router:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.patience_s):
                 while self._worth_waiting(course):
-                    if (placement := self._choose(exchange, course)) is not None:
+                    if (placement := self.choose(exchange, course)) is not None:
                         return placement
                     if not await self.fleet_changed(KEEP_ALIVE_S):
                         exchange.keep_alive()
@@ -238,14 +249,14 @@ class Router:
             return True
         return any(worker.state in ("starting", "down", "outdated", "ready") for worker in self.fleet)
 
-    def _choose(self, exchange: Exchange, course: Course) -> Placement | None:
+    def choose(self, exchange: Exchange, course: Course | None = None) -> Placement | None:
+        """Somebody who is there, of whose load this request is a part from now on; `course`: after what was tried."""
         ask, going_on = exchange.ask, bool(exchange.moves and exchange.journal.choices)
         half: Half = "decode" if self.fleet.disaggregated else "mixed"
-        workers = self._able(half, ask.model, course.excluded, going_on)
-        if not workers and not course.rescheduled:
-            workers = self._able("any", ask.model, course.excluded, going_on)  # rather than back to who has failed
-        if not workers and course.may_return:
-            workers = self._able(half, ask.model, (), going_on)
+        if course is None:
+            workers = self.fleet.candidates(half, ask.model)
+        else:
+            workers = self._left(half, ask.model, course, going_on)
         if not workers:
             return None
         path, match = self._look_up(ask, half)
@@ -254,13 +265,24 @@ class Router:
             worker = (
                 workers[0] if len(workers) == 1 else self._policies[half].choose(workers, ask, match, self.random)
             )
-            reason = "resume" if going_on else self._reason(worker, match)
+            reason = "resume" if going_on else "cache" if worker in match.found else "load"
         splits = half == "decode" and not going_on and exchange.request.path in EXPORTING
         prefill = self._prefiller(worker, ask, match, course) if splits else None
-        visited = (
-            [] if path is None else [self.index.insert(path, who) for who in (worker, prefill) if who is not None]
-        )
-        return Placement(worker, reason, self.loop.time, _missing(worker, ask, match), tuple(visited), prefill)
+        visits = [] if path is None else [self.index.insert(path, worker)]
+        if path is not None and prefill is not None:
+            visits.append(self.index.insert(path, prefill))
+        self.counters.chosen[reason] += 1
+        found = match.found.get(worker)
+        return Placement(self.fleet, worker, _missing(ask, found), reason, found, visits, prefill)
+
+    def _left(self, half: Half, model: str | None, course: Course, going_on: bool) -> tuple[Worker, ...]:
+        """Who may be asked after what has been tried."""
+        workers = self._able(half, model, course.excluded, going_on)
+        if not workers and not course.rescheduled:
+            workers = self._able("any", model, course.excluded, going_on)  # rather than back to who has failed
+        if not workers and course.may_return:
+            workers = self._able(half, model, (), going_on)
+        return workers
 
     def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:
         if half == "mixed" and not self._policies[half].uses_index:
@@ -276,9 +298,6 @@ class Router:
             return tuple(worker for worker in workers if worker.kind == "headgate")
         return workers
 
-    def _reason(self, worker: Worker, match: Match) -> str:
-        return "cache" if worker in match.found else "load"
-
     def _keyed_worker(self, exchange: Exchange, workers: tuple[Worker, ...]) -> Worker | None:
         """Who has the answer of an Idempotency-Key; from now on, that is whoever gets this request."""
         key = exchange.request.header(b"idempotency-key")
@@ -287,14 +306,14 @@ class Router:
         worker = self._keyed.get(key)
         return worker if worker in workers else None
 
-    def _prefiller(self, worker: Worker, ask: Ask, match: Match, course: Course) -> Worker | None:
+    def _prefiller(self, worker: Worker, ask: Ask, match: Match, course: Course | None) -> Worker | None:
         """Somebody else for the prompt, unless it is short or `worker` has most of it."""
-        missing = _missing(worker, ask, match)
+        missing = _missing(ask, match.found.get(worker))
         if worker.kind != "headgate" or ask.n > 1 or missing < self.config.disaggregate_tokens:
             return None
         others = tuple(
             other
-            for other in self.fleet.candidates("prefill", ask.model, course.excluded)
+            for other in self.fleet.candidates("prefill", ask.model, course.excluded if course is not None else ())
             if other is not worker
             and other.kind == "headgate"
             and other.role != "decode"
@@ -324,6 +343,7 @@ class Router:
             self.fleet.failed(worker, outcome.why)
         elif not (isinstance(outcome, Answered) and outcome.status >= 500):
             self.fleet.answered(worker)
+            note_hits(exchange, placement, outcome)
 
     def failed(self, exchange: Exchange, error: RequestError) -> None:
         self.counters.refused[error.code] += 1
@@ -332,7 +352,7 @@ class Router:
     def _worker_lost(self, worker: Worker, why: str) -> None:
         for exchange in tuple(self.live.values()):
             attempt = exchange.attempt
-            if attempt is not None and attempt.worker is worker and not attempt.outcome.done():
+            if attempt is not None and attempt.worker is worker and attempt.outcome is None:
                 attempt.fail(why)
             if exchange.leg is not None and exchange.leg.worker is worker:
                 exchange.leg.give_up(why)
@@ -375,7 +395,7 @@ class Router:
 
     def _look_at(self, exchange: Exchange, now_s: float) -> None:
         attempt = exchange.attempt
-        if attempt is None or attempt.outcome.done() or exchange.full:
+        if attempt is None or attempt.outcome is not None or exchange.full:
             return
         shows_life = attempt.status or (attempt.worker.kind == "headgate" and exchange.request.path in JOURNALLED)
         limit_s = self.config.idle_timeout_s if shows_life else self.config.first_byte_timeout_s
@@ -403,10 +423,11 @@ class Router:
 
     async def close(self) -> None:
         """End what is still there; clients are told."""
-        tasks = [exchange.task for exchange in self.live.values() if exchange.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        exchanges = tuple(self.live.values())
+        ends = [exchange.when_over() for exchange in exchanges]
+        for exchange in exchanges:
+            exchange.cancel()
+        await asyncio.gather(*ends)
         if self.bridge is not None:
             await self.bridge.close()
         self.connections.close()
@@ -447,7 +468,7 @@ class Counters:
             self.retries += 1
 
     def attempt(self, worker: Worker, outcome: Outcome) -> None:
-        self.attempts[worker.name, type(outcome).__name__.lower()] += 1
+        self.attempts[worker.name, OUTCOMES[type(outcome)]] += 1
 
 
 def _id_header(request: HttpRequest) -> str | None:

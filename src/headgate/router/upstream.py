@@ -7,6 +7,7 @@ answer; in every other case it is closed, which is how a worker learns that nobo
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections import deque
@@ -20,6 +21,13 @@ Headers = list[tuple[bytes, bytes]]
 MOST_IDLE = 512  # connections kept per worker
 IDLE_S = 55.0  # a little less than what servers commonly keep theirs
 MAX_HEAD_BYTES = 64 * 2**10
+
+
+MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 100, 4 * 2**10  # per worker
+OK = b"HTTP/1.1 200 OK\r\n"
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+ID = b"\r\nx-request-id: "
+CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,8}")
 
 
 class Reader(Protocol):
@@ -49,8 +57,10 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._reader: Reader | None = None
         self._headers: Headers = []
+        self._told: Headers = []  # with the answer
         self._head_bytes = 0
         self._in_head = True
+        self._at_rest = True  # the parser has seen nothing of this answer
         self._parts: list[bytes] = []
         self._complete = False
         self._once = False
@@ -66,7 +76,7 @@ class Upstream(asyncio.Protocol):
         assert self._transport is not None and self._reader is None
         self._reader = reader
         self._complete = self._keeps = self._open_ended = False
-        self._in_head = True
+        self._in_head = self._at_rest = True
         self._once = once
         self._transport.write(request)
 
@@ -101,6 +111,9 @@ class Upstream(asyncio.Protocol):
         if self._reader is None:
             self.drop()  # words that nobody asked for
             return None
+        rested, self._at_rest = self._at_rest, False
+        if rested and self._recognised(data):
+            return None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -113,8 +126,29 @@ class Upstream(asyncio.Protocol):
             self._parts = []
             self._reader.data(parts[0] if len(parts) == 1 else b"".join(parts))
         if self._complete:
+            if rested and self._keeps:
+                self._pool.remember(data, self._told)
             self._end()
         return None
+
+    def _recognised(self, data: bytes) -> bool:
+        """Whether `data` was a whole answer in one chunk after a head that is known: most are, and need no parser."""
+        end = data.find(b"\r\n\r\n")
+        headers = self._pool.heads.get(_without_id(data, end))
+        if headers is None:
+            return False
+        start = data.find(b"\r\n", end + 4) + 2
+        size = _size(data[end + 4 : start - 2])
+        if not size or data[start + size :] != LAST_CHUNK:
+            return False
+        reader = self._reader
+        assert reader is not None
+        reader.head(200, headers)
+        if self._reader is reader:
+            reader.data(data[start : start + size])
+        self._keeps = not self._once
+        self._end()
+        return True
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -156,6 +190,7 @@ class Upstream(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
+        self._told = headers
         self._in_head = status < 200
         if status < 200 or self._reader is None:
             return  # 100 Continue and its kind announce the answer
@@ -174,6 +209,17 @@ class Upstream(asyncio.Protocol):
             self._keeps = self._parser.should_keep_alive() and not self._once
 
 
+def _without_id(answer: bytes, end: int) -> bytes:
+    """The head of an answer, which ends there, but for the line that is another one every time."""
+    start = answer.find(ID, 0, end)
+    return answer[:end] if start < 0 else answer[:start] + answer[answer.find(b"\r\n", start + 2) : end]
+
+
+def _size(line: bytes) -> int:
+    """Of a chunk; 0 if that is not all the line says."""
+    return int(line, 16) if CHUNK_SIZE.fullmatch(line) else 0
+
+
 class Pool:
     """The connections to one worker."""
 
@@ -188,6 +234,7 @@ class Pool:
         self._timeout_s = connect_timeout_s
         self._idle: deque[Upstream] = deque()
         self._closed = False
+        self.heads: dict[bytes, Headers] = {}  # of whole answers in one chunk, but for their ids
 
     def take(self) -> Upstream | None:
         """A connection that is open and idle, the one used last first."""
@@ -216,6 +263,15 @@ class Pool:
             return upstream.drop()
         upstream.idle_since_s = time.monotonic()  # as the event loop has it, without asking for the loop
         return self._idle.append(upstream)
+
+    def remember(self, answer: bytes, headers: Headers) -> None:
+        """Know the head of this one again, if it is what we are usually told."""
+        end = answer.find(b"\r\n\r\n")
+        if not answer.startswith(OK) or end > LONGEST_KNOWN_HEAD or (b"transfer-encoding", b"chunked") not in headers:
+            return
+        if len(self.heads) >= MOST_KNOWN_HEADS:
+            self.heads.clear()
+        self.heads[_without_id(answer, end)] = headers
 
     def forget(self, upstream: Upstream) -> None:
         """An idle connection that has been closed by the worker is not offered again; `take` skips those it still meets."""

@@ -15,7 +15,9 @@ class Worker:
     """Changed only by its fleet, in the event loop's thread; policies read it as a snapshot."""
 
     __slots__ = (
+        "cached_tokens",
         "errors",
+        "expected_tokens",
         "failures",
         "free_blocks",
         "generation",
@@ -23,6 +25,7 @@ class Worker:
         "in_flight",
         "key",
         "kind",
+        "life",
         "listed",
         "managed",
         "max_running",
@@ -33,6 +36,7 @@ class Worker:
         "others_waiting",
         "pending_tokens",
         "pid",
+        "prompt_tokens",
         "role",
         "running",
         "state",
@@ -69,12 +73,17 @@ class Worker:
         self.version: int | None = None  # of its weights
         self.horizon_s = float("-inf")  # our clock: prefixes last used before this have left its cache
         self.generation = 0  # grows when it restarts
+        self.life: str | None = None  # what it calls this life of its; another one after a restart
         # The circuit.
         self.failures = 0  # in a row
         self.successes = 0  # in a row, after failures
         self.trips = 0  # times it went down without an answer in between
         self.open_until_s = 0.0
         self.errors = 0
+        # Prompts of answers that tell: all their tokens, those we expected in its cache, and those that were there.
+        self.prompt_tokens = 0
+        self.expected_tokens = 0
+        self.cached_tokens = 0
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.role} {self.state}, {self.in_flight} in flight>"

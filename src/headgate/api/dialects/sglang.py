@@ -360,7 +360,7 @@ async def server_info(request: Request) -> Response:
             "served_model_name": api.model_name,
             "version": host.version,
             "dp_size": len(host.replicas),
-            "tp_size": 1,
+            "tp_size": info.ranks,
             "context_length": info.max_context,
             "max_total_num_tokens": info.num_blocks * info.block_size,
             "max_running_requests": info.max_running,
@@ -374,11 +374,13 @@ async def server_info(request: Request) -> Response:
 
 
 async def loads(request: Request) -> Response:
-    views = await look_at_all(host_of(request).replicas, PING_TIMEOUT_S)
+    host = host_of(request)
+    views = await look_at_all(host.replicas, PING_TIMEOUT_S)
     told = [load for view in views if (load := _load(view))]
     return json_response(
         {
             "timestamp": time.time(),
+            "life": host.life,
             "dp_rank_count": len(told),
             "loads": told,
             # Of several engines the youngest horizon: what was used since then is cached wherever it was.

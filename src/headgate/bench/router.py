@@ -1,0 +1,305 @@
+"""What a router costs and where it sends things: conversations through it, then the same requests through it and past it.
+
+*Placement*: conversations that share system prompts go on with the answers they get. Whoever answers is read from
+`X-Headgate-Worker`, what was cached from usage. *Overhead*: short requests one at a time, each through the router and then
+straight to the worker that answered it, so that both find the same machine in the same mood; then many at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from headgate.bench.client import Reply, Sample, address_of, ask, clock
+from headgate.bench.dataset import some_words
+from headgate.bench.load import first_model
+from headgate.bench.report import Spread, cached_share
+from headgate.errors import HeadgateError, RequestError
+
+CHAT = "/v1/chat/completions"
+SHORT_WORDS = 8  # of a prompt whose overhead is timed
+
+Message = dict[str, str]
+Send = Callable[[str, list[Message]], Awaitable[Reply]]  # to that address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    url: str
+    direct: tuple[str, ...] = ()  # workers to compare with; none: whoever has answered through the router
+    conversations: int = 16
+    turns: int = 4
+    system_prompts: int = 4
+    system_words: int = 256
+    zipf: bool = False  # the first system prompt is most conversations', the second half as many', and so on
+    think_s: float = 1.0  # on average, before each question
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    rounds: int = 50  # of the overhead, one at a time; and as many for each of `concurrency` at once
+    concurrency: int = 8
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 120.0
+    seed: int | None = None  # None: prompts that no cache has seen
+
+    def __post_init__(self) -> None:
+        for name in (
+            "conversations",
+            "turns",
+            "system_prompts",
+            "system_words",
+            "max_tokens",
+            "rounds",
+            "concurrency",
+        ):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} must be at least 1")
+        if not self.think_s >= 0:
+            raise RequestError("think must be at least 0")
+
+
+class Placement(msgspec.Struct, frozen=True):
+    requests: int
+    at_home: float | None  # share of turns after the first whose worker had the turn before
+    busiest_over_mean: float | None
+    workers: dict[str, int]  # requests by worker; empty if answers do not say who made them
+    cached_share: float  # of prompt tokens, as the workers say
+
+
+# What is timed of an answer that has come.
+TIMES_S: dict[str, Callable[[Sample], float | None]] = {
+    "first_token_ms": lambda sample: sample.first_token_s,
+    "between_pieces_ms": lambda sample: statistics.fmean(sample.gaps_s) if sample.gaps_s else None,
+    "end_to_end_ms": lambda sample: sample.total_s,
+}
+
+
+def _times_s(samples: Sequence[Sample], name: str) -> list[float]:
+    return [time_s for sample in samples if (time_s := TIMES_S[name](sample)) is not None]
+
+
+class Reading(msgspec.Struct, frozen=True):
+    first_token_ms: Spread | None
+    between_pieces_ms: Spread | None
+    end_to_end_ms: Spread | None
+    requests_per_s: float  # at once
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], requests_per_s: float) -> Reading:
+        spreads = {name: Spread.of(_times_s(samples, name)) for name in TIMES_S}
+        return cls(**spreads, requests_per_s=requests_per_s)
+
+
+class Report(msgspec.Struct, frozen=True):
+    url: str
+    model: str
+    conversations: int
+    turns: int
+    system_prompts: int
+    system_words: int
+    placement: Placement
+    router: Reading
+    direct: Reading | None  # None: there was nobody to compare with
+    added: dict[str, float]  # by the name of a reading, in milliseconds: the median of what each pair differs by
+    errors: dict[str, int]
+
+
+def run(trial: Trial) -> Report:
+    return asyncio.run(measure(trial))
+
+
+async def measure(trial: Trial) -> Report:
+    model = trial.model or await first_model(address_of(trial.url), trial.api_key)
+    chance = random.Random(secrets.randbits(64) if trial.seed is None else trial.seed)
+    samples: list[Sample] = []
+
+    async def send(url: str, messages: list[Message]) -> Reply:
+        body = _body(trial, model, messages)
+        reply = await ask(address_of(url), CHAT, body, api_key=trial.api_key, timeout_s=trial.timeout_s)
+        samples.append(reply.sample)
+        return reply
+
+    talks = await _converse(trial, chance, send)
+    pairs = await _pairs(trial, chance, send)
+    routed, direct = [pair[0] for pair in pairs], [pair[1] for pair in pairs if pair[1] is not None]
+    workers = trial.direct or tuple({sample.worker for sample in routed if sample.worker})
+    through = await _at_once(trial, chance, send, (trial.url,))
+    past = await _at_once(trial, chance, send, workers) if direct else 0.0
+    if all(sample.error is not None for sample in samples):
+        raise HeadgateError(f"{trial.url} answered nothing: {samples[0].error}")
+    return Report(
+        url=trial.url,
+        model=model,
+        conversations=trial.conversations,
+        turns=trial.turns,
+        system_prompts=trial.system_prompts,
+        system_words=trial.system_words,
+        placement=placement_of(talks),
+        router=Reading.of(_answered(routed), through),
+        direct=Reading.of(_answered(direct), past) if direct else None,
+        added=_added(pairs),
+        errors=dict(Counter(sample.error for sample in samples if sample.error).most_common()),
+    )
+
+
+def _body(trial: Trial, model: str, messages: list[Message]) -> bytes:
+    body: dict[str, object] = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": trial.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+    }
+    if trial.ignore_eos:
+        body["ignore_eos"] = True
+    return msgspec.json.encode(body)
+
+
+# ---------------------------------------------------------------------------------------------------------- placement
+
+
+async def _converse(trial: Trial, chance: random.Random, send: Send) -> list[list[Sample]]:
+    """The answers of each conversation; all of them go on at the same time."""
+    systems = [some_words(chance, trial.system_words) for _ in range(trial.system_prompts)]
+    questions = [
+        [some_words(chance, 2 * SHORT_WORDS) for _ in range(trial.turns)] for _ in range(trial.conversations)
+    ]
+
+    pauses_s = [[trial.think_s * chance.expovariate(1.0) for _ in talk] for talk in questions]
+    weights = [1 / (rank + 1) for rank in range(len(systems))]
+    popular = chance.choices(systems, weights, k=trial.conversations)
+
+    async def talk(number: int) -> list[Sample]:
+        system = popular[number] if trial.zipf else systems[number % len(systems)]
+        messages = [{"role": "system", "content": system}]
+        told = []
+        for question, pause_s in zip(questions[number], pauses_s[number], strict=True):
+            await asyncio.sleep(pause_s)
+            messages.append({"role": "user", "content": question})
+            reply = await send(trial.url, messages)
+            told.append(reply.sample)
+            messages.append({"role": "assistant", "content": reply.text})
+        return told
+
+    return list(await asyncio.gather(*(talk(number) for number in range(trial.conversations))))
+
+
+def placement_of(talks: Sequence[Sequence[Sample]]) -> Placement:
+    samples = [sample for talk in talks for sample in talk if sample.error is None]
+    workers = Counter(sample.worker for sample in samples if sample.worker)
+    moves = [(one.worker, other.worker) for talk in talks for one, other in pairwise(talk) if other.worker]
+    return Placement(
+        requests=len(samples),
+        at_home=sum(one == other for one, other in moves) / len(moves) if moves else None,
+        busiest_over_mean=max(workers.values()) * len(workers) / workers.total() if workers else None,
+        workers=dict(workers.most_common()),
+        cached_share=cached_share(samples),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- overhead
+
+
+async def _pairs(trial: Trial, chance: random.Random, send: Send) -> list[tuple[Sample, Sample | None]]:
+    """One at a time: through the router, and past it to the same worker. Nobody is compared with his first request."""
+    pairs = []
+    for number in range(trial.rounds + 1):
+        routed = (await send(trial.url, _short(chance))).sample
+        url = trial.direct[number % len(trial.direct)] if trial.direct else routed.worker
+        pairs.append((routed, (await send(url, _short(chance))).sample if url else None))
+    return pairs[1:]
+
+
+async def _at_once(trial: Trial, chance: random.Random, send: Send, urls: Sequence[str]) -> float:
+    """Requests per second of so many clients, each of which waits for its answer."""
+    prompts = iter([_short(chance) for _ in range(trial.rounds * trial.concurrency)])
+    answered = 0
+
+    async def client(number: int) -> None:
+        nonlocal answered
+        for messages in prompts:
+            reply = await send(urls[number % len(urls)], messages)
+            answered += reply.sample.error is None
+
+    begun_s = clock()
+    await asyncio.gather(*(client(number) for number in range(trial.concurrency)))
+    return answered / (clock() - begun_s)
+
+
+def _added(pairs: Sequence[tuple[Sample, Sample | None]]) -> dict[str, float]:
+    """Both of a pair met the machine in the same mood, which two medians of many did not."""
+    answered = [(one, other) for one, other in pairs if other is not None and not (one.error or other.error)]
+    added = {}
+    for name in TIMES_S:
+        times_s = [_times_s(pair, name) for pair in answered]
+        if differences := [1000 * (both[0] - both[1]) for both in times_s if len(both) == 2]:
+            added[name] = statistics.median(differences)
+    return added
+
+
+def _short(chance: random.Random) -> list[Message]:
+    return [{"role": "user", "content": some_words(chance, SHORT_WORDS)}]
+
+
+def _answered(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.error is None]
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def table(report: Report) -> str:
+    placement = report.placement
+    lines = [
+        f"{report.model} at {report.url}: {report.conversations} conversations of {report.turns} turns, "
+        f"{report.system_prompts} system prompts of {report.system_words} words",
+        "",
+        f"{'turns at the worker of the turn before':<46}{_share(placement.at_home):>10}",
+        f"{'requests of the busiest worker over the mean':<46}{_number(placement.busiest_over_mean):>10}",
+        f"{'prompt tokens that were cached':<46}{_share(placement.cached_share):>10}",
+        "",
+        f"{'ms, one at a time':<22}{'router p50':>12}{'p99':>10}{'direct p50':>12}{'p99':>10}{'added':>12}",
+        *(_row(name, attribute, report) for name, attribute in ROWS.items()),
+        f"{'requests/s at once':<22}{report.router.requests_per_s:>12.1f}"
+        + (f"{'':>10}{report.direct.requests_per_s:>12.1f}" if report.direct else ""),
+    ]
+    if report.errors:
+        lines += ["", "errors: " + ", ".join(f"{error} ({count})" for error, count in report.errors.items())]
+    return "\n".join(lines)
+
+
+ROWS = {
+    "first token": "first_token_ms",
+    "between pieces": "between_pieces_ms",
+    "end to end": "end_to_end_ms",
+}
+
+
+def _row(name: str, attribute: str, report: Report) -> str:
+    cells = []
+    for reading in (report.router, report.direct):
+        spread: Spread | None = getattr(reading, attribute) if reading else None
+        cells.append(f"{'-':>12}{'-':>10}" if spread is None else f"{spread.p50:>12.2f}{spread.p99:>10.2f}")
+    return f"{name:<22}{''.join(cells)}{_number(report.added.get(attribute)):>12}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def save_json(report: Report, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

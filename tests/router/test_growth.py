@@ -1,0 +1,204 @@
+"""What grows with the fleet and with its clients, and what does not.
+
+Workers here are fakes at the seam where connections are made, so that a thousand of them fit into one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from headgate.api.abort import AbortRequest
+from headgate.config import RouteConfig
+from headgate.router.abort import RouterAbortResult, Scope, abort
+from headgate.router.ask import Ask
+from headgate.router.downstream import Head, HttpRequest
+from headgate.router.fanout import Asking
+from headgate.router.index import PrefixIndex, path_of
+from headgate.router.policy import POLICIES
+from headgate.router.router import Router
+from headgate.router.upstream import Headers, Reader
+from headgate.router.worker import Worker
+from tests.router.run import run
+
+ADMIN = Scope("", admin=True)
+SSE: Headers = [(b"content-type", b"text/event-stream"), (b"x-headgate-journal", b"1")]
+END = (
+    b':f 0 abort api_abort 5 0 0\ndata: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n'
+    b"data: [DONE]\n\n"
+)
+
+
+class Host:
+    """A worker, and its pool of connections: it takes every request, and ends those it is asked to."""
+
+    prefix, netloc = b"", b"fake"
+
+    def __init__(self) -> None:
+        self.running: dict[str, Reader] = {}
+        self.aborts: list[list[str]] = []
+
+    def take(self) -> Line:
+        return Line(self)
+
+    async def connect(self) -> Line:
+        return Line(self)
+
+    def sweep(self, now_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    def asked(self, request: bytes, reader: Reader) -> None:
+        head, _, body = request.partition(b"\r\n\r\n")
+        if not head.startswith(b"POST /v1/abort_requests"):
+            name = re.search(rb"x-request-id: (\S+)", head)
+            assert name is not None
+            self.running[name[1].decode()] = reader
+            reader.head(200, SSE)
+            return
+        names = json.loads(body)["req_ids"]
+        self.aborts.append(names)
+        known = [name for name in names if name in self.running]
+        for name in known:
+            ended = self.running.pop(name)
+            ended.data(END)
+            ended.ended()
+        result = {
+            "aborted": [{"request_id": name, "output_token_count": 0} for name in known],
+            "not_found": [name for name in names if name not in known],
+            "already_finished": [],
+            "errors": [],
+        }
+        reader.head(200, [])
+        reader.data(json.dumps({"result": result}).encode())
+        reader.ended()
+
+
+class Line:
+    """A connection to it."""
+
+    reused = False
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def send(self, request: bytes, reader: Reader, *, once: bool = False) -> None:
+        asyncio.get_running_loop().call_soon(self._host.asked, request, reader)
+
+    def answers(self, reader: Reader) -> bool:
+        return False
+
+    def drop(self) -> None: ...
+
+
+class Client:
+    """Reads everything."""
+
+    gone = False
+
+    def write(self, data: bytes) -> None: ...
+
+    def finished(self, *, keep_alive: bool = True) -> None: ...
+
+
+def big_router(workers: int) -> tuple[Router, list[Host]]:
+    router = Router(RouteConfig(policy="round_robin", max_in_flight=None), seed=0)
+    hosts = []
+    for number in range(workers):
+        worker = router.fleet.add(f"http://worker-{number}")
+        worker.kind, worker.state = "headgate", "ready"
+        hosts.append(Host())
+        router.fleet._pools[worker] = hosts[-1]  # type: ignore[assignment]
+    router.fleet._changed()
+    return router, hosts
+
+
+def ask_for(router: Router, id: str) -> None:
+    head = Head()
+    head.method, head.path, head.target = "POST", "/v1/completions", b"/v1/completions"
+    body = json.dumps({"prompt": "x", "stream": True, "request_id": id}).encode()
+    router.handle(Client(), HttpRequest(head, body))  # type: ignore[arg-type]
+
+
+async def running(router: Router, hosts: list[Host], ids: list[str]) -> None:
+    for id in ids:
+        ask_for(router, id)
+    while sum(len(host.running) for host in hosts) < len(ids):
+        await asyncio.sleep(0)
+
+
+async def end(router: Router, ids: list[str]) -> RouterAbortResult:
+    return await abort(router, AbortRequest(req_ids=ids, timeout=60), ADMIN, Asking())
+
+
+SIZES = [(40, 400), pytest.param(1000, 10_000, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("workers", "requests"), SIZES)
+def test_one_abort_of_many_ids_is_one_message_for_each_worker_that_has_some(workers: int, requests: int):
+    async def main() -> None:
+        router, hosts = big_router(workers)
+        ids = [f"r{number}" for number in range(requests)]
+        await running(router, hosts, ids)
+        a_few = [id for host in hosts[:4] for id in host.running]
+        told = await end(router, a_few)
+        assert len(told.aborted) == len(a_few) and not (told.errors or told.not_found or told.already_finished)
+        assert [len(host.aborts) for host in hosts] == [1] * 4 + [0] * (workers - 4), "the others are not disturbed"
+        began_s = time.process_time()
+        told = await end(router, [*ids, "nobody's"])
+        took_s = time.process_time() - began_s
+        assert len(told.aborted) == requests - len(a_few) and set(told.not_found) == {"nobody's", *a_few}
+        assert {len(host.aborts) for host in hosts[4:]} == {1}
+        assert router.live == {} and all(worker.in_flight == 0 for worker in router.fleet)
+        assert took_s < 0.002 * requests + 1.0, "it would take hours if each id were looked for everywhere"
+
+    run(main(), timeout_s=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [False, True], ids=["new", "at home"])
+def test_choosing_among_a_thousand_workers_costs_at_most_three_times_as_much_as_among_four(known: bool):
+    ask, rng = Ask("m", True, None, b"somebody", 1, 0, b"x" * 5000, False, 1250, False), random.Random(0)
+    path = path_of(ask.root, ask.prompt, chat=False)
+    costs: dict[int, float] = {}
+    for count in (4, 1000):
+        workers = tuple(Worker(f"http://worker-{number}") for number in range(count))
+        index, policy = PrefixIndex(), POLICIES["cache_aware"]()
+        for worker in workers[:4] if known else ():
+            index.insert(path, worker).end(1.0)
+        choose = partial(policy.choose, workers, ask, index.match(path), rng)
+        costs[count] = best_of(choose, rounds=200, times=100)
+    assert costs[1000] < 3 * costs[4], costs
+
+
+def best_of(act: Callable[[], object], *, rounds: int, times: int) -> float:
+    """CPU time, of the best round: other work on the machine only ever adds."""
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.process_time_ns()
+        for _ in range(times):
+            act()
+        best = min(best, time.process_time_ns() - began)
+    return best
+
+
+@pytest.mark.slow
+def test_42_an_index_of_a_hundred_thousand_conversations_stays_within_its_bound():
+    """The default has room for a million nodes; a conversation here takes about seven, those of its system prompt aside."""
+    index, workers = PrefixIndex(), [Worker(f"http://worker-{number}") for number in range(8)]
+    filler, found = b"water " * 150, 0
+    for turn in (1, 2):
+        for number in range(100_000):
+            own = b'[{"role": "user", "content": "%d %s"}' % (number, filler)
+            path = path_of(1, own + b', {"role": "user", "content": "more"}' * (turn - 1), chat=True)
+            found += turn == 2 and index.match(path).homes == [workers[number % 8]]
+            index.insert(path, workers[number % 8]).end(float(turn))
+            assert len(index) <= index.max_nodes
+    assert found == 100_000

@@ -1,0 +1,203 @@
+"""What workers really had in their caches, beside what the router expected."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headgate.router import hits
+from headgate.router.attempt import JSON, Answered, Lost, Streamed
+from headgate.router.index import Found
+from headgate.router.journal import KEPT_BYTES, Journal
+from headgate.router.router import Router
+from headgate.router.worker import Worker
+from tests.api.live import LiveServer
+from tests.api.serving import metric_values
+from tests.router.client import ask, routing, until
+from tests.router.fleets import live_router
+from tests.router.foreign import CHAT, Foreign
+from tests.router.run import run
+
+MESSAGES = [{"role": "system", "content": "You keep the gates of a long canal. " * 60}]
+
+
+def question(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [*MESSAGES, {"role": "user", "content": text}], "max_tokens": 4, **more}
+
+
+def about(word: str, **more: Any) -> dict[str, Any]:
+    system = {"role": "system", "content": f"{word} words for others. " * 90}
+    return question("x", **more) | {"messages": [system, {"role": "user", "content": "x"}]}
+
+
+# ------------------------------------------------------------------------------------------------------- from journals
+
+
+@pytest.mark.parametrize("size", [0, 100, 2 * KEPT_BYTES], ids=["short", "middling", "read and thrown away"])
+def test_the_end_of_a_journal_says_what_was_cached(size: int):
+    journal = Journal()
+    for i in range(size // 20):
+        journal.feed(b':j 0 1 %d 7\ndata: {"x":1}\n\n' % i)
+    assert journal.cached(1) is None
+    journal.feed(b':j 0 1 9 8\n:f 0 length max_tokens 100 64 9\n:+\ndata: {"y":1}\n\n')
+    journal.feed(b"data: {}\n\n")
+    journal.feed(b"data: [DONE]\n\n")
+    assert journal.cached(1) == (100, 64)
+
+
+def test_of_several_choices_the_one_that_found_least_came_first():
+    journal = Journal()
+    for index, cached in ((2, 96), (0, 32), (1, 96)):
+        journal.feed(b":f %d stop eos 100 %d 9\ndata: {}\n\n" % (index, cached))
+    assert journal.cached(3) == (100, 32)
+
+
+def test_numbers_that_no_worker_writes_are_no_numbers():
+    journal = Journal()
+    journal.feed(b":f 0 length max_tokens %b 64 9\n\n" % (b"1" * 5000))
+    assert journal.cached(1) is None and journal.cached(2) is None
+
+
+# --------------------------------------------------------------------------------------------------------- from usage
+
+
+@pytest.mark.parametrize(
+    ("usage", "told"),
+    [
+        ({"prompt_tokens": 9, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 8}}, (9, 8)),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 3}, (9, 0)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": None}, None),
+        ({"prompt_tokens": 9}, None),
+        ({"prompt_tokens_details": {"cached_tokens": 8}}, None),
+    ],
+)
+@pytest.mark.parametrize("spaced", [True, False])
+def test_usage_is_read_as_it_is_told(usage: dict[str, Any], told: tuple[int, int] | None, spaced: bool):
+    said = 'say "prompt_tokens": 1, "cached_tokens": 1'  # escaped, where it stands in a string
+    separators = (", ", ": ") if spaced else (",", ":")
+    body = json.dumps({"choices": [{"text": said}], "usage": usage}, separators=separators).encode()
+    assert hits.usage_in(body) == told
+
+
+# ------------------------------------------------------------------------------------------------------------ counting
+
+
+def note(worker: Worker, found: Found | None, outcome: Any, *, reason: str = "cache", prefill: Any = None) -> None:
+    exchange = SimpleNamespace(journal=Journal(), ask=SimpleNamespace(n=1, prompt=b"x" * 4000))
+    placement = SimpleNamespace(worker=worker, found=found, reason=reason, prefill=prefill)
+    hits.note(exchange, placement, outcome)  # type: ignore[arg-type]
+
+
+def usage(cached: int, prompt: int = 1000) -> bytes:
+    details = {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}
+    return json.dumps({"usage": details}).encode()
+
+
+def test_expectation_and_truth_are_counted_in_the_workers_own_tokens():
+    worker = Worker("http://a")
+    note(worker, Found(3000, 7.0), Streamed(usage(700)))
+    note(worker, None, Answered(200, [], usage(0, 500)))
+    assert (worker.prompt_tokens, worker.expected_tokens, worker.cached_tokens) == (1500, 750, 700)
+
+
+def test_what_says_nothing_of_the_prompts_cache_is_not_counted():
+    worker, found = Worker("http://a"), Found(3000, 7.0)
+    note(worker, found, Streamed(usage(700)), reason="resume")
+    note(worker, found, Streamed(usage(700)), prefill=Worker("http://b"))
+    note(worker, found, Answered(404, JSON, usage(700)))
+    note(worker, found, Lost("it broke"))
+    note(worker, found, Streamed(b"data: [DONE]\n\n"))
+    assert (worker.prompt_tokens, worker.expected_tokens, worker.cached_tokens) == (0, 0, 0)
+
+
+def test_42_a_stranger_that_had_less_than_expected_has_shown_its_horizon():
+    worker = Worker("http://a")
+    worker.kind = "vllm"
+    before = worker.horizon_s
+    note(worker, Found(3000, 7.0), Streamed(usage(400)))
+    assert worker.horizon_s == before, "it had more than half of what was expected"
+    note(worker, Found(400, 7.0), Streamed(usage(0)))
+    assert worker.horizon_s == before, "so little may be a matter of blocks"
+    note(worker, Found(3000, float("inf")), Streamed(usage(0)))
+    assert worker.horizon_s == before, "it may not have been computed yet"
+    note(worker, Found(3000, 7.0), Streamed(usage(0)))
+    assert worker.horizon_s == 7.0
+    note(worker, Found(3000, 6.0), Streamed(usage(0)))
+    assert worker.horizon_s == 7.0, "a horizon never goes back"
+    ours = Worker("http://b")
+    ours.kind = "headgate"
+    note(ours, Found(3000, 7.0), Streamed(usage(0)))
+    assert ours.horizon_s == before, "who reports it knows it better"
+
+
+# ------------------------------------------------------------------------------------------------------ real and whole
+
+
+def tallies(router: Router) -> list[tuple[int, int, int]]:
+    return [(w.prompt_tokens, w.expected_tokens, w.cached_tokens) for w in router.fleet]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_42_a_strangers_evictions_are_learned_from_what_it_tells(kind: str, stream: bool):
+    """Its cache holds one prompt: the next time around what it had is gone, and so is all that is older."""
+    more = {"stream": stream, "stream_options": {"include_usage": True}}
+
+    async def main() -> None:
+        async with Foreign(kind, cache_blocks=45) as foreign, routing(foreign) as (router, url):  # type: ignore[arg-type]
+            (worker,) = router.fleet
+            await until(lambda: worker.state == "ready")
+            old, one, two = (about(word, **more) for word in ("Old", "One", "Two"))
+            for body in (old, one, one):
+                assert (await ask(url, CHAT, body)).status == 200
+            (told,) = tallies(router)
+            assert told[1] > told[0] * 0.25 and told[2] > told[0] * 0.25, "one was there the second time"
+            for body in (two, one):
+                assert (await ask(url, CHAT, body)).status == 200
+            (after,) = tallies(router)
+            assert after[1] > told[1] and after[2] - told[2] < (after[1] - told[1]) / 2, "expected, mostly in vain"
+            assert worker.horizon_s > float("-inf")
+            await ask(url, CHAT, old)
+            assert tallies(router)[0][1] == after[1], "what is older is not expected any more"
+
+    run(main())
+
+
+def test_a_stranger_that_tells_nothing_is_not_counted():
+    async def main() -> None:
+        async with Foreign("vllm", tells=False) as foreign, routing(foreign) as (router, url):  # type: ignore[arg-type]
+            for stream in (True, False):
+                body = question("x", stream=stream, stream_options={"include_usage": True})
+                assert (await ask(url, CHAT, body)).status == 200
+            assert tallies(router) == [(0, 0, 0)]
+
+    run(main())
+
+
+def test_real_servers_tell_what_they_found_and_it_is_what_was_expected(servers: list[LiveServer]):
+    """Streamed and whole, with and without usage: all of them are counted."""
+    with live_router(servers[0].url) as router:
+        for stream in (True, False, True, False):
+            body = question("How wide is the gate?", stream=stream, temperature=0)
+            assert router.post(CHAT, body).status_code == 200
+        values = metric_values(router.get("/metrics").text)
+    label = f'{{worker="{servers[0].url}"}}'
+    prompt, expected, cached = (
+        values[f"headgate:router_worker_{name}_total{label}"]
+        for name in ("prompt_tokens", "expected_cached_tokens", "cached_tokens")
+    )
+    assert prompt > 4 * 500
+    assert cached >= prompt * 0.7 and abs(cached - expected) < prompt * 0.1
+
+
+def test_a_stream_whose_usage_comes_before_its_last_words_in_another_piece_is_read():
+    async def main() -> None:
+        async with Foreign("sglang", pace_s=0.01) as foreign, routing(foreign) as (router, url):  # type: ignore[arg-type]
+            body = question("x", stream=True, stream_options={"include_usage": True})
+            await ask(url, CHAT, body)
+            assert tallies(router)[0][0] > 500
+
+    run(main())

@@ -1,0 +1,100 @@
+"""Requests that are somewhere between router and worker when something is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from headgate.client import Fleet
+from tests.api.clients import COMPLETIONS, Heard, asking
+from tests.api.clients import stream as read
+from tests.api.live import LiveServer
+from tests.api.serving import wait_until
+from tests.router.fleets import FakeWorker, fake_worker, live_router
+
+ABORT = "/v1/abort_requests"
+
+
+def telling(fake: FakeWorker, *known: str) -> None:
+    """Have it answer aborts as a worker that knows these requests alone."""
+    plain = fake.answer
+
+    def answer(method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        status, told = plain(method, path, body)
+        if path == ABORT:
+            names = body.get("req_ids", known)
+            told["result"]["aborted"] = [{"request_id": n, "output_token_count": 3} for n in names if n in known]
+            told["result"]["not_found"] = [name for name in names if name not in known]
+        return status, told
+
+    fake.answer = answer  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("body", [{"abort_all": True}, {"tags": {"run": "7"}}], ids=["all", "tags"])
+def test_21_an_abort_of_all_ends_a_request_that_has_not_reached_its_worker(body: dict[str, Any]):
+    with fake_worker(slow=COMPLETIONS) as fake, live_router(fake.url) as router, ThreadPoolExecutor(1) as threads:
+        telling(fake)
+        request = {"prompt": "x", "request_id": "way", "tags": {"run": "7"}}
+        asked = threads.submit(router.post, COMPLETIONS, request)
+        wait_until(lambda: "way" in router.router.live and router.router.live["way"].worker is not None)
+        told = router.post(ABORT, body | {"timeout": 20}).json()["result"]
+        assert told["aborted"] == [{"request_id": "way", "output_token_count": 0}] and told["errors"] == []
+        assert asked.result(20).json()["choices"][0]["finish_reason"] == "abort"
+        assert [list(set(call) & {"abort_all", "tags", "req_ids"}) for call in fake.asked(ABORT)] == [
+            list(body),
+            ["req_ids"],
+        ]
+        assert router.router.fleet.find(fake.url).in_flight == 0
+
+
+def test_what_a_worker_has_told_of_is_not_asked_again():
+    with fake_worker(slow=COMPLETIONS) as fake, live_router(fake.url) as router, ThreadPoolExecutor(1) as threads:
+        telling(fake, "there")
+        asked = threads.submit(router.post, COMPLETIONS, {"prompt": "x", "request_id": "there"})
+        wait_until(lambda: "there" in router.router.live and router.router.live["there"].worker is not None)
+        told = router.post(ABORT, {"abort_all": True, "timeout": 0.2}).json()["result"]
+        assert told["aborted"] == [{"request_id": "there", "output_token_count": 3}]
+        assert len(fake.asked(ABORT)) == 1
+        telling(fake)  # it has forgotten, and so the router ends it
+        assert Fleet(router.url).abort("there").aborted == {"there": 0}
+        asked.result(20)
+
+
+def test_49_an_answer_with_a_key_goes_on_at_the_server_that_still_makes_it_for_nobody(servers: list[LiveServer]):
+    """Its connection broke, and no other server is there: the first attempt must end before it can be asked again."""
+    body = asking(1200, request_id="keyed")
+    with live_router(servers[0].url, retries=3) as router:
+
+        async def main() -> Heard:
+            heard = Heard()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(keyed(router.url, body, heard))
+                await asyncio.wait_for(heard.begun.wait(), 20)
+                await asyncio.to_thread(router.do, lambda: router.router.live["keyed"].attempt.fail("a test"))
+            return heard
+
+        heard = asyncio.run(asyncio.wait_for(main(), 60))
+        assert heard.error is None and heard.done
+        assert heard.end == ("length", "max_tokens") and len(heard.tokens) == 1200
+        assert heard.tokens == asyncio.run(read(servers[0].url, asking(1200), Heard())).tokens
+        assert router.router.counters.resumes >= 1
+    assert Fleet(servers[0].url).requests() == []
+
+
+async def keyed(url: str, body: dict[str, Any], heard: Heard) -> None:
+    headers = {"Idempotency-Key": "one"}
+    async with (
+        httpx.AsyncClient(timeout=60, trust_env=False) as http,
+        http.stream("POST", url + COMPLETIONS, json=body | {"stream": True}, headers=headers) as answer,
+    ):
+        heard.status = answer.status_code
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                heard.done = True
+            elif line.startswith("data: "):
+                heard.hear(json.loads(line.removeprefix("data: ")))
