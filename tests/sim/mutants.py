@@ -1,21 +1,29 @@
-"""Breaks rules of router, API and engine, one at a time, and shows that the simulation notices.
+"""Breaks rules of router, API, engine, core and transfer, one at a time, and shows that the simulation or a test notices.
 
-Run it with `python -m tests.sim.mutants [SEEDS]`.
+Run it with `python -m tests.sim.mutants [SEEDS] [RULE] [--jobs N] [--write]`; with `--write` it fills the table in
+`docs/testing.md`.
 A mutant that survives must be listed in EQUIVALENT with the reason why breaking that line breaks no promise.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300
+SOURCE = ROOT / "src/headgate"
+TIMEOUT_S = 3600  # on a machine that is busy with other things
+CPU_S = 180  # a run that takes more of the processor hangs
+LONGEST = 110  # of a cell in the table
 RUN = """
 import sys
 from headgate.testing.sim.world import simulate
@@ -32,6 +40,7 @@ class Mutant:
     file: str
     old: str
     new: str
+    test: str = ""  # what notices it, where the simulation cannot
 
 
 MUTANTS = [
@@ -44,15 +53,14 @@ MUTANTS = [
     Mutant(
         "load is given back once",
         "router/fleet.py",
-        "        self.worker.in_flight -= 1\n",
-        "        self.worker.in_flight -= 1 + (self.worker.errors > 0)\n",
+        "        worker.in_flight -= 1\n",
+        "        worker.in_flight -= 1 + (worker.errors > 0)\n",
     ),
     Mutant(
         "a place is given back whatever happens",
         "router/relay.py",
-        "                await self._carry()\n            finally:\n                router.admission.leave(self.tenant)\n",
-        "                await self._carry()\n                router.admission.leave(self.tenant)\n            finally:\n"
-        "                pass\n",
+        "        if self._admitted:\n            self.router.admission.leave(self.tenant)\n",
+        "        if self._admitted and not self.client.gone:\n            self.router.admission.leave(self.tenant)\n",
     ),
     Mutant(
         "only whole events are passed on",
@@ -106,7 +114,7 @@ MUTANTS = [
     Mutant(
         "a client that leaves the router ends its request",
         "router/relay.py",
-        "    def client_left(self) -> None:\n        if self.task is not None:\n            self.task.cancel()\n",
+        "    def client_left(self) -> None:\n        self.cancel()\n",
         "    def client_left(self) -> None:\n        pass\n",
     ),
     Mutant(
@@ -114,12 +122,13 @@ MUTANTS = [
         "router/monitor.py",
         '    "draining": "paused",',
         '    "draining": "draining",',
+        test="tests/sim/test_regressions.py",
     ),
     Mutant(
         "a slow reader gets everything",
         "router/downstream.py",
-        "    def pause_writing(self) -> None:\n        self._full = True\n",
-        "    def pause_writing(self) -> None:\n        self._full = True\n        self.write = lambda data: None\n",
+        "    def pause_writing(self) -> None:\n",
+        "    def pause_writing(self) -> None:\n        self.write = lambda data: None\n",
     ),
     Mutant(
         "text that was not delivered is owed",
@@ -198,6 +207,189 @@ MUTANTS = [
         "core/sequence.py",
         "root_key(version, self.request.adapter, self.request.salt)",
         "root_key(0, self.request.adapter, self.request.salt)",
+        test="tests/core/test_scheduler.py",
+    ),
+    # -- an end that somebody has asked for, and pauses and weights of those who come back --
+    Mutant(
+        "what was asked to end goes to no other worker",
+        "router/relay.py",
+        "            if self.ending:\n                return self._tell_end()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "who is asked to abort marks what it finds",
+        "router/abort.py",
+        "        exchange.ending = exchange.ending or whole\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "what was asked to end goes on in no other engine",
+        "engine/replicas.py",
+        "            self.cause, self.ending = cause, True\n",
+        "            self.cause, self.ending = cause, False\n",
+        test="tests/sim/test_rules.py",
+    ),
+    Mutant(
+        "an engine that comes back to a pause is paused",
+        "engine/replicas.py",
+        "            if self._pause is not None:\n                await client.call(self._pause)\n",
+        "",
+        test="tests/sim/test_rules.py",
+    ),
+    Mutant(
+        "a worker that comes back to a pause is paused",
+        "router/following.py",
+        "        return controls.pause_asked is not None and worker not in controls.paused and",
+        "        return False and",
+    ),
+    Mutant(
+        "a worker that was away is not one that was resumed",
+        "router/fleet.py",
+        "        if before not in (None, life) and self.on_restart is not None:\n",
+        "        if False:\n",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "a fleet that another router has resumed is not held",
+        "router/following.py",
+        "                controls.release()\n",
+        "                pass\n",
+        test="tests/sim/test_kv.py",
+    ),
+    Mutant(
+        "a worker with other weights than the fleet's gets nothing",
+        "router/fleet.py",
+        "        self.floor_version = None if self.rolling else self._settled_version()\n",
+        "        self.floor_version = None\n",
+        test="tests/router/test_fleet.py",
+    ),
+    Mutant(
+        "an engine with other weights than its fellows gets nothing",
+        "engine/replicas.py",
+        "replica.outdated = replica.outdated, version != self._weights.version",
+        "replica.outdated = replica.outdated, False",
+        test="tests/sim/test_rules.py",
+    ),
+    Mutant(
+        "a server ends though its engine dies in the same moment",
+        "engine/replicas.py",
+        "                _go_if_cancelled()\n",
+        "",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "a retry is known by what its client meant",
+        "api/serve.py",
+        "msgspec.structs.replace(body, kv_ticket=None, deadline_ms=None) if journal else body",
+        "body",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "what was aborted between two workers is told as aborted",
+        "router/relay.py",
+        "as_aborted(unveil(last[1].ending))",
+        "unveil(last[1].ending)",
+        test="tests/sim/test_regressions.py",
+    ),
+    # -- KV between engines --
+    Mutant(
+        "blocks are not reused under a running transfer",
+        "core/scheduler.py",
+        "        if seq.holds:\n            self.leaving.add(seq)\n            return\n",
+        "        if seq.holds and seq.id not in self._fetching:\n            self.leaving.add(seq)\n            return\n",
+        test="tests/core/test_scheduler.py",
+    ),
+    Mutant(
+        "blocks are withdrawn before they are written",
+        "engine/loop.py",
+        "            self._inform_transport()\n            self._recorder.planned(plan)\n",
+        "            self._recorder.planned(plan)\n",
+        test="tests/engine/test_loop.py",
+    ),
+    Mutant(
+        "KV that was damaged is not believed",
+        "transfer/fetching.py",
+        "        if told != checksum.digest():\n",
+        "        if False:\n",
+        test="tests/transfer/test_tcp.py",
+    ),
+    Mutant(
+        "a transfer that failed is a prefill",
+        "core/scheduler.py",
+        "        if ok and ticket is not None and",
+        "        if ticket is not None and",
+    ),
+    Mutant(
+        "a transfer leaves one token to compute",
+        "core/scheduler.py",
+        "min(ticket.tokens, len(seq.tokens) - 1))",
+        "ticket.tokens + 1)",
+    ),
+    Mutant(
+        "what was lent is withdrawn",
+        "transfer/tcp.py",
+        "            self._offers.pop(lease).withdrawn = True\n",
+        "            self._offers[lease].withdrawn = True\n",
+    ),
+    Mutant(
+        "a ticket that is not wanted is let go",
+        "core/scheduler.py",
+        "            self.unwanted.append(seq.id)\n",
+        "",
+    ),
+    Mutant(
+        "every fetch ends once",
+        "transfer/tcp.py",
+        "        del self._clients[client.id]\n",
+        "",
+    ),
+    Mutant(
+        "a lease ends with its sequence",
+        "core/scheduler.py",
+        "            self.leases.end(seq.lease)\n            seq.lease = None\n",
+        "            seq.lease = None\n",
+    ),
+    Mutant(
+        "who computes a prompt for nobody is relieved of it",
+        "router/disagg.py",
+        "            self._taken.give_back()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "what runs is gone through in a copy",
+        "core/scheduler.py",
+        "        for seq in list(self.running):\n            if draft.budget == 0:\n",
+        "        for seq in self.running:\n            if draft.budget == 0:\n",
+        test="tests/core/test_scheduler.py",
+    ),
+    Mutant(
+        "a lease is renewed by whoever holds it, not by the step loop",
+        "engine/loop.py",
+        "        messages = self._receive()\n",
+        "        messages = self._receive()\n        self.scheduler.tick(self._clock())\n",
+        test="tests/engine/test_loop.py",
+    ),
+    # -- the core, with whole fleets around it --
+    Mutant(
+        "a drain waits for what has started, and for nobody else",
+        "core/scheduler.py",
+        "        return not (self.running or preempted)\n",
+        "        return not (self.running or self.waiting)\n",
+        test="tests/engine/test_control.py",
+    ),
+    Mutant(
+        "an abort without an id aborts nothing",
+        "api/dialects/sglang.py",
+        "    elif body.rid:\n        abort.accept(abort.find(api.ledger, scope, [body.rid]))\n",
+        "    elif body.rid is None or body.rid:\n        abort.accept(abort.find_all(api.ledger, scope))\n",
+        test="tests/api/test_abort.py",
+    ),
+    Mutant(
+        "no abort is lost between two batches",
+        "engine/client.py",
+        "                self._send_abort(Abort(ids[i : i + MOST_IDS], cause))\n",
+        "                self._send_abort(Abort(ids[i : i + MOST_IDS - 1], cause))\n",
+        test="tests/engine/test_client.py",
     ),
 ]
 
@@ -208,43 +400,93 @@ EQUIVALENT: dict[str, str] = {
 }
 
 
-def main(seeds: int, only: str = "") -> int:
-    survivors = 0
+def main(seeds: int, only: str, jobs: int, *, write: bool) -> int:
+    """How many bugs nobody has noticed."""
     mutants = [mutant for mutant in MUTANTS if only in mutant.rule]
-    for mutant in mutants:
-        verdict = judge(mutant, seeds)
-        if verdict is None and mutant.rule in EQUIVALENT:
-            verdict = "equivalent: " + EQUIVALENT[mutant.rule]
-        survivors += verdict is None
-        print(f"{mutant.rule:72s} {verdict or 'SURVIVED'}", flush=True)
-    print(f"{len(mutants)} mutants, {survivors} survived without a reason")
-    return survivors
+    verdicts: dict[str, str | None] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for mutant, verdict in zip(mutants, pool.map(partial(verdict_on, seeds=seeds), mutants), strict=True):
+            verdicts[mutant.rule] = verdict
+            print(f"{mutant.rule:66s} {verdict or 'SURVIVED'}", flush=True)
+    survivors = [rule for rule, verdict in verdicts.items() if verdict is None]
+    print(f"{len(mutants)} mutants, {len(survivors)} survived without a reason")
+    if write and not survivors:
+        write_table(verdicts)
+    return len(survivors)
 
 
-def judge(mutant: Mutant, seeds: int) -> str | None:
-    """What the simulation said, or None if it said nothing."""
+def verdict_on(mutant: Mutant, seeds: int) -> str | None:
+    """Who has noticed it and what was said, or why nobody has to; None if nobody did."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "headgate"
-        shutil.copytree(ROOT / "src/headgate", package, ignore=shutil.ignore_patterns("__pycache__"))
-        path = package / mutant.file
-        text = path.read_text()
-        assert text.count(mutant.old) == 1, f"{mutant.rule}: the line to break occurs {text.count(mutant.old)} times"
-        path.write_text(text.replace(mutant.old, mutant.new))
-        return noticed(folder, seeds)
+        shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        (package / mutant.file).write_text(broken(mutant))
+        said = noticed_by_test(folder, mutant.test) if mutant.test else noticed(folder, seeds)
+    if said is None and mutant.rule in EQUIVALENT:
+        return "equivalent: " + EQUIVALENT[mutant.rule]
+    return said
+
+
+def broken(mutant: Mutant) -> str:
+    """Its file with the bug in it."""
+    text = (SOURCE / mutant.file).read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.rule}: the line to break occurs {text.count(mutant.old)} times"
+    return text.replace(mutant.old, mutant.new)
 
 
 def noticed(folder: str, seeds: int) -> str | None:
+    """What the simulation said, or None if it said nothing."""
+    code, said = run([sys.executable, "-c", RUN, str(seeds)], folder, cwd=folder)
+    lines = [line for line in said.splitlines() if line.startswith("seed ")] or said.strip().splitlines()
+    return None if code == 0 else lines[-1]
+
+
+def noticed_by_test(folder: str, test: str) -> str | None:
+    """The test that failed, or None if none did."""
+    code, said = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test], folder, cwd=ROOT)
+    failed = [line.split()[1] for line in said.splitlines() if line.startswith("FAILED ")]
+    return None if code == 0 else failed[0].partition("[")[0] if failed else f"{test}: {said[-200:]}"
+
+
+def run(command: list[str], folder: str, cwd: str | Path) -> tuple[int, str]:
     env = {**os.environ, "PYTHONPATH": folder}
-    command = [sys.executable, "-c", RUN, str(seeds)]
+    limited = ["sh", "-c", f'ulimit -t {CPU_S}; exec "$@"', "sh", *command]
     try:
-        run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(limited, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return "it hangs"
-    if run.returncode == 0:
-        return None
-    return run.stderr.strip().splitlines()[-1][:110]
+        return 1, "it hangs"
+    return done.returncode, "it hangs" if done.returncode < 0 else done.stdout + done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------- the table
+
+TABLE = ROOT / "docs/testing.md"
+UNTRIED = "not tried since it was planted"
+BEGIN, END = "<!-- planted bugs -->", "<!-- end of planted bugs -->"
+
+
+def write_table(verdicts: dict[str, str | None]) -> None:
+    text = TABLE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    rows = [f"| {rule} | {_cell(verdict)} |" for rule, verdict in verdicts.items()]
+    head = ["| rule that was broken | who noticed, and what was said |", "|---|---|"]
+    TABLE.write_text("\n".join([before + BEGIN, "", *head, *rows, "", END]) + rest.partition(END)[2])
+
+
+def _cell(verdict: str | None) -> str:
+    if verdict is None:
+        return UNTRIED
+    if verdict.startswith("tests/"):
+        return f"`{verdict.rpartition('::')[2]}`"
+    plain = re.sub(r" at 0x[0-9a-f]+|[<>]", "", verdict).replace("|", "/")
+    return plain if len(plain) <= LONGEST else plain[:LONGEST].rsplit(" ", 1)[0] + " ..."
 
 
 if __name__ == "__main__":
-    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    raise SystemExit(min(main(seeds, sys.argv[2] if len(sys.argv) > 2 else ""), 1))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("seeds", type=int, nargs="?", default=100)
+    parser.add_argument("only", nargs="?", default="")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="the table in docs/testing.md")
+    options = parser.parse_args()
+    raise SystemExit(min(main(options.seeds, options.only, options.jobs, write=options.write), 1))

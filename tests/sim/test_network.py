@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from headgate.testing.sim.loop import Host, Hung, SimLoop
-from headgate.testing.sim.network import Network, SimSocket, Weather
+from headgate.testing.sim.network import Damage, Network, SimSocket, Weather
 
 SERVER = ("server", 1)
 
@@ -175,6 +175,57 @@ def test_a_close_comes_after_the_last_byte():
         pair.transport.close()
         await asyncio.sleep(5)
         assert pair.server.got == b"bye" and pair.server.lost == [None] and pair.client.lost == [None]
+
+    in_world(talk)
+
+
+def test_who_says_that_no_more_comes_still_listens():
+    async def talk(pair):
+        pair.server.eof_received = lambda: True
+        pair.transport.write(b"that is all")
+        pair.transport.write_eof()
+        await asyncio.sleep(5)
+        pair.server.transport.write(b"thanks")
+        await asyncio.sleep(5)
+        assert pair.server.got == b"that is all" and pair.client.got == b"thanks" and not pair.client.lost
+
+    in_world(talk)
+
+
+def test_what_passes_a_slow_line_is_late_and_in_order():
+    async def talk(pair):
+        pair.loop.network.slow_down("client", "server", 1000.0)
+        for i in range(20):
+            pair.transport.write(b"%d " % i)
+        await asyncio.sleep(5)
+        assert len(pair.server.got) < 50
+        await asyncio.sleep(2000)
+        assert pair.server.got == b"".join(b"%d " % i for i in range(20))
+
+    in_world(talk)
+
+
+def test_kv_alone_is_damaged_and_the_harm_is_counted():
+    async def talk(pair):
+        network = pair.loop.network
+        network.damage = Damage(corrupted=1.0)
+        pair.transport.write(bytes(1000))
+        pair.transport.carries_kv = True
+        pair.transport.write(bytes(1000))
+        await asyncio.sleep(5)
+        assert len(pair.server.got) == 2000 and pair.server.got[:1000] == bytes(1000)
+        assert sum(byte != 0 for byte in pair.server.got) == network.harm["KV corrupted"] > 0
+
+    in_world(talk)
+
+
+def test_kv_that_is_cut_short_ends_with_its_connection():
+    async def talk(pair):
+        pair.loop.network.damage = Damage(cut_short=1.0)
+        pair.transport.carries_kv = True
+        pair.transport.write(bytes(1000))
+        await asyncio.sleep(5)
+        assert len(pair.server.got) < 1000 and pair.server.lost == [None]
 
     in_world(talk)
 

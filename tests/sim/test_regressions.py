@@ -2,51 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from headgate.testing.sim.caller import Manners
-from headgate.testing.sim.engine import Pace
-from headgate.testing.sim.hosts import MODEL, ServerSettings
-from headgate.testing.sim.network import Weather
-from headgate.testing.sim.script import ROUTER, Ask, Deed, Plan
-from headgate.testing.sim.world import Report, World
-
-PLAN = Plan(
-    servers=2,
-    settings=ServerSettings(),
-    pace=Pace(step_s=0.02),
-    weather=Weather(),
-    policy="round_robin",
-    asks=[],
-    deeds=[],
-)
-
-
-@pytest.fixture
-def carry_out(tmp_path: Path):
-    def carry_out(asks: list[Ask], *deeds: Deed, **plan: Any) -> tuple[Report, World]:
-        world = World(0, replace(PLAN, asks=asks, deeds=list(deeds), **plan), chatty=False, folder=tmp_path)
-        return world.run(), world
-
-    return carry_out
-
-
-def ask(name: str, at_s: float = 0.0, to: str = ROUTER, **body: Any) -> Ask:
-    """Sixty tokens, which take more than a second."""
-    prompt = (3, 4, 5, *name.encode())
-    asked = {"model": MODEL, "prompt": list(prompt), "max_tokens": 60, "seed": 1, "ignore_eos": True, "stream": True}
-    asked |= {"return_token_ids": True, "return_weight_versions": True, "tags": {"run": "a"}, **body}
-    headers = {"x-request-id": name}
-    path = "/v1/completions"
-    return Ask(name=name, at_s=at_s, to=to, path=path, body=asked, prompt=prompt, manners=Manners(), headers=headers)
-
-
-def deed(at_s: float, what: str, who: str = "server0", lasts_s: float = 1.0, **more: Any) -> Deed:
-    return Deed(at_s=at_s, what=what, who=who, lasts_s=lasts_s, more=more)
+from headgate.testing.sim.kv import KvSettings
+from tests.sim.plans import HASTY, ask, deed
 
 
 def test_44_a_worker_that_shuts_down_in_a_pause_gets_requests_again_when_it_is_back(carry_out):
@@ -81,4 +41,38 @@ def test_5_a_stream_that_is_aborted_in_the_routers_queue_ends_with_its_usage(car
     assert waiting.reply.events()[-2]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
-HASTY: dict[str, Any] = {"settings": ServerSettings(drain_s=0.2)}
+def test_20_a_server_ends_though_its_engine_dies_while_it_is_stopped(carry_out):
+    """The engine's end and the keeper's cancellation came in one turn; the keeper heard of the first alone, and went on."""
+    held = deed(0.6, "stop_server", lasts_s=2.0)
+    report, _ = carry_out([], deed(0.5, "shutdown"), held, deed(0.7, "kill_engine", which=0.0), **HASTY)
+    assert not report.failures
+
+
+@pytest.mark.parametrize("more", [{"deadline_ms": 5000}, {}], ids=["with a deadline", "with a ticket"])
+def test_49_a_retry_is_known_although_the_router_has_written_into_the_first_try(carry_out, more):
+    """What is left of the time, and the ticket, differ from try to try; the worker took that for another request."""
+    first = ask("first", headers={"idempotency-key": "k"}, **more)
+    first.retries = True
+    first.manners = Manners(patience_s=0.5)
+    roles = {"roles": ("prefill", "decode"), "kv": KvSettings(disaggregate_tokens=4)}
+    report, _ = carry_out([first], **roles)
+    assert not report.failures
+    assert report.counts["asked again"] == 1 and first.reply.status == 200
+
+
+@pytest.mark.parametrize("lasts_s", [0.05, 0.5])
+def test_29_a_worker_that_was_away_shortly_does_not_end_the_pause_of_its_fleet(carry_out, lasts_s):
+    """It was back before anybody missed it, and ran; the router took that for somebody's resume, and for all workers."""
+    report, _ = carry_out([], deed(0.3, "pause_and_kill", lasts_s=lasts_s, mode="abort", whole=True, which=0.0))
+    assert not report.failures
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_5_an_answer_that_waits_for_another_worker_is_aborted_as_any_other(carry_out, stream):
+    """Its worker had ended it, shutting down; that was what its client was told, and not that somebody had aborted it."""
+    away = deed(0.1, "kill_server", who="server1", lasts_s=6.0)
+    abort = deed(3.0, "abort", req_ids=["a"], wait=True)
+    cut = ask("a", 1.5, stream=stream)
+    report, _ = carry_out([cut], away, deed(2.0, "shutdown", lasts_s=4.0), abort, **HASTY)
+    assert not report.failures
+    assert report.ends == {"api_abort": 1}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,8 +32,10 @@ from headgate.errors import HalfWritten, SourceLost
 from headgate.protocol.command import Files, Source
 from headgate.protocol.message import Answer, EngineInfo, FromClient, FromEngine, Told
 from headgate.protocol.plan import StepPlan, StepResult
-from headgate.testing.device import FakeDevice, entry
+from headgate.protocol.request import Ticket
+from headgate.testing.device import FakeDevice, expected_entries
 from headgate.testing.executor import FakeExecutor
+from headgate.testing.sim.kv import SimKv
 from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
 from headgate.testing.sim.words import EOS, SPOKEN, VOCABULARY
 
@@ -43,21 +46,18 @@ END_S = 0.01  # for a process that was asked to end
 # -------------------------------------------------------------------------------------------------------------- device
 
 
-def choose(kv: int, length: int, seed: int) -> int:
-    """The token after `length` tokens whose last KV entry is `kv`."""
-    return hash((kv, length, seed)) % SPOKEN
+def choose(kv: list[int], seed: int) -> int:
+    """The token after those whose KV entries are `kv`."""
+    return hash((hash(tuple(kv)), len(kv), seed)) % SPOKEN
 
 
 def expected(tokens: list[int], version: int, seed: int) -> int:
     """What a correct engine says next."""
-    kv = 0
-    for token in tokens:
-        kv = entry(kv, token, version)
-    return choose(kv, len(tokens), seed)
+    return choose(expected_entries(tokens, version), seed)
 
 
 class SimDevice(FakeDevice):
-    """Samples from a row's own random stream. Reads the last entry alone, which is a hash of all before it."""
+    """Samples from a row's own random stream, having read all of its KV."""
 
     def __init__(self, num_blocks: int, block_size: int, max_rows: int, version: int) -> None:
         super().__init__(num_blocks, block_size, max_rows, SPOKEN, version)
@@ -73,9 +73,7 @@ class SimDevice(FakeDevice):
         for row, start, length, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
             if samples:
                 end = start + length
-                table, last = self._tables[row], end - 1
-                kv = self.kv[table[last // self.block_size]][last % self.block_size]
-                sampled.append(choose(kv, end, self._seeds[row]))
+                sampled.append(choose(self.read(row, end), self._seeds[row]))
                 self._tokens[row][end:] = sampled[-1:]
         return sampled
 
@@ -107,6 +105,8 @@ class SimExecutor(FakeExecutor):
         self._host = host
         self._random = rng
         self._breaks = breaks  # share of updates that fail
+        self.broken_updates = 0
+        self.slowness = 1.0  # how much longer steps take than they should
         self._steps = Pipe(host.loop, lambda _: self.land(), host.context)
         self._free_s = 0.0  # when the device has done all it was given
 
@@ -114,7 +114,7 @@ class SimExecutor(FakeExecutor):
         future = super().launch(plan)
         self.plans.clear()
         now_s = self._host.loop.time()
-        self._free_s = max(self._free_s, now_s) + self._pace.step_s * self._random.uniform(0.5, 1.5)
+        self._free_s = max(self._free_s, now_s) + self._pace.step_s * self.slowness * self._random.uniform(0.5, 1.5)
         self._steps.send(None, self._free_s - now_s)
         return future
 
@@ -127,6 +127,7 @@ class SimExecutor(FakeExecutor):
 
     def _loaded(self, loading: Future[None], source: Files) -> None:
         if self._random.random() < self._breaks():
+            self.broken_updates += 1
             broken = HalfWritten("a tensor broke off") if self._random.random() < 0.3 else SourceLost("it is gone")
             loading.set_exception(broken)
             return
@@ -177,11 +178,16 @@ class Turner:
         self._engine = engine
         self._on_crash = on_crash
         self._next: asyncio.TimerHandle | None = None
+        self.stalled = False  # its thread does not get on; those beside it do
         engine.on_post = self.poke
         self.poke()
 
     def poke(self) -> None:
         self._at(0.0)
+
+    def go_on(self) -> None:
+        self.stalled = False
+        self.poke()
 
     def _at(self, delay_s: float) -> None:
         when_s = self._host.loop.time() + delay_s
@@ -193,7 +199,7 @@ class Turner:
 
     def _turn(self) -> None:
         self._next = None
-        if not self._host.alive or self._engine.closed:
+        if not self._host.alive or self._engine.closed or self.stalled:
             return
         try:
             self._engine.turn()
@@ -299,8 +305,12 @@ class EngineProcess(asyncio.SubprocessTransport):
         self._waiters: list[asyncio.Future[int]] = []
         self.code: int | None = None
         self.loop: TurningLoop | None = None  # once it is up
+        self.turner: Turner | None = None
+        self.executor: SimExecutor | None = None
+        self.kv: SimKv | None = None  # if it serves KV to others
         self.host = Host(processes.loop, f"{parent.name}/{start.name.replace(' ', '')}", parent)
         self.host.on_end.append(lambda: self.end(-9))
+        self.host.on_end.append(lambda: processes.loop.network.host_ended(self.host))
         delay_s = processes.pace.start_s * processes.random.uniform(0.5, 2.0)
         processes.loop.call_later(delay_s, self._come_up, context=self.host.context)
 
@@ -311,24 +321,38 @@ class EngineProcess(asyncio.SubprocessTransport):
         content = 0 if start.weights is None else weights_in(start.weights)
         device = SimDevice(pace.blocks, pace.block_size, pace.rows, content)
         executor = SimExecutor(device, pace, self.host, rng, lambda: self._processes.update_breaks)
+        config = start.config
+        if config.kv_listen is not None:
+            self.kv = SimKv(
+                device, config, self.host, lambda stage, ticket: self._processes.reached(self, stage, ticket)
+            )
         limits = Limits(
             pace.context,
             pace.rows,
             pace.batch_tokens,
             VOCABULARY,
             (EOS,),
-            exports=False,
+            exports=self.kv is not None,
             takes_grammars=False,
+            lease_s=config.lease_s,
+            export_wait_s=config.export_wait_s,
             reschedules=pace.reschedules,
-            engine="",
+            engine=self.kv.address if self.kv is not None else "",
+            generation=secrets.randbits(63),
         )
-        scheduler = Scheduler(BlockPool(pace.blocks, pace.block_size), limits, version=start.version)
+        scheduler = Scheduler(
+            BlockPool(pace.blocks, pace.block_size),
+            limits,
+            version=start.version,
+            draw_lease_id=lambda: secrets.randbits(63),
+        )
         channel: SimEngineChannel
         self.loop = TurningLoop(
             scheduler,
             executor,
             lambda client, message: channel.send(client, message),
             supply=executor,
+            transport=self.kv,
             recorder=Recorder(self._processes.crash_folder),
             run_ahead=pace.run_ahead,
             clock=self.host.loop.time,
@@ -346,7 +370,8 @@ class EngineProcess(asyncio.SubprocessTransport):
         )
         channel = SimEngineChannel(self._processes.bus, start.address, info, self.loop, self.host)
         self._processes.note(self.host, f"is up with weights {content}")
-        Turner(self.host, self.loop, self._crashed)
+        self.executor = executor
+        self.turner = Turner(self.host, self.loop, self._crashed)
 
     def _crashed(self, error: Exception) -> None:
         self._processes.on_crash(self.host, error)
@@ -422,6 +447,7 @@ class Processes:
         self.update_breaks = update_breaks
         self.bus = Bus(loop)
         self.engines: list[EngineProcess] = []
+        self.watchers: list[Callable[[EngineProcess, str, Ticket | None], None]] = []  # of transfers
         self._pids = count(1)
 
     def start(
@@ -434,6 +460,19 @@ class Processes:
         self.engines.append(process)
         protocol.connection_made(process)
         return process, protocol
+
+    def reached(self, engine: EngineProcess, stage: str, ticket: Ticket | None) -> None:
+        for watch in list(self.watchers):
+            watch(engine, stage, ticket)
+
+    def serving(self, ticket: Ticket) -> EngineProcess | None:
+        """Who is now at the address that a ticket names."""
+        found = [engine for engine in self.living if engine.kv is not None and engine.kv.address == ticket.engine]
+        return found[0] if found else None
+
+    @property
+    def broken_updates(self) -> int:
+        return sum(engine.executor.broken_updates for engine in self.engines if engine.executor is not None)
 
     @property
     def living(self) -> list[EngineProcess]:

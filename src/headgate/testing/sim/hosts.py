@@ -7,7 +7,7 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -24,15 +24,19 @@ from headgate.api.server import Drain, HttpServer, serve_until_stopped
 from headgate.api.state import Api, ApiSettings
 from headgate.config import EngineConfig, RouteConfig, WorkerAddress
 from headgate.engine import client as engine_client
+from headgate.engine import replicas
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError
 from headgate.listening import StopSignals
-from headgate.router.router import Router
+from headgate.router.course import Course
+from headgate.router.relay import Exchange
+from headgate.router.router import Placement, Router
 from headgate.router.server import serving
-from headgate.testing.sim import words
+from headgate.testing.sim import kv, words
 from headgate.testing.sim.engine import SimClientChannel
 from headgate.testing.sim.loop import Host, SimLoop
 from headgate.testing.sim.network import SimSocket
+from headgate.worker.stamps import Stamps
 
 EPOCH_S = 1_800_000_000.0
 MODEL = "simulated"
@@ -117,9 +121,10 @@ class ServerSettings:
 class SimServer(SimHost):
     """`headgate serve`."""
 
-    def __init__(self, loop: SimLoop, name: str, settings: ServerSettings) -> None:
+    def __init__(self, loop: SimLoop, name: str, settings: ServerSettings, config: EngineConfig) -> None:
         super().__init__(loop, name)
         self._settings = settings
+        self._config = config
         self.app: App | None = None  # while it serves
         self.ledger: Ledger | None = None
         self.engines: Replicas | None = None
@@ -127,8 +132,7 @@ class SimServer(SimHost):
 
     async def _live(self) -> None:
         settings = self._settings
-        config = EngineConfig(kv_listen=None)
-        async with started(Path("/simulated"), config, count=settings.engines) as engines:
+        async with started(Path("/simulated"), self._config, count=settings.engines) as engines:
             ledger = self._ledger()
             api = Api(
                 engines=engines,
@@ -153,28 +157,44 @@ class SimServer(SimHost):
         return Ledger(metrics, limit=self._settings.most_choices, clock=self.loop.time)
 
 
+class WatchedRouter(Router):
+    """Says to whom it gives what, in the moment it does."""
+
+    on_place: Callable[[Exchange], None]
+
+    def choose(self, exchange: Exchange, course: Course | None = None) -> Placement | None:
+        placement = super().choose(exchange, course)
+        if placement is not None:
+            self.on_place(exchange)
+        return placement
+
+
 class SimRouter(SimHost):
     """`headgate route`."""
 
-    def __init__(self, loop: SimLoop, name: str, config: RouteConfig, seed: int) -> None:
+    def __init__(
+        self, loop: SimLoop, name: str, config: RouteConfig, seed: int, on_place: Callable[[str, Exchange], None]
+    ) -> None:
         super().__init__(loop, name)
         self._config = config
         self._seed = seed
+        self._on_place = on_place
         self.router: Router | None = None
 
     async def _live(self) -> None:
-        self.router = Router(self._config, seed=self._seed)
+        self.router = WatchedRouter(self._config, seed=self._seed)
+        self.router.on_place = lambda exchange: self._on_place(self.name, exchange)
         async with serving(self.router, cast(Any, SimSocket(*self.address)), "0"):
             await self.signals.first()
             await self.router.drain()
 
 
-def workers(servers: list[SimServer]) -> tuple[WorkerAddress, ...]:
-    return tuple(WorkerAddress(url=server.url) for server in servers)
+def workers(servers: list[SimServer], roles: tuple[str, ...]) -> tuple[WorkerAddress, ...]:
+    return tuple(WorkerAddress(url=server.url, role=role) for server, role in zip(servers, roles, strict=True))
 
 
 @contextmanager
-def simulated(loop: SimLoop, rng: Any) -> Iterator[None]:
+def simulated(loop: SimLoop, rng: Any, stamps: Callable[[str | Path], Stamps]) -> Iterator[None]:
     """What the code asks of the machine beside its loop: wall-clock time, randomness, folders, a channel to engines."""
     folders = count(1)
     replaced = [
@@ -184,6 +204,8 @@ def simulated(loop: SimLoop, rng: Any) -> Iterator[None]:
         (secrets, "randbits", rng.getrandbits),
         (tempfile, "TemporaryDirectory", lambda **_: nullcontext(f"/simulated/{next(folders)}")),
         (engine_client, "ClientChannel", SimClientChannel),
+        (replicas, "stamps", stamps),
+        *kv.replaced(),
     ]
     before = [getattr(where, name) for where, name, _ in replaced]
     for where, name, instead in replaced:

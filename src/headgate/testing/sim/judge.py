@@ -15,7 +15,7 @@ from typing import Any
 from headgate.api.journal import seed_of
 from headgate.testing.sim import words
 from headgate.testing.sim.engine import expected
-from headgate.testing.sim.script import ROUTER, Ask
+from headgate.testing.sim.script import Ask
 from headgate.text.detokenizer import token_bytes
 
 # By what has happened in a run: the codes with which a request may be refused or end, and the causes of an early end.
@@ -76,9 +76,12 @@ def judge(ask: Ask, seen: Circumstances) -> list[str]:
 def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
     reply = ask.reply
     if reply.broken and not reply.left:
-        excused = ask.disturbed or (seen.trouble and ask.to != ROUTER)
+        excused = ask.disturbed or (seen.trouble and not ask.routed)
         if not excused:
             yield f"its connection broke: {reply.broken}"
+    if not (reply.whole or reply.broken):
+        yield "it has had no end"
+        return
     if reply.broken and not reply.streamed:
         return
     if reply.status != 200:
@@ -175,6 +178,8 @@ def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterat
     if len(choice.versions) != len(choice.ids):
         yield f"{len(choice.ids)} tokens have {len(choice.versions)} weight versions"
         return
+    if old := [version for version in choice.versions if version < ask.floor]:
+        yield f"it was answered by weights {sorted(set(old))}, and the fleet had {ask.floor} before it was asked"
     if seed is not None and choice.finish != "pd_reschedule":
         yield from _tokens(ask, choice, seed + index)
     whole = _text(ask, choice.ids)
@@ -189,7 +194,7 @@ def _seed(ask: Ask) -> int | None:
     """Of its first choice; None if nobody can know."""
     if "seed" in ask.body:
         return int(ask.body["seed"])
-    return seed_of(ask.headers["x-request-id"]) if ask.to == ROUTER else None
+    return seed_of(ask.headers["x-request-id"]) if ask.routed else None
 
 
 def _tokens(ask: Ask, choice: Choice, seed: int) -> Iterator[str]:
@@ -294,7 +299,7 @@ def _usage(ask: Ask, told: Told) -> Iterator[str]:
 
 def judge_abort(ask: Ask, tokens: int) -> list[str]:
     """Whether it was aborted, as the caller of an abort was told; and after how many tokens."""
-    if ask.reply.broken or ask.reply.status != 200:
+    if ask.reply.broken or not ask.reply.whole or ask.reply.status != 200:
         return []
     told = read(ask)
     if told.error is not None:
@@ -315,7 +320,7 @@ def tally(asks: list[Ask]) -> Counter[str]:
         reply = ask.reply
         if reply.left:
             ends["left"] += 1
-        elif reply.broken:
+        elif reply.broken or not reply.whole:
             ends["broken"] += 1
         elif reply.status != 200:
             ends[f"{reply.status} {reply.json()['error']['code']}"] += 1

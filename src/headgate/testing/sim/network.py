@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
@@ -31,6 +31,14 @@ class Weather:
     jitter_s: float = 0.0002
     splits: float = 0.1  # share of writes that arrive in pieces
     high_water: int = 65536
+
+
+@dataclass(slots=True)
+class Damage:
+    """What happens to KV on its way, now: shares of the pieces that it travels in."""
+
+    corrupted: float = 0.0  # one byte of it is another one
+    cut_short: float = 0.0  # half of it arrives, and the connection ends
 
 
 class SimSocket:
@@ -74,6 +82,7 @@ class SimTransport(asyncio.Transport):
         self.peer: SimTransport
         self.protocol: asyncio.Protocol | None = None
         self.lost = False
+        self.carries_kv = False
         self._pipe = Pipe(network.loop, self._arrive, context)  # towards us
         self._waiting: deque[bytes | None] = deque()  # arrived, and not taken yet
         self._unread = 0  # bytes of ours that the peer has not taken
@@ -118,12 +127,23 @@ class SimTransport(asyncio.Transport):
         if self._closing or self.lost or not data:
             return
         for piece in self.network.cut_up(bytes(data)):
+            if self.carries_kv and self.network.damage is not None:
+                piece, whole = self.network.damaged(piece)
+                if not whole:
+                    self.peer.receive(piece)
+                    self.close()
+                    return
             self._unread += len(piece)
             self.peer.receive(piece)
         if self._unread > self._high and not self._full:
             self._full = True
             assert self.protocol is not None
             self.protocol.pause_writing()
+
+    def write_eof(self) -> None:
+        """Say that no more will come, and go on listening."""
+        if not self._closing and not self.lost:
+            self.peer.receive(FIN)
 
     def close(self) -> None:
         if not self._closing and not self.lost:
@@ -140,7 +160,7 @@ class SimTransport(asyncio.Transport):
     # -- the network's ---------------------------------------------------------------------
 
     def receive(self, piece: bytes | None) -> None:
-        self._pipe.send(piece, self.network.delay_s())
+        self._pipe.send(piece, self.network.delay_s(self.host, self.peer.host))
 
     def _arrive(self, piece: bytes | None) -> None:
         self._waiting.append(piece)
@@ -219,15 +239,36 @@ class Network:
         self._cuts: dict[frozenset[str], None] = {}
         self._dark: dict[str, None] = {}  # machines that are gone without a word
         self._healed = asyncio.Event()
+        self._slow: dict[frozenset[str], float] = {}
+        self.damage: Damage | None = None
+        self.harm: Counter[str] = Counter()  # that was done to KV
+        self.splits = 0
 
     # -- weather --------------------------------------------------------------------------
 
-    def delay_s(self) -> float:
-        return self.weather.delay_s + self._random.random() * self.weather.jitter_s
+    def delay_s(self, one: Host | None = None, other: Host | None = None) -> float:
+        delay_s = self.weather.delay_s + self._random.random() * self.weather.jitter_s
+        if self._slow and one is not None and other is not None:
+            delay_s += self._slow.get(frozenset((machine(one), machine(other))), 0.0) * self._random.random()
+        return delay_s
+
+    def damaged(self, piece: bytes) -> tuple[bytes, bool]:
+        """What becomes of it, and whether anything follows."""
+        assert self.damage is not None
+        if self._random.random() < self.damage.cut_short:
+            self.harm["KV cut short"] += 1
+            return piece[: len(piece) // 2], False
+        if self._random.random() < self.damage.corrupted:
+            self.harm["KV corrupted"] += 1
+            place = self._random.randrange(len(piece))
+            wrong = piece[place] ^ self._random.randrange(1, 256)
+            return piece[:place] + bytes([wrong]) + piece[place + 1 :], True
+        return piece, True
 
     def cut_up(self, data: bytes) -> list[bytes]:
         if len(data) < 2 or self._random.random() >= self.weather.splits:
             return [data]
+        self.splits += 1
         places = sorted(
             {0, len(data), *(self._random.randrange(len(data)) for _ in range(self._random.randint(1, 3)))}
         )
@@ -248,6 +289,12 @@ class Network:
     def cut(self, one: str, other: str) -> None:
         self._cuts[frozenset((one, other))] = None
 
+    def slow_down(self, one: str, other: str, most_s: float) -> None:
+        """What passes between them takes up to that much longer; 0: no more than ever."""
+        self._slow[frozenset((one, other))] = most_s
+        if not most_s:
+            del self._slow[frozenset((one, other))]
+
     def darken(self, name: str) -> None:
         self._dark[name] = None
 
@@ -263,6 +310,8 @@ class Network:
         """All cuts are over."""
         self._cuts.clear()
         self._dark.clear()
+        self._slow.clear()
+        self.damage = None
         self._flow()
 
     def _flow(self) -> None:

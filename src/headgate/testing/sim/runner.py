@@ -19,7 +19,8 @@ class Summary:
     seeds: int = 0
     virtual_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
-    deeds: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    controls: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     failures: dict[int, list[str]] = field(default_factory=dict)
 
@@ -27,7 +28,8 @@ class Summary:
         self.seeds += 1
         self.virtual_s += report.virtual_s
         self.counts += report.counts
-        self.deeds += report.deeds
+        self.faults += report.faults
+        self.controls += report.controls
         self.ends += report.ends
         if report.failures:
             self.failures[report.seed] = report.failures
@@ -35,11 +37,16 @@ class Summary:
     def lines(self) -> list[str]:
         return [
             f"{self.seeds} seeds, {self.virtual_s:.0f} s of their own time",
-            f"counted   {_told(self.counts)}",
-            f"done      {_told(self.deeds)}",
-            f"ended     {_told(self.ends)}",
+            f"requests  {self.counts['requests']}, that ended: {_told(self.ends)}",
+            f"tokens    {self.counts['tokens']}",
+            f"faults    {self.faults.total()}: {_told(self.faults)}",
+            f"control   {self.controls.total()} calls: {_told(self.controls)}",
+            f"counted   {_told(self._others())}",
             f"failures  {len(self.failures)}" + (f": seeds {sorted(self.failures)}" if self.failures else ""),
         ]
+
+    def _others(self) -> Counter[str]:
+        return Counter({name: n for name, n in self.counts.items() if name not in ("requests", "tokens")})
 
 
 def _told(counter: Counter[str]) -> str:

@@ -13,12 +13,14 @@ from headgate.testing.sim import words
 from headgate.testing.sim.caller import Manners, Reply
 from headgate.testing.sim.engine import Pace
 from headgate.testing.sim.hosts import MODEL, ServerSettings
+from headgate.testing.sim.kv import STAGES, KvSettings
 from headgate.testing.sim.network import Weather
 
 WINDOW_S = 4.0  # in which everything is begun
 STOPS = ("STOP", "stop", "é", "fox.", "ok", "\n", " über")
 MESSAGES = ("tell me", "data: [DONE]", "why? ünï", "one two three four five six", "🦊")
 ROUTER = "router"
+ROUTERS = (ROUTER, "router1")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,6 +37,7 @@ class Ask:
     headers: dict[str, str] = field(default_factory=dict)
     reply: Reply = field(default_factory=Reply)
     disturbed: bool = False  # its own connection was broken by the network, or its router died
+    floor: int = 0  # whoever it asked must not let weights older than these answer it
     retries: bool = False  # with its Idempotency-Key, when no whole answer has come
 
     def __repr__(self) -> str:
@@ -43,6 +46,10 @@ class Ask:
     @property
     def n(self) -> int:
         return int(self.body.get("n", 1))
+
+    @property
+    def routed(self) -> bool:
+        return self.to in ROUTERS
 
     @property
     def stream(self) -> bool:
@@ -64,6 +71,8 @@ class Deed:
     at_s: float
     what: str
     who: str = ""
+    via: str = ROUTER  # whom an operator asks
+    back: str = ROUTER  # and whom, to undo it
     lasts_s: float = 0.0
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -72,7 +81,7 @@ class Deed:
         match self.what:
             case "abort_all":
                 return True
-            case "abort":
+            case "abort" | "abort_and_kill":
                 return ask.name in self.more["req_ids"]
             case "abort_tags":
                 return bool(ask.body["tags"] == self.more["tags"])
@@ -91,6 +100,9 @@ class Plan:
     update_breaks: float = 0.0
     max_in_flight: int | None = None
     max_queue: int = 64
+    routers: int = 1
+    roles: tuple[str, ...] = ()  # of the servers; none: all are mixed
+    kv: KvSettings | None = None  # how KV moves between engines, if it does
 
     @property
     def calm(self) -> bool:
@@ -117,9 +129,12 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
         splits=rng.choice((0.0, 0.1, 0.5)),
         high_water=rng.choice((512, 4096, 65536)),
     )
-    names = [f"server{i}" for i in range(servers)]
-    asks = _asks(rng, names)
-    deeds = [] if rng.random() < 0.1 else _deeds(rng, names, asks)
+    names, routers = [f"server{i}" for i in range(servers)], ROUTERS[: rng.choice((1, 1, 1, 2))]
+    roles, kv = _roles(rng, servers)
+    asks = _asks(rng, names, routers)
+    flooded = rng.random() < 0.05
+    asks += _flood(rng, names, routers) if flooded else []
+    deeds = [] if rng.random() < 0.1 else _deeds(rng, names, asks, routers, kv=kv is not None)
     if only is not None:
         deeds = [deed for deed in deeds if deed.what in only]
     return Plan(
@@ -131,18 +146,45 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
         asks=asks,
         deeds=sorted(deeds, key=lambda deed: deed.at_s),
         update_breaks=rng.choice((0.0, 0.0, 0.0, 0.3)),
-        max_in_flight=rng.choice((None, None, 3)),
-        max_queue=rng.choice((2, 64, 64)),
+        max_in_flight=3 if flooded else rng.choice((None, None, 3)),
+        max_queue=2 if flooded else rng.choice((2, 64, 64)),
+        routers=len(routers),
+        roles=roles,
+        kv=kv,
     )
+
+
+def _roles(rng: random.Random, servers: int) -> tuple[tuple[str, ...], KvSettings | None]:
+    """Who computes prompts and who answers; KV moves only where there are roles."""
+    if servers == 1 or rng.random() < 0.5:
+        return ("mixed",) * servers, None
+    rest = ("decode",) * (servers - 1) if rng.random() < 0.7 else ("decode", *["mixed"] * (servers - 2))
+    kv = KvSettings(
+        lease_s=rng.choice((0.5, 2.0, 10.0)),
+        wait_s=rng.choice((0.3, 1.0, 5.0)),
+        export_wait_s=rng.choice((0.5, 5.0)),
+        disaggregate_tokens=rng.choice((4, 8, 16)),
+        ticket_timeout_s=rng.choice((0.3, 2.0)),
+    )
+    return ("prefill", *rest), kv
 
 
 # ------------------------------------------------------------------------------------------------------------- clients
 
 
-def _asks(rng: random.Random, servers: list[str]) -> list[Ask]:
+def _asks(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[Ask]:
     shared = [_ids(rng, rng.randint(4, 40)) for _ in range(2)]
     bursts = [rng.uniform(0, WINDOW_S) for _ in range(3)]
-    return [_ask(rng, f"ask-{i}", servers, shared, bursts) for i in range(rng.randint(5, 16))]
+    return [_ask(rng, f"ask-{i}", servers, routers, shared, bursts) for i in range(rng.randint(5, 16))]
+
+
+def _flood(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[Ask]:
+    """More than fits anywhere, all at once."""
+    at_s, shared = rng.uniform(0, WINDOW_S), [_ids(rng, 4)]
+    flood = [_ask(rng, f"flood-{i}", servers, routers, shared, [at_s]) for i in range(rng.randint(12, 24))]
+    for ask in flood:
+        ask.at_s, ask.to = at_s, routers[0]
+    return flood
 
 
 def _ids(rng: random.Random, count: int) -> tuple[int, ...]:
@@ -150,7 +192,12 @@ def _ids(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 def _ask(
-    rng: random.Random, name: str, servers: list[str], shared: list[tuple[int, ...]], bursts: list[float]
+    rng: random.Random,
+    name: str,
+    servers: list[str],
+    routers: tuple[str, ...],
+    shared: list[tuple[int, ...]],
+    bursts: list[float],
 ) -> Ask:
     body: dict[str, Any] = {
         "model": MODEL,
@@ -171,7 +218,7 @@ def _ask(
     return Ask(
         name=name,
         at_s=rng.choice(bursts) if rng.random() < 0.5 else rng.uniform(0, WINDOW_S),
-        to=ROUTER if rng.random() < 0.85 else rng.choice(servers),
+        to=rng.choice(routers if rng.random() < 0.85 else servers),
         path="/v1/chat/completions" if chat else "/v1/completions",
         body=body,
         prompt=prompt,
@@ -234,17 +281,26 @@ TROUBLE = (
     "kill_router",
     "lose_machine",
     "stop_engine",
+    "stall_engine",
+    "slow_engine",
     "stop_server",
     "cut",
-    "break",
+    "slow_network",
+    "reset",
     "shutdown",
     "jump_clock",
+    "return_old",
 )
+KV_TROUBLE = ("corrupt_kv", "cut_kv_short", "cut_peers", "kill_in_transfer")
 # What no client of a router with several workers notices.
 MADE_UP_FOR = (
-    "break",
+    *KV_TROUBLE,
+    "reset",
     "kill_engine",
+    "slow_engine",
+    "slow_network",
     "jump_clock",
+    "return_old",
     "abort",
     "abort_all",
     "abort_tags",
@@ -253,14 +309,31 @@ MADE_UP_FOR = (
     "remove",
     "look",
 )
-CONTROL = ("abort", "abort_all", "abort_tags", "pause", "pause_one", "update", "roll", "flush", "remove", "look")
+DEADLY = ("abort_and_kill", "pause_and_kill")  # what operators do in the moment in which somebody dies
+CONTROL = (
+    "abort",
+    "abort_and_kill",
+    "abort_all",
+    "abort_tags",
+    "pause",
+    "pause_one",
+    "pause_and_kill",
+    "update",
+    "roll",
+    "flush",
+    "remove",
+    "look",
+)
 
 
-def _deeds(rng: random.Random, servers: list[str], asks: list[Ask]) -> list[Deed]:
+def _deeds(
+    rng: random.Random, servers: list[str], asks: list[Ask], routers: tuple[str, ...], *, kv: bool
+) -> list[Deed]:
     # A router that dies excuses too much to be part of every other run.
-    trouble = TROUBLE if rng.random() < 0.2 else [what for what in TROUBLE if what != "kill_router"]
+    trouble = [what for what in TROUBLE if what != "kill_router" or rng.random() < 0.2]
     kinds = rng.sample(trouble, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
-    return [_deed(rng, what, servers, asks) for what in kinds for _ in range(rng.choice((1, 1, 2)))]
+    kinds += rng.sample(KV_TROUBLE, rng.randint(0, 3)) if kv else []
+    return [_deed(rng, what, servers, asks, routers) for what in kinds for _ in range(rng.choice((1, 1, 2)))]
 
 
 def _moment(rng: random.Random, asks: list[Ask]) -> float:
@@ -270,12 +343,14 @@ def _moment(rng: random.Random, asks: list[Ask]) -> float:
     return min(rng.choice(asks).at_s + rng.uniform(0, 1.0), WINDOW_S)
 
 
-def _deed(rng: random.Random, what: str, servers: list[str], asks: list[Ask]) -> Deed:
+def _deed(rng: random.Random, what: str, servers: list[str], asks: list[Ask], routers: tuple[str, ...]) -> Deed:
     more: dict[str, Any] = {}
     match what:
-        case "abort":
+        case "abort" | "abort_and_kill":
             more = {"req_ids": [ask.name for ask in rng.sample(asks, min(len(asks), rng.randint(1, 3)))]}
             more |= {"wait": rng.random() < 0.8}
+            if what == "abort_and_kill":
+                more |= {"whole": rng.random() < 0.5, "after_s": rng.choice((0.0, 0.001, 0.005, 0.02))}
         case "abort_tags":
             more = {"tags": {"run": rng.choice(("a", "b"))}}
         case "pause" | "pause_one":
@@ -283,16 +358,32 @@ def _deed(rng: random.Random, what: str, servers: list[str], asks: list[Ask]) ->
             more |= {"timeout": rng.choice((0.2, 5.0))}
         case "update":
             more = {"mode": rng.choice(("abort", "drain", "freeze"))}
+        case "pause_and_kill":
+            more = {"mode": rng.choice(("abort", "freeze")), "whole": rng.random() < 0.5, "which": rng.random()}
+        case "slow_engine":
+            more = {"times": rng.choice((5.0, 30.0))}
+        case "slow_network":
+            more = {"most_s": rng.choice((0.05, 0.4))}
+        case "corrupt_kv" | "cut_kv_short":
+            more = {"share": rng.choice((0.1, 0.5))}
+        case "kill_in_transfer":
+            more = {
+                "stage": rng.choice(STAGES),
+                "peer": rng.random() < 0.3,
+                "after_s": rng.choice((0.0, 0.001, 0.02)),
+            }
         case "jump_clock":
             more = {"by_s": rng.choice((-3600, -1, 1, 86400))}
-        case "stop_engine" | "kill_engine":
+        case "stop_engine" | "stall_engine" | "kill_engine" | "return_old":
             more = {"which": rng.random()}
-        case "break":
+        case "reset":
             more = {"which": [rng.random() for _ in range(rng.randint(1, 4))]}
     return Deed(
         at_s=_moment(rng, asks),
         what=what,
-        who=rng.choice(servers),
+        who=rng.choice(routers if what == "kill_router" else servers),
+        via=rng.choice(routers),
+        back=rng.choice(routers),
         lasts_s=rng.choice((0.05, 0.5, 2.0, 8.0)),
         more=more,
     )

@@ -13,25 +13,31 @@ import random
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headgate.config import RouteConfig
+from headgate.config import EngineConfig, RouteConfig
+from headgate.router.relay import Exchange
+from headgate.testing.sim import home
 from headgate.testing.sim.caller import Manners, Reply, call
+from headgate.testing.sim.deeds import Deeds
 from headgate.testing.sim.engine import Processes
 from headgate.testing.sim.hosts import KEY, SimHost, SimRouter, SimServer, simulated, workers
 from headgate.testing.sim.judge import Circumstances, judge, judge_abort, tally
 from headgate.testing.sim.loop import HOST, Host, Hung, SimLoop
 from headgate.testing.sim.network import Network
-from headgate.testing.sim.script import MADE_UP_FOR, ROUTER, TROUBLE, WINDOW_S, Ask, Deed, Plan, draw
+from headgate.testing.sim.script import DEADLY, KV_TROUBLE, MADE_UP_FOR, ROUTERS, TROUBLE, WINDOW_S, Ask, Plan, draw
+from headgate.worker.stamps import Stamps
 
 UP_S = 30.0  # for the fleet to come up
 CALL_S = 120.0  # for a control call to be answered, whatever its own timeout
 END_S = 200.0  # for everything to end after the last trouble
 SETTLE_S = 3.0
 GONE_S = 0.25  # for the news that a client has left to be everywhere, in good weather
+KV_HOME_S = 15.0  # for leases that nobody fetches and connections that nobody uses
 FOLLOW_S = 60.0  # for workers that were away to be like the others
 TRIES = 40  # of an operator who wants the fleet to run again
 
@@ -44,6 +50,8 @@ class Report:
     failures: list[str] = field(default_factory=list)
     trace: list[tuple[float, str, str]] = field(default_factory=list)
     deeds: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    controls: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     virtual_s: float = 0.0
@@ -78,9 +86,16 @@ class World:
         self.plan = plan
         self._seed = seed
         self._folder = folder  # for weights, and for what a crash leaves
-        self._version = 0  # of the newest weights that anybody was given
+        self.roles = plan.roles or ("mixed",) * plan.servers
+        self.version = 0  # of the newest weights that anybody was given
+        self.agreed = True  # the last update has reached everybody
+        self.floors: dict[str, int] = {}  # by router: the weights of the last update that it has carried out
+        self.resumes = 0  # calls that may have ended a pause
+        self.pauses = 0
+        self.asked_to_end: dict[str, set[str]] = {name: set() for name in ROUTERS}  # by router: and not heard of yet
+        self._held: dict[str, tuple[Host, int]] = {}  # by server: in which life it was given which weights
+        self._spoiled: Counter[str] = Counter()  # files of weights that are others now
         self._jobs: list[asyncio.Task[None]] = []  # of operators
-        self._agreed = True  # the last update has reached everybody
         self._paused = False  # somebody has asked for that
         self._aborted: dict[str, int] = {}  # what callers of an abort were told
         self._calls = 0
@@ -114,7 +129,7 @@ class World:
         )
         loop.deadline_s = UP_S + WINDOW_S + CALL_S + 2 * END_S
         log = _Log(self)
-        with simulated(loop, self._rng("secrets")), _listening(log):
+        with simulated(loop, self._rng("secrets"), self._stamps), _listening(log):
             try:
                 loop.run_until_complete(self._main())
             except Hung as error:
@@ -139,71 +154,117 @@ class World:
     async def _main(self) -> None:
         self._build()
         await self._come_up()
-        self._client = Host(self.loop, "clients")
-        self._operator = Host(self.loop, "operator")
+        self.clients = Host(self.loop, "clients")
+        self.operator = Host(self.loop, "operator")
         asking = [self._host_of(ask).spawn(self._ask(ask)) for ask in self.plan.asks]
         await self._do_deeds()
         await self._set_right()
         await self._all_end(asking)
+        self._judge()
+        await asyncio.sleep(SETTLE_S)
+        await self._until(self._all_ready, FOLLOW_S, "every worker gets requests again")
+        await self._until(lambda: not any(home.kv_left(self)), KV_HOME_S, "no KV is kept for anybody", home.kv_left)
+        for complaint in home.left_behind(self):
+            self.fail(complaint)
+        self._count()
+
+    def _judge(self) -> None:
         for ask in self.plan.asks:
             for complaint in judge(ask, self._circumstances(ask)):
                 self.fail(complaint)
             if ask.name in self._aborted:
                 for complaint in judge_abort(ask, self._aborted[ask.name]):
                     self.fail(complaint)
-        await asyncio.sleep(SETTLE_S)
-        await self._until(self._all_ready, FOLLOW_S, "every worker gets requests again")
-        for complaint in self._left_behind():
-            self.fail(complaint)
-        self._count()
 
     def _build(self) -> None:
-        plan = self.plan
-        self.servers = [SimServer(self.loop, f"server{i}", plan.settings) for i in range(plan.servers)]
+        plan, kv = self.plan, self.plan.kv
+        engine = [EngineConfig(kv_listen=None) if kv is None else kv.config(i) for i in range(plan.servers)]
+        self.servers = [SimServer(self.loop, f"server{i}", plan.settings, engine[i]) for i in range(plan.servers)]
         config = RouteConfig(
-            workers=workers(self.servers),
+            workers=workers(self.servers, self.roles),
             policy=plan.policy,
             max_in_flight=plan.max_in_flight,
             max_queue=plan.max_queue,
+            disaggregate_tokens=256 if kv is None else kv.disaggregate_tokens,
+            ticket_timeout_s=10.0 if kv is None else kv.ticket_timeout_s,
             admin_key=KEY,
             worker_key=KEY,
         )
-        self.router = SimRouter(self.loop, ROUTER, config, self._seed)
-        self.hosts: dict[str, SimHost] = {host.name: host for host in (self.router, *self.servers)}
+        names = ROUTERS[: plan.routers]
+        self.routers = [
+            SimRouter(self.loop, name, config, self._seed + i, self._placed) for i, name in enumerate(names)
+        ]
+        self.hosts: dict[str, SimHost] = {host.name: host for host in (*self.routers, *self.servers)}
+        self._deeds = Deeds(self)
+
+    @property
+    def router(self) -> SimRouter:
+        return self.routers[0]
 
     async def _come_up(self) -> None:
-        for server in self.servers:
-            server.start()
-        await self._until(lambda: all(self._listens(server) for server in self.servers), UP_S, "the servers are up")
-        self.router.start()
-        await self._until(lambda: self._listens(self.router), UP_S, "the router is up")
+        for hosts, what in ((self.servers, "the servers are up"), (self.routers, "the routers are up")):
+            for host in hosts:
+                host.start()
+            await self._until(partial(self._listen, hosts), UP_S, what)
 
-    def _listens(self, host: SimHost) -> bool:
-        return host.address in self.network.listeners
+    def _listen(self, hosts: Iterable[SimHost]) -> bool:
+        return all(host.address in self.network.listeners for host in hosts)
 
     def _all_ready(self) -> bool:
-        assert self.router.router is not None
-        return all(worker.state == "ready" for worker in self.router.router.fleet)
+        routers = [router.router for router in self.routers if router.router is not None]
+        return all(worker.state == "ready" for router in routers for worker in router.fleet)
 
-    async def _until(self, holds: Callable[[], bool], timeout_s: float, what: str) -> bool:
+    def engine_states(self, server: SimServer) -> list[str]:
+        """Of engines that streams or calls can reach; none while one is away."""
+        replicas = [] if server.engines is None or not server.alive else server.engines.replicas
+        if any(replica.client is None for replica in replicas):
+            return []
+        processes = {engine.get_pid(): engine for engine in self.processes.living}
+        loops = [processes[r.pid].loop for r in replicas if r.pid in processes]
+        return [loop.control.state for loop in loops if loop is not None]
+
+    def holds(self, router: str) -> bool:
+        host = next(host for host in self.routers if host.name == router)
+        return host.router is not None and host.alive and host.router.holding
+
+    # -- what must not happen on the way ----------------------------------------------------
+
+    def _placed(self, router: str, exchange: Exchange) -> None:
+        if exchange.ending or exchange.id in self.asked_to_end[router]:
+            self.fail(f"{exchange.id} goes to another worker, although somebody has asked for its end")
+
+    def told_aborted(self, router: str, tokens: dict[str, int]) -> None:
+        """What the caller of an abort was told. Another router's requests may have gone on before it heard."""
+        asked = {ask.name: ask.to for ask in self.plan.asks}
+        here = {name: count for name, count in tokens.items() if asked.get(name) == router}
+        self._aborted |= here
+        self.asked_to_end[router] |= here.keys()
+
+    async def _until(
+        self,
+        holds: Callable[[], bool],
+        timeout_s: float,
+        what: str,
+        why: Callable[[World], Iterable[str]] = lambda _: (),
+    ) -> None:
         until_s = self.loop.time() + timeout_s
         while not holds():
             if self.loop.time() > until_s:
-                self.fail(f"not within {timeout_s:g} s: {what}")
-                return False
+                self.fail(f"not within {timeout_s:g} s: {what} {'; '.join(why(self))}")
+                return
             await asyncio.sleep(0.05)
-        return True
 
     # -- clients ------------------------------------------------------------------------------
 
     def _host_of(self, ask: Ask) -> Host:
-        return Host(self.loop, f"clients/{ask.name}", self._client)
+        return Host(self.loop, f"clients/{ask.name}", self.clients)
 
     async def _ask(self, ask: Ask) -> None:
         await asyncio.sleep(ask.at_s)
         host = HOST.get()
         self.note(host, f"asks {ask.to}: {ask.path} {ask.body}")
         address = self.hosts[ask.to].address
+        ask.floor = self._floor(ask.to)
         await call(address, "POST", ask.path, ask.body, ask.headers, ask.manners, ask.reply)
         self.note(host, f"got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
         if ask.reply.left and self.plan.calm and "idempotency-key" not in ask.headers:
@@ -225,9 +286,9 @@ class World:
             assert server.ledger is not None
             if server.ledger.named(ask.name):
                 self.fail(f"{server.name} still works for {ask.name}, {GONE_S:g} s after its client has left")
-        assert self.router.router is not None
-        if ask.name in self.router.router.live:
-            self.fail(f"the router still has {ask.name}, {GONE_S:g} s after its client has left")
+        for router in self.routers:
+            if router.router is not None and ask.name in router.router.live:
+                self.fail(f"{router.name} still has {ask.name}, {GONE_S:g} s after its client has left")
 
     def _unwanted(self) -> set[tuple[str, int, int]]:
         """What engines have not confirmed to have ended."""
@@ -256,23 +317,25 @@ class World:
             await asyncio.sleep(max(began_s + deed.at_s - self.loop.time(), 0))
             self.report.deeds[deed.what] += 1
             self.note(None, f"{deed.what} {deed.who} {deed.more or ''} for {deed.lasts_s:g} s")
-            work: Coroutine[Any, Any, None] = getattr(self, f"_{deed.what}")(deed)
-            self._jobs.append(self._operator.spawn(work))
+            self._jobs.append(self.operator.spawn(self._deeds.do(deed)))
         await asyncio.sleep(max(began_s + WINDOW_S - self.loop.time(), 0))
 
-    async def _control(self, to: str, method: str, path: str, body: Any = None) -> Reply:
+    async def control(self, to: str, method: str, path: str, body: Any = None) -> Reply:
         """A control call; one to a router that is up is always answered."""
         self._calls += 1
         self._paused |= path == "/v1/pause"
-        self.report.counts["control calls"] += 1
+        self.pauses += path == "/v1/pause"
+        self.resumes += path in ("/v1/resume", "/v1/update_weights")
+        self.report.controls[f"{method} {path.partition('?')[0]}"] += 1
         number, address = self._calls, self.hosts[to].address
-        self.note(self._operator, f"call {number} to {to}: {method} {path} {body or ''}")
+        self.note(self.operator, f"call {number} to {to}: {method} {path} {body or ''}")
         headers = {"authorization": f"Bearer {KEY}"}
         reply = await call(address, method, path, body, headers, Manners(patience_s=CALL_S))
-        self.note(self._operator, f"call {number}: {reply.status} {bytes(reply.body)[:300]!r} {reply.broken}")
+        self.note(self.operator, f"call {number}: {reply.status} {bytes(reply.body)[:300]!r} {reply.broken}")
         if reply.broken.startswith("no end"):
             self.fail(f"{method} {path} to {to} was not answered within {CALL_S:g} s")
-        if reply.broken and to == ROUTER and not self.report.deeds["kill_router"]:
+        self.resumes += path in ("/v1/resume", "/v1/update_weights")
+        if reply.broken and to in ROUTERS and not self.report.deeds["kill_router"]:
             self.fail(f"{method} {path}: the router hung up: {reply.broken}")
         if path == "/v1/pause" and reply.status == 200:
             self._check_paused()
@@ -289,142 +352,47 @@ class World:
             if begun:
                 self.fail(f"{engine.host.name} is paused, and still has {begun}")
 
-    async def _kill_engine(self, deed: Deed) -> None:
-        engines = [e for e in self.processes.living if e.host.name.startswith(deed.who + "/")]
-        if engines:
-            engines[int(deed.more["which"] * len(engines))].end(-9)
-
-    async def _kill_server(self, deed: Deed) -> None:
-        server = self.hosts[deed.who]
-        server.host.kill()
-        await asyncio.sleep(deed.lasts_s)
-        self._restart(server)
-
-    async def _kill_router(self, deed: Deed) -> None:
-        for ask in self.plan.asks:
-            ask.disturbed |= ask.to == ROUTER
-        self.router.host.kill()
-        await asyncio.sleep(min(deed.lasts_s, 1.0))
-        self._restart(self.router)
-        self._agreed &= not self._version  # a new router does not know what the last one was told
-
-    async def _jump_clock(self, deed: Deed) -> None:
-        self.loop.skew_s += deed.more["by_s"]
-
-    def _restart(self, server: SimHost) -> None:
+    def restart(self, server: SimHost) -> None:
         if not server.alive:
             self.note(server.host, "starts again")
             server.start()
 
-    async def _lose_machine(self, deed: Deed) -> None:
-        self.network.darken(deed.who)
-        self.hosts[deed.who].host.kill()
-        await asyncio.sleep(deed.lasts_s)
-        self.network.lighten(deed.who)
-        self._restart(self.hosts[deed.who])
+    # -- weights ------------------------------------------------------------------------------
 
-    async def _stop_engine(self, deed: Deed) -> None:
-        engines = [e for e in self.processes.living if e.host.name.startswith(deed.who + "/")]
-        if engines:
-            host = engines[int(deed.more["which"] * len(engines))].host
-            host.stop()
-            await asyncio.sleep(deed.lasts_s)
-            host.go_on()
-
-    async def _stop_server(self, deed: Deed) -> None:
-        host = self.hosts[deed.who].host
-        host.stop()
-        await asyncio.sleep(deed.lasts_s)
-        host.go_on()
-
-    async def _cut(self, deed: Deed) -> None:
-        self.network.cut(ROUTER, deed.who)
-        await asyncio.sleep(deed.lasts_s)
-        self.network.mend(ROUTER, deed.who)
-
-    async def _break(self, deed: Deed) -> None:
-        asks = {f"clients/{ask.name}": ask for ask in self.plan.asks}
-        for which in deed.more["which"]:
-            transports = [t for t in self.network.transports if t.host is not self._operator]
-            transports = [t for t in transports if t.peer.host is not self._operator]
-            if not transports:
-                return
-            transport = transports[int(which * len(transports))]
-            for host in (transport.host, transport.peer.host):
-                if host.name in asks:
-                    asks[host.name].disturbed = True
-            self.note(transport.host, f"loses its connection to {transport.peer.host.name}")
-            transport.break_off()
-
-    async def _shutdown(self, deed: Deed) -> None:
-        server = self.hosts[deed.who]
-        task = server.task
-        if not server.alive or task is None:
-            return
-        server.signals.send()
-        await asyncio.wait([task], timeout=60)
-        if not task.done():
-            self.fail(f"{server.name} did not end within 60 s of being asked to")
-        server.host.kill()
-        await asyncio.sleep(deed.lasts_s)
-        self._restart(server)
-
-    async def _abort(self, deed: Deed) -> None:
-        reply = await self._control(ROUTER, "POST", "/v1/abort_requests", deed.more)
-        if reply.status == 200:
-            aborted = reply.json()["result"]["aborted"]
-            self._aborted |= {each["request_id"]: each["output_token_count"] for each in aborted}
-
-    async def _abort_all(self, deed: Deed) -> None:
-        await self._abort(replace(deed, more={"abort_all": True}))
-
-    async def _abort_tags(self, deed: Deed) -> None:
-        await self._abort(deed)
-
-    async def _pause(self, deed: Deed) -> None:
-        await self._control(ROUTER, "POST", "/v1/pause", deed.more)
-        await asyncio.sleep(deed.lasts_s)
-        await self._control(ROUTER, "POST", "/v1/resume")
-
-    async def _pause_one(self, deed: Deed) -> None:
-        await self._control(deed.who, "POST", "/v1/pause", deed.more)
-        await asyncio.sleep(deed.lasts_s)
-        await self._control(deed.who, "POST", "/v1/resume")
-
-    def _weights(self) -> dict[str, Any]:
-        self._version += 1
-        path = self._folder / f"weights-{self._version}.safetensors"
+    def new_weights(self) -> dict[str, Any]:
+        """What an update is asked with."""
+        self.version += 1
+        path = self._weights(self.version)
         if not path.exists():
             path.write_bytes(b"")
-        return {"path": str(path), "version": self._version}
+        return {"path": str(path), "version": self.version}
 
-    async def _update(self, deed: Deed) -> None:
-        await self._update_all(deed.more["mode"])
+    def _weights(self, version: int) -> Path:
+        return self._folder / f"weights-{version}.safetensors"
 
-    async def _update_all(self, mode: str) -> None:
-        await self._control(ROUTER, "POST", "/v1/pause", {"mode": mode, "timeout": 5})
-        reply = await self._control(ROUTER, "POST", "/v1/update_weights", self._weights())
-        self._agreed = reply.status == 200
-        await self._control(ROUTER, "POST", "/v1/resume")
+    def updated(self, via: str, version: int, *, done: bool) -> None:
+        self.agreed = done
+        if done:
+            self.floors[via] = max(version, self.floors.get(via, 0))
+            for server in self.servers:
+                if server.alive:
+                    self._held[server.name] = server.host, version
 
-    async def _roll(self, deed: Deed) -> None:
-        body = self._weights() | {"strategy": "rolling", "drain_timeout": 2}
-        reply = await self._control(ROUTER, "POST", "/v1/update_weights", body)
-        self._agreed = reply.status == 200
+    def _floor(self, to: str) -> int:
+        """The oldest weights that may answer whoever asks now."""
+        if to in ROUTERS:
+            return self.floors.get(to, 0)
+        host, version = self._held.get(to, (None, 0))
+        return version if host is self.hosts[to].host else 0
 
-    async def _flush(self, deed: Deed) -> None:
-        await self._control(ROUTER, "POST", "/v1/flush_cache")
+    def spoil_weights(self) -> None:
+        """The newest file is another one now: who starts cannot have those weights."""
+        self._spoiled[self._weights(self.version).name] += 1
+        self.agreed &= not self.version
 
-    async def _remove(self, deed: Deed) -> None:
-        url = self.hosts[deed.who].url
-        await self._control(ROUTER, "DELETE", f"/v1/workers?url={url}&timeout=2")
-        await asyncio.sleep(deed.lasts_s)
-        await self._control(ROUTER, "POST", "/v1/workers", {"url": url})
-
-    async def _look(self, deed: Deed) -> None:
-        for path in ("/v1/requests", "/health", "/v1/workers", "/v1/loads", "/v1/is_paused"):
-            await self._control(ROUTER, "GET", path)
-        await self._control(deed.who, "GET", "/v1/requests")
+    def _stamps(self, path: str | Path) -> Stamps:
+        name = Path(path).name
+        return {name: (1, 0, self._spoiled[name])}
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -434,95 +402,78 @@ class World:
             await asyncio.wait(self._jobs, timeout=CALL_S + END_S)
         self.network.heal()
         self.processes.update_breaks = 0.0
-        for server in self.servers:
-            server.host.go_on()
-            self._restart(server)
-        await self._until(lambda: all(self._listens(s) for s in self.servers), UP_S, "the servers are up again")
+        for host in (*self.routers, *self.servers):
+            host.host.go_on()
+            self.restart(host)
+        await self._until(lambda: self._listen(self.hosts.values()), UP_S, "everybody is up again")
         if self.plan.deeds:
-            await self._operator.spawn(self._resume_all())
+            await self.operator.spawn(self._resume_all())
 
     async def _resume_all(self) -> None:
-        for _ in range(TRIES):
-            if not self._agreed:
-                await self._update_all("abort")
-            reply = await self._control(ROUTER, "POST", "/v1/resume")
-            if reply.status == 200 and self._agreed:
-                return
-            await asyncio.sleep(1.0)
-        self.fail(f"the fleet cannot be made one again: {bytes(reply.body)!r}")
+        """Through each router: none of them knows what was asked of the other."""
+        for router in self.routers:
+            for _ in range(TRIES):
+                if not self.agreed:
+                    await self._deeds.update_all(router.name, "abort")
+                reply = await self.control(router.name, "POST", "/v1/resume")
+                if reply.status == 200 and self.agreed:
+                    break
+                await asyncio.sleep(1.0)
+            else:
+                self.fail(f"the fleet cannot be made one again: {bytes(reply.body)!r}")
 
     def _circumstances(self, ask: Ask) -> Circumstances:
         deeds, plan = self.report.deeds, self.plan
         return Circumstances(
             busy=plan.settings.most_choices < 64 or plan.max_queue < 64,
             abort=any(deed.ends(ask) for deed in plan.deeds),
-            pause=self._paused or ((plan.servers == 1 or ask.to != ROUTER) and bool(deeds["roll"])),
+            pause=self._paused or ((plan.servers == 1 or not ask.routed) and bool(deeds["roll"])),
             trouble=self._in_trouble(ask),
-            updated=self._version > 0,
+            updated=self.version > 0,
             reschedules=plan.pace.reschedules,
         )
 
     def _in_trouble(self, ask: Ask) -> bool:
         """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
         removed = {deed.who for deed in self.plan.deeds if deed.what == "remove"}
-        if ask.to == ROUTER and self.plan.servers > max(len(removed), 1):
+        if ask.routed and self.plan.servers > max(len(removed), 1):
             return any(name not in MADE_UP_FOR for name in self.report.deeds)
-        return any(name in (*TROUBLE, "remove", "roll") for name in self.report.deeds)
-
-    def _left_behind(self) -> Iterator[str]:
-        yield from self._router_left()
-        for server in self.servers:
-            yield from self._server_left(server)
-        for engine in self.processes.living:
-            if engine.loop is None:
-                continue
-            scheduler = engine.loop.scheduler
-            scheduler.check()
-            if not engine.loop.idle or scheduler.pool.held:
-                yield f"{engine.host.name} is not idle: {scheduler!r}, {scheduler.sequences}"
-
-    def _router_left(self) -> Iterator[str]:
-        router = self.router.router
-        assert router is not None
-        if router.live:
-            yield f"the router has {list(router.live)} in flight"
-        if router.fleet.double_releases:
-            yield f"the router has given load back twice, {router.fleet.double_releases} times"
-        if router.admission.in_flight or router.admission.waiting:
-            yield f"{router.admission.in_flight} places are taken, and {router.admission.waiting} wait for one"
-        for worker in router.fleet.everyone:
-            if worker.in_flight or worker.pending_tokens:
-                yield f"{worker!r} has {worker.pending_tokens} pending tokens"
-
-    def _server_left(self, server: SimServer) -> Iterator[str]:
-        ledger, engines = server.ledger, server.engines
-        assert ledger is not None and engines is not None
-        if ledger.live or ledger.in_flight or ledger.unsettled:
-            yield f"{server.name}: {ledger!r}, unsettled: {len(ledger.unsettled)}"
-        for replica in engines.replicas:
-            client = replica.client
-            if client is None:
-                yield f"{server.name}: engine {replica.index} is {replica.state}"
-            elif client.open_streams or client._left:
-                yield f"{server.name}: {client!r}, left {client._left}"
+        return any(name in (*TROUBLE, *DEADLY, "remove", "roll") for name in self.report.deeds)
 
     def _count(self) -> None:
-        counts, router = self.report.counts, self.router.router
-        assert router is not None
+        counts = self.report.counts
         counts["requests"] += len(self.plan.asks)
-        counts["retries"] += router.counters.retries
-        counts["resumes"] += router.counters.resumes
-        self.report.ends = tally(self.plan.asks)
-        for engine in self.processes.engines:
-            if engine.loop is not None:
-                counts["tokens"] += engine.loop.scheduler.counters.output_tokens
-                counts["preemptions"] += engine.loop.scheduler.counters.preemptions
+        counts["writes in pieces"] += self.network.splits
+        for router in [router.router for router in self.routers if router.router is not None]:
+            counts["retries"] += router.counters.retries
+            counts["resumes"] += router.counters.resumes
+            counts["prompts computed at once"] += router.counters.prefills_lost
+        for scheduler in [engine.loop.scheduler for engine in self.processes.engines if engine.loop is not None]:
+            counts["tokens"] += scheduler.counters.output_tokens
+            counts["preemptions"] += scheduler.counters.preemptions
+            counts["transfers"] += scheduler.counters.transfers
+            counts["transfers lost"] += scheduler.counters.transfers_lost
+            counts["leases expired"] += scheduler.counters.leases_expired
+        self.report.counts = +counts
+        self._count_faults()
+
+    def _count_faults(self) -> None:
+        faults, kinds = self.report.faults, (*TROUBLE, *KV_TROUBLE, *DEADLY)
+        self.report.ends = ends = tally(self.plan.asks)
+        faults += Counter({what: n for what, n in self.report.deeds.items() if what in kinds})
+        faults += self.network.harm
+        faults["client left"] += ends["left"]
+        faults["slow reader"] += sum(bool(ask.manners.slow_s) for ask in self.plan.asks)
+        faults["deadline passed"] += ends["deadline"]
+        faults["queue full"] += ends["429 queue_full"]
+        faults["update broke off"] += self.processes.broken_updates
+        self.report.faults = +faults
 
     def _tear_down(self) -> None:
         """End all hosts; whatever does not end then has escaped its owner."""
         for host in self.hosts.values():
             host.host.kill()
-        for name in ("_client", "_operator"):
+        for name in ("clients", "operator"):
             if hasattr(self, name):
                 getattr(self, name).kill()
         try:

@@ -1,0 +1,63 @@
+"""What must be home when nothing is asked any more: the oracles of an idle fleet. Each sentence says what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from headgate.testing.sim.hosts import SimRouter, SimServer
+
+if TYPE_CHECKING:
+    from headgate.testing.sim.world import World
+
+
+def left_behind(world: World) -> Iterator[str]:
+    for router in world.routers:
+        yield from _router_left(router)
+    for server in world.servers:
+        yield from _server_left(server)
+    for engine in world.processes.living:
+        if engine.loop is None:
+            continue
+        scheduler = engine.loop.scheduler
+        scheduler.check()
+        if not engine.loop.idle or scheduler.pool.held:
+            yield f"{engine.host.name} is not idle: {scheduler!r}, {scheduler.sequences}"
+
+
+def kv_left(world: World) -> list[str]:
+    """Leases, tickets and connections between engines; the last ones take a while to be given up."""
+    left = []
+    for engine in world.processes.living:
+        if engine.loop is not None and len(engine.loop.scheduler.leases):
+            left.append(f"{engine.host.name} has {len(engine.loop.scheduler.leases)} leases")
+        if engine.kv is not None:
+            left += [f"{engine.host.name} has {thing}" for thing in engine.kv.left_behind()]
+    return left
+
+
+def _router_left(host: SimRouter) -> Iterator[str]:
+    router, name = host.router, host.name
+    assert router is not None
+    if router.live:
+        yield f"{name} has {list(router.live)} in flight"
+    if router.fleet.double_releases:
+        yield f"{name} has given load back twice, {router.fleet.double_releases} times"
+    if router.admission.in_flight or router.admission.waiting:
+        yield f"{name}: {router.admission.in_flight} places are taken, and {router.admission.waiting} wait for one"
+    for worker in router.fleet.everyone:
+        if worker.in_flight or worker.pending_tokens:
+            yield f"{name}: {worker!r} has {worker.pending_tokens} pending tokens"
+
+
+def _server_left(server: SimServer) -> Iterator[str]:
+    ledger, engines = server.ledger, server.engines
+    assert ledger is not None and engines is not None
+    if ledger.live or ledger.in_flight or ledger.unsettled:
+        yield f"{server.name}: {ledger!r}, unsettled: {len(ledger.unsettled)}"
+    for replica in engines.replicas:
+        client = replica.client
+        if client is None:
+            yield f"{server.name}: engine {replica.index} is {replica.state}"
+        elif client.open_streams or client._left:
+            yield f"{server.name}: {client!r}, left {client._left}"

@@ -1,0 +1,22 @@
+"""What tests of the simulation share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.testing.sim.script import Ask, Deed
+from headgate.testing.sim.world import Report, World
+from tests.sim.plans import PLAN
+
+
+@pytest.fixture
+def carry_out(tmp_path: Path):
+    def carry_out(asks: list[Ask], *deeds: Deed, **plan: Any) -> tuple[Report, World]:
+        world = World(0, replace(PLAN, asks=asks, deeds=list(deeds), **plan), chatty=False, folder=tmp_path)
+        return world.run(), world
+
+    return carry_out

@@ -1,0 +1,56 @@
+"""The list of planted bugs and the table of who noticed them say the same, and each bug can still be planted."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.sim.mutants import BEGIN, END, EQUIVALENT, MUTANTS, ROOT, TABLE, UNTRIED, Mutant, broken
+
+NAMED = (  # bugs that others have had
+    "blocks are not reused under a running transfer",
+    "what runs is gone through in a copy",
+    "load is given back whatever happens",
+    "a drain waits for what has started, and for nobody else",
+    "who goes on knows the last token",
+    "new weights find no KV of the old ones",
+    "a lease is renewed by whoever holds it, not by the step loop",
+    "an abort without an id aborts nothing",
+    "load is given back once",
+    "no abort is lost between two batches",
+)
+
+
+def rows() -> dict[str, str]:
+    """The table of docs/testing.md."""
+    table = TABLE.read_text().partition(BEGIN)[2].partition(END)[0]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in cells[1:]}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.rule.replace(" ", "-"))
+def test_a_bug_can_be_planted_and_what_comes_of_it_is_python(mutant: Mutant):
+    ast.parse(broken(mutant))
+    assert not mutant.test or (ROOT / mutant.test).is_file()
+
+
+def test_the_table_tells_of_every_planted_bug_and_of_no_other():
+    assert list(rows()) == [mutant.rule for mutant in MUTANTS]
+    assert len(MUTANTS) >= 30
+    assert {*NAMED} <= {*rows()} and {*EQUIVALENT} <= {*rows()}
+
+
+def test_every_planted_bug_that_was_tried_was_noticed_by_a_seed_or_by_a_test_that_there_is():
+    tests = {mutant.rule: mutant.test for mutant in MUTANTS}
+    assert sum(said != UNTRIED for said in rows().values()) >= 30
+    for rule, said in rows().items():
+        if said == UNTRIED:
+            continue
+        if rule in EQUIVALENT:
+            assert said.startswith("equivalent: ")
+        elif tests[rule]:
+            assert f"def {said.strip('`')}(" in (ROOT / tests[rule]).read_text(), rule
+        else:
+            assert re.match(r"seed \d+: |it hangs", said), rule
