@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve up test test-all test-gpu test-clients check coverage fuzz simulate mutants docs wheel clean
+.PHONY: serve up test test-all test-gpu test-clients test-ray check coverage fuzz fuzz-inputs audit simulate mutants chaos soak docs wheel clean
 
 # A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
@@ -27,6 +27,15 @@ test-clients: $(READY)
 	$(CLIENTS)/bin/python -m pip install -q litellm langchain-openai schemathesis
 	$(BIN)/python tests/clients/run.py $(CLIENTS)/bin/python $(or $(EXAMPLES),30)
 
+# A fleet on a real Ray cluster of several nodes, on loopback; in an environment of its own that has what ours has, and Ray.
+RAY := .venv-ray
+PLACE := import sysconfig; print(sysconfig.get_path('purelib'))
+test-ray: $(READY)
+	test -d $(RAY) || $(PYTHON) -m venv $(RAY)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(PLACE)")')" > $$($(RAY)/bin/python -c "$(PLACE)")/ours.pth
+	$(RAY)/bin/python -m pip install -q 'ray>=2.40'
+	$(RAY)/bin/python -m pytest tests/cluster/test_ray.py
+
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
@@ -38,6 +47,18 @@ coverage: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m tests.core.fuzz 0 $(or $(SEEDS),2000)
 
+# What strangers may send: every parser with inputs that nobody would write, and how many there were.
+fuzz-inputs: $(READY)
+	$(BIN)/python -m tests.fuzzing $(or $(TIMES),200)
+
+# Known holes in what we depend on, and habits that lead to holes; what is skipped is explained in docs/threat-model.md.
+AUDIT := .venv-audit
+audit:
+	test -d $(AUDIT) || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install -q bandit pip-audit
+	$(AUDIT)/bin/bandit -q -r src --skip B101,B105,B311,B404,B603
+	$(AUDIT)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt
+
 # Whole fleets with faults drawn from seeds, on all cores; docs/testing.md.
 simulate: $(READY)
 	$(BIN)/headgate simulate --seeds 0:$(or $(SEEDS),10000)
@@ -45,6 +66,14 @@ simulate: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.core.mutants $(or $(SEEDS),60)
 	$(BIN)/python -m tests.sim.mutants $(or $(SEEDS),100)
+
+# Real processes, broken on purpose (docs/chaos.md); the report is in chaos/.
+chaos: $(READY)
+	$(BIN)/headgate chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --report chaos
+
+# The same fleet with nothing broken, under load with aborts, pauses and updates: nothing may grow.
+soak: $(READY)
+	$(BIN)/headgate chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --only clients,operators --report chaos/soak
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "core": {"core", "protocol", "errors"},
     "layers": {"layers", "errors"},
     "models": {"models", "layers", "errors"},
-    "worker": {"worker", "models", "layers", "transfer", "protocol", "errors", "config", "zoo"},
+    "worker": {"worker", "models", "layers", "transfer", "protocol", "errors", "config", "logs", "zoo"},
     "transfer": {"transfer", "protocol", "errors"},
     "engine": {"engine", "core", "worker", "transfer", "protocol", "errors", "config", "logs"},
     "text": {"text", "protocol", "errors", "zoo"},
@@ -43,6 +43,7 @@ ONLY_IN = {
     "torch": {"worker", "layers", "models", "transfer", "testing", "weights.py", "doctor.py"},
     "zmq": {"engine/channel.py", "transfer"},
     "nixl": {"transfer/staging.py"},
+    "ray": {"cluster/ray.py"},
     "asyncio": {
         "api",
         "dashboard/feed.py",
@@ -55,6 +56,7 @@ ONLY_IN = {
         "httpclient.py",
         "cluster",
         "listening.py",
+        "testing/chaos",
         "testing/sim",
     },
 }

@@ -1,0 +1,114 @@
+"""One request, and all that its client is told, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headgate.httpclient import Address, Answer, HttpFailure, call
+from headgate.testing.chaos.catalogue import Item
+
+clock = time.monotonic
+
+
+@dataclass(slots=True)
+class Choice:
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights, one per token
+    text: str = ""
+    ends: list[tuple[str, str]] = field(default_factory=list)  # finish reason and cause; there should be one
+    prompt: list[int] = field(default_factory=list)
+
+    @property
+    def cut(self) -> bool:
+        return any(reason == "abort" for reason, _ in self.ends)
+
+
+@dataclass(slots=True)
+class Told:
+    """Of one request. `problem` is what went wrong in words short enough to be counted by."""
+
+    begun_s: float
+    ended_s: float = 0.0
+    status: int = 0
+    problem: str | None = None
+    detail: str = ""
+    choices: dict[int, Choice] = field(default_factory=dict)
+    output_tokens: int | None = None  # by its usage
+    done: int = 0  # times a stream said that it was over
+    retry_after_s: float = 0.0
+    first_s: float | None = None
+
+
+async def ask(address: Address, item: Item, more: Mapping[str, Any], told: Told, timeout_s: float) -> None:
+    """Fill `told` as the answer comes; only being cancelled is raised."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _ask(address, item, msgspec.json.encode(item.body | dict(more)), told)
+    except TimeoutError:
+        told.problem = "hung"
+    except (OSError, EOFError, ValueError, HttpFailure) as error:
+        told.problem = type(error).__name__
+        told.detail = str(error)
+    finally:
+        told.ended_s = clock()
+
+
+async def _ask(address: Address, item: Item, body: bytes, told: Told) -> None:
+    async with call(address, "POST", item.path, body) as answer:
+        told.status = answer.status
+        if answer.status != 200:
+            raw = await answer.body()
+            told.problem, told.detail = f"{answer.status} {_code(raw)}", raw.decode("utf-8", "replace")[:300]
+            told.retry_after_s = float(answer.headers.get("retry-after", 0))
+        elif item.streamed:
+            await _read_events(answer, told)
+        else:
+            _hear(msgspec.json.decode(await answer.body()), told)
+
+
+def _code(raw: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(raw)["error"]["code"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return "without a code"
+
+
+async def _read_events(answer: Answer, told: Told) -> None:
+    async for line in answer.lines():
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            told.done += 1
+        else:
+            _hear(msgspec.json.decode(data), told)
+    if not told.done and told.problem is None:
+        told.problem = "stream cut"
+
+
+def _hear(event: dict[str, Any], told: Told) -> None:
+    if (error := event.get("error")) is not None:
+        told.problem, told.detail = f"error {error.get('code')}", str(error.get("message"))
+    if event.get("usage") is not None:
+        told.output_tokens = int(event["usage"]["completion_tokens"])
+    for said in event.get("choices", ()):
+        if told.first_s is None:
+            told.first_s = clock()
+        _add(told.choices.setdefault(said["index"], Choice()), said)
+
+
+def _add(choice: Choice, said: dict[str, Any]) -> None:
+    choice.tokens += said.get("completion_token_ids") or []
+    choice.prompt = said.get("prompt_token_ids") or choice.prompt
+    for span in said.get("weight_versions") or []:
+        choice.versions += [span["version"]] * span["tokens"]
+    speech = said.get("delta") or said.get("message") or {}
+    choice.text += said.get("text") or speech.get("content") or ""
+    if said.get("finish_reason") is not None:
+        choice.ends.append((said["finish_reason"], said.get("cause", "")))

@@ -1,0 +1,283 @@
+"""What each kind of fault does. Every deed mends what it broke, also when it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import resource
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headgate.errors import HeadgateError
+from headgate.testing.chaos.client import clock
+from headgate.testing.chaos.fleet import NOBODY, ChaosFleet, control, engines_of, send, vitals
+from headgate.testing.chaos.judge import Judge, Pause
+from headgate.testing.chaos.plan import HARMS_A_WORKER, Fault
+from headgate.testing.chaos.proxy import FaultProxy
+from headgate.testing.chaos.reference import Weights
+
+log = logging.getLogger(__name__)
+
+CALL_S = 10.0  # that a control call is given, and
+MARGIN_S = 30.0  # how much later its answer may come
+UPDATE_S = 60.0
+RESUME_S = 120.0  # for an operator who says it again and again
+DRAIN_S = 2.0
+TRIES, TRY_AGAIN_S = 5, 1.0  # of an update that not everybody has followed
+SPARE_FILES = 1  # descriptors that a server has left
+MOST_AT_ONCE = 8  # clients that leave, or requests that are aborted, in one go
+
+Again = Callable[[], Awaitable[None]]
+
+
+class Operators:
+    """Those who pause, update and resume; one after another, and never leaving before the fleet runs again."""
+
+    def __init__(self, fleet: ChaosFleet, judge: Judge, folders: Mapping[Weights, Path], bad: Path) -> None:
+        self._url, self._judge = fleet.url, judge
+        self._folders, self._bad = folders, bad
+        self._turn = asyncio.Lock()
+        self._version = 0
+        self._weights: Weights = "a"
+        self.answers: Counter[str] = Counter()
+        self.slowest_s = 0.0
+
+    async def pause(self, mode: str, refuses: bool, lasts_s: float) -> None:
+        async with self._turn, self._paused(mode, refuses):
+            await asyncio.sleep(lasts_s)
+
+    async def update(self, mode: str) -> None:
+        async with self._turn, self._paused(mode, refuses=False) as pause_again:
+            await self._other_weights({}, pause_again)
+
+    async def roll(self) -> None:
+        async with self._turn:
+            await self._other_weights({"strategy": "rolling", "drain_timeout": DRAIN_S})
+
+    async def bad_update(self, absent: bool) -> None:
+        """From a folder that is not there, or a file that a full disk has cut short: refused, and nothing changes."""
+        async with self._turn, self._paused("freeze", refuses=False):
+            version = self._version + 1
+            path = self._bad / "absent" if absent else self._bad
+            status, told = await self._call("/v1/update_weights", {"path": str(path), "version": version}, CALL_S)
+            if status < 400:
+                raise HeadgateError(f"weights that are not there were taken: {told}")
+
+    async def resume(self) -> None:
+        """Until it is so: a server that is stopped cannot follow at once."""
+        until_s = clock() + RESUME_S
+        while True:
+            with suppress(*NOBODY):
+                status, _ = await self._call("/v1/resume", {}, CALL_S)
+                if status in (200, 202):
+                    return
+            if clock() > until_s:
+                raise HeadgateError(f"the fleet cannot be resumed within {RESUME_S:g} s")
+            await asyncio.sleep(0.2)
+
+    async def settle(self) -> None:
+        """At the end: a server that missed an update gets it, and all run."""
+        async with self._turn:
+            await self.resume()
+
+    @asynccontextmanager
+    async def _paused(self, mode: str, refuses: bool) -> AsyncIterator[Again]:
+        """Yields a way to say it again, to those who have come back since."""
+        pause = Pause(mode, refuses, clock())
+        self._judge.pauses.append(pause)
+        body = {"mode": mode, "new_requests": "reject" if refuses else "queue", "timeout": CALL_S}
+
+        async def pause_all() -> None:
+            await self._call("/v1/pause", body, CALL_S)
+
+        try:
+            await pause_all()
+            yield pause_all
+        finally:
+            await self.resume()
+            pause.ended_s = clock()
+
+    async def _other_weights(self, more: Mapping[str, Any], before_again: Again | None = None) -> None:
+        """Several times with the same version, if some cannot follow; then the router tells those who come back."""
+        self._version += 1
+        weights: Weights = "b" if self._weights == "a" else "a"
+        self._judge.weights[self._version] = weights
+        body = {"path": str(self._folders[weights]), "version": self._version, "timeout": UPDATE_S} | dict(more)
+        for _ in range(TRIES):
+            status, _ = await self._call("/v1/update_weights", body, UPDATE_S)
+            if status in (200, 202):
+                self._weights = weights
+                return
+            await asyncio.sleep(TRY_AGAIN_S)
+            if before_again is not None:
+                await before_again()
+
+    async def _call(self, path: str, body: Mapping[str, Any], timeout_s: float) -> tuple[int, dict[str, Any]]:
+        begun_s = clock()
+        try:
+            status, told = await control(self._url, path, body, timeout_s + MARGIN_S)
+        except TimeoutError:
+            raise HeadgateError(f"{path} was not answered within {timeout_s + MARGIN_S:g} s") from None
+        self.slowest_s = max(self.slowest_s, clock() - begun_s)
+        code = "" if status < 400 else f" {(told.get('error') or {}).get('code')}"
+        self.answers[f"{path} {status}{code}"] += 1
+        log.info("%s %s answered %d: %s", path, dict(body), status, msgspec.json.encode(told).decode()[:300])
+        return status, told
+
+
+class Injector:
+    """Does what the plan says. A server is harmed only while another one is well; else clients are."""
+
+    def __init__(
+        self,
+        fleet: ChaosFleet,
+        operators: Operators,
+        vanish: Callable[[int], int],
+        abort: Callable[[int], list[str]],
+        seed: int,
+    ) -> None:
+        self._fleet, self._operators = fleet, operators
+        self._vanish, self._abort_some = vanish, abort
+        self._chance = random.Random(seed)
+        self._harmed: Counter[int] = Counter()
+        self._limits: dict[int, tuple[int, int]] = {}  # of open files, by process, before we came
+        self.done: Counter[str] = Counter()
+        self.events: list[dict[str, Any]] = []
+
+    async def do(self, fault: Fault, begun_s: float) -> None:
+        kind, victim = await self._feasible(fault)
+        self.done[kind] += 1
+        lasts_s = fault.lasts_s if kind == fault.kind else 0.0
+        event = {"at_s": round(clock() - begun_s, 3), "kind": kind, "lasts_s": round(lasts_s, 2)}
+        if victim is not None:
+            event["server"] = victim
+        self.events.append(event)
+        log.info("fault: %s", event)
+        if victim is not None:
+            await self._harm(kind, victim, fault.lasts_s)
+        else:
+            await self._else(kind, fault)
+
+    async def _feasible(self, fault: Fault) -> tuple[str, int | None]:
+        """The fault that is done, and to which server."""
+        if fault.kind not in HARMS_A_WORKER:
+            return fault.kind, None
+        victim = int(fault.which * len(self._fleet.workers))
+        states = ["unknown"]
+        with suppress(*NOBODY):
+            states = await self._fleet.states()
+        well = [i for i, state in enumerate(states) if state == "ready" and not self._harmed[i] and i != victim]
+        if well and self._fleet.workers[victim].pid is not None:
+            return fault.kind, victim
+        return ("vanish" if fault.which * 1000 % 1 < 0.5 else "abort"), None
+
+    async def _harm(self, kind: str, victim: int, lasts_s: float) -> None:
+        self._harmed[victim] += 1
+        try:
+            await getattr(self, f"_{kind}")(victim, lasts_s)
+        finally:
+            self._harmed[victim] -= 1
+
+    async def _else(self, kind: str, fault: Fault) -> None:
+        first_half = fault.which < 0.5
+        count = 1 + int(fault.which * MOST_AT_ONCE)
+        match kind:
+            case "vanish":
+                self._vanish(count)
+            case "abort":
+                await self._abort(count)
+            case "stop_router":
+                await self._stopped([self._fleet.router.pid], fault.lasts_s)
+            case "update":
+                await self._operators.update("freeze" if fault.which < 0.8 else "abort")
+            case "roll":
+                await self._operators.roll()
+            case "bad_update":
+                await self._operators.bad_update(absent=first_half)
+            case _:
+                await self._operators.pause(kind.removeprefix("pause_"), first_half, fault.lasts_s)
+
+    async def _abort(self, count: int) -> None:
+        if ids := self._abort_some(count):
+            with suppress(*NOBODY):
+                await control(self._fleet.url, "/v1/abort_requests", {"req_ids": ids, "wait": False}, MARGIN_S)
+
+    # -- processes ----------------------------------------------------------------------
+
+    async def _kill_server(self, victim: int, lasts_s: float) -> None:
+        send(self._fleet.workers[victim].pid, signal.SIGKILL)
+
+    async def _kill_engine(self, victim: int, lasts_s: float) -> None:
+        for pid in engines_of(self._fleet.workers[victim].pid):
+            send(pid, signal.SIGKILL)
+
+    async def _stop_server(self, victim: int, lasts_s: float) -> None:
+        pid = self._fleet.workers[victim].pid
+        assert pid is not None
+        await self._stopped([pid], lasts_s)
+
+    async def _stop_engine(self, victim: int, lasts_s: float) -> None:
+        await self._stopped(engines_of(self._fleet.workers[victim].pid), lasts_s)
+
+    async def _stopped(self, pids: list[int], lasts_s: float) -> None:
+        try:
+            for pid in pids:
+                send(pid, signal.SIGSTOP)
+            await asyncio.sleep(lasts_s)
+        finally:
+            for pid in pids:
+                send(pid, signal.SIGCONT)
+
+    async def _few_files(self, victim: int, lasts_s: float) -> None:
+        """The server may open next to nothing more: no connection is accepted, no file read."""
+        pid = self._fleet.workers[victim].pid
+        assert pid is not None
+        now = vitals(pid)
+        if now is None:
+            return
+        try:
+            before = self._limits.setdefault(pid, resource.prlimit(pid, resource.RLIMIT_NOFILE))
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (now.fds + SPARE_FILES, before[1]))
+        except OSError:  # it has died meanwhile
+            return
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            with suppress(OSError):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+    # -- the network --------------------------------------------------------------------
+
+    async def _delay(self, victim: int, lasts_s: float) -> None:
+        self._proxy(victim).delay_s = self._chance.uniform(0.02, 0.3)
+        await self._until_mended(victim, lasts_s)
+
+    async def _stall(self, victim: int, lasts_s: float) -> None:
+        self._proxy(victim).stall()
+        await self._until_mended(victim, lasts_s)
+
+    async def _partition(self, victim: int, lasts_s: float) -> None:
+        self._proxy(victim).partition()
+        await self._until_mended(victim, lasts_s)
+
+    async def _reset(self, victim: int, lasts_s: float) -> None:
+        self._proxy(victim).reset()
+
+    async def _half(self, victim: int, lasts_s: float) -> None:
+        self._proxy(victim).halve()
+
+    async def _until_mended(self, victim: int, lasts_s: float) -> None:
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            self._proxy(victim).mend()
+
+    def _proxy(self, victim: int) -> FaultProxy:
+        return self._fleet.proxies[victim]

@@ -1,0 +1,249 @@
+"""The processes that are tried: servers and a router, each with what the system says of it.
+
+Servers are started and started again by `LocalFleet`, as for `headgate up`; between the router and each of them stands a
+`FaultProxy`. The router is a process of its own and ends with us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headgate.cluster.fleet import Fleet, Hooks, Recipe, Server
+from headgate.cluster.local import LocalLauncher
+from headgate.errors import HeadgateError
+from headgate.httpclient import Address, HttpFailure, call
+from headgate.listening import take_port
+from headgate.testing.chaos.client import clock
+from headgate.testing.chaos.proxy import FaultProxy
+
+log = logging.getLogger(__name__)
+
+START_S = 180.0
+DRAIN_S = 5.0
+ASK_S = 10.0
+LOOK_EVERY_S = 0.1
+NOBODY = (OSError, EOFError, TimeoutError, ValueError, HttpFailure)  # answers, or nothing that could be read
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What the system says of a process."""
+
+    rss_mb: float
+    fds: int
+    threads: int
+
+
+def vitals(pid: int) -> Vitals | None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        if "VmRSS" not in facts:
+            return None  # a zombie has none
+        rss_mb, threads = int(facts["VmRSS"].split()[0]) / 1024, int(facts["Threads"])
+        return Vitals(round(rss_mb, 1), len(os.listdir(f"/proc/{pid}/fd")), threads)
+    except OSError:
+        return None
+
+
+def engines_of(pid: int | None) -> list[int]:
+    """The engine processes of a server."""
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children if b"engine-" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return []
+
+
+def send(pid: int | None, number: int) -> None:
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def get(url: str, path: str) -> bytes:
+    """What an address answers with 200; OSError if it does not."""
+    async with asyncio.timeout(ASK_S), call(Address.of(url), "GET", path) as answer:
+        body = await answer.body()
+        if answer.status != 200:
+            raise OSError(f"GET {path} answered {answer.status}")
+        return body
+
+
+async def metrics(url: str) -> dict[str, float]:
+    """Samples by name and labels, as they are written."""
+    page = (await get(url, "/metrics")).decode()
+    lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+class RouterProcess:
+    """`headgate route`; use as `async with`."""
+
+    def __init__(self, workers: Sequence[str], environ: Mapping[str, str]) -> None:
+        with take_port("127.0.0.1", 0) as taken:
+            self.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        self._workers, self._environ = workers, environ
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def __aenter__(self) -> RouterProcess:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "headgate.cli", "route", *self._workers, "--port", self.url.rpartition(":")[2]),
+            *("--log-format", "json", "--drain-timeout", "5", "--with-parent"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env=dict(self._environ),
+            start_new_session=True,
+        )
+        self._listening = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(15):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await self._listening
+
+    async def _listen(self) -> None:
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            try:
+                told = json.loads(line)
+            except ValueError:
+                told = {"message": line.decode("utf-8", "replace").rstrip(), "level": "warning"}
+            level = logging.getLevelNamesMapping().get(str(told.get("level", "")).upper(), logging.INFO)
+            trace = told.get("traceback")
+            log.log(level, "router: %s%s", told.get("message"), f"\n{trace}" if trace else "")
+
+
+def local_servers(
+    arguments: Sequence[str],
+    counts: Mapping[str, int],
+    environ: Mapping[str, str],
+    on_ready: Callable[[Server], None],
+) -> Fleet:
+    """Servers as `headgate up` has them: started again under their old addresses, and gone when we are."""
+    recipe = Recipe(tuple(arguments), environ)
+    launcher = LocalLauncher(dict.fromkeys(counts, recipe), drain_timeout_s=DRAIN_S)
+    return Fleet(launcher, counts, Hooks(on_ready, on_leave=_ignore, on_gone=_ignore))
+
+
+def _ignore(server: Server) -> None:
+    """Nobody leaves, and addresses stay."""
+
+
+class ChaosFleet:
+    """Use as `async with`; entered when every server takes requests through the router."""
+
+    def __init__(self, arguments: Sequence[str], counts: Mapping[str, int], environ: Mapping[str, str]) -> None:
+        self._environ = dict(environ)
+        self.proxies = [FaultProxy() for _ in range(sum(counts.values()))]
+        self._local = local_servers(arguments, counts, environ, self._on_ready)
+        self.seen: set[int] = set()  # every process there ever was
+
+    @property
+    def workers(self) -> list[Server]:
+        return self._local.servers
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    async def __aenter__(self) -> ChaosFleet:
+        async with AsyncExitStack() as stack:
+            for proxy in self.proxies:
+                await stack.enter_async_context(proxy)
+            await stack.enter_async_context(self._local)
+            async with asyncio.timeout(START_S):
+                await self._local.ready()
+            known = [f"{self.proxies[server.index].url}={server.role}" for server in self.workers]
+            self.router = await stack.enter_async_context(RouterProcess(known, self._environ))
+            await self.all_ready(START_S)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.note_processes()
+        await self._stack.aclose()
+
+    def _on_ready(self, worker: Server) -> None:
+        self.proxies[worker.index].target = ("127.0.0.1", worker.port)
+        self.note_processes()
+
+    # -- how they fare ------------------------------------------------------------------
+
+    async def states(self) -> list[str]:
+        """The router's view, by server."""
+        told = msgspec.json.decode(await get(self.url, "/v1/workers"))
+        by_url = {worker["url"]: str(worker["state"]) for worker in told["workers"]}
+        return [by_url.get(proxy.url, "unknown") for proxy in self.proxies]
+
+    async def all_ready(self, timeout_s: float) -> None:
+        until_s, states = clock() + timeout_s, ["unknown"]
+        while set(states) != {"ready"}:
+            if clock() > until_s:
+                raise HeadgateError(f"not every server takes requests after {timeout_s:g} s: {', '.join(states)}")
+            if self.router.ended:
+                raise HeadgateError("the router has ended")
+            await asyncio.sleep(LOOK_EVERY_S)
+            with suppress(*NOBODY):
+                states = await self.states()
+
+    def processes(self) -> dict[str, int]:
+        """By name: those that are there now."""
+        found: dict[str, int] = {"router": self.router.pid} if hasattr(self, "router") else {}
+        for worker in self.workers:
+            if worker.pid is None:
+                continue
+            found[f"server {worker.index}"] = worker.pid
+            for engine in engines_of(worker.pid):
+                found[f"engine {worker.index}"] = engine
+        return found
+
+    def note_processes(self) -> None:
+        self.seen |= set(self.processes().values())
+
+    def left_over(self) -> list[int]:
+        """Processes of ours that have outlived the fleet."""
+        return [pid for pid in sorted(self.seen) if vitals(pid) is not None and _is_ours(pid)]
+
+
+def _is_ours(pid: int) -> bool:
+    """And no stranger that got the number since."""
+    with suppress(OSError):
+        return b"headgate" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+async def control(
+    url: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+) -> tuple[int, dict[str, Any]]:
+    """A call of an operator: its status, and what it says."""
+    data = msgspec.json.encode(body or {})
+    async with asyncio.timeout(timeout_s), call(Address.of(url), "POST", path, data) as answer:
+        return answer.status, msgspec.json.decode(await answer.body())

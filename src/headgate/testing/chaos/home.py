@@ -1,0 +1,168 @@
+"""Whether everything is home when nobody asks any more, and whether the processes are as large as they were.
+
+At rest, file descriptors, threads and tasks are compared with what they were at rest after the warm-up. Memory is compared
+under load: the median of the last fifth of the run with that of the first, of each process that has lived through both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from headgate.testing.chaos.client import clock
+from headgate.testing.chaos.fleet import NOBODY, ChaosFleet, metrics, vitals
+
+HOME_S = 90.0  # for the last lease to end and the last probe to come
+SAMPLE_EVERY_S = 2.0
+LOOKS, LOOK_EVERY_S = 5, 0.5
+WINDOW = 0.2  # of the run, for medians
+
+# How much more there may be at rest than there was: probes and our own looks come and go.
+MORE_FDS, MORE_THREADS, MORE_TASKS = 6, 3, 6
+MORE_MEMORY, MORE_MEMORY_MB = 0.10, 16.0
+
+SERVER_AT_REST = (
+    "num_requests_in_flight",
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_blocks_held",
+    "kv_leases",
+)
+ROUTER_AT_REST = ("requests_in_flight", "queue_length", "worker_in_flight", "worker_pending_tokens", "holding")
+NEVER = ("headgate:router_double_releases_total",)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at_s: float
+    process: str
+    pid: int
+    rss_mb: float
+    fds: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    fds: int
+    threads: int
+    tasks: int  # -1: a process without an event loop
+
+    def least(self, other: AtRest) -> AtRest:
+        return AtRest(min(self.fds, other.fds), min(self.threads, other.threads), min(self.tasks, other.tasks))
+
+
+class Watch:
+    """Looks at the processes every other second."""
+
+    def __init__(self, fleet: ChaosFleet, begun_s: float) -> None:
+        self._fleet, self._begun_s = fleet, begun_s
+        self.samples: list[Sample] = []
+
+    async def run(self) -> None:
+        while True:
+            self.look()
+            await asyncio.sleep(SAMPLE_EVERY_S)
+
+    def look(self) -> None:
+        self._fleet.note_processes()
+        at_s = round(clock() - self._begun_s, 2)
+        for name, pid in self._fleet.processes().items():
+            if (seen := vitals(pid)) is not None:
+                self.samples.append(Sample(at_s, name, pid, **asdict(seen)))
+
+
+def grown(samples: Sequence[Sample]) -> Iterator[tuple[str, float, float]]:
+    """Of each process that lived through both windows: its name, and its median memory in the first and the last."""
+    if not samples:
+        return
+    first_s, last_s = samples[0].at_s, samples[-1].at_s
+    window_s = (last_s - first_s) * WINDOW
+    for name, pid in dict.fromkeys((sample.process, sample.pid) for sample in samples):
+        mine = [sample for sample in samples if sample.pid == pid and sample.process == name]
+        early = [sample.rss_mb for sample in mine if sample.at_s <= first_s + window_s]
+        late = [sample.rss_mb for sample in mine if sample.at_s >= last_s - window_s]
+        if early and late:
+            yield name, round(median(early), 1), round(median(late), 1)
+
+
+def too_large(samples: Sequence[Sample]) -> list[str]:
+    return [
+        f"memory: {name} has grown from {early:.0f} to {late:.0f} MB"
+        for name, early, late in grown(samples)
+        if late > early * (1 + MORE_MEMORY) + MORE_MEMORY_MB
+    ]
+
+
+async def at_rest(fleet: ChaosFleet) -> dict[str, AtRest]:
+    """By process: what it has open while nobody asks anything, the least of several looks."""
+    for proxy in fleet.proxies:
+        proxy.reset()  # connections that are kept for later are no leak
+    found: dict[str, AtRest] = {}
+    for _ in range(LOOKS):
+        await asyncio.sleep(LOOK_EVERY_S)
+        tasks = await _tasks(fleet)
+        for name, pid in fleet.processes().items():
+            if (seen := vitals(pid)) is not None:
+                now = AtRest(seen.fds, seen.threads, tasks.get(name, -1))
+                found[name] = now if name not in found else found[name].least(now)
+    return found
+
+
+async def _tasks(fleet: ChaosFleet) -> dict[str, int]:
+    counts = {"router": int((await metrics(fleet.url))["headgate:router_tasks"])}
+    for worker in fleet.workers:
+        counts[f"server {worker.index}"] = int((await metrics(worker.url))["headgate:tasks"])
+    return counts
+
+
+def leaked(before: Mapping[str, AtRest], after: Mapping[str, AtRest]) -> list[str]:
+    limits = {"fds": MORE_FDS, "threads": MORE_THREADS, "tasks": MORE_TASKS}
+    return [
+        f"{what}: {name} has {getattr(after[name], what)} at rest, and had {getattr(before[name], what)}"
+        for name in before.keys() & after.keys()
+        for what, more in limits.items()
+        if getattr(after[name], what) > getattr(before[name], what) + more
+    ]
+
+
+async def away(fleet: ChaosFleet) -> list[str]:
+    """What is not home yet."""
+    found = [f"{name} is {value:g}" for name, value in _held(await metrics(fleet.url), "router_", ROUTER_AT_REST)]
+    for worker in fleet.workers:
+        page = await metrics(worker.url)
+        found += [f"server {worker.index}: {name} is {value:g}" for name, value in _held(page, "", SERVER_AT_REST)]
+    return found
+
+
+def _held(page: Mapping[str, float], prefix: str, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    wanted = {f"headgate:{prefix}{name}" for name in names} | set(NEVER)
+    for name, value in page.items():
+        if name.partition("{")[0] in wanted and value:
+            yield name, value
+
+
+async def come_home(fleet: ChaosFleet, timeout_s: float = HOME_S) -> list[str]:
+    """Wait until everything is; what is not by then."""
+    until_s, left = clock() + timeout_s, ["nobody has answered"]
+    while left and clock() < until_s:
+        try:
+            left = await away(fleet)
+        except NOBODY as error:
+            left = [f"{type(error).__name__}: {error}"]
+        if left:
+            await asyncio.sleep(0.5)
+    return left
+
+
+async def different_weights(fleet: ChaosFleet) -> list[str]:
+    """Servers whose weights are not those of the others."""
+    versions: dict[str, Any] = {}
+    for worker in fleet.workers:
+        page = await metrics(worker.url)
+        versions[f"server {worker.index}"] = {v for name, v in page.items() if "headgate:weight_version" in name}
+    flat = set().union(*versions.values()) if versions else set()
+    return [] if len(flat) <= 1 else [f"weights differ: {versions}"]

@@ -1,0 +1,71 @@
+"""What goes wrong and when: a function of the seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headgate.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    group: str  # servers: done to one of them, and never to the last that is well
+    share: float  # of all faults, relative to the others
+    lasts_s: tuple[float, float] = (0.0, 0.0)
+
+
+KINDS = {
+    "kill_server": Kind("servers", 1.0),
+    "kill_engine": Kind("servers", 1.0),
+    "stop_server": Kind("servers", 1.0, (0.5, 13.0)),
+    "stop_engine": Kind("servers", 1.0, (0.5, 13.0)),
+    "few_files": Kind("servers", 1.0, (1.0, 5.0)),
+    "stop_router": Kind("router", 0.7, (0.2, 2.0)),
+    "delay": Kind("network", 1.0, (1.0, 6.0)),
+    "stall": Kind("network", 1.0, (0.5, 13.0)),
+    "reset": Kind("network", 1.0),
+    "half": Kind("network", 1.0),
+    "partition": Kind("network", 1.0, (0.5, 13.0)),
+    "vanish": Kind("clients", 1.5),
+    "abort": Kind("clients", 1.5),
+    "pause_abort": Kind("operators", 0.7, (0.1, 1.5)),
+    "pause_drain": Kind("operators", 0.7, (0.1, 1.5)),
+    "pause_freeze": Kind("operators", 0.7, (0.1, 1.5)),
+    "update": Kind("operators", 1.0),
+    "roll": Kind("operators", 0.7),
+    "bad_update": Kind("operators", 0.7),
+}
+GROUPS = tuple(dict.fromkeys(kind.group for kind in KINDS.values()))
+HARMS_A_WORKER = frozenset(name for name, kind in KINDS.items() if kind.group in ("servers", "network"))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at_s: float
+    kind: str
+    which: float  # from 0 to 1: whom it meets
+    lasts_s: float
+
+
+def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[Fault]:
+    """One fault every `every_s` seconds."""
+    chance = random.Random(seed)
+    shares = [KINDS[kind].share for kind in kinds]
+    faults = []
+    for number in range(1, int(seconds / every_s) + 1):
+        (kind,) = chance.choices(kinds, shares)
+        shortest_s, longest_s = KINDS[kind].lasts_s
+        # Most are short; the longest outlast every patience there is in the router.
+        lasts_s = shortest_s + (longest_s - shortest_s) * chance.random() ** 2
+        faults.append(Fault(number * every_s, kind, chance.random(), lasts_s))
+    return faults
+
+
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
+    """Kinds of faults, by their own names or those of groups; all of them if none is named."""
+    for name in names:
+        if name not in KINDS and name not in GROUPS:
+            raise RequestError(f"there is no fault {name!r}; there are {', '.join((*GROUPS, *KINDS))}")
+    return tuple(kind for kind in KINDS if not names or kind in names or KINDS[kind].group in names)

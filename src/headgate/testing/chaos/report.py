@@ -1,0 +1,186 @@
+"""What came of a run: a table, JSON, and a picture of its course."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from headgate.bench.report import drawing
+from headgate.testing.chaos.home import AtRest, Sample, Watch, grown
+from headgate.testing.chaos.judge import Judge
+from headgate.testing.chaos.load import Ended, Load
+
+if TYPE_CHECKING:
+    from headgate.testing.chaos.deeds import Injector, Operators
+    from headgate.testing.chaos.run import Settings
+
+BIN_S = 2.0
+
+
+@dataclass
+class Report:
+    settings: Settings
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    controls: Counter[str] = field(default_factory=Counter)
+    slowest_control_s: float = 0.0
+    asked: int = 0
+    ended: list[Ended] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    at_rest: dict[str, tuple[AtRest, AtRest]] = field(default_factory=dict)
+    judged: dict[str, Any] = field(default_factory=dict)
+    router: dict[str, int] = field(default_factory=dict)
+    restarts: int = 0
+    kv_transfers: int = 0
+    failures: list[str] = field(default_factory=list)  # of clients, in words
+    deed_failures: list[str] = field(default_factory=list)
+    away: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
+    bugs: list[str] = field(default_factory=list)
+
+    def observe(self, load: Load, injector: Injector, operators: Operators, watch: Watch) -> None:
+        self.faults, self.events = injector.done, injector.events
+        self.controls, self.slowest_control_s = operators.answers, round(operators.slowest_s, 2)
+        self.asked, self.ended, self.samples = load.asked, load.ended, watch.samples
+
+    def take(self, judge: Judge) -> None:
+        self.judged, self.failures = dict(judge.summary()), judge.failures
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that should not be; nothing, if all is well."""
+        logged = [f"a bug was logged: {text}" for text in self.bugs]
+        return [*self.failures, *self.deed_failures, *self.away, *self.leaks, *self.left_over, *logged]
+
+    # -- words --------------------------------------------------------------------------
+
+    def table(self) -> str:
+        judged, settings = self.judged, self.settings
+        what = f"{settings.servers} servers, {settings.clients} clients, a fault every {settings.every_s:g} s"
+        lines = [
+            f"{what}, seed {settings.seed}, {self.seconds:g} s",
+            "",
+            _row("faults", f"{sum(self.faults.values())}: {_counts(self.faults)}"),
+            _row("requests", f"{self.asked}: {_counts(judged.get('ends', {}))} (those of the warm-up among them)"),
+            _row(
+                "tokens",
+                f"{judged.get('tokens', 0)} in {judged.get('answers_compared', 0)} answers that were compared",
+            ),
+            _row("mixed", f"{judged.get('answers_of_several_weights', 0)} answers under several sets of weights"),
+            _row("router", f"{_counts(self.router)}"),
+            _row("servers", f"{self.restarts} started again; KV of {self.kv_transfers} prompts moved between them"),
+            _row("control calls", f"{_counts(self.controls)}; slowest {self.slowest_control_s:g} s"),
+            _row("explained", _counts(judged.get("explained", {})) or "0"),
+            _row("unexplained", _counts(judged.get("unexplained", {})) or "0"),
+            _row("wrong answers", str(judged.get("wrong_answers", 0))),
+            _row("not home", "; ".join(self.away) or "nothing"),
+            _row("grown", "; ".join(self.leaks) or "nothing"),
+            _row("memory, MB", ", ".join(f"{name} {a:.0f} to {b:.0f}" for name, a, b in grown(self.samples)) or "-"),
+            _row("bugs logged", str(len(self.bugs))),
+        ]
+        lines += [f"  {problem}" for problem in self.problems]
+        lines += ["", f"FAILED: {len(self.problems)} problems" if self.problems else "all is well"]
+        return "\n".join(lines)
+
+    def as_json(self) -> bytes:
+        told = {
+            "settings": {name: getattr(self.settings, name) for name in ("servers", "clients", "every_s", "seed")},
+            "seconds": self.seconds,
+            "ok": not self.problems,
+            "problems": self.problems,
+            "faults": dict(self.faults),
+            "requests": self.asked,
+            **self.judged,
+            "router": self.router,
+            "servers_started_again": self.restarts,
+            "kv_transfers": self.kv_transfers,
+            "control_calls": dict(self.controls),
+            "slowest_control_s": self.slowest_control_s,
+            "latency_s": _latency(self.ended),
+            "memory_mb": {name: {"early": early, "late": late} for name, early, late in grown(self.samples)},
+            "at_rest": {
+                name: {"before": asdict(before), "after": asdict(after)}
+                for name, (before, after) in sorted(self.at_rest.items())
+            },
+            "events": self.events,
+        }
+        return msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n"
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "chaos.json").write_bytes(self.as_json())
+        self.draw(folder / "timeline.png")
+
+    # -- a picture ----------------------------------------------------------------------
+
+    def draw(self, path: Path) -> None:
+        """Above each other: answers per second by how they ended, how long they took, what was done, and memory."""
+        pyplot = drawing()
+        figure, axes = pyplot.subplots(
+            4, 1, figsize=(13, 11), sharex=True, layout="constrained", height_ratios=(2, 2, 3, 2)
+        )
+        self._draw_ends(axes[0])
+        _draw_latency(axes[1], self.ended)
+        self._draw_faults(axes[2])
+        self._draw_memory(axes[3])
+        axes[3].set_xlabel("seconds")
+        figure.suptitle(self.table().splitlines()[0], fontsize=10)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+
+    def _draw_ends(self, axis: Any) -> None:
+        edges = np.arange(0, max(self.seconds, BIN_S) + BIN_S, BIN_S)
+        bottom = np.zeros(len(edges) - 1)
+        for word in sorted({each.word for each in self.ended}):
+            counts = np.histogram([each.at_s for each in self.ended if each.word == word], edges)[0] / BIN_S
+            axis.bar(edges[:-1], counts, BIN_S, bottom=bottom, align="edge", label=word)
+            bottom += counts
+        axis.set_ylabel("answers/s")
+        axis.legend(loc="upper right", fontsize=8)
+
+    def _draw_faults(self, axis: Any) -> None:
+        kinds = sorted(self.faults)
+        for event in self.events:
+            row = kinds.index(event["kind"])
+            axis.barh(row, max(event["lasts_s"], 0.3), left=event["at_s"], height=0.6, color=f"C{row % 10}")
+        axis.set_yticks(range(len(kinds)), kinds, fontsize=7)
+        axis.invert_yaxis()
+
+    def _draw_memory(self, axis: Any) -> None:
+        for name in sorted({sample.process for sample in self.samples}):
+            mine = [sample for sample in self.samples if sample.process == name]
+            axis.plot([sample.at_s for sample in mine], [sample.rss_mb for sample in mine], label=name, lw=1)
+        axis.set_ylabel("memory, MB")
+        axis.set_ylim(bottom=0)
+        axis.legend(loc="upper right", fontsize=7, ncols=4)
+
+
+def _row(name: str, told: str) -> str:
+    return f"{name:<16}{told}"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+def _latency(ended: Sequence[Ended]) -> dict[str, float]:
+    whole = [each.took_s for each in ended if each.word == "whole"]
+    if not whole:
+        return {}
+    return {f"p{p}": round(float(np.percentile(whole, p)), 3) for p in (50, 90, 99)} | {"max": round(max(whole), 3)}
+
+
+def _draw_latency(axis: Any, ended: Sequence[Ended]) -> None:
+    whole = [each for each in ended if each.word == "whole"]
+    axis.scatter([each.at_s for each in whole], [each.took_s for each in whole], s=3, label="whole answer")
+    axis.set_yscale("log")
+    axis.set_ylabel("seconds")
+    axis.legend(loc="upper right", fontsize=8)

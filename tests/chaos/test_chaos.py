@@ -1,0 +1,86 @@
+"""A fleet of real processes, broken for a minute; and how a run ends that somebody stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.api.serving import clean_environment, command, wait_until
+
+RUN_S = 540.0
+
+
+def chaos(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command("chaos", *arguments), capture_output=True, text=True, timeout=RUN_S, env=clean_environment()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_S + 240)
+def test_36_41_53_a_minute_of_faults_costs_no_token_and_leaves_nothing_behind(tmp_path):
+    done = chaos("--minutes", 1, "--clients", 32, "--seed", 3, "--report", tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    told = json.loads((tmp_path / "chaos.json").read_text())
+    assert told["ok"] and told["wrong_answers"] == 0 and told["unexplained"] == {}
+    assert sum(told["faults"].values()) == 30 and told["ends"]["whole"] > 30
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_S + 240)
+def test_a_minute_of_aborts_pauses_and_updates_leaves_the_processes_as_large_as_they_were(tmp_path):
+    done = chaos("--minutes", 1, "--clients", 32, "--only", "clients,operators", "--report", tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    told = json.loads((tmp_path / "chaos.json").read_text())
+    assert told["servers_started_again"] == 0
+    assert (
+        set(told["memory_mb"]) == set(told["at_rest"]) and len(told["at_rest"]) == 7
+    )  # a router, 3 servers, 3 engines
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_S + 240)
+def test_a_run_that_is_interrupted_is_judged_by_what_there_was_and_leaves_no_process(tmp_path):
+    mark = str(tmp_path)
+    process = subprocess.Popen(
+        command("chaos", "--minutes", 60, "--clients", 8, "--servers", 2, "--report", tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment(CHAOS_TEST=mark),
+    )
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
+    reader.start()
+    try:
+        wait_until(lambda: len(_running_with(mark)) > 6, 200)  # the check sees something
+        wait_until(lambda: "fault:" in _read(tmp_path / "fleet.log"), 200)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(RUN_S) == 0, "".join(lines)[-4000:]
+    finally:
+        process.kill()
+        reader.join(10)
+        process.stdout.close()
+    assert "all is well" in lines[-1]
+    assert _running_with(mark) == []
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _running_with(mark: str) -> list[int]:
+    """Processes that have inherited it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,364 @@
+"""The parts of `headgate chaos`: what it breaks is broken, and what it checks is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvloop
+
+from headgate.errors import RequestError
+from headgate.testing.chaos.catalogue import catalogue
+from headgate.testing.chaos.client import Choice, Told
+from headgate.testing.chaos.fleet import vitals
+from headgate.testing.chaos.home import AtRest, Sample, grown, leaked, too_large
+from headgate.testing.chaos.judge import Judge, Pause
+from headgate.testing.chaos.load import Ended
+from headgate.testing.chaos.plan import KINDS, chosen, draw
+from headgate.testing.chaos.proxy import FaultProxy
+from headgate.testing.chaos.reference import Reference
+from headgate.testing.chaos.report import Report
+from headgate.testing.chaos.run import Bugs, Models, Settings
+
+PATIENCE_S = 20.0
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+def test_the_plan_is_a_function_of_its_seed():
+    assert draw(7, 100, 2) == draw(7, 100, 2) != draw(8, 100, 2)
+    assert [fault.at_s for fault in draw(7, 10, 2)] == [2, 4, 6, 8, 10]
+
+
+def test_a_long_plan_has_every_kind_within_its_bounds():
+    faults = draw(0, 10_000, 1)
+    assert {fault.kind for fault in faults} == set(KINDS)
+    for fault in faults:
+        shortest_s, longest_s = KINDS[fault.kind].lasts_s
+        assert shortest_s <= fault.lasts_s <= longest_s and 0 <= fault.which < 1
+
+
+def test_faults_are_chosen_by_name_or_group_and_others_are_refused():
+    assert chosen([]) == tuple(KINDS)
+    assert chosen(["clients", "reset"]) == ("reset", "vanish", "abort")
+    with pytest.raises(RequestError, match="there is no fault 'earthquake'; there are servers"):
+        chosen(["earthquake"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [({"clients": 0}, "--clients must be at least 1"), ({"servers": 1}, "--servers"), ({"every_s": 0.0}, "--every")],
+)
+def test_settings_that_make_no_sense_are_refused(wrong, sentence):
+    with pytest.raises(RequestError, match=sentence):
+        Settings(**wrong)
+
+
+# ----------------------------------------------------------------------------------------------------------- the proxy
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await work
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(bounded())
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def echo_behind_proxy() -> AsyncIterator[tuple[FaultProxy, Callable[[], Coroutine[Any, Any, Connection]]]]:
+    """A server that says everything back, and a way to it."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while piece := await reader.read(65536):
+                writer.write(piece)
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    opened: list[Connection] = []
+
+    async def connect() -> Connection:
+        opened.append(await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2])))
+        return opened[-1]
+
+    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server, FaultProxy() as proxy:
+        proxy.target = server.sockets[0].getsockname()[:2]
+        try:
+            yield proxy, connect
+        finally:
+            for _, writer in opened:
+                writer.close()
+
+
+async def says_back(connection: Connection, text: bytes) -> bool:
+    reader, writer = connection
+    writer.write(text)
+    return await reader.readexactly(len(text)) == text
+
+
+def test_bytes_pass_late_or_not_at_all_and_go_on_when_it_is_mended():
+    async def main() -> None:
+        async with echo_behind_proxy() as (proxy, connect):
+            connection = await connect()
+            assert await says_back(connection, b"in time")
+            proxy.delay_s = 0.05
+            begun_s = asyncio.get_running_loop().time()
+            assert await says_back(connection, b"late")
+            assert asyncio.get_running_loop().time() - begun_s >= 0.1  # there and back
+            proxy.delay_s = 0.0
+            proxy.stall()
+            heard = asyncio.ensure_future(says_back(connection, b"stalled"))
+            done, _ = await asyncio.wait({heard}, timeout=0.2)
+            assert not done
+            proxy.mend()
+            assert await heard
+
+    run(main())
+
+
+def test_a_reset_is_heard_by_both_sides_and_the_next_connection_is_well():
+    async def main() -> None:
+        async with echo_behind_proxy() as (proxy, connect):
+            connection = await connect()
+            assert await says_back(connection, b"well")
+            assert proxy.reset() == 1
+            with pytest.raises(ConnectionResetError):
+                await connection[0].readexactly(1)
+            assert await says_back(await connect(), b"well again")
+            assert len(proxy.links) == 1
+
+    run(main())
+
+
+def test_half_of_what_is_said_next_passes_and_then_it_ends():
+    async def main() -> None:
+        async with echo_behind_proxy() as (proxy, connect):
+            reader, writer = connection = await connect()
+            assert await says_back(connection, b"whole")
+            assert proxy.halve() == 1
+            writer.write(b"half of it")
+            assert await reader.read() == b"half "
+            assert await says_back(await connect(), b"whole again")
+
+    run(main())
+
+
+def test_nobody_connects_through_a_partition_and_what_it_held_is_gone_after_it():
+    async def main() -> None:
+        async with echo_behind_proxy() as (proxy, connect):
+            held = await connect()
+            assert await says_back(held, b"before")
+            proxy.partition()
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError, BrokenPipeError)):
+                await says_back(await connect(), b"during")
+            held[1].write(b"lost")
+            proxy.mend()
+            with pytest.raises(ConnectionResetError):
+                await held[0].readexactly(1)
+            assert await says_back(await connect(), b"after")
+
+    run(main())
+
+
+# ----------------------------------------------------------------------------------------------------------- the judge
+
+ITEM = catalogue(0)[0]
+
+
+def told(**more: Any) -> Told:
+    fields: dict[str, Any] = {"begun_s": 10.0, "ended_s": 11.0, "status": 200, "done": 1, "output_tokens": 3}
+    choice = Choice([1, 2, 3], [0, 0, 0], "abc", [("length", "max_tokens")])
+    return Told(**fields | {"choices": {0: choice}} | more)
+
+
+def cut(cause: str, tokens: int = 2) -> Told:
+    choice = Choice([1, 2, 3][:tokens], [0] * tokens, "abc"[:tokens], [("abort", cause)])
+    return told(choices={0: choice}, output_tokens=tokens)
+
+
+@pytest.fixture
+def judge() -> Judge:
+    reference = Reference("http://127.0.0.1:1", {})
+    reference.answers = {(ITEM.number, "a"): told(), (ITEM.number, "b"): told()}
+    return Judge(reference)
+
+
+def test_a_whole_answer_with_the_right_tokens_is_well(judge):
+    assert judge.ended("x", ITEM, told()) == "whole"
+    assert not judge.failures and judge.checked == 1 and judge.tokens == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Choice([1, 2, 4], [0, 0, 0], "abc", [("length", "max_tokens")]),
+        Choice([1, 2], [0, 0], "ab", [("length", "max_tokens")]),  # one is lost
+        Choice([1, 2, 2, 3], [0] * 4, "abbc", [("length", "max_tokens")]),  # one is told twice
+        Choice([1, 2, 3], [0, 0, 0], "abd", [("length", "max_tokens")]),
+        Choice([1, 2, 3], [0, 0, 0], "abc", [("stop", "eos")]),
+        Choice([1, 2, 3], [0, 0], "abc", [("length", "max_tokens")]),
+        Choice([1, 2, 3], [9, 9, 9], "abc", [("length", "max_tokens")]),  # weights that nobody has sent
+    ],
+)
+def test_any_other_answer_is_wrong(judge, wrong):
+    judge.ended("x", ITEM, told(choices={0: wrong}, output_tokens=len(wrong.tokens)))
+    assert judge.wrong == 1 and "wrong tokens" in judge.failures[0]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        told(done=2),
+        told(done=0),
+        told(choices={}),
+        told(output_tokens=2),
+        told(choices={0: Choice([1, 2, 3], [0] * 3, "abc", [("length", "max_tokens")] * 2)}),
+        told(choices={0: Choice([1, 2, 3], [0] * 3, "abc", [])}),
+    ],
+)
+def test_an_answer_has_one_end_all_its_choices_and_the_usage_that_was_told(judge, broken):
+    assert judge.ended("x", ITEM, broken) == "failed"
+    assert judge.unexplained == {"malformed": 1}
+
+
+def test_a_cut_answer_is_explained_by_the_abort_of_its_own_id_alone(judge):
+    judge.aborted.add("x")
+    assert judge.ended("x", ITEM, cut("api_abort")) == "cut"
+    assert judge.ended("y", ITEM, cut("api_abort")) == "failed"
+    assert judge.unexplained == {"cut by api_abort": 1}
+
+
+@pytest.mark.parametrize(
+    ("pause", "word"),
+    [
+        (Pause("abort", True, 10.5, 12.0), "cut"),
+        (Pause("drain", True, 9.0, 10.1), "cut"),
+        (Pause("freeze", True, 10.5, 12.0), "failed"),
+        (Pause("abort", True, 11.5, 12.0), "failed"),  # later
+        (Pause("abort", True, 1.0, 9.0), "failed"),  # long over
+    ],
+)
+def test_a_cut_answer_is_explained_by_a_pause_that_it_has_met(judge, pause, word):
+    judge.pauses.append(pause)
+    assert judge.ended("x", ITEM, cut("pause")) == word
+
+
+def test_the_part_of_a_cut_answer_must_be_right_too(judge):
+    judge.aborted.add("x")
+    judge.ended("x", ITEM, told(choices={0: Choice([1, 3], [0, 0], "ac", [("abort", "api_abort")])}, output_tokens=2))
+    assert judge.wrong == 1
+
+
+def test_a_refusal_is_explained_while_a_pause_refuses_and_no_other_error_ever_is(judge):
+    refused = {"status": 503, "problem": "503 paused", "choices": {}}
+    assert judge.ended("x", ITEM, told(**refused)) == "failed"
+    judge.pauses.append(Pause("freeze", False, 10.5))
+    assert judge.ended("x", ITEM, told(**refused)) == "failed"
+    judge.pauses.append(Pause("freeze", True, 10.5))
+    assert judge.ended("x", ITEM, told(**refused)) == "refused"
+    assert judge.ended("x", ITEM, told(**refused | {"status": 200, "problem": "error paused"})) == "refused"
+    assert judge.ended("x", ITEM, told(problem="error paused")) == "failed"  # it had been told tokens
+    for problem in ("hung", "stream cut", "502 worker_lost", "ConnectionResetError", "503 no_worker"):
+        judge.pauses[:] = [Pause("freeze", True, 10.5)]
+        assert judge.ended("x", ITEM, told(problem=problem)) == "failed"
+
+
+def test_an_answer_of_several_weights_is_kept_to_be_looked_at_part_by_part(judge):
+    judge.weights[1] = "b"
+    mixed = Choice([1, 2, 3], [0, 1, 1], "abc", [("length", "max_tokens")])
+    assert judge.ended("x", ITEM, told(choices={0: mixed})) == "whole"
+    (spliced,) = judge.spliced
+    assert spliced.parts() == [(0, 1, "a"), (1, 3, "b")]
+
+
+# ------------------------------------------------------------------------------------------------ processes and reports
+
+
+def sample(at_s: float, rss_mb: float, pid: int = 1) -> Sample:
+    return Sample(at_s, "router", pid, rss_mb, 10, 2)
+
+
+def test_memory_that_grows_is_noticed_and_a_process_that_was_started_again_is_not_compared():
+    flat = [sample(t, 100) for t in range(100)]
+    assert list(grown(flat)) == [("router", 100, 100)] and not too_large(flat)
+    assert too_large([sample(t, 100 + t) for t in range(100)])
+    assert not list(grown([sample(t, 100 + t, pid=t // 50) for t in range(100)]))
+
+
+def test_descriptors_threads_and_tasks_that_stay_are_noticed():
+    before = {"router": AtRest(20, 4, 10)}
+    assert leaked(before, before) == []
+    found = leaked(before, {"router": AtRest(40, 10, 30)})
+    assert [sentence.partition(":")[0] for sentence in found] == ["fds", "threads", "tasks"]
+
+
+def test_what_the_system_says_of_a_process():
+    mine = vitals(os.getpid())
+    assert mine is not None and mine.rss_mb > 1 and mine.fds >= 3 and mine.threads >= 1
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(PATIENCE_S)
+    assert vitals(ended.pid) is None
+
+
+def test_a_traceback_in_a_log_is_a_bug():
+    bugs = Bugs()
+    for message in ("all is well", "worker 0, api: oops\nTraceback (most recent call last):\n  ..."):
+        bugs.emit(logging.LogRecord("x", logging.ERROR, "", 0, message, None, None))
+    assert len(bugs.found) == 1
+
+
+def test_the_file_that_a_full_disk_has_cut_is_shorter_than_it_says(tmp_path):
+    models = Models.write(tmp_path)
+    whole, half = ((folder / "model.safetensors").stat().st_size for folder in (models.folders["b"], models.cut))
+    assert half == whole // 2
+    assert (models.folders["a"] / "model.safetensors").read_bytes() != (
+        models.folders["b"] / "model.safetensors"
+    ).read_bytes()
+
+
+def report() -> Report:
+    events = [{"at_s": 2.0, "kind": "reset", "lasts_s": 0.0, "server": 1}]
+    return Report(
+        Settings(),
+        seconds=10.0,
+        faults=Counter(reset=1),
+        events=events,
+        asked=2,
+        ended=[Ended(1.0, 0.5, 0.1, "whole", 3), Ended(2.0, 0.5, None, "cut", 1)],
+        samples=[sample(0, 100), sample(10, 101)],
+        at_rest={"router": (AtRest(1, 2, 3), AtRest(1, 2, 3))},
+        judged={"ends": {"whole": 1, "cut": 1}, "wrong_answers": 0, "unexplained": {}},
+    )
+
+
+def test_a_report_is_a_table_json_and_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    told = report()
+    assert told.table().endswith("all is well") and "1 reset" in told.table()
+    told.save(tmp_path)
+    saved = json.loads((tmp_path / "chaos.json").read_text())
+    assert saved["ok"] and saved["faults"] == {"reset": 1} and saved["latency_s"]["p50"] == 0.5
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("where", ["failures", "deed_failures", "away", "leaks", "left_over", "bugs"])
+def test_whatever_was_found_makes_a_report_fail(where):
+    told = report()
+    getattr(told, where).append("something is wrong")
+    assert told.problems and "FAILED: 1 problems" in told.table() and "something is wrong" in told.table()
