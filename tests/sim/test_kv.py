@@ -53,7 +53,7 @@ def test_wrong_kv_shows_as_a_wrong_token(carry_out, monkeypatch):
     whole = Blocks.store
     monkeypatch.setattr(Blocks, "store", store)
     report, _ = carry_out([long_ask("a")], **SPLIT)
-    assert any("token 0 is" in failure for failure in report.failures)
+    assert any(" is no " in failure or " and not " in failure for failure in report.failures), report.failures
 
 
 def test_24_what_one_router_has_paused_another_may_resume(carry_out):

@@ -42,12 +42,10 @@ def test_the_table_tells_of_every_planted_bug_and_of_no_other():
     assert {*NAMED} <= {*rows()} and {*EQUIVALENT} <= {*rows()}
 
 
-def test_every_planted_bug_that_was_tried_was_noticed_by_a_seed_or_by_a_test_that_there_is():
+def test_every_planted_bug_was_noticed_by_a_seed_or_by_a_test_that_there_is():
     tests = {mutant.rule: mutant.test for mutant in MUTANTS}
-    assert sum(said != UNTRIED for said in rows().values()) >= 30
+    assert UNTRIED not in rows().values()
     for rule, said in rows().items():
-        if said == UNTRIED:
-            continue
         if rule in EQUIVALENT:
             assert said.startswith("equivalent: ")
         elif tests[rule]:
