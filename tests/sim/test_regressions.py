@@ -6,6 +6,7 @@ import pytest
 
 from headgate.testing.sim.caller import Manners
 from headgate.testing.sim.kv import KvSettings
+from headgate.testing.sim.world import simulate
 from tests.sim.plans import HASTY, ask, deed
 
 
@@ -76,3 +77,18 @@ def test_5_an_answer_that_waits_for_another_worker_is_aborted_as_any_other(carry
     report, _ = carry_out([cut], away, deed(2.0, "shutdown", lasts_s=4.0), abort, **HASTY)
     assert not report.failures
     assert report.ends == {"api_abort": 1}
+
+
+def test_49_a_retry_goes_to_whoever_is_making_the_answer(carry_out):
+    """The worker of a key was remembered when it had answered, so a retry of a client that left was made twice."""
+    first = ask("first", headers={"idempotency-key": "k"})
+    first.retries = True
+    first.manners = Manners(patience_s=0.3)
+    report, _ = carry_out([first], deed(0.8, "abort_all"))
+    assert not report.failures
+    assert report.counts["asked again"] == 1
+
+
+def test_5_an_abort_tells_what_the_client_was_told_and_not_what_a_lost_worker_made():
+    """A worker that was cut off for a while said later how far it had come on its own."""
+    assert not simulate(631).failures

@@ -246,10 +246,10 @@ class Merged:
         return result
 
     def _judge(self, result: RouterAbortResult, name: str, target: Target | None, ended_here: bool) -> None:
-        if name in self.aborted:
-            result.aborted.append(Aborted(name, self.aborted[name]))
-        elif target is not None and target.exchange.cut:
+        if target is not None and target.exchange.cut:  # its worker may have made more, which nobody was told
             result.aborted.append(Aborted(name, target.exchange.journal.tokens))
+        elif name in self.aborted:
+            result.aborted.append(Aborted(name, self.aborted[name]))
         elif name in self.errors:
             result.errors.append(self.errors[name])
         elif name in self.finished:

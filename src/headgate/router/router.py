@@ -271,6 +271,7 @@ class Router:
         visits = [] if path is None else [self.index.insert(path, worker)]
         if path is not None and prefill is not None:
             visits.append(self.index.insert(path, prefill))
+        self._note_key(exchange, worker)
         self.counters.chosen[reason] += 1
         found = match.found.get(worker)
         return Placement(self.fleet, worker, _missing(ask, found), reason, found, visits, prefill)
@@ -299,12 +300,20 @@ class Router:
         return workers
 
     def _keyed_worker(self, exchange: Exchange, workers: tuple[Worker, ...]) -> Worker | None:
-        """Who has the answer of an Idempotency-Key; from now on, that is whoever gets this request."""
+        """Who has the answer of an Idempotency-Key, or makes it."""
         key = exchange.request.header(b"idempotency-key")
         if key is None:
             return None
         worker = self._keyed.get(key)
         return worker if worker in workers else None
+
+    def _note_key(self, exchange: Exchange, worker: Worker) -> None:
+        """Now, not when it has answered: a client that leaves may ask again while its answer is being made."""
+        key = exchange.request.header(b"idempotency-key")
+        if key is not None:
+            self._keyed[key] = worker
+            if len(self._keyed) > KEPT_KEYS:
+                self._keyed.popitem(last=False)
 
     def _prefiller(self, worker: Worker, ask: Ask, match: Match, course: Course | None) -> Worker | None:
         """Somebody else for the prompt, unless it is short or `worker` has most of it."""
@@ -332,11 +341,6 @@ class Router:
 
     def attempt_ended(self, exchange: Exchange, placement: Placement, outcome: Outcome) -> None:
         worker = placement.worker
-        key = exchange.request.header(b"idempotency-key")
-        if key is not None:
-            self._keyed[key] = worker
-            if len(self._keyed) > KEPT_KEYS:
-                self._keyed.popitem(last=False)
         self.counters.attempt(worker, outcome)
         if isinstance(outcome, Lost):
             placement.undo()

@@ -404,10 +404,15 @@ class World:
         self.processes.update_breaks = 0.0
         for host in (*self.routers, *self.servers):
             host.host.go_on()
-            self.restart(host)
-        await self._until(lambda: self._listen(self.hosts.values()), UP_S, "everybody is up again")
+        await self._until(self._started, UP_S, "everybody is up again")
         if self.plan.deeds:
             await self.operator.spawn(self._resume_all())
+
+    def _started(self) -> bool:
+        """Whether everybody listens; who has ended, perhaps because its engine was killed before it ran, is started."""
+        for host in (*self.routers, *self.servers):
+            self.restart(host)
+        return self._listen(self.hosts.values())
 
     async def _resume_all(self) -> None:
         """Through each router: none of them knows what was asked of the other."""
