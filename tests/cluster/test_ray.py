@@ -24,8 +24,6 @@ from tests.api.test_cli import the_sentence
 from tests.cluster.machines import LOOPBACK, Machines, below, gone, machines, parent, servers_in, up
 from tests.router.test_kill import Asking, differences, requests
 
-pytest.importorskip("ray", reason="Ray is not here; make test-ray has it")
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(580),

@@ -356,6 +356,18 @@ def test_35_an_answer_is_rescheduled_so_many_times_and_the_worker_that_had_no_ro
     run(main())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_36_an_answer_that_one_worker_ended_and_another_lost_goes_back_to_the_one_that_lost_it(stream: bool):
+    async def main() -> None:
+        script = first(Fault("status", status=500), Fault("veiled", at=0))
+        async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
+            body = BODY | {"stream": stream}
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert sorted((len(one.asked), len(two.asked))) == [1, 2]
+
+    run(main())
+
+
 def test_45_the_worker_that_failed_is_left_out_of_the_next_attempt():
     async def main() -> None:
         async with Mock(lambda _: Fault("close")) as bad, Mock() as good, routing(bad, good) as (_, url):

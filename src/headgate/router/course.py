@@ -25,6 +25,7 @@ class Course:
         self._exchange = exchange
         self._config = exchange.router.config
         self.excluded: set[Worker] = set()
+        self.unwilling: set[Worker] = set()  # of those, who ended it for reasons of their own
         self.fruitless = 0  # attempts in a row that brought no token
         self.last: tuple[Worker, Outcome] | None = None
         self.left_behind: Worker | None = None  # who still has an earlier attempt, and therefore refuses this one
@@ -58,6 +59,7 @@ class Course:
         if tokens > self._tokens:
             self.fruitless, self._tokens = 0, tokens
             self.excluded.clear()
+            self.unwilling.clear()
         self.fruitless += 1
         refused = isinstance(outcome, Answered) and outcome.status == 409
         self.left_behind = worker if refused and worker in self._tried else None
@@ -66,6 +68,8 @@ class Course:
         self._reschedules += rescheduled
         if not rescheduled or self._config.preempt_retry_exclude_decode:
             self.excluded.add(worker)
+        if isinstance(outcome, Veiled) and not rescheduled:
+            self.unwilling.add(worker)
 
     @property
     def rescheduled(self) -> bool:

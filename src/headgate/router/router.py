@@ -283,6 +283,8 @@ class Router:
             workers = self._able("any", model, course.excluded, going_on)  # rather than back to who has failed
         if not workers and course.may_return:
             workers = self._able(half, model, (), going_on)
+        if not workers and course.unwilling:
+            workers = self._able(half, model, course.unwilling, going_on)  # who failed may be well again
         return workers
 
     def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:

@@ -1,0 +1,6 @@
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+# Ray has an environment of its own: `make test-ray`.
+collect_ignore = [] if find_spec("ray") else ["test_ray.py"]
