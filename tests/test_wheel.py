@@ -42,7 +42,6 @@ def run(command: list[object], **options: object) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_wheel_has_every_source_and_its_version(wheel):
     assert wheel.name.startswith(f"headgate-{__version__}-")
     held = set(zipfile.ZipFile(wheel).namelist())
@@ -52,7 +51,6 @@ def test_the_wheel_has_every_source_and_its_version(wheel):
     assert wanted - held == set()
 
 
-@pytest.mark.slow
 def test_its_command_runs_where_only_it_is_installed(wheel, tmp_path):
     environment = tmp_path / "env"
     venv.create(environment, with_pip=True)

@@ -92,3 +92,8 @@ def test_49_a_retry_goes_to_whoever_is_making_the_answer(carry_out):
 def test_5_an_abort_tells_what_the_client_was_told_and_not_what_a_lost_worker_made():
     """A worker that was cut off for a while said later how far it had come on its own."""
     assert not simulate(631).failures
+
+
+def test_36_an_answer_may_go_back_to_a_worker_that_was_paused_when_it_left():
+    """Its last two workers were updated one after the other; the first was well again, and was not asked."""
+    assert not simulate(1371).failures

@@ -25,7 +25,7 @@ class Course:
         self._exchange = exchange
         self._config = exchange.router.config
         self.excluded: set[Worker] = set()
-        self.unwilling: set[Worker] = set()  # of those, who ended it for reasons of their own
+        self._unwilling: dict[Worker, int] = {}  # who ended it for reasons of its own, and in which of its states
         self.fruitless = 0  # attempts in a row that brought no token
         self.last: tuple[Worker, Outcome] | None = None
         self.left_behind: Worker | None = None  # who still has an earlier attempt, and therefore refuses this one
@@ -59,7 +59,7 @@ class Course:
         if tokens > self._tokens:
             self.fruitless, self._tokens = 0, tokens
             self.excluded.clear()
-            self.unwilling.clear()
+            self._unwilling.clear()
         self.fruitless += 1
         refused = isinstance(outcome, Answered) and outcome.status == 409
         self.left_behind = worker if refused and worker in self._tried else None
@@ -69,12 +69,21 @@ class Course:
         if not rescheduled or self._config.preempt_retry_exclude_decode:
             self.excluded.add(worker)
         if isinstance(outcome, Veiled) and not rescheduled:
-            self.unwilling.add(worker)
+            self._unwilling[worker] = worker.changes
 
     @property
     def rescheduled(self) -> bool:
         """Whether the last worker had no room for it."""
         return self.last is not None and isinstance(self.last[1], Veiled) and self.last[1].rescheduled
+
+    @property
+    def unwilling(self) -> set[Worker]:
+        """Who ended it for reasons of its own, and has not been in another state since."""
+        return {worker for worker, changes in self._unwilling.items() if worker.changes == changes}
+
+    @property
+    def was_cut(self) -> bool:
+        return self.last is not None and isinstance(self.last[1], Veiled)
 
     @property
     def may_return(self) -> bool:

@@ -189,6 +189,7 @@ class Fleet:
             return
         log.info("%s: %s -> %s", worker.name, worker.state, state)
         before, worker.state = worker.state, state
+        worker.changes += 1
         self.set_floor()
         self._changed()
         if state == "down" and before != "down" and self.on_lost is not None:

@@ -242,9 +242,8 @@ class Router:
         """A worker may come up; one that is paused says so, and the client should hear it."""
         if course.last is not None and not course.may_return:
             # An answer that its worker broke off is worth more than that: somebody else may be back in a moment.
-            cut = isinstance(course.last[1], Veiled)
             others = (worker for worker in self.fleet if worker not in course.excluded)
-            return cut and any(worker.state in ("starting", "down") for worker in others)
+            return course.was_cut and any(worker.state in ("starting", "down") for worker in others)
         if self.fleet.rolling:
             return True
         return any(worker.state in ("starting", "down", "outdated", "ready") for worker in self.fleet)
@@ -283,8 +282,10 @@ class Router:
             workers = self._able("any", model, course.excluded, going_on)  # rather than back to who has failed
         if not workers and course.may_return:
             workers = self._able(half, model, (), going_on)
-        if not workers and course.unwilling:
-            workers = self._able(half, model, course.unwilling, going_on)  # who failed may be well again
+        if not workers and course.was_cut:
+            workers = self._able(
+                half, model, course.unwilling, going_on
+            )  # who failed, or was paused, may be well again
         return workers
 
     def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:

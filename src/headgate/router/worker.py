@@ -16,6 +16,7 @@ class Worker:
 
     __slots__ = (
         "cached_tokens",
+        "changes",
         "errors",
         "expected_tokens",
         "failures",
@@ -55,6 +56,7 @@ class Worker:
         self.kind: Kind = "unknown"
         self.models: frozenset[str] = frozenset()  # empty: not known
         self.state: WorkerState = "starting"
+        self.changes = 0  # of its state
         self.key: str | None = None  # what it wants to see, if not what all do
         self.listed = False  # in the file of workers
         self.managed = False  # registered by itself, and gone when its heartbeats stop
