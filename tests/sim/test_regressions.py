@@ -97,3 +97,19 @@ def test_5_an_abort_tells_what_the_client_was_told_and_not_what_a_lost_worker_ma
 def test_36_an_answer_may_go_back_to_a_worker_that_was_paused_when_it_left():
     """Its last two workers were updated one after the other; the first was well again, and was not asked."""
     assert not simulate(1371).failures
+
+
+@pytest.mark.parametrize("seed", [1972, 3659])
+def test_34_an_answer_that_its_stop_string_ended_in_the_moment_it_was_to_move_is_told_as_it_is(seed):
+    """The worker had no room for it, and told all ids again, with those after the stop string, or no text at all."""
+    assert not simulate(seed).failures
+
+
+def test_5_an_abort_of_an_answer_whose_worker_shuts_down_is_told_as_an_abort():
+    """One that was to move elsewhere kept the reason for that."""
+    assert not simulate(2710).failures
+
+
+def test_5_what_a_deadline_ended_is_not_said_to_be_aborted():
+    """The engine stood still for eight seconds; when it went on, the deadline came before the abort."""
+    assert not simulate(3288).failures

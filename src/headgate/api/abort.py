@@ -210,7 +210,7 @@ def _result(found: Found, held: set[Target]) -> AbortResult:
             )
         elif target.record.open and outcome is None:
             result.errors.append(Trouble(target.name, "not_told", "it has ended, and its client has not read that"))
-        elif outcome is not None and outcome.finish_reason == "abort":
+        elif outcome is not None and outcome.finish_reason == "abort" and outcome.cause != "deadline":
             result.aborted.append(Aborted(target.name, outcome.output_tokens))
         elif outcome is not None and outcome.finish_reason == "error":
             result.errors.append(Trouble(target.name, outcome.cause, "it ended with an error of its own"))

@@ -141,7 +141,7 @@ class Speech:
         if self._owed:
             piece.text = self._take_owed() + piece.text
         if ended is not None:
-            if ended.finish_reason == "pd_reschedule":
+            if ended.finish_reason == "pd_reschedule" and not self.stopped:
                 piece.said = self._said
             else:
                 piece.text += self.rest()

@@ -18,7 +18,9 @@ from headgate.router.journal import Journal
 Usage = dict[str, int]
 
 CAUSE = "api_abort"
-WORKERS_END = re.compile(rb'("finish_reason":"(?:abort|length)","cause":")(?:shutdown|pause|engine_lost|preempted)"')
+WORKERS_END = re.compile(
+    rb'"finish_reason":"(?:abort|length|pd_reschedule)","cause":"(?:shutdown|pause|engine_lost|preempted)"'
+)
 encode = msgspec.json.Encoder().encode
 
 
@@ -49,7 +51,7 @@ def last_words(
 
 def as_aborted(ending: bytes) -> bytes:
     """What a worker told when it ended an answer for reasons of its own, as the end that was asked for since."""
-    return WORKERS_END.sub(rb"\1" + CAUSE.encode() + b'"', ending)
+    return WORKERS_END.sub(b'"finish_reason":"abort","cause":"%b"' % CAUSE.encode(), ending)
 
 
 def usage_told(journal: Journal) -> Usage:

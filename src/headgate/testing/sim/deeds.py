@@ -50,6 +50,7 @@ class Deeds:
             ask.disturbed |= ask.to == deed.who
         router.host.kill()
         world.floors.pop(deed.who, None)
+        world.resumes += 1  # of a pause it will know nothing
         await asyncio.sleep(min(deed.lasts_s, 1.0))
         world.restart(router)
         world.agreed &= not world.version  # a new router does not know what the last one was told
@@ -292,14 +293,14 @@ class Deeds:
         await world.control(via, "POST", "/v1/pause", {"mode": mode, "timeout": 5})
         body = world.new_weights()
         reply = await world.control(via, "POST", "/v1/update_weights", body)
-        world.updated(via, body["version"], done=reply.status == 200)
+        world.updated(via, body["version"], reply)
         await world.control(via, "POST", "/v1/resume")
 
     async def roll(self, deed: Deed) -> None:
         world = self._world
         body = world.new_weights() | {"strategy": "rolling", "drain_timeout": 2}
         reply = await world.control(deed.via, "POST", "/v1/update_weights", body)
-        world.updated(deed.via, body["version"], done=reply.status == 200)
+        world.updated(deed.via, body["version"], reply)
 
     async def flush(self, deed: Deed) -> None:
         await self._world.control(deed.via, "POST", "/v1/flush_cache")

@@ -272,6 +272,7 @@ class World:
         if ask.retries and ask.reply.broken:
             await asyncio.sleep(0.2)
             self.report.counts["asked again"] += 1
+            ask.floor = self._floor(ask.to)
             ask.reply = await call(address, "POST", ask.path, ask.body, ask.headers)
             self.note(host, f"asked again and got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
 
@@ -370,12 +371,13 @@ class World:
     def _weights(self, version: int) -> Path:
         return self._folder / f"weights-{version}.safetensors"
 
-    def updated(self, via: str, version: int, *, done: bool) -> None:
-        self.agreed = done
-        if done:
+    def updated(self, via: str, version: int, reply: Reply) -> None:
+        self.agreed = reply.status == 200
+        if self.agreed:
             self.floors[via] = max(version, self.floors.get(via, 0))
+            had = reply.json()["result"]["workers"]  # others may not have been of the fleet just then
             for server in self.servers:
-                if server.alive:
+                if server.alive and server.url in had:
                     self._held[server.name] = server.host, version
 
     def _floor(self, to: str) -> int:
