@@ -133,7 +133,7 @@ def test_32_what_is_withdrawn_is_told_at_once(kind):
         until(lambda: same(p, SOME[:3], d, OURS[:3]))
         began_s = time.monotonic()
         p.transport.withdraw(1)
-        assert not d.fetched(1) and time.monotonic() - began_s < 2
+        assert not d.fetched(1) and time.monotonic() - began_s < 6
         assert d.failures() == {"withdrawn": 1}
 
 
@@ -245,7 +245,7 @@ def test_37_a_line_that_goes_dead_is_noticed_in_time():
         p.offer(1, SOME)
         began_s = time.monotonic()
         d.fetch(1, p.ticket(1, address), OURS)
-        assert not d.fetched(1) and 0.4 < time.monotonic() - began_s < 5
+        assert not d.fetched(1) and 0.4 < time.monotonic() - began_s < 12
         assert d.failures() == {"timeout": 1}
         silence.set()
 
