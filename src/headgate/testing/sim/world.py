@@ -273,6 +273,8 @@ class World:
             await asyncio.sleep(0.2)
             self.report.counts["asked again"] += 1
             ask.floor = self._floor(ask.to)
+            for names in self.asked_to_end.values():
+                names.discard(ask.name)  # this one is another
             ask.reply = await call(address, "POST", ask.path, ask.body, ask.headers)
             self.note(host, f"asked again and got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
 
