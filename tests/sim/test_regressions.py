@@ -113,3 +113,8 @@ def test_5_an_abort_of_an_answer_whose_worker_shuts_down_is_told_as_an_abort():
 def test_5_what_a_deadline_ended_is_not_said_to_be_aborted():
     """The engine stood still for eight seconds; when it went on, the deadline came before the abort."""
     assert not simulate(3288).failures
+
+
+def test_44_a_probe_that_was_asked_before_an_update_does_not_make_its_worker_an_old_one():
+    """Its answer came after the update's, and the only worker was paused and updated once more, under its requests."""
+    assert not simulate(7457).failures

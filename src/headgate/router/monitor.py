@@ -96,7 +96,11 @@ class Monitor:
             self._fleet.set_kind(worker, kind, models)
             log.info("%s is a worker of kind %s with %s", worker.name, kind, ", ".join(models) or "no model named")
         if worker.kind == "headgate":
-            return self._read(worker, await self._get(worker, "/v1/loads"))
+            generation = worker.generation
+            told = await self._get(worker, "/v1/loads")
+            if worker.generation != generation:  # asked before its weights changed, it may have told of the old ones
+                told = await self._get(worker, "/v1/loads")
+            return self._read(worker, told)
         await self._get(worker, "/health" if worker.kind in ("vllm", "sglang") else "/v1/models", parse=False)
         return "ready"
 
