@@ -121,3 +121,32 @@ def metric_values(page: str) -> dict[str, float]:
     """Samples by name and labels, as they are written."""
     lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
+
+
+@contextmanager
+def up(*arguments: object, hurry: bool = False, **environment: str) -> Iterator[Served]:
+    """`headgate up` that is ready, and has ended when this has; in a `hurry`, without draining."""
+    process = subprocess.Popen(
+        command("up", *arguments, "--port", 0, "--log-format", "json"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(**environment),
+    )
+    fleet, is_ready = Served(process), threading.Event()
+    reader = threading.Thread(target=_read_log, args=(fleet, is_ready), daemon=True)
+    reader.start()
+    try:
+        assert is_ready.wait(START_S) and fleet.url, f"the fleet did not become ready: {fleet.log}"
+        yield fleet
+    finally:
+        for _ in range(2 if hurry else 1):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+        reader.join(10)
+        assert process.stderr is not None
+        process.stderr.close()

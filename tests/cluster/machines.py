@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.api.serving import Served, _read_log, clean_environment, command, wait_until
+from tests.api.serving import wait_until
 from tests.router.test_up import is_running
 
 # Ray takes 127.0.0.1 for a name of the machine's outward address, and this for what it is.
@@ -67,34 +65,6 @@ def machines(nodes: int, cpus: int) -> Iterator[Machines]:
         yield made
     finally:
         made.close()
-
-
-@contextmanager
-def up(*arguments: object, **environment: str) -> Iterator[Served]:
-    """`headgate up` that is ready, and has ended when this has."""
-    process = subprocess.Popen(
-        command("up", *arguments, "--port", 0, "--log-format", "json"),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(**environment),
-    )
-    fleet, is_ready = Served(process), threading.Event()
-    reader = threading.Thread(target=_read_log, args=(fleet, is_ready), daemon=True)
-    reader.start()
-    try:
-        assert is_ready.wait(START_S) and fleet.url, f"the fleet did not become ready: {fleet.log}"
-        yield fleet
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(90)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
-        reader.join(10)
-        assert process.stderr is not None
-        process.stderr.close()
 
 
 def parent(pid: int) -> int:

@@ -10,8 +10,8 @@ import pytest
 
 from headgate.client import AsyncFleet
 from headgate.testing.tiny import tiny_model
-from tests.api.serving import Served, wait_until
-from tests.cluster.machines import below, gone, up
+from tests.api.serving import Served, up, wait_until
+from tests.cluster.machines import below, gone
 from tests.router.test_kill import Asking, differences, requests
 from tests.router.test_up import is_running
 

@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from headgate.testing.tiny import tiny_model
-from tests.api.serving import Served, clean_environment, command, metric_values, wait_until
+from tests.api.serving import Served, clean_environment, command, metric_values, up, wait_until
 from tests.api.test_cli import the_sentence
-from tests.cluster.machines import LOOPBACK, Machines, below, gone, machines, parent, servers_in, up
+from tests.cluster.machines import LOOPBACK, Machines, below, gone, machines, parent, servers_in
 from tests.router.test_kill import Asking, differences, requests
 
 pytestmark = [

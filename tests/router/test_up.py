@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,8 @@ import httpx
 import pytest
 
 from headgate.testing.tiny import tiny_model
-from tests.api.serving import START_S, Served, _read_log, clean_environment, command, wait_until
+from tests.api import serving
+from tests.api.serving import Served, wait_until
 from tests.api.test_cli import run, the_sentence
 
 SMALL = ("--kv-blocks", 64, "--max-context", 512)
@@ -27,27 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("up") / "tiny")
 
 
-@contextmanager
-def up(*arguments: object, **environment: str) -> Iterator[Served]:
-    process = subprocess.Popen(
-        command("up", *SMALL, *arguments, "--port", 0, "--log-format", "json"),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(**environment),
-    )
-    fleet, is_ready = Served(process), threading.Event()
-    reader = threading.Thread(target=_read_log, args=(fleet, is_ready), daemon=True)
-    reader.start()
-    try:
-        assert is_ready.wait(START_S) and fleet.url, f"the fleet did not become ready: {fleet.log}"
-        yield fleet
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-        reader.join(10)
-        process.stderr.close()
+def up(*arguments: object, **environment: str) -> AbstractContextManager[Served]:
+    return serving.up(*SMALL, *arguments, hurry=True, **environment)
 
 
 def workers(http: httpx.Client) -> list[dict[str, Any]]:

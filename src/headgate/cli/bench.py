@@ -139,6 +139,14 @@ def bench_lifecycle(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     return 0
 
 
+def add_shared(command: argparse.ArgumentParser) -> None:
+    """What every trial of an ordinary client takes."""
+    add = command.add_argument
+    add("--model", help="name (default: the first that the server lists)")
+    add("--api-key", metavar="KEY", help="else $OPENAI_API_KEY")
+    add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
+
+
 def add_bench_prefix(command: argparse.ArgumentParser) -> None:
     command.usage = "headgate bench prefix [URL] [options]"
     command.set_defaults(run=bench_prefix)
@@ -147,9 +155,7 @@ def add_bench_prefix(command: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=5, metavar="N", help="prefixes (default: %(default)s)")
     add("--warm", type=int, default=4, metavar="N", help="requests with each, after the first (default: %(default)s)")
     add("--prefix-words", type=int, default=512, metavar="N", help="words in a prefix (default: %(default)s)")
-    add("--model", help="name (default: the first that the server lists)")
-    add("--api-key", metavar="KEY", help="else $OPENAI_API_KEY")
-    add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
+    add_shared(command)
 
 
 def bench_prefix(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -180,9 +186,7 @@ def add_bench_disagg(command: argparse.ArgumentParser) -> None:
     add("--prompts", type=int, default=16, metavar="N", help="long prompts (default: %(default)s)")
     add("--prompt-words", type=int, default=1024, metavar="N", help="words in each (default: %(default)s)")
     add("--interval", type=float, default=0.5, metavar="S", help="from one to the next (default: %(default)s)")
-    add("--model", help="name (default: the first that the server lists)")
-    add("--api-key", metavar="KEY", help="else $OPENAI_API_KEY")
-    add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
+    add_shared(command)
 
 
 def bench_disagg(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -222,9 +226,7 @@ def add_bench_router(command: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=50, metavar="N", help="requests timed one by one (default: %(default)s)")
     add("--concurrency", type=int, default=8, metavar="N", help="clients at once, for requests/s (%(default)s)")
     add("--seed", type=int, metavar="N", help="of prompts (default: such as no cache has seen)")
-    add("--model", help="name (default: the first that the router lists)")
-    add("--api-key", metavar="KEY", help="else $OPENAI_API_KEY")
-    add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
+    add_shared(command)
 
 
 def bench_router(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
