@@ -20,7 +20,7 @@ def completed(text: str, script: str) -> list[str]:
     words = text.split(" ")
     quoted = " ".join(f"'{word}'" for word in words)
     ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _headgate; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
     return done.stdout.split()
 

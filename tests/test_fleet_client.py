@@ -15,13 +15,13 @@ from headgate.weights import publish
 from headgate.worker.weights import SafetensorsFolder
 from tests.api.live import LiveServer, eventually, live_server
 
-LONG = {"max_tokens": 6000, "temperature": 0, "ignore_eos": True}
+LONG = {"max_tokens": 15000, "temperature": 0, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("fleet"), max_position_embeddings=8192)
+    return tiny_model(tmp_path_factory.mktemp("fleet"), max_position_embeddings=16384)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def fleet(server: LiveServer) -> Iterator[Fleet]:
     fleet = Fleet(server.url)
     yield fleet
     fleet.resume()
-    fleet.wait_idle(10)
+    fleet.wait_idle(60)
 
 
 def test_an_answer_that_was_cut_goes_on_from_its_own_tokens(server: LiveServer, fleet: Fleet):
@@ -43,7 +43,7 @@ def test_an_answer_that_was_cut_goes_on_from_its_own_tokens(server: LiveServer, 
         asked = threads.submit(fleet.generate, "hello", request_id="cut", logprobs=0, **LONG)
         assert eventually(lambda: any(each["output_tokens"] > 5 for each in fleet.requests()))
         assert set(fleet.abort("cut", "nobody").aborted) == {"cut"}
-        cut = asked.result(10)
+        cut = asked.result(60)
     assert cut.cut and cut.request_id == "cut" and len(cut.token_ids) == len(cut.logprobs) == len(cut.weight_versions)
     count = len(cut.token_ids) + 20
     whole = fleet.generate(after=cut, logprobs=0, **LONG | {"max_tokens": count})
@@ -53,7 +53,7 @@ def test_an_answer_that_was_cut_goes_on_from_its_own_tokens(server: LiveServer, 
 
 
 def test_weights_go_from_a_trainer_to_a_paused_fleet(fleet: Fleet, tmp_path: Path):
-    tensors = dict(SafetensorsFolder(tiny_model(tmp_path, seed=3, max_position_embeddings=8192)))
+    tensors = dict(SafetensorsFolder(tiny_model(tmp_path, seed=3, max_position_embeddings=16384)))
     before = fleet.generate("hello", **SHORT)
     version = fleet.state().weight_version + 1
     with pytest.raises(FleetError, match="pause it before") as refused, publish(tensors) as files:
@@ -75,8 +75,8 @@ def test_waiting_for_an_idle_fleet_ends_and_says_who_is_still_there(fleet: Fleet
         with pytest.raises(FleetLost, match=r"1 requests are still in flight after 0\.05 s: long"):
             fleet.wait_idle(0.05)
         fleet.abort(everything=True, wait=False)
-        fleet.wait_idle(10)
-        assert asked.result(10).cut
+        fleet.wait_idle(60)
+        assert asked.result(60).cut
 
 
 def test_the_same_for_those_who_do_other_things_meanwhile(server: LiveServer, fleet: Fleet):
@@ -91,7 +91,7 @@ def test_the_same_for_those_who_do_other_things_meanwhile(server: LiveServer, fl
         leaving.cancel()
         assert len((await other.abort(tags={"run": "1"})).aborted) == 6
         assert all(sample.cut for sample in await asyncio.gather(*asked))
-        await other.wait_idle(10)
+        await other.wait_idle(60)
         assert (await other.pause()).state == "paused"
         with pytest.raises(FleetError) as refused:
             await other.generate("x", **SHORT)

@@ -62,7 +62,8 @@ def test_greedy_answers_in_float32_are_those_of_the_cpu(tmp_path, architecture):
 
 
 @pytest.mark.parametrize(
-    "options", [{"graphs": False}, {"max_batch_tokens": 48}, {"run_ahead": 1}, {"block_size": 16}]
+    "options",
+    [{"graphs": False}, {"prompt_graphs": True}, {"max_batch_tokens": 48}, {"run_ahead": 1}, {"block_size": 16}],
 )
 def test_how_steps_are_run_does_not_change_answers(folder, options):
     asked = prompts(*range(1, 60, 2))
@@ -124,6 +125,20 @@ def test_log_probabilities_in_bfloat16_are_close_to_those_in_float32(folder):
     assert abs(expected.logprobs[0].token - found.logprobs[0].token) < 0.2
 
 
+@pytest.mark.parametrize("fp8", ["weights", "kv", "both"])
+def test_in_eight_bits_log_probabilities_stay_close(wide_folder, fp8):
+    asked = prompts(60, 5, 300, *[20] * 70)
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=0, ignore_eos=True)
+    told = []
+    for options in ({}, {"fp8": fp8}, {"fp8": fp8, "graphs": False}):
+        with LLM(wide_folder, device="cuda", dtype="bfloat16", kv_blocks=1000, **options) as llm:
+            answers = llm.generate(asked, params, progress=False)
+            told.append(torch.tensor([answer.logprobs[0].token for answer in answers]))
+    assert (told[0] - told[1]).abs().mean() < 0.3
+    assert (told[1] - told[2]).abs().mean() < 0.1
+    assert not torch.equal(told[0], told[1]), "nothing was rounded"
+
+
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory):
     """Large enough that the order of summing shows in bfloat16."""
@@ -138,6 +153,8 @@ def test_deterministic_answers_do_not_depend_on_company_chunks_or_preemption(wid
     with LLM(wide_folder, device="cuda", kv_blocks=1000, **options) as llm:
         assert llm.engine.info.backend == "triton, deterministic"
         alone = [llm.generate([each], params, progress=False)[0].token_ids for each in asked]
-    assert on_gpu(wide_folder, asked, params, **options | {"kv_blocks": 1000}) == alone
+    others = prompts(*range(1, 257), seed=1)
+    among = on_gpu(wide_folder, [*others[:99], *asked, *others[99:]], params, **options | {"kv_blocks": 4000})
+    assert among[99 : 99 + len(asked)] == alone
     assert on_gpu(wide_folder, asked, params, **options | {"kv_blocks": 1000, "max_batch_tokens": 100}) == alone
     assert on_gpu(wide_folder, asked, params, **options | {"kv_blocks": 100}) == alone

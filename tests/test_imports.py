@@ -108,4 +108,4 @@ def test_imports_point_one_way(path):
 )
 def test_importing_it_does_not_import_torch(module):
     script = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)

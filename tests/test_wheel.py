@@ -69,6 +69,6 @@ def test_its_command_runs_where_only_it_is_installed(wheel, tmp_path):
 
 
 def test_a_tagged_commit_has_the_version_of_its_tag():
-    done = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10)
+    done = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     tags = [tag for tag in done.stdout.split() if tag.startswith("v")]
     assert all(tag == f"v{__version__}" for tag in tags)

@@ -1,4 +1,4 @@
-"""Our engine beside vLLM's on one GPU: `python -m benchmarks.gpu.bench [--shape 0.6b] [--out FOLDER]`.
+"""Our engine beside vLLM's on one GPU: `python -m benchmarks.gpu.bench [--shape 0.6b] [--fp8 both] [--out FOLDER]`.
 
 Every row of docs/performance.md, through the whole engine (scheduler, executor, runner) in this process, with random
 weights made on the device. vLLM's figures are those of version 0.25.1 on an H200; the floor is the time that reading
@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from benchmarks.checkpoint import SHAPES  # noqa: E402
 
 import headgate.worker.crew as crew  # noqa: E402
-from headgate.config import EngineConfig  # noqa: E402
+from headgate.config import FP8, EngineConfig  # noqa: E402
 from headgate.engine.build import Engine, build_engine  # noqa: E402
 from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of  # noqa: E402
 from headgate.protocol.command import Files  # noqa: E402
@@ -175,12 +175,12 @@ def floors(model: DenseModel) -> dict[str, float]:
     return found | {"prefill 256 x 512, s": 256 * PROMPT * (matrices - head + attention) / FLOPS}
 
 
-def measure(shape: str, repeats: int, began_s: float, *, deterministic: bool) -> list[Row]:
+def measure(shape: str, repeats: int, began_s: float, only: str, how: dict[str, Any]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         config = tiny_config("qwen3", "bfloat16") | SHAPES[f"qwen3-{shape}"]
         Path(folder, "config.json").write_text(json.dumps(config))
         clients = Clients()
-        settings = EngineConfig(device="cuda", max_context=2304, memory_fraction=0.9, deterministic=deterministic)
+        settings = EngineConfig(device="cuda", max_context=2304, memory_fraction=0.9, kv_listen=None, **how)
         engine = clients.engine = build_engine(Path(folder), settings, clients.hear)
     ready_s = time.perf_counter() - began_s
     rng = random.Random(1)
@@ -192,7 +192,7 @@ def measure(shape: str, repeats: int, began_s: float, *, deterministic: bool) ->
     )
     decode(clients, 8, rng)  # whatever is compiled at the first step of its kind
     rows = [Row(shape, "start to ready, s", ready_s, VLLM[shape]["start to ready, s"], None, [ready_s])]
-    for work, run in works.items():
+    for work, run in ((work, run) for work, run in works.items() if only in work):
         runs = [run() for _ in range(repeats)]
         rows.append(Row(shape, work, median(runs), VLLM[shape][work], floor.get(work), runs))
         print(line(rows[-1]), flush=True)
@@ -210,21 +210,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=[*VLLM], action="append")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this, such as mixed")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--fp8", choices=FP8, default="none")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     crew.open_source = open_random  # type: ignore[assignment]
+    how = {"deterministic": arguments.deterministic, "fp8": arguments.fp8}
+    kind = ("-deterministic" if how["deterministic"] else "") + (f"-fp8-{how['fp8']}" if how["fp8"] != "none" else "")
     rows: list[Row] = []
     began_s = START_S
     for shape in arguments.shape or VLLM:
-        rows += measure(shape, arguments.repeats, began_s, deterministic=arguments.deterministic)
+        rows += measure(shape, arguments.repeats, began_s, arguments.only, how)
         torch.cuda.empty_cache()
         began_s = time.perf_counter()
     print(f"{'shape':5} {'work':22} {'ours':>12} {'vLLM':>12} {'':8} {'floor':>10}")
     print("\n".join(map(line, rows)))
     if arguments.out:
-        save(rows, arguments.out, "-deterministic" if arguments.deterministic else "")
+        save(rows, arguments.out, kind)
 
 
 def save(rows: list[Row], folder: Path, kind: str) -> None:

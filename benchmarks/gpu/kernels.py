@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, Heads
+from headgate.layers.backend import KV, Heads, Matrix
 from headgate.layers.batch import Batch
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Scratch, Tile, decode, prefill
-from headgate.layers.triton.matmul import Cut, small_linear, vector_linear
+from headgate.layers.triton.elementwise import silu_mul
+from headgate.layers.triton.matmul import Cut, invariant_cut, small_linear, vector_linear
 
 # Compiling is most of the work: several processes, each of which compiles its share, go before the one that times.
 SHARD, SHARDS = (int(part) for part in os.environ.get("SHARD", "0/1").split("/"))
@@ -81,6 +82,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def whole(weight: torch.Tensor) -> Matrix:
+    return Matrix(weight, *weight.shape)
+
+
 def matrices(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
     return {
         "qkv": (shape["q"] + 2 * shape["kv"], shape["hidden"]),
@@ -126,11 +131,74 @@ def bench_one_linear(
         if not mine():
             continue
         try:
-            out = small_linear(x, weights[0], None, gated=gated, cut=cut)
-            us = time_us([partial(small_linear, x, w, None, gated=gated, cut=cut) for w in weights])
+            out = small_linear(x, whole(weights[0]), None, gated=gated, cut=cut)
+            us = time_us([partial(small_linear, x, whole(w), None, gated=gated, cut=cut) for w in weights])
             results.append(row | {"cut": str(cut), "us": us, "error": error(out, expected)})
         except Exception as failure:
             results.append(row | {"cut": str(cut), "failure": repr(failure)[:200]})
+
+
+def bench_medium(results: list[dict[str, Any]]) -> None:
+    """Batches that are neither few rows nor many: cuBLAS against our own product, and which of its cuts have one order."""
+    for model, shape in SHAPES.items():
+        for name, (rows, columns) in matrices(shape).items():
+            copies = max(4, min(40, 400_000_000 // (rows * columns * 2)))
+            weights = [torch.randn(rows, columns, device=CUDA, dtype=BF16) / columns**0.5 for _ in range(copies)]
+            for tokens in (32, 64, 128, 256, 8192):
+                x = torch.randn(tokens, columns, device=CUDA, dtype=BF16)
+                bench_one_medium(results, model, name, x, weights[:4] if tokens > 256 else weights)
+
+
+def bench_one_medium(
+    results: list[dict[str, Any]], model: str, name: str, x: torch.Tensor, weights: list[torch.Tensor]
+) -> None:
+    rows, columns = weights[0].shape
+    floor_us = max(2 * len(x) * rows * columns / 783e6, rows * columns * 2 / 4.29e6)
+    row = {"kernel": "medium", "model": model, "matrix": name, "rows": len(x), "floor_us": floor_us}
+    packed = [whole(weight) for weight in weights]
+    for gated in (False, True) if name == "gate_up" and len(x) <= 64 else (False,):
+
+        def library(w: torch.Tensor, gated: bool = gated) -> torch.Tensor:
+            return silu_mul(F.linear(x, w)) if gated else F.linear(x, w)
+
+        kind = row | {"gated": gated}
+        results.append(kind | {"cut": "cublas", "us": time_us([partial(library, w) for w in weights])})
+        invariant = small_linear(x, packed[0], None, gated=gated, cut=invariant_cut(len(x), rows, BF16))
+        for cut in MEDIUM if not gated else (*MEDIUM[:3], *GATED):
+            if cut.tokens > len(x) or not mine():
+                continue
+            run = partial(small_linear, x, bias=None, gated=gated, cut=cut)
+            try:
+                out = run(packed[0])
+                us = time_us([partial(run, m) for m in packed], 7)
+                same = bool(torch.equal(out, invariant))
+                results.append(kind | {"cut": str(cut), "us": us, "error": error(out, invariant), "same_bits": same})
+            except Exception as failure:
+                results.append(kind | {"cut": str(cut), "failure": repr(failure)[:200]})
+
+
+MEDIUM = (
+    Cut(64, 128, 4, 4, tokens=32),
+    Cut(64, 64, 4, 4, tokens=32),
+    Cut(64, 64, 4, 4, tokens=64),
+    Cut(64, 128, 4, 4, tokens=64),
+    Cut(64, 64, 8, 4, tokens=128),
+    Cut(64, 128, 8, 4, tokens=128),
+    Cut(128, 64, 8, 4, tokens=128),
+    Cut(128, 128, 8, 3, tokens=128),
+    Cut(256, 64, 8, 4, tokens=128),
+    Cut(128, 64, 8, 4, tokens=256),
+    Cut(64, 64, 8, 5, tokens=256),
+)
+GATED = (
+    Cut(32, 128, 4, 3, tokens=32),
+    Cut(32, 128, 4, 4, tokens=32),
+    Cut(32, 64, 4, 5, tokens=32),
+    Cut(16, 128, 4, 4, tokens=32),
+    Cut(32, 64, 4, 4, tokens=64),
+    Cut(32, 128, 4, 4, tokens=64),
+    Cut(64, 64, 8, 4, tokens=64),
+)
 
 
 def bench_vector(
@@ -148,8 +216,8 @@ def bench_vector(
         cut = Cut(rows_each, step, warps, 1)
         run = partial(vector_linear, x, bias=None, gated=gated, cut=cut)
         try:
-            out = run(weights[0])
-            us = time_us([partial(run, w) for w in weights])
+            out = run(whole(weights[0]))
+            us = time_us([partial(run, whole(w)) for w in weights])
             results.append(row | {"cut": str(cut), "us": us, "error": error(out, expected)})
         except Exception as failure:
             results.append(row | {"cut": str(cut), "failure": repr(failure)[:200]})
@@ -257,16 +325,38 @@ def bench_prefill(results: list[dict[str, Any]]) -> None:
                 results.append(row | {"cut": str(tile), "failure": repr(failure)[:200]})
 
 
+def bench_single(results: list[dict[str, Any]]) -> None:
+    """Decode steps by the kernel for prompts, as in deterministic mode."""
+    for query_heads, batch_size in product((16, 32), (8, 64, 256)):
+        heads = Heads(query_heads, 8, 128)
+        kvs, batch = paged([640] * batch_size, [1] * batch_size, heads, max(2, 400_000 // (batch_size * 4096)), 32)
+        q = torch.randn(batch_size, query_heads, 128, device=CUDA, dtype=BF16)
+        row = {"kernel": "single", "heads": query_heads, "batch": batch_size}
+        row["floor_us"] = batch_size * 640 * 4096 / 4.29e6
+        usual = prefill(q, kvs[0], batch, 128**-0.5, None, heads)
+        for rows, keys, warps, stages in product((64,), (32, 64, 128), (4,), (2, 3, 4, 5)):
+            if keys * 512 * stages > 200_000 or not mine():
+                continue
+            tile = Tile(rows, keys, warps, stages)
+            out = prefill(q, kvs[0], batch, 128**-0.5, None, heads, tile=tile)
+            us = time_us([partial(prefill, q, kv, batch, 128**-0.5, None, heads, tile=tile) for kv in kvs], 7)
+            results.append(row | {"cut": str(tile), "us": us, "same_bits": bool(torch.equal(out, usual))})
+
+
 def print_best(results: list[dict[str, Any]]) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in results:
-        what = {k: v for k, v in result.items() if k not in ("cut", "us", "error", "failure", "splits", "floor_us")}
+        what = {
+            k: v
+            for k, v in result.items()
+            if k not in ("cut", "us", "error", "failure", "splits", "floor_us", "same_bits")
+        }
         groups.setdefault(json.dumps(what), []).append(result)
     for what, group in groups.items():
         done = sorted((r for r in group if "us" in r), key=lambda r: r["us"])
         wrong = [r["cut"] for r in done if r.get("error", 0) > 0.01]
         baseline = [r["us"] for r in done if r["cut"] == "cublas"]
-        best = "; ".join(f"{r['us']:.2f} {r.get('splits', '')} {r['cut']}" for r in done[:3])
+        best = "; ".join(f"{r['us']:.2f} {r.get('splits', '')} {r.get('same_bits', '')} {r['cut']}" for r in done[:4])
         print(
             what, f"floor {group[0]['floor_us']:.2f}", f"cublas {baseline}", best, f"WRONG {wrong}" if wrong else ""
         )
@@ -278,7 +368,13 @@ def main() -> None:
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
     chosen = os.environ.get("BENCHES", "linear decode prefill").split()
-    benches = {"linear": bench_linear, "decode": bench_decode, "prefill": bench_prefill}
+    benches = {
+        "linear": bench_linear,
+        "medium": bench_medium,
+        "decode": bench_decode,
+        "prefill": bench_prefill,
+        "single": bench_single,
+    }
     for bench in map(benches.__getitem__, chosen):
         bench(results)
         if len(sys.argv) > 1 and SHARDS == 1:

@@ -40,7 +40,7 @@ class LiveServer:
 
     @property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=100)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         with self.http as http:
@@ -56,10 +56,10 @@ class LiveServer:
     def status(self, engine: int = 0) -> EngineStatus:
         client = self.host.replicas[engine].client
         assert client is not None
-        return asyncio.run_coroutine_threadsafe(client.ping(5), self.loop).result(10).status
+        return asyncio.run_coroutine_threadsafe(client.ping(60), self.loop).result(60).status
 
 
-def eventually(true: Callable[[], bool], timeout_s: float = 10) -> bool:
+def eventually(true: Callable[[], bool], timeout_s: float = 60) -> bool:
     until_s = time.monotonic() + timeout_s
     while not true():
         if time.monotonic() > until_s:
@@ -118,11 +118,11 @@ def live_server(
     thread = threading.Thread(target=main)
     thread.start()
     try:
-        assert known.wait(60)
+        assert known.wait(100)
         if failed:
             raise failed[0]
         yield ready[0]
     finally:
         for call in stop:
             call()
-        thread.join(30)
+        thread.join(100)

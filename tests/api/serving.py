@@ -31,7 +31,7 @@ class Served:
 
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False, **options)
 
     def engine_pids(self) -> dict[int, int]:
         """By index: the children of the server that are engines."""
@@ -46,7 +46,7 @@ class Served:
     def messages(self) -> list[str]:
         return [line["message"] for line in self.log]
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
@@ -81,7 +81,7 @@ def serving(*arguments: object, **environment: str) -> Iterator[Served]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            process.wait(60)
         reader.join(10)
         process.stderr.close()
 
@@ -102,7 +102,7 @@ def _parse(line: str) -> dict[str, Any]:
         return {"message": line.rstrip(), "level": "raw"}
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     """The first true value of `condition`, asked again and again until the deadline."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

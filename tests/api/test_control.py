@@ -15,6 +15,7 @@ from headgate.api.metrics import Metrics
 from headgate.engine.replicas import Place
 from headgate.errors import EngineDead, Unavailable
 from headgate.protocol.command import Command, Denied, Files, Pause, Resume, StateTold
+from tests.simulated import run
 
 
 class Engines:
@@ -59,7 +60,7 @@ def test_24_25_while_weights_move_other_changes_are_refused_before_any_engine_he
         engines.free.set()
         assert (await updating).weight_version == 3
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been_told():
@@ -76,7 +77,7 @@ def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been
             record.finish(0, "abort", "pause", 1, 0, 5)
         assert (await pausing).aborted == 1
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_engine_that_is_down_is_named_and_one_that_refuses_makes_the_call_an_error():
@@ -93,7 +94,7 @@ def test_an_engine_that_is_down_is_named_and_one_that_refuses_makes_the_call_an_
             await control.resume()
         assert engines.commands[1:] == [Resume(), Resume()]
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(

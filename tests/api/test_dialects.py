@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import pytest
 from headgate.testing.tiny import tiny_model
 from headgate.weights import send_weights
 from headgate.worker.weights import SafetensorsFolder
+from tests.api.clients import Missed, unless_missed, until
 from tests.api.live import LiveServer, live_server
 from tests.api.test_abort import idle
 
-LONG = 6000
+LONG = 15000
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LiveServer]:
     model = tiny_model(folder / "old", max_position_embeddings=16384)
-    with live_server(model, device="cpu", kv_blocks=1024, max_running=8) as server:
+    with live_server(model, device="cpu", kv_blocks=2048, max_running=8) as server:
         yield server
 
 
@@ -49,7 +51,13 @@ def clean(server: LiveServer) -> Iterator[None]:
 
 
 def connect(server: LiveServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.url, timeout=30)
+    return httpx.AsyncClient(base_url=server.url, timeout=100)
+
+
+def is_running(server: LiveServer, asked: asyncio.Task[httpx.Response]) -> bool:
+    if asked.done():
+        raise Missed
+    return bool(server.status().running)
 
 
 PARAMS = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True, "skip_special_tokens": False}
@@ -96,8 +104,7 @@ def test_sglang_abort_all_gives_partial_rollouts_that_can_go_on(server: LiveServ
             params = PARAMS | {"max_new_tokens": LONG}
             bodies = [{"input_ids": [1, 2, i], "sampling_params": params, "return_logprob": True} for i in range(4)]
             tasks = [asyncio.create_task(client.post("/generate", json=body)) for body in bodies]
-            while server.status().running < 4:
-                await asyncio.sleep(0.01)
+            await until(lambda: server.status().running == 4)
             assert (await client.post("/abort_request", json={"abort_all": True})).status_code == 200
             outputs = [(await task).json() for task in tasks]
             for body, output in zip(bodies, outputs, strict=True):
@@ -116,8 +123,7 @@ def test_sglang_abort_by_rid_ends_that_request(server: LiveServer):
         async with connect(server) as client:
             body = {"text": "a", "rid": "one", "sampling_params": PARAMS | {"max_new_tokens": LONG}}
             asked = asyncio.create_task(client.post("/generate", json=body))
-            while not server.status().running:
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(server.status().running))
             await client.post("/abort_request", json={"rid": "one"})
             assert (await asked).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
@@ -126,22 +132,20 @@ def test_sglang_abort_by_rid_ends_that_request(server: LiveServer):
 
 @pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
 def test_sglang_pause_holds_new_requests_until_continue(server: LiveServer, mode: str):
-    async def main() -> None:
+    async def main(longer: int) -> None:
         async with connect(server) as client:
-            params = PARAMS | {"max_new_tokens": LONG if mode == "abort" else 4000}
+            params = PARAMS | {"max_new_tokens": LONG if mode == "abort" else min(4000 * longer, LONG)}
             running = asyncio.create_task(client.post("/generate", json={"text": "a", "sampling_params": params}))
-            while not server.status().running:
-                await asyncio.sleep(0.01)
+            await until(partial(is_running, server, running))
             assert (await client.post("/pause_generation", json={"mode": mode})).status_code == 200
             held = asyncio.create_task(client.post("/generate", json={"text": "b", "sampling_params": PARAMS}))
-            while not server.status().waiting:
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(server.status().waiting))
             assert (await client.post("/continue_generation", json={})).status_code == 200
             reason = (await running).json()["meta_info"]["finish_reason"]["type"]
             assert reason == ("abort" if mode == "abort" else "length")
             assert (await held).json()["meta_info"]["finish_reason"]["type"] == "length"
 
-    asyncio.run(main())
+    unless_missed(main)
 
 
 def test_sglang_weights_are_updated_from_disk_as_slime_does(server: LiveServer, new: Path, folder: Path):
@@ -170,10 +174,10 @@ def test_sglang_information_has_what_frameworks_read(server: LiveServer):
         for path in ("/model_info", "/get_model_info"):
             assert http.get(path).json()["weight_version"].isdecimal() and http.get(path).json()["is_generation"]
         for path in ("/server_info", "/get_server_info"):
-            assert http.get(path).json()["max_total_num_tokens"] == 1024 * 32
+            assert http.get(path).json()["max_total_num_tokens"] == 2048 * 32
         (load,) = http.get("/v1/loads").json()["loads"]
         assert load["num_running_reqs"] == load["num_waiting_reqs"] == load["num_used_tokens"] == 0
-        assert load["num_free_blocks"] == load["num_total_blocks"] == 1024 and load["block_size"] == 32
+        assert load["num_free_blocks"] == load["num_total_blocks"] == 2048 and load["block_size"] == 32
         assert http.get("/health_generate").status_code == 200
 
 
@@ -207,24 +211,23 @@ def test_sglang_memory_is_released_and_resumed(server: LiveServer):
 
 @pytest.mark.parametrize(("mode", "reason"), [("abort", "abort"), ("wait", "length"), ("keep", "length")])
 def test_vllm_pause_resume_and_is_paused(server: LiveServer, mode: str, reason: str):
-    async def main() -> None:
+    async def main(longer: int) -> None:
         async with connect(server) as client:
-            body = {"prompt": "a", "max_tokens": LONG if mode == "abort" else 600, "ignore_eos": True}
+            tokens = LONG if mode == "abort" else 600 * longer
+            body = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True}
             running = asyncio.create_task(client.post("/v1/completions", json=body))
-            while not server.status().running:
-                await asyncio.sleep(0.01)
+            await until(partial(is_running, server, running))
             paused = await client.post("/pause", params={"mode": mode, "clear_cache": "true"})
             assert paused.status_code == 200 and paused.json() == {"status": "paused"}
             assert (await client.get("/is_paused")).json() == {"is_paused": True}
             held = asyncio.create_task(client.post("/v1/completions", json=body | {"max_tokens": 4}))
-            while not server.status().waiting:
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(server.status().waiting))
             assert (await client.post("/resume")).json() == {"status": "resumed"}
             assert (await client.get("/is_paused")).json() == {"is_paused": False}
             assert (await running).json()["choices"][0]["finish_reason"] == reason
             assert (await held).json()["choices"][0]["finish_reason"] == "length"
 
-    asyncio.run(main())
+    unless_missed(main)
 
 
 def test_vllm_sleep_and_wake_up(server: LiveServer):
@@ -277,9 +280,9 @@ def sent_by_a_trainer(folder: Path, place: tuple[str, int], call: Callable[[], h
     """What `call` is answered while a trainer sends the weights in `folder`."""
     tensors, where = dict(SafetensorsFolder(folder)), "tcp://{}:{}".format(*place)
     with ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(send_weights, tensors, where, 2, timeout_s=30)
+        sending = threads.submit(send_weights, tensors, where, 2, timeout_s=60)
         answer = call()
-        sending.result(30)
+        sending.result(60)
     return answer
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class Peer:
 
     async def rest(self) -> bytes:
         """All that comes until the server hangs up."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.reader.read()
 
 
@@ -68,10 +68,26 @@ async def connected() -> AsyncIterator[Peer]:
             server.stop_accepting()
 
 
+Ask = Callable[[Peer], Awaitable[bytes]]
+Hurried = Callable[[Ask], Awaitable[bytes]]
+
+
 @pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEAD_S", 0.3)
-    monkeypatch.setattr(module, "BODY_S", 0.6)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Hurried:
+    """Ask a server that is in a hurry. One that hung up before it had heard a word is given more time."""
+
+    async def answered(ask: Ask) -> bytes:
+        answer = b""
+        for head_s in (0.3, 1.0, 2.0):
+            monkeypatch.setattr(module, "HEAD_S", head_s)
+            monkeypatch.setattr(module, "BODY_S", head_s + 0.3)
+            async with connected() as peer:
+                answer = await ask(peer)
+            if answer:
+                break
+        return answer
+
+    return answered
 
 
 # A little beyond the limit: a server that hangs up on more than it has read resets the connection, and its answer is lost.
@@ -116,30 +132,41 @@ async def test_what_is_not_http_is_told_in_openais_shape():
 
 @pytest.mark.parametrize(("sent", "part"), [(GET, b"head"), (POST + b"half", b"body")])
 async def test_a_request_that_does_not_come_whole_is_408_when_its_time_is_up(hurried, sent, part):
-    async with connected() as peer:
+    async def ask(peer: Peer) -> bytes:
         peer.send(sent)
-        answer = await peer.rest()
+        return await peer.rest()
+
+    answer = await hurried(ask)
     assert answer.startswith(b"HTTP/1.1 408 ") and b"the %b of the request" % part in answer
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"])
-async def test_a_connection_on_which_nothing_begins_is_closed_without_a_word(hurried, sent):
+async def test_a_connection_on_which_nothing_begins_is_closed_without_a_word(monkeypatch, sent):
+    monkeypatch.setattr(module, "HEAD_S", 0.3)
     async with connected() as peer:
         peer.send(sent)
         assert await peer.rest() == b""
 
 
 async def test_the_second_request_of_a_connection_has_a_deadline_too(hurried):
-    async with connected() as peer:
+    async def ask(peer: Peer) -> bytes:
         peer.send(GET + b"\r\n")
-        assert b"heard" in await peer.reader.readuntil(b"0\r\n\r\n")
-        peer.send(b"\r\nGET")
-        assert (await peer.rest()).startswith(b"HTTP/1.1 408 ")
+        with suppress(asyncio.IncompleteReadError):
+            assert b"heard" in await peer.reader.readuntil(b"0\r\n\r\n")
+            peer.send(b"\r\nGET")
+        return await peer.rest()
+
+    assert (await hurried(ask)).startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("behind", [b"", GET])  # half a request that need not be heard yet
 async def test_an_answer_may_take_longer_than_its_request(hurried, behind):
-    async with connected() as peer:
+    async def ask(peer: Peer) -> bytes:
         peer.send(b"GET /slow HTTP/1.1\r\n\r\n" + behind)
-        async with asyncio.timeout(10):
-            assert b"heard" in await peer.reader.readuntil(b"0\r\n\r\n")
+        async with asyncio.timeout(60):
+            try:
+                return await peer.reader.readuntil(b"0\r\n\r\n")
+            except asyncio.IncompleteReadError as cut:
+                return cut.partial
+
+    assert b"heard" in await hurried(ask)

@@ -18,7 +18,7 @@ import pytest
 
 from headgate.api.keys import Keys
 from headgate.testing.tiny import tiny_model
-from tests.api.clients import post, until
+from tests.api.clients import Missed, post, unless_missed, until
 from tests.api.live import LiveServer, live_server
 from tests.api.test_moved import rounded
 from tests.journal import blocks, resume_of, shown, unveiled
@@ -32,14 +32,14 @@ Pair = tuple[LiveServer, LiveServer]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("journal") / "tiny", max_position_embeddings=4096)
+    return tiny_model(tmp_path_factory.mktemp("journal") / "tiny", max_position_embeddings=32768)
 
 
 @pytest.fixture(scope="module")
 def pair(model: Path) -> Iterator[Pair]:
     with ExitStack() as stack:
         first, second = (
-            stack.enter_context(live_server(model, device="cpu", kv_blocks=512, block_size=16)) for _ in range(2)
+            stack.enter_context(live_server(model, device="cpu", kv_blocks=4096, block_size=16)) for _ in range(2)
         )
         yield first, second
 
@@ -194,19 +194,26 @@ def test_a_pause_in_the_middle_is_veiled_and_the_answer_goes_on_elsewhere(pair: 
         del body["stream_options"]
     plain, told = bytearray(), bytearray()
 
-    async def main() -> None:
+    async def main(longer: int) -> None:
+        body["max_tokens"] = 2500 * longer
+        plain.clear()
+        told.clear()
         journalled = {"X-Headgate-Journal": str(CREATED), "X-Request-Id": "paused"}
         reading = [
             asyncio.create_task(read(pair[0], body, {"X-Request-Id": "plain"}, plain)),
             asyncio.create_task(read(pair[0], body, journalled, told)),
         ]
         await until(lambda: told.count(b":j 0") > 3 and told.count(b":j 1") > 3)
+        await until(lambda: len(pair[0].api.ledger.live) == 2 or any(task.done() for task in reading))
         paused = await post(pair[0].url, "/v1/pause", {})
+        await asyncio.wait_for(asyncio.gather(*reading), 60)
+        if paused.result["aborted"] < 4:
+            await post(pair[0].url, "/v1/resume", {})
+            raise Missed
         assert paused.status == 200 and paused.result["aborted"] == 4
-        await asyncio.wait_for(asyncio.gather(*reading), 20)
 
     try:
-        asyncio.run(main())
+        unless_missed(main)
     finally:
         pair[0].post("/v1/resume", {})
     cut = bytes(told)

@@ -182,7 +182,7 @@ async def test_closing_refuses_newcomers_and_lets_the_others_end(ledger):
         waiting = asyncio.ensure_future(ledger.emptied())
         await asyncio.sleep(0)
         assert not waiting.done()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 60)
     assert refusal.value.code == "shutting_down"
 
 

@@ -108,6 +108,6 @@ def test_five_hundred_clients_that_vanish_leave_nothing_behind(server: Served):
 
     asyncio.run(main())
     # Their 225,000 tokens would take many times as long.
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while (left := gauges(server)) != (0, 0, 0):
         assert time.monotonic() < deadline_s, f"running, waiting, blocks held: {left}"

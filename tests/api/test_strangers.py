@@ -59,7 +59,7 @@ def test_strangers_end_and_see_no_more_than_the_ids_they_know(exposed: LiveServe
 
 
 def test_a_web_page_from_elsewhere_is_a_stranger_and_our_own_is_not(local: LiveServer):
-    with httpx.Client(base_url=local.url, trust_env=False) as client:
+    with httpx.Client(base_url=local.url, timeout=60, trust_env=False) as client:
         evil, own = {"Origin": "https://evil.example"}, {"Origin": local.url}
         for path, body in (("/v1/pause", {}), ("/v1/abort_requests", {"abort_all": True})):
             assert client.post(path, json=body, headers=evil).status_code == 403

@@ -62,7 +62,7 @@ def saying(text: str, model: Path, sizes: tuple[int, ...] = (1,)) -> Any:
 def run(model: Path, engines: ScriptedEngines, body: dict[str, Any], path: str = CHAT, **settings: Any) -> Client:
     async def main() -> Client:
         client = Client(scripted_app(model, engines, **settings), path, body)
-        await asyncio.wait_for(client.call(), 10)
+        await asyncio.wait_for(client.call(), 60)
         return client
 
     return asyncio.run(main())
@@ -92,12 +92,13 @@ def test_a_silent_engine_is_covered_by_comments(model: Path):
     """Sentence 51."""
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        await asyncio.sleep(0.6)
+        while client.body.count(b": keep-alive\n\n") < 3:
+            await asyncio.sleep(0.01)
         yield Chunk([70], [0], ended=end())
 
-    client = run(model, ScriptedEngines(script), asking(), keep_alive_s=0.03)
+    client = Client(scripted_app(model, ScriptedEngines(script), keep_alive_s=0.03), CHAT, asking())
+    asyncio.run(asyncio.wait_for(client.call(), 60))
     assert client.status == 200
-    assert client.body.count(b": keep-alive\n\n") >= 3
     assert client.body.endswith(b"data: [DONE]\n\n")
 
 
@@ -143,7 +144,7 @@ def test_a_client_that_leaves_closes_its_streams(model: Path, stream: bool):
         while engines.open < 3:
             await asyncio.sleep(0)
         client.gone.set()
-        await asyncio.wait_for(calling, 5)
+        await asyncio.wait_for(calling, 60)
         assert engines.open == 0
         assert {stream.cause for stream in engines.streams} == {"client_disconnect"}
 

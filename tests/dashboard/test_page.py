@@ -7,6 +7,7 @@ import threading
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -71,8 +72,13 @@ def test_the_page_is_no_part_of_the_api(url):
 
 
 def test_the_feed_tells_of_engines_requests_and_rates(server):
+    def is_whole(frame: dict[str, Any]) -> bool:
+        """An engine that this machine did not run for a second has made nothing in it."""
+        return frame["cards"][0]["state"] == "running" and frame["now"] is not None and frame["now"][1] > 10
+
     with streaming(server.url, "seen-1", "seen-2"), frames(server.url) as coming:
-        first, *_, last = islice(coming, 4)
+        first = next(coming)
+        last = next(filter(is_whole, islice(coming, 2, 30)))
     assert first["kind"] == "server" and first["state"] == "running" and first["admin"] is True
     (card,) = last["cards"]
     assert card["state"] == "running" and card["running"] == 2 and card["held"] > 0
@@ -83,7 +89,7 @@ def test_the_feed_tells_of_engines_requests_and_rates(server):
     assert (tenant, kind, phase, worker, moves) == ("", "completion", "decode", "0", 0)
     assert age_s > 1 and tokens > 10
     _, tokens_s, _, running, _, _, _, between_p50, between_p99, *_ = last["now"]
-    assert tokens_s > 10 and card["tokens_s"] == tokens_s and running == 2
+    assert card["tokens_s"] == tokens_s and running == 2
     assert 0 < between_p50 <= between_p99 < 10
 
 
@@ -161,7 +167,7 @@ def test_46_no_more_than_so_many_watch_at_once(server):
             with http.stream("GET", "/dashboard/events") as answer:
                 return answer.status_code == 200
 
-        assert wait_until(admitted, 10)
+        assert wait_until(admitted)
 
 
 def test_a_head_of_the_feed_ends(url):

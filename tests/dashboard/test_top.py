@@ -95,14 +95,14 @@ def test_q_quits_and_the_terminal_is_given_back(server):
     )
     os.close(theirs)
     try:
-        seen = read_until(ours, b"KV BLOCKS", 20)
+        seen = read_until(ours, b"KV BLOCKS", 60)
         assert b"\x1b[?1049h" in seen  # a screen of its own
         os.write(ours, b"q")
-        assert process.wait(10) == 0
-        assert b"\x1b[?1049l" in read_until(ours, b"\x1b[?1049l", 5)
+        assert process.wait(60) == 0
+        assert b"\x1b[?1049l" in read_until(ours, b"\x1b[?1049l", 60)
     finally:
         process.kill()
-        process.wait(5)
+        process.wait(60)
         os.close(ours)
 
 

@@ -13,7 +13,7 @@ import httpx
 
 def client(url: str, key: str | None = None) -> httpx.Client:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.Client(base_url=url, headers=headers, timeout=30, trust_env=False)
+    return httpx.Client(base_url=url, headers=headers, timeout=100, trust_env=False)
 
 
 @contextmanager
@@ -54,9 +54,9 @@ def streaming(url: str, *ids: str, key: str | None = None, tokens: int = 30_000)
     for thread in threads:
         thread.start()
     try:
-        assert all(started.wait(20) for started in begun), "some stream has not begun"
+        assert all(started.wait(60) for started in begun), "some stream has not begun"
         yield
     finally:
         leave.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)

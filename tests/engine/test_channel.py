@@ -20,14 +20,14 @@ def test_a_message_that_comes_while_another_is_sent_is_received(tmp_path: Path):
         engine.start()
         client = ClientChannel(address, 0)
         client.send(Hello(PROTOCOL, 0))
-        assert isinstance(await asyncio.wait_for(client.receive(), 5), Welcome)
+        assert isinstance(await asyncio.wait_for(client.receive(), 60), Welcome)
         receiving = asyncio.create_task(client.receive())
         await asyncio.sleep(0.05)  # it waits now
         engine.send(0, Told(Outputs(ids=[1], tokens=[2])))
         time.sleep(0.2)  # noqa: ASYNC251 - the message arrives while the event loop does something else
         client.send(Submit([]))
         try:
-            assert isinstance(await asyncio.wait_for(receiving, 2), Told)
+            assert isinstance(await asyncio.wait_for(receiving, 60), Told)
         finally:
             client.close()
             engine.close()

@@ -298,7 +298,7 @@ def test_closing_wakes_a_sleeping_loop():
     thread = threading.Thread(target=harness.loop.run)
     thread.start()
     harness.loop.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 

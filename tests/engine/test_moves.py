@@ -71,9 +71,9 @@ def test_a_stream_that_gets_on_may_move_as_often_as_it_must():
 
 def test_a_moved_stream_has_only_what_is_left_of_its_time():
     engine = DyingEngine([1, 1, 0, 0, 0])
-    asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,), timeout_s=0.5)))
+    asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,), timeout_s=600.0)))
     times = [request.timeout_s for request in engine.asked]
-    assert times == sorted(times, reverse=True) and times[-1] < 0.5 and times[-1] > 0
+    assert times == sorted(times, reverse=True) and 0 < times[-1] < 600
 
 
 def test_what_the_engines_are_is_known_while_none_is_there():

@@ -34,17 +34,17 @@ async def collect(replicas: Replicas, seed: int, count: int) -> list[int]:
 
 def test_streams_go_on_when_their_engine_is_killed_and_it_comes_back(folder):
     async def main() -> None:
-        async with asyncio.timeout(60), started(folder, CONFIG, count=2) as replicas:
+        async with asyncio.timeout(110), started(folder, CONFIG, count=2) as replicas:
             undisturbed = await asyncio.gather(*(collect(replicas, seed, 450) for seed in range(8)))
             first = replicas.replicas[0]
             killed = first.pid
             running = asyncio.gather(*(collect(replicas, seed, 450) for seed in range(8)))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while first.client is None or first.client.open_streams < 4:
                     await asyncio.sleep(0)
             os.kill(killed, signal.SIGKILL)
             assert await running == undisturbed
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while first.state != "ready":
                     await asyncio.sleep(0.02)
             assert first.restarts == 1 and first.pid != killed
@@ -54,7 +54,7 @@ def test_streams_go_on_when_their_engine_is_killed_and_it_comes_back(folder):
 
 
 async def until(replica: Replica, state: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while replica.state != state:
             await asyncio.sleep(0.02)
 
@@ -78,7 +78,7 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
     new = tiny_model(tmp_path / "new", seed=1)
 
     async def main() -> None:
-        async with asyncio.timeout(60), started(folder, CONFIG, count=2) as replicas:
+        async with asyncio.timeout(110), started(folder, CONFIG, count=2) as replicas:
             first, second = replicas.replicas
             old = await collect(replicas, 0, 20)
             assert await update(replicas, Files(str(new))) == ["ready", "ready"]
@@ -89,7 +89,7 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
             await kill(first)
             await until(first, "ready")  # from the same files
             assert first.client is not None
-            status = (await first.client.ping(10)).status
+            status = (await first.client.ping(60)).status
             assert (status.version, status.state) == (1, "paused")
             await replicas.call_all(Resume())
             await kill(second)
@@ -106,7 +106,7 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
             assert await running == [old] * 4
 
             assert await update(replicas, Files(str(new))) == ["ready", "ready"]
-            assert (await first.client.ping(10)).status.version == 3
+            assert (await first.client.ping(60)).status.version == 3
             assert await collect(replicas, 0, 20) == fresh
 
     asyncio.run(main())
@@ -115,18 +115,26 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
 
 def test_43_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(folder):
     async def main() -> None:
-        async with asyncio.timeout(60), started(folder, CONFIG, count=2) as replicas:
+        async with asyncio.timeout(110), started(folder, CONFIG, count=2) as replicas:
             first, second = replicas.replicas
             assert first.pid is not None
             os.kill(first.pid, signal.SIGSTOP)
             try:
-                outcome = await replicas.call_all(Pause("abort"), timeout_s=1.0)
+                for timeout_s in (1.0, 5.0, 25.0):  # longer, should the other one not have been run for that time
+                    outcome = await replicas.call_all(Pause("abort"), timeout_s=timeout_s)
+                    if isinstance(outcome[1], StateTold):
+                        break
             finally:
                 os.kill(first.pid, signal.SIGCONT)
-            assert isinstance(outcome[0], EngineDead) and "engine 0 has not answered in 1 s" in str(outcome[0])
+            assert isinstance(outcome[0], EngineDead)
+            assert f"engine 0 has not answered in {timeout_s:g} s" in str(outcome[0])
             assert isinstance(outcome[1], StateTold) and outcome[1].state == "paused"
-            await kill(second)
-            outcome = await replicas.call_all(Look())
+            for _ in range(5):
+                await kill(second)
+                outcome = await replicas.call_all(Look())
+                if isinstance(outcome[1], EngineDead):
+                    break  # and not back already
+                await until(second, "ready")
             assert isinstance(outcome[0], Sighted) and isinstance(outcome[1], EngineDead)
             with pytest.raises(RequestError, match="the group is too small for all engines"):
                 await replicas.call_all(UpdateWeights(Group("tcp://localhost:1", 2)))
@@ -136,7 +144,7 @@ def test_43_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(fol
 
 def test_an_engine_that_cannot_start_is_an_error_with_a_reason(tmp_path, capfd):
     async def main() -> None:
-        async with asyncio.timeout(60), started(tmp_path, CONFIG):
+        async with asyncio.timeout(110), started(tmp_path, CONFIG):
             raise AssertionError("started without a model")
 
     with pytest.raises(EngineDead, match="could not start; its reason is above"):
@@ -146,7 +154,7 @@ def test_an_engine_that_cannot_start_is_an_error_with_a_reason(tmp_path, capfd):
 
 def test_leaving_ends_the_engine_processes(folder):
     async def main() -> int:
-        async with asyncio.timeout(60), started(folder, CONFIG) as replicas:
+        async with asyncio.timeout(110), started(folder, CONFIG) as replicas:
             pid = replicas.replicas[0].pid
             assert pid is not None and Path(f"/proc/{pid}").exists()
             return pid

@@ -160,13 +160,13 @@ def test_an_engine_that_cannot_be_understood_is_dead_and_nothing_else(sent: list
             client.send(Hello(PROTOCOL, 0))
             for _ in sent:
                 with suppress(EngineDead):
-                    told = await asyncio.wait_for(client.receive(), 20)
+                    told = await asyncio.wait_for(client.receive(), 60)
                     assert isinstance(told, Welcome | Pong | Told | Answer)
         finally:
             client.close()
 
     def engine(socket: zmq.Socket[bytes]) -> None:
-        if socket.poll(20_000):
+        if socket.poll(60_000):
             identity, _ = socket.recv_multipart()
             for frame in sent:
                 socket.send_multipart([identity, frame])
@@ -178,7 +178,7 @@ def test_an_engine_that_cannot_be_understood_is_dead_and_nothing_else(sent: list
         thread = threading.Thread(target=engine, args=(socket,))
         thread.start()
         asyncio.run(main(address))
-        thread.join(20)
+        thread.join(60)
         socket.close()
 
 

@@ -77,7 +77,7 @@ def test_37_whatever_a_stranger_says_to_an_engine_others_get_their_blocks(sent: 
             with suppress(OSError), socket.create_connection((address.host, address.port), 5) as stranger:
                 stranger.sendall(data)
                 stranger.shutdown(socket.SHUT_WR)
-                stranger.settimeout(5)
+                stranger.settimeout(60)
                 while stranger.recv(65536):
                     pass
         lease = 1000 + next(numbers)
@@ -97,15 +97,15 @@ def test_39_whatever_an_engine_answers_a_fetch_ends_once_and_believes_nothing_da
         d.fetched(1)
         assert "internal" not in d.failures()
         assert d.events.empty()
-        thread.join(10)
+        thread.join(60)
 
 
 def lie(liar: socket.socket, answer: bytes) -> None:
-    liar.settimeout(10)
+    liar.settimeout(60)
     with suppress(OSError), liar.accept()[0] as connection:
         connection.recv(65536)
         connection.sendall(answer)
         connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(10)
+        connection.settimeout(60)
         while connection.recv(65536):
             pass

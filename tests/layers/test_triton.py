@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, Heads, Rotary
+from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.rotary import Rope
 from headgate.layers.torch_backend import TorchBackend
@@ -31,6 +31,7 @@ INTERPRETED = pytest.mark.skipif(
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=INTERPRETED)]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 POSITIONS = 4096
+FP8 = Fp8(weights=True)
 
 
 @pytest.fixture(params=DEVICES)
@@ -46,10 +47,10 @@ def dtypes(device):
     return [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16, torch.float32]
 
 
-def triton_backend(device, dtype, heads):
+def triton_backend(device, dtype, heads, fp8=PLAIN):
     from headgate.layers.triton_backend import TritonBackend
 
-    return TritonBackend(device, dtype, heads)
+    return TritonBackend(device, dtype, heads, fp8)
 
 
 def assert_close(found, expected, dtype):
@@ -62,9 +63,9 @@ def assert_close(found, expected, dtype):
 class Case:
     """Slices of (queries, context) over a scattered cache, for both backends."""
 
-    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=True):
+    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=True, fp8=PLAIN):
         self.heads, self.dtype = heads, dtype
-        self.plain, self.fast = TorchBackend(device, dtype, heads), triton_backend(device, dtype, heads)
+        self.plain, self.fast = TorchBackend(device, dtype, heads), triton_backend(device, dtype, heads, fp8)
         blocks = [-(-context // block_size) for _, context in slices]
         free = random.sample(range(sum(blocks) + 3), sum(blocks))
         tables = [[free.pop() for _ in range(count)] for count in blocks]
@@ -126,6 +127,15 @@ def test_queries_and_keys_are_normed_and_turned_and_kv_written(device, dtypes, h
             Case(device, dtype, heads, [(3, 3), (1, 40), (5, 37)], normed=normed).check_rope()
 
 
+def test_a_program_that_takes_several_tokens_turns_each(device, dtypes, monkeypatch):
+    from headgate.layers.triton import rope
+
+    monkeypatch.setattr(rope, "MANY", 9)
+    for dtype in dtypes:
+        for heads in SHAPES[1], SHAPES[3]:
+            Case(device, dtype, heads, [(3, 3), (1, 40), (11, 37)]).check_rope()
+
+
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 50])
 def test_decode_attends_like_the_reference(device, dtypes, heads, window):
@@ -154,6 +164,18 @@ def test_prefill_attends_like_the_reference(device, dtypes, heads, window):
         Case(device, dtype, heads, slices, block_size=random.choice((16, 32, 64))).check_attention(window)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_slices_of_one_token_among_longer_ones_attend_like_the_reference(device, dtypes, window):
+    most = 300 if device.type == "cuda" else 70
+    for dtype in dtypes:
+        case = Case(device, dtype, Heads(4, 2, 64), [(1, most), (7, 7), (1, 1), (3, 40), (1, 33), (2, 5), (1, 20)])
+        case.batch = replace(case.batch, singles=True)
+        case.check_attention(window)
+        order = torch.tensor([0, 3, 4, 6, 1, 5, 2], dtype=torch.int32, device=device)
+        case.batch = replace(case.batch, order=order)
+        case.check_attention(window)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [Heads(16, 8, 128), Heads(32, 8, 128)], ids=str)
 def test_long_contexts_and_large_batches_attend_like_the_reference(heads):
@@ -164,6 +186,28 @@ def test_long_contexts_and_large_batches_attend_like_the_reference(heads):
     Case(cuda, torch.bfloat16, heads, [(1, random.randint(1, 2000)) for _ in range(200)]).check_attention()
     chunks = [(random.randint(1, 400), random.randint(400, 2000)) for _ in range(9)]
     Case(cuda, torch.bfloat16, heads, chunks).check_attention()
+    mixed = Case(cuda, torch.bfloat16, heads, [*chunks, *((1, random.randint(1, 4000)) for _ in range(90))])
+    mixed.batch = replace(mixed.batch, singles=True)
+    mixed.check_attention()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_deterministic_products_have_the_same_bits_however_many_rows_there_are(dtype):
+    from headgate.layers.triton_backend import DeterministicTritonBackend
+
+    torch.manual_seed(7)
+    cuda = torch.device("cuda")
+    backend = DeterministicTritonBackend(cuda, dtype, Heads(4, 2, 64))
+    for rows, columns in ((4096, 1024), (1024, 3072), (6144, 1024), (1000, 520)):
+        matrix = backend.matrix(rows, columns)
+        backend.pack(matrix, torch.randn(rows, columns, device=cuda) / columns**0.5, 0)
+        x = torch.randn(8192, columns, device=cuda).to(dtype)
+        most = len(x) if dtype == torch.bfloat16 else 300
+        whole, logits = backend.linear(x[:most], matrix, None), backend.logits(x[:most], matrix)
+        for count in (n for n in (1, 5, 16, 17, 40, 64, 100, 128, 200, 256, 1000, 3000) if n <= most):
+            assert torch.equal(backend.linear(x[:count], matrix, None), whole[:count]), (rows, columns, count)
+            assert torch.equal(backend.logits(x[:count], matrix), logits[:count]), (rows, columns, count)
 
 
 def test_a_context_of_nothing_is_padding_and_gives_zeros(device):
@@ -225,6 +269,58 @@ def test_products_of_a_few_rows_are_those_of_the_reference(device, dtypes, count
         logits = fast.logits(x, matrix)
         assert logits.dtype == torch.float32
         assert_close(logits, x.double() @ weight.double().T, dtype)
+
+
+def test_a_cache_of_eight_bits_is_written_rounded_and_attended_as_it_is(device, dtypes):
+    for dtype in dtypes:
+        case = Case(device, dtype, Heads(4, 2, 64), [(1, 70), (7, 7), (1, 33), (3, 40)], fp8=Fp8(kv=True))
+        assert case.fast_kv.k.dtype == torch.float8_e4m3fn
+        assert case.fast.kv_bytes_per_block(32) == 2 * 32 * 2 * 64
+        case.qkv[0, -1] = 1000.0  # more than eight bits hold
+        case.fast.rope_and_write(case.qkv.clone(), case.batch, case.rotary, case.fast_kv)
+        case.plain.rope_and_write(case.qkv.clone(), case.batch, case.rotary, case.plain_kv)
+        written, expected = (
+            b.read_blocks(kv, case.every) for b, kv in ((case.fast, case.fast_kv), (case.plain, case.plain_kv))
+        )
+        for one, other in zip(written, expected, strict=True):
+            assert ((one - other.clamp(-448, 448)).norm() / other.norm()).item() < 0.04
+        case.plain.write_blocks(case.plain_kv, case.every, written)
+        case.check_attention()
+        case.batch = replace(case.batch, singles=True)
+        case.check_attention()
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 200])
+def test_matrices_of_eight_bits_give_what_their_numbers_say(device, dtypes, count):
+    rows, columns = (1536, 1024) if device.type == "cuda" else (48, 64)
+    count = count if device.type == "cuda" else min(count, 5)
+    for dtype in dtypes:
+        plain, fast = (
+            TorchBackend(device, dtype, Heads(4, 2, 64)),
+            triton_backend(device, dtype, Heads(4, 2, 64), FP8),
+        )
+        weight = torch.randn(2 * rows, columns, device=device) / columns**0.5 * torch.rand(2 * rows, 1, device=device)
+        x, bias = torch.randn(count, columns, device=device).to(dtype), torch.randn(2 * rows, device=device).to(dtype)
+        stored, exact = fast.gate_up_matrix(rows, columns), plain.gate_up_matrix(rows, columns)
+        for part in (0, rows):
+            fast.pack_gate_up(stored, weight[part : part + rows], part)
+        numbers = stored.data.float() * stored.scale[:, None]
+        assert ((numbers - weight).norm() / weight.norm()).item() < 0.03
+        plain.pack(exact, numbers, 0)
+        # Several rows of activations are rounded too.
+        rounded = count > 1 and dtype == torch.bfloat16
+        for given in (None, bias):
+            for found, expected in (
+                (fast.linear(x, stored, given), plain.linear(x, exact, given)),
+                (fast.gate_up(x, stored, given), plain.gate_up(x, exact, given)),
+            ):
+                error = (found.double() - expected.double()).norm() / expected.double().norm()
+                assert error < (0.05 if rounded else 1.5 * TOLERANCE[dtype]), f"off by {error:.2e}"
+
+
+def test_vocabularies_are_never_of_eight_bits(device):
+    backend = triton_backend(device, torch.float32, Heads(4, 2, 64), FP8)
+    assert backend.vocabulary(8, 8).data.dtype == torch.float32 and backend.matrix(8, 8).data.itemsize == 1
 
 
 @pytest.mark.parametrize("vocab", [97, 5000])

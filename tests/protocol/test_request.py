@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import msgspec
 import pytest
 
-from headgate.protocol.keys import KEY_BYTES, next_key, root_key
+from headgate.protocol.keys import KEY_BYTES, RUN, next_key, next_keys, root_key
 from headgate.protocol.output import Outputs
 from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
 
@@ -103,6 +104,21 @@ def test_keys_differ_in_version_adapter_salt_tokens_and_place():
 
 def keys0(roots: list[bytes]) -> bytes:
     return next_key(roots[0], [1, 2])
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_keys_of_many_blocks_are_those_of_one_after_another_also_when_they_are_remembered(block_size):
+    rng = random.Random(block_size)
+    shared = [rng.randrange(2**31) for _ in range(40 * block_size)]
+    for parent in (root_key(0), root_key(1)):
+        for blocks in (0, 1, RUN - 1, RUN, RUN + 1, 2 * RUN, 40):
+            for first in (shared[:1], [7]):  # one block of the same, or of another beginning
+                tokens = (first + shared[1:])[: blocks * block_size]
+                expected, last = [], parent
+                for i in range(blocks):
+                    last = next_key(last, tokens[i * block_size : (i + 1) * block_size])
+                    expected.append(last)
+                assert next_keys(parent, tokens, block_size) == expected
 
 
 def test_outputs_are_true_when_they_say_something():

@@ -21,6 +21,18 @@ from tests.api.serving import wait_until
 
 VERSION = "0"
 
+# Nobody is given up because a thread was not run for some seconds; a test of a timeout says which it means.
+UNHURRIED = {
+    "probe_interval_s": 0.1,
+    "connect_timeout_s": 30.0,
+    "probe_timeout_s": 30.0,
+    "silence_s": 60.0,
+    "idle_timeout_s": 100.0,
+    "patience_s": 60.0,
+    "control_timeout_s": 60.0,
+    "ticket_timeout_s": 30.0,
+}
+
 
 @dataclass(eq=False)
 class LiveRouter:
@@ -30,7 +42,7 @@ class LiveRouter:
 
     def client(self, key: str | None = None) -> httpx.Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=100, trust_env=False)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         with self.client(options.pop("key", None)) as http:
@@ -54,7 +66,7 @@ class LiveRouter:
             seen = list(self.states().values())
             return all(seen.count(state) == number for state, number in states.items())
 
-        wait_until(counted, 15)
+        wait_until(counted)
 
     def do(self, call: Callable[[], Any]) -> Any:
         """In the router's own thread."""
@@ -62,7 +74,7 @@ class LiveRouter:
         async def run() -> Any:
             return call()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
 
 @contextmanager
@@ -74,7 +86,7 @@ def live_router(*urls: str, ready: int | None = None, **config: Any) -> Iterator
 
     async def route() -> None:
         ended = asyncio.Event()
-        router = Router(RouteConfig(workers=workers, **{"probe_interval_s": 0.1, **config}), seed=0)
+        router = Router(RouteConfig(workers=workers, **UNHURRIED | config), seed=0)
         async with serving(router, take_port("127.0.0.1", 0), VERSION) as url:
             loop = asyncio.get_running_loop()
             made.append(LiveRouter(url, router, loop))
@@ -92,7 +104,7 @@ def live_router(*urls: str, ready: int | None = None, **config: Any) -> Iterator
     thread = threading.Thread(target=main)
     thread.start()
     try:
-        assert known.wait(30)
+        assert known.wait(60)
         if not made:
             raise failed[0]
         made[0].wait_for(ready=len(urls) if ready is None else ready)
@@ -100,7 +112,7 @@ def live_router(*urls: str, ready: int | None = None, **config: Any) -> Iterator
     finally:
         for call in stop:
             call()
-        thread.join(30)
+        thread.join(60)
     if failed:
         raise failed[0]
 
@@ -114,7 +126,7 @@ class FakeWorker:
     hangs: bool = False
     owner: str = "headgate"
     slow: str = ""  # the path of a call that is never answered
-    late_s: dict[str, float] = field(default_factory=dict)  # path -> how long a call lies unread
+    late: dict[str, Callable[[], Any]] = field(default_factory=dict)  # path -> a call lies unread until this returns
     refuses: dict[str, int] = field(default_factory=dict)  # path -> status
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     url: str = ""
@@ -164,7 +176,7 @@ def fake_worker(**options: Any) -> Iterator[FakeWorker]:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             if fake.hangs or self.path == fake.slow:
                 fake.over.wait(60)
-            fake.over.wait(fake.late_s.get(self.path, 0))
+            fake.late.get(self.path, bool)()
             status, told = fake.answer(self.command, self.path.partition("?")[0], json.loads(body or b"{}"))
             raw = json.dumps(told).encode()
             self.send_response(status)
@@ -195,4 +207,4 @@ def fake_worker(**options: Any) -> Iterator[FakeWorker]:
         fake.over.set()
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)

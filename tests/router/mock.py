@@ -249,7 +249,8 @@ class Answer:
         reason = "pd_reschedule" if cause == "pd_reschedule" else "abort"
         if self.stream:
             for saying in pending:
-                yield (b":m " + self._event(saying.index, "", False, reason).replace(b'": "', b'":"')[:-1] + b"\n")
+                event = self._event(saying.index, "", False, reason).replace(b'": "', b'":"')
+                yield b":m " + event.removesuffix(b"\n") + b":m \n\n"
             yield b":m data: [DONE]\n:m \n\n"
         else:
             yield b":m data: " + self.whole(reason).replace(b'": "', b'":"') + b"\n:m \n\n"

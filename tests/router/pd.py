@@ -66,7 +66,7 @@ class Line:
 
     def _connect(self, near: socket.socket) -> None:
         try:
-            far = socket.create_connection(("127.0.0.1", self.target), timeout=5)
+            far = socket.create_connection(("127.0.0.1", self.target), timeout=60)
         except OSError:
             near.close()
             return
@@ -162,7 +162,7 @@ class Server(Process):
     def _answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, self._log.read_text()[-2000:]
         with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/v1/is_paused", timeout=2, trust_env=False).status_code == 200
+            return httpx.get(f"{self.url}/v1/is_paused", timeout=10, trust_env=False).status_code == 200
         return False
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class Server(Process):
 
     # -- over HTTP ------------------------------------------------------------------
 
-    def post(self, path: str, body: Any, timeout_s: float = 30) -> Any:
+    def post(self, path: str, body: Any, timeout_s: float = 60) -> Any:
         answer = httpx.post(f"{self.url}{path}", json=body, timeout=timeout_s, trust_env=False)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -186,11 +186,11 @@ class Server(Process):
         self.post("/v1/resume", {})
 
     def is_paused(self) -> bool:
-        answer = httpx.get(f"{self.url}/v1/is_paused", timeout=30, trust_env=False).json()
+        answer = httpx.get(f"{self.url}/v1/is_paused", timeout=60, trust_env=False).json()
         return bool(answer["result"]["state"] != "running")
 
     def metric(self, name: str, **labels: str) -> float:
-        page = metric_values(httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text)
+        page = metric_values(httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text)
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
         names = (f"headgate:{name}", f"headgate:{name}_total")
         return sum(v for key, v in page.items() if key.partition("{")[0] in names and all(w in key for w in wanted))
@@ -241,6 +241,20 @@ class PdFleet:
         """Who has failed in one case after another would stay away for longer each time."""
         for worker in self.router.router.fleet:
             worker.trips, worker.open_until_s = 0, 0.0
+
+    @contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """Nobody is given up because this machine did not run it for some seconds."""
+        config = self.router.router.config
+        names = ("ticket_timeout_s", "silence_s", "probe_timeout_s")
+        hurried = {name: getattr(config, name) for name in names}
+        try:
+            for name in names:
+                object.__setattr__(config, name, 60.0)
+            yield
+        finally:
+            for name, value in hurried.items():
+                object.__setattr__(config, name, value)
 
     def assert_home(self) -> None:
         """Nothing is kept for anybody, at servers that live and in the router."""

@@ -10,7 +10,7 @@ from typing import Any
 import uvloop
 
 
-def run(main: Coroutine[Any, Any, None], timeout_s: float = 40.0) -> None:
+def run(main: Coroutine[Any, Any, None], timeout_s: float = 100.0) -> None:
     """Fails if anything was raised where nobody heard it, or if a task is left."""
     unheard: list[dict[str, Any]] = []
 
@@ -19,7 +19,7 @@ def run(main: Coroutine[Any, Any, None], timeout_s: float = 40.0) -> None:
         loop.set_exception_handler(lambda _, context: unheard.append(context))
         async with asyncio.timeout(timeout_s):
             await main
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while left := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(left)
 

@@ -62,7 +62,8 @@ def unequal(fleet: PdFleet, seed: int, count: int) -> list[int]:
 @pytest.mark.timeout(300)
 def test_36_two_servers_answer_like_one(fleet: PdFleet):
     before, sent = fleet.d.metric("kv_transfers"), fleet.p.metric("kv_transfer_bytes", direction="sent")
-    assert unequal(fleet, 1, 60) == []
+    with fleet.unhurried():
+        assert unequal(fleet, 1, 60) == []
     assert fleet.d.metric("kv_transfers") - before > 20
     assert fleet.p.metric("kv_transfer_bytes", direction="sent") - sent > 20 * 8 * 32 * 512
     assert fleet.d.metric("kv_transfers_lost") == 0 and fleet.router.router.counters.prefills_lost == 0
@@ -191,7 +192,7 @@ class Trial:
         self.call = Call(self.fleet.router.url, self.case.asked, self.id, self.id, self._heard)
         self.call.wait()
         for thread in self._acting:
-            thread.join(30)
+            thread.join(60)
         assert not self._failed and self.happened.is_set(), f"{self._failed or 'nothing'} happened"
         return self.call
 
@@ -231,7 +232,8 @@ class Trial:
         thread = threading.Thread(target=self._fault, daemon=True)
         self._acting.append(thread)
         thread.start()
-        thread.join(30 if self.case.stage == "before" else 1.0)
+        at_once = self.case.fault in ("kill", "engine", "stop", "cut", "corrupt", "stall", "slow")
+        thread.join(60 if at_once or self.case.stage == "before" else 1.0)
 
     def _fault(self) -> None:
         try:
@@ -408,6 +410,7 @@ PROMPT, ANSWER = 300, 600
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
     """Two decoders that give back what finds no room."""
     config: dict[str, Any] = {"decode_policy": "session", "preempt_retry_count": 1, "patience_s": 60.0}
+    config |= {"silence_s": 60.0, "probe_timeout_s": 30.0}  # here nobody is broken
     folder = tmp_path_factory.mktemp("narrow")
     with pd_fleet(folder, *PREFILLER, decoders=[SMALL, SMALL], layers=8, **config) as fleet:
         yield fleet
@@ -450,7 +453,7 @@ class Crowd:
 
     def _gather(self) -> None:
         self._server.post("/v1/pause", {"mode": "freeze", "new_requests": "queue", "timeout": 30})
-        self._others.append(socket.create_connection(("127.0.0.1", self._server.port), 30))
+        self._others.append(socket.create_connection(("127.0.0.1", self._server.port), 60))
         self._others[-1].sendall(self._request())
         self._wait_for("waiting", 1)
         threading.Thread(target=self._go_on, daemon=True).start()
@@ -599,7 +602,7 @@ def test_36_a_decoder_that_is_asked_to_stop_hands_its_streams_to_another(narrow:
 def exports(server: Server, number: int, length: int) -> Iterator[None]:
     """Somebody has so many prompts computed there, and does not fetch them."""
     with ExitStack() as stack:
-        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30, trust_env=False))
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, trust_env=False))
         kept = []  # a generator that is forgotten closes its stream
         for index in range(number):
             body = {"prompt": f"{index}" * length, "export_kv": True, "cache_salt": "kept"}
@@ -615,7 +618,7 @@ def test_30_32_a_prefiller_without_room_is_not_waited_for_and_computes_nothing_l
 
     def look(events: int) -> None:
         if events == 1:
-            waits.append(eventually(lambda: narrow.p.metric("num_requests_waiting") == 0, 1.0))
+            waits.append(eventually(lambda: narrow.p.metric("num_requests_waiting") == 0, 30.0))
 
     right = ask(narrow.p.url, asked, "alone")
     with exports(narrow.p, 3, 600):
@@ -649,7 +652,9 @@ def test_up_with_servers_for_each_half_moves_kv_between_them(tmp_path: Path):
     with up(model, "--prefill", 1, "--decode", 1) as fleet, fleet.client() as http:
         decoder, prefiller = workers(http)
         answer = http.post(COMPLETIONS, json=body).json()
-        alone = httpx.post(f"{prefiller['url']}{COMPLETIONS}", json=body | {"cache_salt": "alone"}, trust_env=False)
+        alone = httpx.post(
+            f"{prefiller['url']}{COMPLETIONS}", json=body | {"cache_salt": "alone"}, timeout=60, trust_env=False
+        )
         assert answer["choices"] == alone.json()["choices"]
-        page = metric_values(httpx.get(f"{decoder['url']}/metrics", trust_env=False).text)
+        page = metric_values(httpx.get(f"{decoder['url']}/metrics", timeout=60, trust_env=False).text)
         assert page['headgate:kv_transfers_total{engine="0"}'] == 1

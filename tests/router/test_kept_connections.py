@@ -38,8 +38,8 @@ def test_41_a_connection_that_made_a_call_is_offered_to_nobody():
 
     async def main() -> None:
         async with Mock() as mock:
-            pool = Watched(mock.url, 2.0)
-            status, _, _ = await call(pool, "GET", "/v1/models", timeout_s=5.0)
+            pool = Watched(mock.url, 60.0)
+            status, _, _ = await call(pool, "GET", "/v1/models", timeout_s=60.0)
             assert status == 200
             assert given == []
             pool.close()

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from headgate.testing.tiny import tiny_model
+from tests.api.clients import Missed, unless_missed
 from tests.api.serving import clean_environment, command, wait_until
 from tests.api.test_journal_live import NUMBERS, TOOL, add_up
 from tests.api.test_moved import rounded
@@ -56,7 +57,7 @@ class Process:
     def kill(self) -> None:
         if self.process is not None:
             self.signal(signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(60)
             self.process = None
 
     def wait_until_ready(self) -> None:
@@ -65,14 +66,14 @@ class Process:
     def _ready(self) -> bool:
         assert self.process is not None and self.process.poll() is None, self._log.read_text()[-2000:]
         with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/ready", timeout=2, trust_env=False).status_code == 200
+            return httpx.get(f"{self.url}/ready", timeout=10, trust_env=False).status_code == 200
         return False
 
 
 class RealFleet:
     def __init__(self, folder: Path, servers: int) -> None:
-        model = tiny_model(folder / "tiny", max_position_embeddings=4096)
-        serve = ("serve", model, "--kv-blocks", 1024)
+        model = tiny_model(folder / "tiny", max_position_embeddings=16384)
+        serve = ("serve", model, "--kv-blocks", 2048)
         self.servers = [Process(*serve, log=folder / f"server{i}.log") for i in range(servers)]
         urls = [server.url for server in self.servers]
         self.router = Process("route", *urls, log=folder / "router.log")
@@ -87,12 +88,12 @@ class RealFleet:
         wait_until(lambda: set(self.states()) == {"ready"}, START_S)
 
     def states(self) -> list[str]:
-        answer = httpx.get(f"{self.router.url}/v1/workers", timeout=5, trust_env=False)
+        answer = httpx.get(f"{self.router.url}/v1/workers", timeout=60, trust_env=False)
         return [worker["state"] for worker in answer.json()["workers"]]
 
     def resumes(self) -> float:
         """Answers that another server went on with, so far."""
-        told = httpx.get(f"{self.router.url}/metrics", timeout=5, trust_env=False).text
+        told = httpx.get(f"{self.router.url}/metrics", timeout=60, trust_env=False).text
         return float(re.findall(r"^headgate:router_resumes_total (\S+)$", told, re.MULTILINE)[0])
 
     def close(self) -> None:
@@ -216,26 +217,25 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
         yield fleet
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_36_56_when_a_server_is_killed_every_client_gets_what_an_undisturbed_run_gives(pair: RealFleet):
-    asked = requests(16, 1000)  # far more than buffers hold between a server and a slow reader
-
-    async def main() -> None:
-        wanted = await undisturbed(pair, asked)
-        asking = Asking(pair.router.url, asked, "killed")
-        async with asyncio.timeout(90):
-            answering = asyncio.create_task(asking.all())
-            while sum(count > 5 for count in asking.events) < 8:
-                await asyncio.sleep(0.01)
-            pair.servers[1].kill()
+    async def main(longer: int) -> None:
+        asked = requests(16, 1000 * longer)  # far more than buffers hold between a server and a slow reader
+        wanted, before = await undisturbed(pair, asked), pair.resumes()
+        asking = Asking(pair.router.url, asked, f"killed {longer}")
+        answering = asyncio.create_task(asking.all())
+        while sum(count > 5 for count in asking.events) < 8 and not answering.done():
+            await asyncio.sleep(0.01)
+        pair.servers[1].kill()
+        try:
             assert differences(await answering, wanted) == []
-        assert pair.resumes() > 0
+        finally:
+            pair.servers[1].start()
+            pair.servers[1].wait_until_ready()
+        if pair.resumes() == before:
+            raise Missed
 
-    try:
-        asyncio.run(main())
-    finally:
-        pair.servers[1].start()
-        pair.servers[1].wait_until_ready()
+    unless_missed(main)
 
 
 @pytest.mark.slow
@@ -281,7 +281,7 @@ def test_2_5_an_abort_through_one_router_ends_a_request_of_another(pair: RealFle
     async def main() -> None:
         body = {
             "prompt": "go on",
-            "max_tokens": 4000,
+            "max_tokens": 15000,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -304,7 +304,7 @@ def test_2_5_an_abort_through_one_router_ends_a_request_of_another(pair: RealFle
             choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]
         ]
         assert reasons == ["abort"]
-        assert events[-1]["usage"]["completion_tokens"] == aborted["output_token_count"] < 4000
+        assert events[-1]["usage"]["completion_tokens"] == aborted["output_token_count"] < 15000
 
     asyncio.run(main())
 
@@ -315,7 +315,7 @@ def test_a_router_that_is_killed_takes_none_of_another_s_requests_with_it(pair: 
 
     async def main() -> None:
         wanted = await undisturbed(pair, asked)
-        mine, theirs = Asking(pair.router.url, asked, "mine"), Asking(other.url, requests(8, 2500), "theirs")
+        mine, theirs = Asking(pair.router.url, asked, "mine"), Asking(other.url, requests(8, 12000), "theirs")
         async with asyncio.timeout(90):
             answering, dying = asyncio.create_task(mine.all()), asyncio.create_task(theirs.all())
             while min(max(mine.events), max(theirs.events)) < 5:
@@ -326,13 +326,13 @@ def test_a_router_that_is_killed_takes_none_of_another_s_requests_with_it(pair: 
             assert differences(await answering, wanted) == []
         # Its requests were aborted at the servers, which have nothing left to do.
         for server in pair.servers:
-            wait_until(lambda url=server.url: running(url) == 0, 20)
+            wait_until(lambda url=server.url: running(url) == 0)
 
     asyncio.run(main())
 
 
 def running(url: str) -> int:
-    loads = httpx.get(f"{url}/v1/loads", timeout=5, trust_env=False).json()["loads"]
+    loads = httpx.get(f"{url}/v1/loads", timeout=60, trust_env=False).json()["loads"]
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 

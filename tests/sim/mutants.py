@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "a worker that shuts down may come back",
         "router/monitor.py",
-        '    "draining": "paused",',
+        '    "draining": "stopping",',
         '    "draining": "draining",',
         test="tests/sim/test_regressions.py",
     ),
@@ -390,6 +390,34 @@ MUTANTS = [
         "                self._send_abort(Abort(ids[i : i + MOST_IDS], cause))\n",
         "                self._send_abort(Abort(ids[i : i + MOST_IDS - 1], cause))\n",
         test="tests/engine/test_client.py",
+    ),
+    Mutant(
+        "who was started anew while others are paused has not followed",
+        "router/control.py",
+        " if reply.ok and reply.worker.life == reply.life}\n",
+        " if reply.ok}\n",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "tokens that a worker told with its end are counted",
+        "router/relay.py",
+        "            self.journal.feed(unsaid(last[1].ending))\n",
+        "",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "what lacks the end of its stream alone is not aborted",
+        "router/relay.py",
+        "        self.cut = bool(unfinished) or not self.ask.stream",
+        "        self.cut = True",
+        test="tests/router/test_relay.py",
+    ),
+    Mutant(
+        "a worker that is full is a reason before one that is paused",
+        "router/course.py",
+        "        if not (self._was_full and ",
+        "        if not (False and ",
+        test="tests/router/test_relay.py",
     ),
 ]
 

@@ -89,6 +89,24 @@ def test_49_a_retry_goes_to_whoever_is_making_the_answer(carry_out):
     assert report.counts["asked again"] == 1
 
 
+@pytest.mark.parametrize("late_s", [0.85, 1.0])
+def test_19_a_server_that_shuts_down_is_not_told_as_a_paused_fleet(carry_out, late_s):
+    """It said so in answer to a control call; its state was taken for a pause, of which clients were told."""
+    stop, flush = deed(0.3, "stop_server", lasts_s=0.5), deed(0.4, "flush")
+    report, _ = carry_out([ask("late", late_s)], stop, flush, deed(0.5, "shutdown"), servers=1)
+    assert not report.failures
+    assert report.ends == {"max_tokens": 1}
+
+
+def test_29_a_worker_that_dies_while_others_are_still_being_paused_does_not_end_the_pause(carry_out):
+    """It had followed, and was started anew; what it had answered before was noted, and then it seemed to be resumed."""
+    slow = deed(0.2, "slow_engine", times=200.0, lasts_s=6.0)
+    pause = deed(0.5, "pause_and_kill", mode="abort", whole=True, lasts_s=0.05)
+    killed = deed(1.0, "kill_server", who="server1", lasts_s=0.05)
+    report, _ = carry_out([ask("a", to="server0")], slow, pause, killed)
+    assert not report.failures
+
+
 def test_5_an_abort_tells_what_the_client_was_told_and_not_what_a_lost_worker_made():
     """A worker that was cut off for a while said later how far it had come on its own."""
     assert not simulate(631).failures
@@ -118,3 +136,37 @@ def test_5_what_a_deadline_ended_is_not_said_to_be_aborted():
 def test_44_a_probe_that_was_asked_before_an_update_does_not_make_its_worker_an_old_one():
     """Its answer came after the update's, and the only worker was paused and updated once more, under its requests."""
     assert not simulate(7457).failures
+
+
+@pytest.mark.parametrize("seed", [6687, 6906])
+def test_19_who_asks_while_the_only_server_shuts_down_is_not_told_of_a_pause(seed):
+    """Nobody had paused anything; the router knew no word for a worker that ends."""
+    assert not simulate(seed).failures
+
+
+@pytest.mark.parametrize("seed", [7039, 7491])
+def test_46_who_finds_one_worker_full_and_the_other_in_an_update_is_told_of_the_full_one(seed):
+    """The last refusal was told, which was a pause that one worker alone was in."""
+    assert not simulate(seed).failures
+
+
+def test_29_who_was_started_anew_during_a_pause_of_the_fleet_does_not_end_it():
+    """The pause's answer of its former life was noted for the new one, which ran: somebody had resumed it, it seemed."""
+    assert not simulate(7289).failures
+
+
+def test_2_what_had_finished_when_its_worker_died_is_not_said_to_be_aborted():
+    """All that its slow client still lacked was the end of the stream, which the router told itself."""
+    assert not simulate(6551).failures
+
+
+def test_5_an_abort_counts_the_tokens_that_its_worker_told_with_the_end():
+    """They stood in the veiled event of a pause alone, which no journal told of."""
+    assert not simulate(9645).failures
+
+
+@pytest.mark.parametrize("seed", [6401, 6452, 6931, 7622, 9504, 9733])
+def test_what_the_judge_has_been_wrong_about(seed):
+    """It waited for servers that had ended themselves, for one router's fleet when another's was resumed or had died,
+    and for answers that are made for a key, and took a retry's old answer for one of old weights."""
+    assert not simulate(seed).failures

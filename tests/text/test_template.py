@@ -303,6 +303,15 @@ def test_a_template_cannot_run_for_ever(attempt: str) -> None:
     refused(ENDLESS[attempt], r"ran for more than 0\.1 s|calls itself without end")
 
 
+def test_time_in_which_a_template_was_not_run_is_not_counted() -> None:
+    def late() -> datetime:
+        time.sleep(0.3)  # as a machine that is busy with something else
+        return datetime(2026, 1, 2)
+
+    template = ChatTemplate("{{ strftime_now('%Y') }}{{ messages | length }}", limits=Limits(seconds=0.1), now=late)
+    assert template.render([USER]) == "20261"
+
+
 def test_the_clock_is_looked_at_while_long_numbers_are_added_up() -> None:
     template = ChatTemplate("{{ ([2**2000] * 900000) | sum | string | length }}", limits=Limits(seconds=0.01))
     began = time.thread_time()

@@ -6,8 +6,20 @@ from pathlib import Path
 import pytest
 
 from headgate.testing.tiny import tiny_model
+from headgate.worker import ipc
+from tests.transfer.peers import OneCard
 
 collect_ignore = [] if find_spec("nixl") else ["test_nixl.py"]
+
+
+@pytest.fixture(autouse=True)
+def card(request, monkeypatch) -> OneCard:
+    """Instead of a GPU, where there need not be one."""
+    card = OneCard()
+    if request.node.get_closest_marker("gpu") is None:
+        for name in ("gpu_of", "export_storage", "open_storage"):
+            monkeypatch.setattr(ipc, name, getattr(card, name))
+    return card
 
 
 @pytest.fixture(scope="session")

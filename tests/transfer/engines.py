@@ -43,7 +43,7 @@ class Side:
         return pid
 
     async def status(self) -> EngineStatus:
-        return (await self.client.ping(5.0)).status
+        return (await self.client.ping(60.0)).status
 
     async def answer(self, request: GenerateRequest) -> tuple[list[int], Ended]:
         tokens: list[int] = []

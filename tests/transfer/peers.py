@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 
+from headgate.protocol.command import SharedStorage
 from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
+from headgate.transfer.card import CardTransport
 from headgate.transfer.tcp import TcpTransport, parse_address
 from headgate.transfer.transport import Fetched, Released
 from headgate.worker.blocks import HostBlocks
+from headgate.worker.card import card_of
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 BLOCKS, PART_BYTES, PARTS = 40, 4096, 6
 GENERATION, VERSION = 77, 3
-TRANSPORTS = ["tcp", "nixl"] if find_spec("nixl") else ["tcp"]  # those that can be tried here
+TRANSPORTS = ["tcp", "nixl"] if find_spec("nixl") else ["tcp"]  # those that can be tried here, between engines
+KINDS = [*TRANSPORTS, "card"]  # and by themselves: see `OneCard`
 
 
 @dataclass(eq=False)
@@ -32,7 +36,7 @@ class Peer:
     """One engine's transport, with a cache of its own and the events that it has posted."""
 
     kind: str = "tcp"
-    wait_s: float = 5.0
+    wait_s: float = 30.0
     lease_s: float = 30.0
     layout: str = "test"
     fill: int | None = None  # None: at random
@@ -45,8 +49,11 @@ class Peer:
             self.tensors = [torch.randint(255, shape, dtype=torch.uint8) for _ in range(PARTS)]
         else:
             self.tensors = [torch.full(shape, self.fill, dtype=torch.uint8) for _ in range(PARTS)]
+        memory = HostBlocks(self.tensors, self.layout)
+        if self.kind == "card":
+            memory.near = card_of(self.tensors)
         self.transport = transport_kind(self.kind)(
-            HostBlocks(self.tensors, self.layout),
+            memory,
             parse_address("127.0.0.1:0"),
             peers=tuple(map(ip_network, self.peers)),
             lease_s=self.lease_s,
@@ -93,9 +100,33 @@ class Peer:
         return self.transport.counts().failures
 
 
+class OneCard:
+    """Stands for the device in `headgate.worker.ipc`: all caches of this process are on one card."""
+
+    def __init__(self) -> None:
+        self.shared: dict[bytes, torch.UntypedStorage] = {}
+        self.opened = 0
+
+    def gpu_of(self, device: torch.device) -> str:
+        return "GPU-1"
+
+    def export_storage(self, storage: torch.UntypedStorage) -> SharedStorage:
+        handle = len(self.shared).to_bytes(8, "little")
+        self.shared[handle] = storage
+        return SharedStorage(0, handle, storage.nbytes(), 0, b"counter", 0, b"event", False)
+
+    def open_storage(self, shared: SharedStorage, device: int) -> torch.UntypedStorage:
+        if shared.handle not in self.shared:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        self.opened += 1
+        return self.shared[shared.handle]
+
+
 def transport_kind(name: str) -> type[TcpTransport]:
     if name == "tcp":
         return TcpTransport
+    if name == "card":
+        return CardTransport
     from headgate.transfer.nixl import NixlTransport
 
     return NixlTransport
@@ -161,3 +192,16 @@ def proxy(target: str, mangle: Mangle) -> Iterator[str]:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+
+
+@contextmanager
+def counted(target: str) -> Iterator[tuple[str, list[int]]]:
+    """A way to `target`, and how many bytes have come back along it."""
+    came: list[int] = []
+
+    def count(data: bytes, offset: int) -> bytes:
+        came.append(len(data))
+        return data
+
+    with proxy(target, count) as address:
+        yield address, came

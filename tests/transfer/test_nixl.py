@@ -16,25 +16,12 @@ from headgate.transfer.nixl import AHEAD, Shown
 from headgate.transfer.staging import Agent
 from headgate.transfer.tcp import parse_address
 from headgate.transfer.transport import Renewed
-from tests.transfer.peers import Peer, peers, proxy, same
+from tests.transfer.peers import Peer, counted, peers, same
 from tests.transfer.test_tcp import BLOCK_BYTES, OURS, SOME, hung_up, until
 
 
 def agent(peer: Peer) -> Agent:
     return peer.transport._agent  # type: ignore[attr-defined, no-any-return]
-
-
-@contextmanager
-def counted(target: str) -> Iterator[tuple[str, list[int]]]:
-    """A way to `target`, and how many bytes have come back along it."""
-    came: list[int] = []
-
-    def count(data: bytes, offset: int) -> bytes:
-        came.append(len(data))
-        return data
-
-    with proxy(target, count) as address:
-        yield address, came
 
 
 def slots_home(*all_peers: Peer) -> bool:

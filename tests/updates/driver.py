@@ -110,7 +110,7 @@ if dies == "in the middle":
     import headgate.weights
     headgate.weights.Circle = Circle
 try:
-    send_weights(dict(SafetensorsFolder(folder)), address, int(world_size), timeout_s=30, bucket_bytes=8192)
+    send_weights(dict(SafetensorsFolder(folder)), address, int(world_size), timeout_s=60, bucket_bytes=8192)
     print("sent")
 except HeadgateError as error:
     print(type(error).__name__, error)
@@ -132,4 +132,4 @@ def trainer(
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)

@@ -260,7 +260,7 @@ def test_25_weights_from_a_trainer_process_answer_like_their_checkpoint(old, new
         driver.call(Pause("abort"))
         told = driver.call(UpdateWeights(Group(place, 2, timeout_s=60)))
         assert isinstance(told, StateTold) and told.version == 1
-        assert process.communicate(timeout=30)[0] == "sent\n"
+        assert process.communicate(timeout=60)[0] == "sent\n"
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
@@ -302,7 +302,7 @@ def test_25_an_engine_that_refuses_tells_the_trainer_why_and_leaves_nobody_hangi
         assert isinstance(denied, Denied) and denied.code == "bad_weights"
         reason = "tensor model.layers.0.mlp.gate_proj.weight has shape [128, 64]; the model expects [96, 64]"
         assert reason in denied.message
-        assert process.communicate(timeout=30)[0] == f"RequestError the weights are refused: rank 1: {reason}\n"
+        assert process.communicate(timeout=60)[0] == f"RequestError the weights are refused: rank 1: {reason}\n"
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -330,9 +330,9 @@ def test_one_engine_that_refuses_keeps_all_others_from_changing(old, new, tmp_pa
     fits, refuses = (Joined(folder, Group(place, 3, rank, 30)) for rank, folder in ((1, old), (2, wide)))
     before = fits.model.unembedding.matrix.data.clone()
     with pytest.raises(RequestError, match=r"rank 2: tensor model\.layers\.0\.mlp\.gate_proj\.weight has shape"):
-        send_weights(tensors_of(new), place, 3, timeout_s=30)
-    fits.join(30)
-    refuses.join(30)
+        send_weights(tensors_of(new), place, 3, timeout_s=60)
+    fits.join(60)
+    refuses.join(60)
     assert isinstance(fits.outcome, SourceLost) and "rank 2 refuses: tensor" in str(fits.outcome)
     assert torch.equal(fits.model.unembedding.matrix.data, before)
 
@@ -342,9 +342,9 @@ def test_several_engines_receive_in_small_buckets_beside_a_default_group(old, ne
     torch.distributed.init_process_group("gloo", init_method=address(), rank=0, world_size=1)
     try:
         engines = [Joined(old, Group(place, 3, rank, 30)) for rank in (1, 2)]
-        send_weights(tensors_of(new), place, 3, timeout_s=30, bucket_bytes=10_000)
+        send_weights(tensors_of(new), place, 3, timeout_s=60, bucket_bytes=10_000)
         for engine in engines:
-            engine.join(30)
+            engine.join(60)
         assert torch.distributed.is_initialized()
     finally:
         torch.distributed.destroy_process_group()

@@ -29,7 +29,7 @@ def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("tests.worker.test_executor.LocalExecutor", request.param)
 
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def do_again(step):
 
 def open_runner(folder, graphed):
     from headgate.layers.triton_backend import TritonBackend
-    from headgate.worker.graphs import DecodeGraphs
+    from headgate.worker.graphs import StepGraphs
 
     spec = read_spec(folder)
     heads = Heads(spec.heads, spec.kv_heads, spec.head_dim)
@@ -55,7 +55,7 @@ def open_runner(folder, graphed):
     load_weights(model, SafetensorsFolder(folder))
     rows = Rows(max_rows=6, max_context=CONTEXT, block_size=BLOCK_SIZE, vocab_size=spec.vocab)
     kv = model.allocate_kv(24, BLOCK_SIZE)
-    graphs = DecodeGraphs(model, kv, rows, do_again) if graphed else None
+    graphs = StepGraphs(model, kv, rows, max_tokens=64, prompts=True, record=do_again) if graphed else None
     return ModelRunner(model, kv, rows, max_tokens=64, graphs=graphs)
 
 
@@ -65,22 +65,48 @@ def generate(runner, steps):
         Text(row, list(range(row, row + 14 + row)), params, blocks=list(range(4 * row, 4 * row + 4)), block_size=16)
         for row, params in enumerate(PARAMS)
     ]
-    joins = tuple(text.join() for text in texts)
-    first = step_plan(0, [text.advance(len(text.prompt), True) for text in texts], joins=joins)
+    *early, late = texts
+    joins = tuple(text.join() for text in early)
+    first = step_plan(0, [text.advance(len(text.prompt), True) for text in early], joins=joins)
     found = [runner.run(first).tokens]
-    for step in range(1, steps):
+    # The last one comes in two parts, while the others go on.
+    for step, (count, samples) in enumerate(((9, False), (len(late.prompt) - 9, True)), 1):
+        slices = [
+            *(text.advance(1, True) for text in early[:2]),
+            late.advance(count, samples),
+            early[2].advance(1, True),
+        ]
+        grown = tuple(each for text in (early if step == 1 else texts) for each in text.grown())
+        plan = step_plan(step, slices, joins=(late.join(),) if step == 1 else (), grown=grown)
+        found.append(runner.run(plan).tokens)
+    for step in range(3, steps):
         slices = [text.advance(1, True) for text in texts]
         grown = tuple(each for text in texts for each in text.grown())
         found.append(runner.run(step_plan(step, slices, grown=grown)).tokens)
     return found
 
 
+# Where a step is padded, the model computes with whatever was in memory.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_graphs_give_the_tokens_of_plain_steps(folder):
-    assert generate(open_runner(folder, graphed=True), 6) == generate(open_runner(folder, graphed=False), 6)
+    graphed = open_runner(folder, graphed=True)
+    assert generate(graphed, 5) == generate(open_runner(folder, graphed=False), 5)
+    # Texts of 14 to 16 tokens, then of 3 + 9 and 3 + 8, then single ones.
+    assert [*graphed._graphs.mixed._captured] == [64, 32]
+    assert [*graphed._graphs.decode._captured] == [(4, 1024)]
+
+
+def test_a_mixed_step_that_scores_a_prompt_is_no_graph(folder):
+    runner = open_runner(folder, graphed=True)
+    asking = SamplingParams(temperature=0, prompt_logprobs=0)
+    text = Text(0, list(range(9)), asking, blocks=[0, 1], block_size=16)
+    result = runner.run(step_plan(0, [text.advance(9, True)], joins=(text.join(),)))
+    assert len(result.prompt_logprobs[0]) == 8
+    assert not runner._graphs.mixed._captured
 
 
 def test_only_steps_of_one_token_each_that_all_sample_are_graphs(folder):
-    graphs = open_runner(folder, graphed=True)._graphs
+    graphs = open_runner(folder, graphed=True)._graphs.decode
     assert graphs.takes(step_plan(0, [(0, 5, 1, True), (1, 9, 1, True)]))
     assert not graphs.takes(step_plan(0, [(0, 5, 1, True), (1, 9, 1, False)]))
     assert not graphs.takes(step_plan(0, [(0, 5, 2, True), (1, 9, 1, True)]))
@@ -93,3 +119,10 @@ def test_batches_are_padded_to_ever_coarser_sizes():
     assert batch_sizes(6) == [1, 2, 4, 6]
     assert batch_sizes(256)[-3:] == [192, 224, 256]
     assert context_classes(5000) == [1024, 4096, 16384]
+
+
+def test_mixed_steps_are_padded_to_powers_of_two():
+    from headgate.worker.graphs import token_sizes
+
+    assert token_sizes(100) == [32, 64, 100]
+    assert token_sizes(8) == [8]

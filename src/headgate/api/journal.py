@@ -5,7 +5,7 @@ It is written in comments between the events, which clients skip, so a router ca
     :j INDEX VERSION CHARS ID,ID,...   tokens of a choice, and how many characters of it the client has with this block
     :f INDEX REASON CAUSE PROMPT_TOKENS CACHED_TOKENS OUTPUT_TOKENS   a choice has ended
     :e STATUS                          the answer has failed; the status that this would have had at its beginning
-    :m LINE                            veiled: a line that the client gets if nobody goes on
+    :m LINE                            veiled: a line that the client gets if nobody goes on, or one of the above about it
     :+                                 this block is none without the next one
 
 A block, up to its empty line, is the unit: whoever reads the journal passes it on whole or, if its end never comes, not
@@ -74,12 +74,12 @@ class StreamJournal:
             self._prime(job, piece)
             return
         event = self._dialect.event(job, piece)
+        chars = self._chars[job.index] = self._chars.get(job.index, 0) + len(piece.text)
         if movable(piece.finish):
             # The last tokens go unsaid with it: whoever goes on makes them again, and their event.
             self._veiled = True
-            await self._reply.send_event(veil(event))
+            await self._reply.send_event(veil(token_lines(job, piece, chars) + event))
             return
-        chars = self._chars[job.index] = self._chars.get(job.index, 0) + len(piece.text)
         if block := token_lines(job, piece, chars) + self._finish(job, piece, event):
             await self._reply.send_event(block if event else block + b"\n")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headgate import __version__
-from headgate.config import DTYPES, KV_TRANSPORTS, LOOPBACK, PREEMPTED, EngineConfig, Registration, ServerConfig
+from headgate.config import DTYPES, FP8, KV_TRANSPORTS, LOOPBACK, PREEMPTED, EngineConfig, Registration, ServerConfig
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     add(
         "--kv-transport",
         choices=KV_TRANSPORTS,
-        default="tcp",
+        default="auto",
         metavar="KIND",
-        help="how KV travels: tcp or nixl (tcp)",
+        help="how KV travels: auto, tcp or nixl (auto)",
     )
     add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="where KV may be fetched (this machine)")
     # For whoever starts servers and must not outlive them: it holds the other end of our standard input.
@@ -54,6 +54,13 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share one model, per engine (1)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     add("--dtype", choices=DTYPES, default="auto", metavar="TYPE", help=f"{', '.join(DTYPES)} (the checkpoint's)")
+    add(
+        "--fp8",
+        choices=FP8,
+        default="none",
+        metavar="WHAT",
+        help="weights, kv or both in eight bits, on a GPU (none)",
+    )
     add("--deterministic", action="store_true", help="answers never depend on what else runs, to the bit")
 
     add = command.add_argument_group("limits").add_argument
@@ -168,6 +175,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         device=options.device,
         dtype=options.dtype,
+        fp8=options.fp8,
         deterministic=options.deterministic,
         tensor_parallel=options.tensor_parallel,
         max_context=options.max_context,

@@ -29,7 +29,7 @@ GREEN, YELLOW, MAGENTA, RED = "32", "33", "35", "31"
 COLOURS = {
     **dict.fromkeys(("running", "ready", "decode"), GREEN),
     **dict.fromkeys(("pausing", "paused", "starting", "outdated", "prefill"), YELLOW),
-    **dict.fromkeys(("updating", "draining", "transfer", "moving"), MAGENTA),
+    **dict.fromkeys(("updating", "draining", "stopping", "transfer", "moving"), MAGENTA),
     **dict.fromkeys(("down", "wedged", "quarantined"), RED),
 }
 SPARKS = "▁▂▃▄▅▆▇█"

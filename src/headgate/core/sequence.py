@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
-from headgate.protocol.keys import Key, next_key, root_key
+from headgate.protocol.keys import Key, next_keys, root_key
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest, Ticket
 
@@ -88,10 +88,10 @@ class Sequence:
         """The cache keys of our first `count` blocks under weights `version`."""
         if self._keys_version != version:
             self._keys, self._keys_version = [], version
-        keys, tokens = self._keys, self.tokens
-        for i in range(len(keys), count):
+        keys = self._keys
+        if len(keys) < count:
             last = keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
-            keys.append(next_key(last, tokens[i * block_size : (i + 1) * block_size]))
+            keys += next_keys(last, self.tokens[len(keys) * block_size : count * block_size], block_size)
         return keys[:count]
 
     def disown(self) -> None:

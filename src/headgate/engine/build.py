@@ -14,6 +14,7 @@ from headgate.core.scheduler import Limits, Scheduler
 from headgate.engine.evidence import Recorder
 from headgate.engine.loop import EngineLoop
 from headgate.protocol.message import Answer, EngineInfo, Told
+from headgate.transfer.card import CardTransport
 from headgate.transfer.tcp import TcpTransport, parse_address
 from headgate.transfer.transport import BlockMemory, NoTransport, Transport
 from headgate.worker.build import build_worker
@@ -98,7 +99,7 @@ def open_transport(config: EngineConfig, blocks: BlockMemory) -> Transport:
     # Of a model with several ranks, this process has only a part of the KV.
     if config.kv_listen is None or config.tensor_parallel > 1:
         return NoTransport()
-    return _transport_kind(config.kv_transport)(
+    return _transport_kind(config.kv_transport, blocks)(
         blocks,
         parse_address(config.kv_listen),
         peers=tuple(map(ip_network, config.kv_peers)),
@@ -107,9 +108,9 @@ def open_transport(config: EngineConfig, blocks: BlockMemory) -> Transport:
     )
 
 
-def _transport_kind(name: str) -> type[TcpTransport]:
-    if name == "tcp":
-        return TcpTransport
-    from headgate.transfer.nixl import NixlTransport
+def _transport_kind(name: str, blocks: BlockMemory) -> type[TcpTransport]:
+    if name == "nixl":
+        from headgate.transfer.nixl import NixlTransport
 
-    return NixlTransport
+        return NixlTransport
+    return CardTransport if name == "auto" and blocks.near is not None else TcpTransport

@@ -28,6 +28,18 @@ class Matrix:
     data: torch.Tensor
     rows: int
     columns: int
+    scale: torch.Tensor | None = None  # [rows] float32: what the numbers of a rounded matrix are multiplied by
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """What is kept in eight bits; the rest has the dtype of the backend."""
+
+    weights: bool = False  # of the layers, each row with a scale of its own
+    kv: bool = False
+
+
+PLAIN = Fp8()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,9 @@ class Backend(Protocol):
 
     def matrix(self, rows: int, columns: int) -> Matrix:
         """Room for a weight, to be filled by `pack`."""
+
+    def vocabulary(self, rows: int, columns: int) -> Matrix:
+        """As `matrix`, for `logits` and `embed`: never in fewer bits than the backend's dtype."""
 
     def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
         """Fill the rows of `matrix` from `row` on with a checkpoint tensor of any floating type on any device."""

@@ -27,3 +27,4 @@ class Batch:
     order: torch.Tensor | None = (
         None  # [S] int32: slices by context, longest first, for kernels whose last one counts
     )
+    singles: bool = False  # slices of one token may lie among longer ones

@@ -6,27 +6,37 @@ import logging
 
 import torch
 
-from headgate.layers.backend import Backend, Heads
+from headgate.errors import RequestError
+from headgate.layers.backend import PLAIN, Backend, Fp8, Heads
 from headgate.layers.cpu import Kernels, Unavailable, load_kernels
 from headgate.layers.cpu.kernels import LANES, why_unsupported
 from headgate.layers.cpu_backend import CpuBackend
 from headgate.layers.torch_backend import DeterministicTorchBackend, TorchBackend
 
+FP8_CAPABILITY = (8, 9)
 NAMES = ("auto", "torch", "cpu", "triton")
 
 logger = logging.getLogger(__name__)
 
 
 def choose_backend(
-    name: str, device: torch.device, dtype: torch.dtype, heads: Heads, *, deterministic: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: Heads,
+    *,
+    deterministic: bool = False,
+    fp8: Fp8 = PLAIN,
 ) -> Backend:
     """Backend `name`, or plain torch, with a line in the log that says why, where the other cannot be had."""
     if name not in NAMES:
         raise ValueError(f"backend {name!r} is not known; {', '.join(NAMES)} are")
+    if device.type == "cuda" and name in ("auto", "triton"):
+        return triton_backend(device, dtype, heads, deterministic, fp8)
+    if fp8 != PLAIN:
+        raise RequestError(f"fp8 needs the Triton backend on a GPU, not backend {name} on {device.type}")
     if name == "torch":
         return torch_backend(device, dtype, heads, deterministic)
-    if device.type == "cuda" and name != "cpu":
-        return triton_backend(device, dtype, heads, deterministic)
     kernels = cpu_kernels(device, dtype, heads)
     if isinstance(kernels, Kernels):
         return CpuBackend(kernels, dtype, heads)
@@ -38,11 +48,13 @@ def torch_backend(device: torch.device, dtype: torch.dtype, heads: Heads, determ
     return (DeterministicTorchBackend if deterministic else TorchBackend)(device, dtype, heads)
 
 
-def triton_backend(device: torch.device, dtype: torch.dtype, heads: Heads, deterministic: bool) -> Backend:
+def triton_backend(device: torch.device, dtype: torch.dtype, heads: Heads, deterministic: bool, fp8: Fp8) -> Backend:
+    if fp8 != PLAIN and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise RequestError(f"fp8 needs a GPU of compute capability 8.9 or more, which {device} is not")
     # Only here: a machine without a GPU need not have Triton.
     from headgate.layers.triton_backend import DeterministicTritonBackend, TritonBackend
 
-    return (DeterministicTritonBackend if deterministic else TritonBackend)(device, dtype, heads)
+    return (DeterministicTritonBackend if deterministic else TritonBackend)(device, dtype, heads, fp8)
 
 
 def cpu_kernels(device: torch.device, dtype: torch.dtype, heads: Heads) -> Kernels | Unavailable:

@@ -29,6 +29,9 @@ class CpuBackend:
     def matrix(self, rows: int, columns: int) -> Matrix:
         return Matrix(self.kernels.empty_packed(rows, columns, self.dtype), rows, columns)
 
+    def vocabulary(self, rows: int, columns: int) -> Matrix:
+        return self.matrix(rows, columns)
+
     def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
         self.kernels.pack_into(matrix.data, weight.cpu(), row)
 

@@ -113,7 +113,7 @@ class Unembedding:
         self.vocab = vocab
         self.mine = share(ranks, vocab)
         # Equally many on every rank, so that logits can be gathered; what the last one has too many is cut off.
-        self.matrix = backend.matrix(-(-vocab // ranks.size), hidden)
+        self.matrix = backend.vocabulary(-(-vocab // ranks.size), hidden)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ranks.gather(self.backend.logits(hidden, self.matrix))[:, : self.vocab]

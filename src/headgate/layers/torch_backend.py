@@ -28,6 +28,9 @@ class TorchBackend:
     def matrix(self, rows: int, columns: int) -> Matrix:
         return Matrix(torch.empty(rows, columns, dtype=self.dtype, device=self.device), rows, columns)
 
+    def vocabulary(self, rows: int, columns: int) -> Matrix:
+        return Matrix(torch.empty(rows, columns, dtype=self.dtype, device=self.device), rows, columns)
+
     def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
         matrix.data[row : row + len(weight)].copy_(weight)
 

@@ -2,6 +2,10 @@
 
 Matrices are `[rows, columns]` as in plain torch; the cache is `[blocks, kv heads, block_size, head size]`, so that a
 head of a block is one run of memory. Works in bfloat16, float16 and float32, where products are never rounded to tf32.
+
+With `Fp8.weights` the matrices of the layers are kept in eight bits, each row with a scale. A single row of activations
+meets them as it is, for there reading the weights is all the time; several are rounded to eight bits too, each row by
+itself, and multiplied in eight bits.
 """
 
 from __future__ import annotations
@@ -9,22 +13,42 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, Heads, Matrix, Rotary
+from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Scratch, decode, prefill
 from headgate.layers.triton.elementwise import add_rms_norm, silu_mul
 from headgate.layers.triton.matmul import MAX_ROWS, MIN_WIDTH, invariant_cut, small_linear, vector_linear
 from headgate.layers.triton.rope import rope_and_write
+from headgate.layers.triton.rounding import FP8, round_rows, rounded
 
 
 class TritonBackend(TorchBackend):
     name = "triton"
     kv_layout = "heads, tokens"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, heads: Heads) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, heads: Heads, fp8: Fp8 = PLAIN) -> None:
         super().__init__(device, dtype, heads)
         self.scratch = Scratch(device)
+        self.fp8 = fp8
+        self.kv_dtype = FP8 if fp8.kv else dtype
+        if fp8.weights:
+            self.name += ", fp8"
+            self.kv_layout += ", by fp8 weights"
+
+    def matrix(self, rows: int, columns: int) -> Matrix:
+        if not self.fp8.weights:
+            return super().matrix(rows, columns)
+        data = torch.empty(rows, columns, dtype=FP8, device=self.device)
+        return Matrix(data, rows, columns, torch.empty(rows, device=self.device))
+
+    def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
+        if matrix.scale is None:
+            super().pack(matrix, weight, row)
+            return
+        data, scale = rounded(weight.to(self.device))
+        matrix.data[row : row + len(weight)].copy_(data)
+        matrix.scale[row : row + len(weight)].copy_(scale)
 
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         if self.dtype == torch.float32 or not x.is_cuda:
@@ -34,34 +58,57 @@ class TritonBackend(TorchBackend):
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         if len(x) == 1:
-            return vector_linear(x, matrix.data, bias)
-        if self.beats_cublas(x, matrix.rows):
-            return small_linear(x, matrix.data, bias)
-        return F.linear(x, matrix.data, bias)
+            return vector_linear(x, matrix, bias)
+        if self.beats_library(x, matrix):
+            return small_linear(x, matrix, bias)
+        return self.library_linear(x, matrix, bias)
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         if len(x) == 1:
-            return vector_linear(x, matrix.data, bias, gated=True)
-        if self.beats_cublas(x, matrix.rows):
-            return small_linear(x, matrix.data, bias, gated=True)
-        return silu_mul(F.linear(x, matrix.data, bias))
+            return vector_linear(x, matrix, bias, gated=True)
+        if self.beats_library(x, matrix):
+            return small_linear(x, matrix, bias, gated=True)
+        return silu_mul(self.library_linear(x, matrix, bias))
 
-    def beats_cublas(self, x: torch.Tensor, rows: int) -> bool:
-        return 0 < len(x) <= MAX_ROWS and rows >= MIN_WIDTH and self.dtype.itemsize == 2 and self.scratch.roomy
+    def beats_library(self, x: torch.Tensor, matrix: Matrix) -> bool:
+        """Whether our own product is the faster one."""
+        if matrix.scale is not None:
+            return not fits_scaled(x, matrix)
+        return 0 < len(x) <= MAX_ROWS and matrix.rows >= MIN_WIDTH and x.dtype.itemsize == 2 and self.scratch.roomy
+
+    def library_linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        if matrix.scale is None:
+            return F.linear(x, matrix.data, bias)
+        numbers, scale = round_rows(x)
+        out = torch._scaled_mm(
+            numbers,
+            matrix.data.t(),
+            scale_a=scale[:, None],
+            scale_b=matrix.scale[None, :],
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        return out if bias is None else out.add_(bias)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return add_rms_norm(x, residual, weight, eps)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
         shape = (num_blocks, self.heads.kv, block_size, self.heads.size)
-        return KV(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+        return KV(*(torch.zeros(shape, dtype=self.kv_dtype, device=self.device) for _ in range(2)))
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        return super().kv_bytes_per_block(block_size) // self.dtype.itemsize * self.kv_dtype.itemsize
 
     def read_blocks(self, kv: KV, blocks: torch.Tensor) -> KV:
-        return KV(*(cache[blocks].transpose(1, 2).contiguous() for cache in kv))
+        stored = (bytes_of(cache)[blocks].view(cache.dtype) for cache in kv)
+        return KV(*(blocks_read.to(self.dtype).transpose(1, 2).contiguous() for blocks_read in stored))
 
     def write_blocks(self, kv: KV, blocks: torch.Tensor, content: KV) -> None:
         for cache, new in zip(kv, content, strict=True):
-            cache[blocks] = new.transpose(1, 2).to(cache)
+            # Torch picks out no numbers of eight bits, but any that are as long.
+            as_stored = new.transpose(1, 2).to(cache).contiguous()
+            bytes_of(cache)[blocks] = bytes_of(as_stored)
 
     def rope_and_write(self, qkv: torch.Tensor, batch: Batch, rotary: Rotary, kv: KV) -> torch.Tensor:
         return rope_and_write(qkv, batch.positions, batch.slots, rotary, kv, self.heads)
@@ -69,7 +116,8 @@ class TritonBackend(TorchBackend):
     def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         if batch.max_query == 1:
             return decode(q, kv, batch, scale, window, self.heads, self.scratch)
-        return prefill(q, kv, batch, scale, window, self.heads)
+        out = prefill(q, kv, batch, scale, window, self.heads, singles=not batch.singles)
+        return decode(q, kv, batch, scale, window, self.heads, self.scratch, among=out) if batch.singles else out
 
 
 class DeterministicTritonBackend(TritonBackend):
@@ -81,13 +129,23 @@ class DeterministicTritonBackend(TritonBackend):
     name = "triton, deterministic"
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        return small_linear(x, matrix.data, bias, cut=invariant_cut(len(x), x.dtype))
+        return small_linear(x, matrix, bias, cut=invariant_cut(len(x), matrix.rows, x.dtype))
 
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return small_linear(x, matrix.data, None, cut=invariant_cut(len(x), x.dtype), out_dtype=torch.float32)
+        cut = invariant_cut(len(x), matrix.rows, x.dtype)
+        return small_linear(x, matrix, None, cut=cut, out_dtype=torch.float32)
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         return silu_mul(self.linear(x, matrix, bias))
 
     def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         return prefill(q, kv, batch, scale, window, self.heads)
+
+
+def fits_scaled(x: torch.Tensor, matrix: Matrix) -> bool:
+    """Whether the library multiplies matrices of this shape in eight bits."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and matrix.rows % 16 == 0 and matrix.columns % 16 == 0
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

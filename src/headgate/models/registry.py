@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from headgate.errors import RequestError, UnsupportedModel
-from headgate.layers.backend import Heads
+from headgate.layers.backend import PLAIN, Fp8, Heads
 from headgate.layers.choice import choose_backend
 from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.config import Config, eos_ids, read_config, read_json
@@ -61,12 +61,13 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     backend: str = "auto",
     deterministic: bool = False,
+    fp8: Fp8 = PLAIN,
     ranks: Ranks = ALONE,
 ) -> DenseModel:
     """The network of `spec`, or one rank's part of it; its parameters allocated but not filled."""
     refuse_uneven(spec, ranks.size)
     heads = Heads(query=spec.heads // ranks.size, kv=spec.kv_heads // ranks.size, size=spec.head_dim)
-    chosen = choose_backend(backend, torch.device(device), dtype, heads, deterministic=deterministic)
+    chosen = choose_backend(backend, torch.device(device), dtype, heads, deterministic=deterministic, fp8=fp8)
     return DenseModel(spec, chosen, ranks)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 Key = bytes
 
 KEY_BYTES = 16
+RUN = 16  # blocks whose keys are remembered together
 
 
 def root_key(version: int, adapter: str = "", salt: str = "") -> Key:
@@ -24,3 +26,27 @@ def root_key(version: int, adapter: str = "", salt: str = "") -> Key:
 def next_key(parent: Key, tokens: Sequence[int]) -> Key:
     """The key of a full block whose predecessor has key `parent`."""
     return blake2b(parent + array("I", tokens).tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def next_keys(parent: Key, tokens: Sequence[int], block_size: int) -> list[Key]:
+    """The keys of the full blocks that `tokens` are, one after another."""
+    data = array("I", tokens)
+    size = block_size * data.itemsize
+    keys: list[Key] = []
+    for start in range(0, len(data), RUN * block_size):
+        run = data[start : start + RUN * block_size].tobytes()
+        keys += _known_keys(parent, run, size) if len(run) == RUN * size else _keys(parent, run, size)
+        parent = keys[-1]
+    return keys
+
+
+def _keys(parent: Key, data: bytes, size: int) -> tuple[Key, ...]:
+    keys = []
+    for start in range(0, len(data), size):
+        parent = blake2b(parent + data[start : start + size], digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+    return tuple(keys)
+
+
+# Many requests begin with the same few thousand tokens, and a digest of each block of them is what admitting one costs.
+_known_keys = lru_cache(maxsize=1024)(_keys)

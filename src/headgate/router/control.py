@@ -111,7 +111,8 @@ class FleetControls:
                     self.pause_asked is not body
                 ):  # somebody has resumed, or paused otherwise, and what was told is old
                     return await self.look(asking)
-                self.paused = {reply.worker for reply in replies if reply.ok}
+                # Who has been started anew since it answered knows nothing of a pause.
+                self.paused = {reply.worker for reply in replies if reply.ok and reply.worker.life == reply.life}
         result = self._result(replies)
         told = [reply.json().get("result", {}) for reply in replies if reply.ok]
         result.aborted = sum(each.get("aborted", 0) for each in told)

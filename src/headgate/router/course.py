@@ -27,17 +27,19 @@ class Course:
         self.excluded: set[Worker] = set()
         self._unwilling: dict[Worker, int] = {}  # who ended it for reasons of its own, and in which of its states
         self.fruitless = 0  # attempts in a row that brought no token
-        self.last: tuple[Worker, Outcome] | None = None
+        self.last: tuple[Worker, Outcome] | None = None  # what the client is told if nobody does better
         self.left_behind: Worker | None = None  # who still has an earlier attempt, and therefore refuses this one
         self._tried: set[Worker] = set()
         self._reschedules = 0
         self._tokens = 0
 
     def ends_with(self, worker: Worker, outcome: Outcome) -> bool:
-        """Whether `outcome` is the one to tell the client."""
+        """Whether nobody else is to be asked, and the client is told what is `last`."""
         if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(worker, outcome)):
+            self.last = worker, outcome
             return True
-        self.last = worker, outcome
+        if not (self._was_full and isinstance(outcome, Answered) and outcome.status == 503):
+            self.last = worker, outcome
         self._count(worker, outcome)
         if self._exchange.told_raw or self._exchange.journal.unreadable:
             return True  # an answer without a journal cannot be carried on
@@ -80,6 +82,11 @@ class Course:
     def unwilling(self) -> set[Worker]:
         """Who ended it for reasons of its own, and has not been in another state since."""
         return {worker for worker, changes in self._unwilling.items() if worker.changes == changes}
+
+    @property
+    def _was_full(self) -> bool:
+        """Whether a worker had too much to do: that is the reason, and not who else is paused."""
+        return self.last is not None and isinstance(self.last[1], Answered) and self.last[1].status == 429
 
     @property
     def was_cut(self) -> bool:

@@ -52,6 +52,7 @@ class Reply:
     status: int = 0  # 0: not at all
     body: bytes = b""
     why: str = ""  # it did not answer
+    life: str | None = None  # of the worker, as we knew it when that came
 
     @property
     def ok(self) -> bool:
@@ -112,7 +113,7 @@ async def _call(router: Router, worker: Worker, one: Call, asking: Asking, timeo
         status, _, body = await call(pool, one.method, one.path, one.body, headers=headers, timeout_s=timeout_s)
     except (WorkerLost, KeyError) as error:  # KeyError: it has left meanwhile
         return Reply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
-    return Reply(worker, status, body)
+    return Reply(worker, status, body, life=worker.life)
 
 
 def to_all(workers: Iterable[Worker], one: Call) -> dict[Worker, Call]:

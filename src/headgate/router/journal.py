@@ -21,6 +21,7 @@ TOKENS = re.compile(rb"\n:j (\d+) (-?\d+) (\d+) ([\d,]*)(?=\r?\n)")
 CACHED = re.compile(rb"\n:f \d+ \w+ \w+ (\d{1,12}) (\d{1,12}) \d+(?=\r?\n)")
 FINISH = re.compile(rb"\n:f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)(?=\r?\n)")
 VEIL = b":m "
+UNSAID = VEIL + b":j "
 
 
 @dataclass(slots=True)
@@ -131,5 +132,11 @@ def splice(body: bytes, name: str, value: bytes) -> bytes:
 
 def unveil(veiled: bytes) -> bytes:
     """What a worker would have told a client, had there been nobody to ask another worker."""
+    lines = [line for line in veiled.splitlines(keepends=True) if line.startswith((VEIL, b":e "))]
+    return b"".join(line.removeprefix(VEIL) for line in lines if not line.startswith(UNSAID))
+
+
+def unsaid(veiled: bytes) -> bytes:
+    """The journal of that: tokens which a client has when the veil is taken away."""
     lines = veiled.splitlines(keepends=True)
-    return b"".join(line.removeprefix(VEIL) for line in lines if line.startswith((VEIL, b":e ")))
+    return b"".join(line.removeprefix(VEIL) for line in lines if line.startswith(UNSAID))

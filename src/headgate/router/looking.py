@@ -13,7 +13,7 @@ from headgate.router.worker import Worker
 if TYPE_CHECKING:
     from headgate.router.router import Router
 
-ANSWERING = ("ready", "paused", "outdated", "draining")
+ANSWERING = ("ready", "paused", "outdated", "draining", "stopping")
 
 
 def health(router: Router) -> tuple[bool, dict[str, Any]]:

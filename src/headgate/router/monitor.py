@@ -29,7 +29,7 @@ STATES: dict[str, WorkerState] = {
     "paused": "paused",
     "updating": "paused",
     "quarantined": "paused",
-    "draining": "paused",  # it shuts down, and may come back; *our* draining ends only when we say so
+    "draining": "stopping",  # it shuts down, and may come back; *our* draining ends only when we say so
 }
 
 

@@ -33,7 +33,7 @@ from headgate.router.course import Course, is_final
 from headgate.router.disagg import Leg, prefilled
 from headgate.router.downstream import Downstream, HttpRequest, answer_head, error_answer
 from headgate.router.ending import as_aborted, last_words, usage_told, wants_usage
-from headgate.router.journal import Journal, splice, unveil
+from headgate.router.journal import Journal, splice, unsaid, unveil
 from headgate.router.upstream import Headers, Upstream, WorkerLost
 from headgate.router.worker import Worker
 
@@ -196,14 +196,15 @@ class Exchange:
 
     def _tell_end(self) -> None:
         """Tell the client that it is over, and what there is."""
-        self.cut = True
+        told = self.journal.choices
+        unfinished = [i for i in range(min(self.ask.n, MOST_CHOICES)) if i not in told or told[i].finish is None]
+        self.cut = bool(unfinished) or not self.ask.stream  # or else all that is missing is the end of the stream
         last = self.course.last if self.course is not None else None
         if last is not None and isinstance(last[1], Veiled) and not (last[1].rescheduled and self.ask.stream):
+            self.journal.feed(unsaid(last[1].ending))
             return self._show(last[0], as_aborted(unveil(last[1].ending)))
         if self.journal.choices and not self.ask.stream:
             raise WorkersFailed("this request was aborted after its worker was lost, and with it what there was")
-        told = self.journal.choices
-        unfinished = [i for i in range(min(self.ask.n, MOST_CHOICES)) if i not in told or told[i].finish is None]
         model = self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
         stream = self.ask.stream
         usage = usage_told(self.journal) if not stream or wants_usage(self.request.body) else None
@@ -345,7 +346,7 @@ class Exchange:
         while True:
             if tried is not None:
                 if course.ends_with(*tried):
-                    return self._conclude(*tried)
+                    return self._tell_last(course)
                 self.moves += 1
                 self.router.counters.moved(self)
                 if course.left_behind is not None:
@@ -355,11 +356,11 @@ class Exchange:
             placement, self._placement = self._placement, None
             placement = placement or await self.router.place(self, course)
             if placement is None:
-                return self._give_up(course)
+                return self._tell_last(course)
             tried = placement.worker, await self._try(placement, fresh=fresh)
             fresh = False
 
-    def _give_up(self, course: Course) -> None:
+    def _tell_last(self, course: Course) -> None:
         if course.last is None:
             raise self.router.nobody()
         self._conclude(*course.last)

@@ -243,10 +243,10 @@ class Router:
         if course.last is not None and not course.may_return:
             # An answer that its worker broke off is worth more than that: somebody else may be back in a moment.
             others = (worker for worker in self.fleet if worker not in course.excluded)
-            return course.was_cut and any(worker.state in ("starting", "down") for worker in others)
+            return course.was_cut and any(worker.state in ("starting", "stopping", "down") for worker in others)
         if self.fleet.rolling:
             return True
-        return any(worker.state in ("starting", "down", "outdated", "ready") for worker in self.fleet)
+        return any(worker.state in ("starting", "stopping", "down", "outdated", "ready") for worker in self.fleet)
 
     def choose(self, exchange: Exchange, course: Course | None = None) -> Placement | None:
         """Somebody who is there, of whose load this request is a part from now on; `course`: after what was tried."""

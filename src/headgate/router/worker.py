@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 Role = Literal["mixed", "prefill", "decode"]
 Kind = Literal["unknown", "headgate", "sglang", "vllm", "openai"]
-WorkerState = Literal["starting", "ready", "paused", "draining", "outdated", "down"]
+WorkerState = Literal["starting", "ready", "paused", "draining", "outdated", "stopping", "down"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 

@@ -53,7 +53,7 @@ class Client(Link):
         self.began_s = self.heard_s = clock()  # the fetch; the last thing that got us on
         self._ticket, self._memory, self._wait_s, self._clock = ticket, memory, wait_s, clock
         self._beat_s, self._next_beat_s = 0.0, inf
-        self._attached = False
+        self.attached = False
         self._said = bytearray()
         self._told = 0  # blocks that were announced
 
@@ -62,11 +62,13 @@ class Client(Link):
         if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise Hung(f"no connection ({error})")
         self.connected = True
-        ticket = self._ticket
-        attach = Attach(self.protocol, ticket.lease, ticket.generation, ticket.version, self._memory.layout)
-        body = msgspec.msgpack.encode(attach)
+        body = msgspec.msgpack.encode(self._attachment())
         self.say(encode(Header(Kind.ATTACH, length=len(body)), body))
         self._ask()
+
+    def _attachment(self) -> Attach:
+        ticket = self._ticket
+        return Attach(self.protocol, ticket.lease, ticket.generation, ticket.version, self._memory.layout)
 
     def begin(self, fetch: Fetch) -> None:
         self.fetch = fetch
@@ -108,7 +110,7 @@ class Client(Link):
         self.heard_s = self._clock()
         match header.kind:
             case Kind.TAKEN:
-                self._attached = True
+                self.attached = True
                 self._beat_s = header.a / 3000
                 self._next_beat_s = self.heard_s + self._beat_s
             case Kind.BLOCKS:
@@ -131,7 +133,7 @@ class Client(Link):
 
     def tick(self, now_s: float) -> None:
         """Say that we are alive, and notice when the other side is not."""
-        waiting = self.fetch is not None or not self._attached
+        waiting = self.fetch is not None or not self.attached
         if waiting and now_s - self.heard_s >= self._wait_s:
             raise Hung("timeout")
         if now_s >= self._next_beat_s:

@@ -14,8 +14,8 @@ so on, and at its end a checksum: each side adds up what it is about to send or 
 other to do so. It is a digest of the sums of each part of each block: it finds what was damaged, cut or put in the wrong
 place, at the speed of memory. It is no defence against somebody who changes bytes on purpose.
 
-Where bytes travel by NIXL (`nixl.py`), P says AGENT after TAKEN and READY, with a checksum, instead of BLOCKS, and D says
-TOOK.
+Where bytes travel by NIXL (`nixl.py`) or on one card (`card.py`), P says AGENT after TAKEN and READY, with a checksum,
+instead of BLOCKS, and D says TOOK.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Kind(IntEnum):
     AGENT = 9
     READY = 10
     TOOK = 11
+    OPENED = 12
 
 
 class BadFrame(Exception):
@@ -87,6 +88,7 @@ class Attach(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     version: int
     layout: str
+    card: str = ""  # the GPU that D is on, if KV may go from memory to memory there
 
 
 class Checksum:

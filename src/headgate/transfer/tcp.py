@@ -81,6 +81,7 @@ class TcpTransport:
         self._offers_lock = threading.Lock()
         self._servers: set[Server] = set()
         self._clients: dict[int, Client | None] = {}  # by sequence; None: lost before it was asked to fetch
+        self._parting: dict[Client, None] = {}  # nobody wants them, and P has not heard yet of which lease
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._post: Post = lambda _: None
@@ -153,6 +154,8 @@ class TcpTransport:
             self._hear_commands()
             for id in list(self._clients):
                 self._leave(id)
+            for client in list(self._parting):
+                self._part(client)
             for server in list(self._servers):
                 self._hang_up(server)
             self._selector.close()
@@ -206,7 +209,7 @@ class TcpTransport:
         self._post(event)
 
     def _tick(self, now_s: float) -> None:
-        for client in list(self._clients.values()):
+        for client in [*self._clients.values(), *self._parting]:
             if client is not None:
                 self._guard(client, 0, now_s)
         for server in list(self._servers):
@@ -241,6 +244,8 @@ class TcpTransport:
         self._sent += link.send()
         if isinstance(link, Client) and link.fetched:
             self._end(link, ok=True)
+        elif isinstance(link, Client) and link in self._parting and link.attached:
+            self._part(link)
         else:
             if link.closing and not link.wants_to_send:
                 with suppress(OSError):
@@ -253,6 +258,8 @@ class TcpTransport:
     def _lose(self, link: Link, why: str) -> None:
         if isinstance(link, Server):
             self._hang_up(link)
+        elif link in self._parting:
+            self._part(link)
         elif isinstance(link, Client):
             self._failures[why] += 1
             log.info("KV for sequence %d is lost: %s", link.id, why)
@@ -307,20 +314,36 @@ class TcpTransport:
         self._guard(client, 0)
 
     def _leave(self, id: int) -> None:
-        if (client := self._clients.get(id)) is not None:
-            self._end(client, ok=False)
-        self._clients.pop(id, None)
+        client = self._clients.pop(id, None)
+        if client is None:
+            return
+        if client.attached or (client.connected and client.fetch is not None):
+            self._close(client)
+            client.hang_up()
+        else:
+            # It hangs up when P knows of which lease: that would be kept until it expires otherwise.
+            self._parting[client] = None
+        self._tell_end(client, ok=False)
 
-    def _end(self, client: Client, *, ok: bool) -> None:
-        """The connection is over; if there was a fetch, its end is told, once."""
+    def _part(self, client: Client) -> None:
+        del self._parting[client]
         self._close(client)
         client.hang_up()
+
+    def _end(self, client: Client, *, ok: bool) -> None:
+        self._close(client)
+        client.hang_up()
+        del self._clients[client.id]
         if client.fetch is None:
             self._clients[client.id] = None  # so that a fetch that comes yet fails at once
-            return
-        del self._clients[client.id]
-        self._seconds += self._clock() - client.began_s
-        self._post(Fetched(client.id, ok))
+        self._tell_end(client, ok=ok)
+
+    def _tell_end(self, client: Client, *, ok: bool) -> None:
+        """If there was a fetch, its end is told, once."""
+        fetch, client.fetch = client.fetch, None
+        if fetch is not None:
+            self._seconds += self._clock() - client.began_s
+            self._post(Fetched(client.id, ok))
 
 
 def _listen(address: Address) -> socket.socket:

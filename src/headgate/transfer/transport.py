@@ -25,6 +25,39 @@ Words = npt.NDArray[np.uint64]
 Portion = list[Words]  # runs [blocks, words] of one part of some blocks each
 
 
+class Shelf(Protocol):
+    """Slots of our memory that other engines on the same card can read."""
+
+    shown: bytes  # tells them where it is
+    slots: int
+    blocks: int  # that a slot has room for
+
+    def put(self, slot: int, blocks: Sequence[int]) -> bytes:
+        """Copy blocks of our cache into a slot; returns their checksum, when it is done."""
+
+
+class Opened(Protocol):
+    """Another engine's shelf. It is closed when it is dropped."""
+
+    slots: int
+    blocks: int
+
+    def take(self, slot: int, blocks: Sequence[int]) -> bytes:
+        """Copy what is in a slot to blocks of our cache; returns the checksum of what was copied, when it is done."""
+
+
+class Near(Protocol):
+    """What engines whose caches are on one card can do that others cannot."""
+
+    name: str  # of the card
+
+    def shelf(self) -> Shelf | None:
+        """Ours, if there is room for one."""
+
+    def open(self, shown: bytes) -> Opened:
+        """Another engine's; OSError says why it cannot be."""
+
+
 class BlockMemory(Protocol):
     """The KV blocks of this engine as bytes. A block has several parts (keys and values of each layer).
 
@@ -34,6 +67,7 @@ class BlockMemory(Protocol):
 
     layout: str  # KV moves only between engines whose layouts have the same name
     block_bytes: int
+    near: Near | None  # None: nobody is on the same card
 
     def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
         """What these blocks hold, to be read."""

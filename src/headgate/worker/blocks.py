@@ -1,4 +1,4 @@
-"""KV blocks as bytes, for transfers: straight from the cache on a CPU, through pinned memory on a GPU.
+"""KV blocks as bytes, for transfers: straight from the cache on a CPU, through pinned memory on a GPU (or see `card.py`).
 
 What is inside a block is its backend's business; engines exchange blocks only if the names of their layouts are equal.
 """
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from headgate.layers.backend import KV, Backend
-from headgate.transfer.transport import BlockMemory, Portion, Words
+from headgate.transfer.transport import BlockMemory, Near, Portion, Words
+from headgate.worker.card import card_of
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 SMALL_BYTES = 32 * 2**10  # of a piece: what is done once for each costs more than copying it
@@ -29,12 +30,14 @@ def block_memory(kv: list[KV], backend: Backend, model: str) -> BlockMemory:
 
 
 def layout_name(kv: list[KV], backend: Backend, model: str) -> str:
-    shapes = " ".join(str(list(cache.shape[1:])) for cache in kv[0])
+    shapes = " ".join(f"{cache.dtype} {list(cache.shape[1:])}" for cache in kv[0])
     return f"{backend.kv_layout}, {backend.dtype}, {len(kv)} x {shapes}, {model}"
 
 
 class HostBlocks:
     """A cache in the memory of this process. Nothing is copied, but what lies in so many small pieces that it pays."""
+
+    near: Near | None = None
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: str) -> None:
         self.layout = layout
@@ -102,6 +105,7 @@ class DeviceBlocks:
         self.layout = layout
         self._tensors = tensors
         self.block_bytes = sum(tensor[0].nbytes for tensor in tensors)
+        self.near: Near | None = card_of(tensors)
         self._stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
 

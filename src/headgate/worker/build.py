@@ -14,7 +14,7 @@ import torch
 
 from headgate.config import EngineConfig
 from headgate.errors import ModelError, OutOfMemory, RequestError
-from headgate.layers.backend import KV
+from headgate.layers.backend import KV, Fp8
 from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, refuse_uneven, spec_of
 from headgate.protocol.command import Files
 from headgate.text.tokenizer import load_tokenizer
@@ -34,7 +34,7 @@ from headgate.worker.weights import Loadable, load_weights
 from headgate.zoo.gguf import hub_config, read_gguf
 
 if TYPE_CHECKING:
-    from headgate.worker.graphs import DecodeGraphs
+    from headgate.worker.graphs import StepGraphs
 
 # A step of a CPU is long: fewer tokens keep running streams flowing, and there is nothing to hide behind it.
 CPU_BATCH_TOKENS, CPU_RUN_AHEAD = 512, 1
@@ -133,6 +133,7 @@ def load_model(
         dtype=spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         backend=config.backend,
         deterministic=config.deterministic,
+        fp8=Fp8(weights=config.fp8 in ("weights", "both"), kv=config.fp8 in ("kv", "both")),
         ranks=crew.ranks,
     )
     origin, version = load_first_weights(model, Files(str(path)), wanted, crew.open, progress=progress)
@@ -161,15 +162,15 @@ def build_runner(
         max_tokens=rooms.max_batch_tokens,
         draw=crew.draw_with(draw if config.backend == "torch" else fastest_draw(crew.device)),
         grammars=grammars,
-        graphs=capture_graphs(model, kv, rows) if captured else None,
+        graphs=capture_graphs(model, kv, rows, rooms.max_batch_tokens, config.prompt_graphs) if captured else None,
     )
 
 
-def capture_graphs(model: DenseModel, kv: list[KV], rows: Rows) -> DecodeGraphs:
+def capture_graphs(model: DenseModel, kv: list[KV], rows: Rows, max_tokens: int, prompts: bool) -> StepGraphs:
     # Only here: a machine without a GPU need not have Triton.
-    from headgate.worker.graphs import DecodeGraphs
+    from headgate.worker.graphs import StepGraphs
 
-    graphs = DecodeGraphs(model, kv, rows)
+    graphs = StepGraphs(model, kv, rows, max_tokens=max_tokens, prompts=prompts)
     graphs.capture_usual()
     return graphs
 

@@ -32,6 +32,7 @@ class Layout:
     num_tokens: int
     max_query: int
     max_context: int
+    singles: bool  # slices of one token lie among longer ones
 
 
 class Inputs:
@@ -68,6 +69,7 @@ class Inputs:
             num_tokens=int(query_starts[-1]),
             max_query=int(counts.max()),
             max_context=int(ends.max()),
+            singles=bool((counts == 1).any()),
         )
         assert layout.num_tokens <= self._max_tokens, (
             f"plan {plan.step} has {layout.num_tokens} tokens; steps take at most {self._max_tokens}"
@@ -101,6 +103,7 @@ class Inputs:
             block_tables=tables,
             max_query=layout.max_query,
             max_context=layout.max_context,
+            singles=layout.singles,
         )
 
     def _stage(self, layout: Layout, counts: Ints) -> None:

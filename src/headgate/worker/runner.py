@@ -25,7 +25,7 @@ from headgate.worker.rows import Ints, Rows, to_device
 from headgate.worker.sampler import Sampler
 
 if TYPE_CHECKING:  # a machine without a GPU need not have Triton
-    from headgate.worker.graphs import DecodeGraphs
+    from headgate.worker.graphs import Captured, StepGraphs
 
 
 def nobody_asks(tokens: list[int]) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class ModelRunner:
         max_tokens: int,
         draw: Draw = draw,
         grammars: Grammars | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -82,11 +82,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launched:
         if self._grammars is not None:
             self._grammars.apply(plan)
-        if self._graphs is not None and self._graphs.takes(plan):
-            return self._replay(plan, self._graphs)
+        if self._graphs is not None and self._graphs.decode.takes(plan):
+            return self._replayed(plan, self._graphs.decode.replay(plan))
         self.rows.apply(plan)
         if not plan.rows:
             return Launched(plan.step, torch.empty(0, dtype=torch.int64))
+        mixed = None if self._graphs is None else self._graphs.mixed
+        if mixed is not None and mixed.takes(plan) and not self._scores_prompts(plan):
+            return self._replayed(plan, mixed.replay(plan))
         layout = self._inputs.lay_out(plan)
         hidden = self.model(self._inputs.gather(layout), self.kv)
         prompt_logprobs = self._score_prompts(layout, hidden)
@@ -94,13 +97,14 @@ class ModelRunner:
         sampled = layout.rows[layout.sampling]
         return self._launched(plan.step, sampled, tokens, logprobs, prompt_logprobs)
 
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> Launched:
-        """A decode step as a graph, and what the graph does not know to do to its logits."""
-        done = graphs.replay(plan)
-        rows, positions = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64) + 1
-        tokens, logprobs = done.tokens[: len(rows)], dict[int, Logprobs]()
-        if self._sampler.adjusts(rows, positions) or self.rows.sampling["logprobs"][rows].max() >= 0:
-            tokens, logprobs = self._choose(done.logits[: len(rows)], rows, positions)
+    def _replayed(self, plan: StepPlan, done: Captured) -> Launched:
+        """What a graph has left to do: that which it does not know to do to its logits."""
+        sampling = np.flatnonzero(plan.samples)
+        rows = np.array(plan.rows, dtype=np.int64)[sampling]
+        positions = (np.array(plan.starts, dtype=np.int64) + plan.counts)[sampling]
+        tokens, logprobs = picked(done.tokens, sampling, len(plan.rows)), dict[int, Logprobs]()
+        if self._sampler.adjusts(rows, positions) or np.any(self.rows.sampling["logprobs"][rows] >= 0):
+            tokens, logprobs = self._choose(picked(done.logits, sampling, len(plan.rows)), rows, positions)
         return self._launched(plan.step, rows, tokens, logprobs, {})
 
     def _launched(
@@ -145,6 +149,10 @@ class ModelRunner:
             hidden = hidden.index_select(0, to_device(last, hidden.device))
         return self.model.logits(hidden)
 
+    def _scores_prompts(self, plan: StepPlan) -> bool:
+        records = self.rows.sampling[list(plan.rows)]
+        return bool(np.any((records["prompt_logprobs"] >= 0) & (np.array(plan.starts) + 1 < records["prompt_len"])))
+
     def _score_prompts(self, layout: Layout, hidden: torch.Tensor) -> dict[int, tuple[Logprobs, ...]]:
         """For slices that ask, each position's view of the prompt token after it."""
         records = self.rows.sampling[layout.rows]
@@ -163,3 +171,8 @@ class ModelRunner:
             top = int(record["prompt_logprobs"])
             scores += [score(row, token, top) for row, token in zip(logprobs, tokens[run], strict=True)]
         return tuple(scores)
+
+
+def picked(results: torch.Tensor, slices: Ints, among: int) -> torch.Tensor:
+    """Those of some `slices`, of which there were `among`."""
+    return results[:among] if len(slices) == among else results.index_select(0, to_device(slices, results.device))

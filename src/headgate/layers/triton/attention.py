@@ -1,8 +1,8 @@
 """Attention over the paged cache `[blocks, kv heads, block_size, head size]`, all queries of a KV head in one tile.
 
-Two kernels. `decode` is for steps in which every slice has one query: a sequence is cut into `splits` runs of keys that
-are reduced side by side, and whichever program ends last puts them together. `prefill` is for slices of any length:
-a tile of queries walks the keys before it. Softmax is in base two, and float32.
+Two kernels. `decode` is for slices of one query: a sequence is cut into `splits` runs of keys that are reduced side by
+side, and whichever program ends last puts them together. `prefill` is for slices of any length: a tile of queries walks
+the keys before it. A step with both kinds of slices runs both. Softmax is in base two, and float32.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ SPLITS = (1, 2, 4, 16, 64)
 # Keys that make a split worth its while, and programs that keep the device busy.
 SPLIT_KEYS, BUSY = 64, 768
 LONG = 1024
+# How many slices of one query are taken to be among longer ones.
+FEW = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +99,19 @@ def decode(
     heads: Heads,
     scratch: Scratch,
     *,
+    among: torch.Tensor | None = None,
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`[S, heads * size]` for one query per slice."""
-    slices = len(q)
-    splits = splits or splits_for(slices, heads.kv, batch.max_context)
-    tile = tile or decode_tile(heads.size, q.dtype, batch.max_context, scratch.roomy)
+    """`[T, heads * size]` for one query per slice; of slices that are `among` longer ones, into the rows for them."""
+    slices = len(batch.context_lens)
+    # Among longer slices nobody waits for these, and one way to cut them is compiled once.
+    likely, reach = (slices, batch.max_context) if among is None else (FEW, LONG + 1)
+    splits = splits or splits_for(likely, heads.kv, reach)
+    tile = tile or decode_tile(heads.size, q.dtype, reach, scratch.roomy)
     if splits > 1:
         scratch.reserve(slices, heads, splits)
-    out = q.new_empty(slices, heads.query * heads.size)
+    out = q.new_empty(slices, heads.query * heads.size) if among is None else among
     group = heads.query // heads.kv
     launch(
         decode_kernel,
@@ -117,6 +122,7 @@ def decode(
         batch.block_tables,
         batch.context_lens,
         batch.context_lens if batch.order is None else batch.order,
+        batch.query_starts,
         out,
         scratch.partial,
         scratch.stats,
@@ -126,6 +132,7 @@ def decode(
         q.stride(0),
         batch.block_tables.stride(0),
         ORDERED=batch.order is not None,
+        AMONG=among is not None,
         WINDOWED=window is not None,
         SPLITS=splits,
         KV_HEADS=heads.kv,
@@ -151,9 +158,10 @@ def prefill(
     window: int | None,
     heads: Heads,
     *,
+    singles: bool = True,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`[T, heads * size]` for slices of any length."""
+    """`[T, heads * size]` for slices of any length; those of one query are left out unless `singles`."""
     tile = tile or prefill_tile(heads.size, q.dtype)
     out = q.new_empty(len(q), heads.query * heads.size)
     group = heads.query // heads.kv
@@ -177,6 +185,7 @@ def prefill(
         q.stride(0),
         batch.block_tables.stride(0),
         WINDOWED=window is not None,
+        SINGLES=singles,
         KV_HEADS=heads.kv,
         GROUP=group,
         QUERIES=queries,
@@ -200,9 +209,18 @@ def key_rows(tables, position, head, seen, KV_HEADS: tl.constexpr, BLOCK_SIZE: t
     return ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * SIZE
 
 
+@triton.jit
+def as_computed(query, cache):
+    """A cache of eight bits becomes float16 in one instruction, bfloat16 in several."""
+    if cache.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
+        query = query.to(tl.float16)
+    return query
+
+
 # What varies from step to step must not make another kernel.
 @triton.jit(
-    do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=["tables", "contexts", "order"]
+    do_not_specialize=["window", "table_stride"],
+    do_not_specialize_on_alignment=["tables", "contexts", "order", "query_starts"],
 )
 def decode_kernel(
     q,
@@ -211,6 +229,7 @@ def decode_kernel(
     tables,
     contexts,
     order,
+    query_starts,
     out,
     partial,
     stats,
@@ -220,6 +239,7 @@ def decode_kernel(
     q_stride,
     table_stride,
     ORDERED: tl.constexpr,
+    AMONG: tl.constexpr,
     WINDOWED: tl.constexpr,
     SPLITS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -238,7 +258,12 @@ def decode_kernel(
         sequence = tl.load(order + sequence)
     sequence = sequence.to(tl.int64)
     context = tl.load(contexts + sequence)
+    token = sequence
     wait_for_previous(PDL)
+    if AMONG:
+        token = tl.load(query_starts + sequence).to(tl.int64)
+        if tl.load(query_starts + sequence + 1) - token != 1:
+            return
     first = 0
     if WINDOWED:
         first = tl.maximum(context - window, 0)
@@ -249,8 +274,8 @@ def decode_kernel(
 
     row, column = tl.arange(0, ROWS), tl.arange(0, PADDED)
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
-    q_at = q + sequence * q_stride + (head * GROUP + row)[:, None] * SIZE + column[None, :]
-    query = tl.load(q_at, mask=inside, other=0.0)
+    q_at = q + token * q_stride + (head * GROUP + row)[:, None] * SIZE + column[None, :]
+    query = as_computed(tl.load(q_at, mask=inside, other=0.0), k)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
@@ -263,16 +288,17 @@ def decode_kernel(
             seen = seen & (position >= first)
         keys = tl.load(k + at[None, :] + column[:, None], mask=seen[None, :] & (column < SIZE)[:, None], other=0.0)
         values = tl.load(v + at[:, None] + column[None, :], mask=seen[:, None] & (column < SIZE)[None, :], other=0.0)
-        scores = tl.dot(query, keys, input_precision=PRECISION) * scale
+        scores = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION) * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores - new_best[:, None])
         fade = tl.exp2(best - new_best)
         total = total * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        values = values.to(query.dtype)
+        acc = acc * fade[:, None] + tl.dot(weights.to(query.dtype), values, input_precision=PRECISION)
         best = new_best
 
-    out_at = out + (sequence * KV_HEADS + head) * GROUP * SIZE
+    out_at = out + (token * KV_HEADS + head) * GROUP * SIZE
     if SPLITS == 1:
         # A context of nothing is padding, and gives zeros.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -342,6 +368,7 @@ def prefill_kernel(
     q_stride,
     table_stride,
     WINDOWED: tl.constexpr,
+    SINGLES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -361,6 +388,8 @@ def prefill_kernel(
     first_query = (tile - (start // QUERIES + index)) * QUERIES
     if first_query >= count:
         return
+    if not SINGLES and count == 1:
+        return
     context = tl.load(contexts + index)
 
     row, column = tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -370,7 +399,9 @@ def prefill_kernel(
     inside = used[:, None] & (column < SIZE)[None, :]
     token = (start + query_index).to(tl.int64)
     head_at = (head * GROUP + row % GROUP) * SIZE
-    query = tl.load(q + (token * q_stride + head_at)[:, None] + column[None, :], mask=inside, other=0.0)
+    query = as_computed(
+        tl.load(q + (token * q_stride + head_at)[:, None] + column[None, :], mask=inside, other=0.0), k
+    )
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
@@ -386,7 +417,7 @@ def prefill_kernel(
         at = key_rows(table, position, head, known, KV_HEADS, BLOCK_SIZE, SIZE)
         keys = tl.load(k + at[None, :] + column[:, None], mask=known[None, :] & (column < SIZE)[:, None], other=0.0)
         values = tl.load(v + at[:, None] + column[None, :], mask=known[:, None] & (column < SIZE)[None, :], other=0.0)
-        scores = tl.dot(query, keys, input_precision=PRECISION) * scale
+        scores = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION) * scale
         seen = position[None, :] <= query_position[:, None]
         if WINDOWED:
             seen = seen & (position[None, :] > query_position[:, None] - window)
@@ -397,7 +428,8 @@ def prefill_kernel(
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(best - level)
         total = total * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        values = values.to(query.dtype)
+        acc = acc * fade[:, None] + tl.dot(weights.to(query.dtype), values, input_precision=PRECISION)
         best = new_best
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -89,7 +89,7 @@ def chunk_kernel(
     score = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        score = tl.div_rn(score, tl.zeros_like(score) + temperature)
+        score *= 1.0 / temperature
         score += gumbel(tl.load(keys + row), token)
         score = tl.where(inside, score, -float("inf"))
     best, place = tl.max(score, 0, return_indices=True)

@@ -1,7 +1,8 @@
 """How kernels are launched: with little work for the host, and before the kernel ahead of them has ended.
 
 `launch` remembers what Triton compiled for arguments of the same traits; asking Triton each time costs the host more
-than most kernels cost the device. Where nothing is captured in a graph, that is what a step waits for.
+than most kernels cost the device. Where nothing is captured in a graph, that is what a step waits for. Compiling takes a
+good part of a second for each kernel, so an engine that starts has all of them compiled at once.
 
 A kernel launched with `**overlap(tensor)` calls `wait_for_previous(PDL)` once in every program. Before that call it may
 read what the kernel just before it does not write, weights above all; everything before *that* kernel is complete,
@@ -11,7 +12,11 @@ later devices can; others launch one after another.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import os
+import threading
+from collections.abc import Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +24,19 @@ import torch
 import triton
 import triton.language as tl
 
+MOST_COMPILERS = 16
+
 _compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+Awaited = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a kernel, its arguments and settings
+
+
+class Mode(threading.local):
+    """Of each thread: while one has its kernels compiled, another may launch."""
+
+    awaited: dict[Hashable, Awaited] | None = None  # see `compiled_at_once`
+
+
+_mode = Mode()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
@@ -30,10 +47,39 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any)
     key = (id(kernel), tuple(settings.values()), tuple(map(trait, arguments)), arguments[0].device)
     if found := _compiled.get(key):
         compiled, constants = found
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        if _mode.awaited is None:
+            compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+    elif _mode.awaited is not None:
+        _mode.awaited[key] = kernel, arguments, settings
     else:
-        names = kernel.arg_names[len(arguments) :]
-        _compiled[key] = kernel[grid](*arguments, **settings), tuple(settings[name] for name in names)
+        _compiled[key] = kernel[grid](*arguments, **settings), constants_of(kernel, arguments, settings)
+
+
+def constants_of(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(settings[name] for name in kernel.arg_names[len(arguments) :])
+
+
+@contextmanager
+def compiled_at_once() -> Iterator[None]:
+    """What is launched inside does not run; it is compiled when the block ends, by many threads."""
+    awaited: dict[Hashable, Awaited] = {}
+    _mode.awaited = awaited
+    try:
+        yield
+    finally:
+        _mode.awaited = None
+    with ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1)) as threads:
+        for key, compiled in zip(awaited, threads.map(compile_one, awaited.values()), strict=True):
+            kernel, arguments, settings = awaited[key]
+            _compiled[key] = compiled, constants_of(kernel, arguments, settings)
+
+
+def compile_one(awaited: Awaited) -> Any:
+    kernel, arguments, settings = awaited
+    with torch.cuda.device(arguments[0].device):
+        compiled = kernel.warmup(*arguments, grid=(1,), **settings)
+        compiled.run  # noqa: B018 - loads it: nothing can be loaded while a graph is captured
+    return compiled
 
 
 def trait(argument: Any) -> Hashable:

@@ -13,11 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from headgate.layers.backend import Matrix
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 MAX_ROWS = 16
 # A narrower product has too few programs to keep the device busy.
 MIN_WIDTH = 2048
+# Programs that are enough of them.
+BUSY, VERY_BUSY = 96, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,40 +41,55 @@ def cut_for(rows: int, columns: int, gated: bool) -> Cut:
     return Cut(64, 256, 4, 5) if columns > 2048 else Cut(32, 128, 4, 5)
 
 
-def invariant_cut(count: int, dtype: torch.dtype) -> Cut:
+def invariant_cut(count: int, rows: int, dtype: torch.dtype) -> Cut:
     """Cuts that all reduce in the same order, for they all use the same matrix instruction: 64 rows, 16 columns."""
     if dtype == torch.float32:
         return Cut(64, 32, 4, 2, tokens=16 if count <= 16 else 64)
-    if count <= 16:
-        return Cut(64, 128, 4, 5, tokens=16)
-    return Cut(128, 64, 8, 4, tokens=64) if count <= 64 else Cut(128, 64, 8, 4, tokens=128)
+    if count <= MAX_ROWS:
+        return Cut(64, 128, 4, 5)
+    if programs(count, rows, LARGE) >= VERY_BUSY:
+        return LARGE
+    # The largest that is filled by half at least, and keeps the device busy.
+    return next((cut for cut in (WIDE, MIDDLE) if programs(count, rows, cut) >= BUSY), NARROW)
+
+
+LARGE = Cut(128, 64, 8, 4, tokens=256)
+WIDE = Cut(64, 64, 8, 4, tokens=128)
+MIDDLE, NARROW = Cut(64, 128, 4, 4, tokens=64), Cut(64, 128, 4, 4, tokens=32)
+
+
+def programs(count: int, rows: int, cut: Cut) -> int:
+    """How many have something to do if a product is cut so; none counts that is mostly padding."""
+    return -(-rows // cut.rows) * ((count + cut.tokens // 2) // cut.tokens)
 
 
 def small_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    matrix: Matrix,
     bias: torch.Tensor | None,
     *,
     gated: bool = False,
     cut: Cut | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` of contiguous rows; `gated` makes it `silu(first half) * second half`."""
+    """`x @ matrix.T + bias` of contiguous rows; `gated` makes it `silu(first half) * second half`."""
     count, columns = x.shape
-    rows = weight.shape[0] // 2 if gated else weight.shape[0]
+    rows = matrix.rows // 2 if gated else matrix.rows
     cut = cut or cut_for(rows, columns, gated)
     out = x.new_empty(count, rows, dtype=out_dtype or x.dtype)
     launch(
         linear_kernel,
         (triton.cdiv(rows, cut.rows), triton.cdiv(count, cut.tokens)),
         x,
-        weight,
-        weight if bias is None else bias,
+        matrix.data,
+        matrix.data if bias is None else bias,
+        matrix.data if matrix.scale is None else matrix.scale,
         out,
         count,
         rows,
         COLUMNS=columns,
         BIASED=bias is not None,
+        SCALED=matrix.scale is not None,
         GATED=gated,
         TOKENS=cut.tokens,
         ROWS=cut.rows,
@@ -92,7 +110,7 @@ def vector_cut(columns: int) -> Cut:
 
 def vector_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    matrix: Matrix,
     bias: torch.Tensor | None,
     *,
     gated: bool = False,
@@ -100,19 +118,21 @@ def vector_linear(
 ) -> torch.Tensor:
     """As `small_linear`, for a single row: no matrix units, and all of a program's loads in flight at once."""
     columns = x.shape[1]
-    rows = weight.shape[0] // 2 if gated else weight.shape[0]
+    rows = matrix.rows // 2 if gated else matrix.rows
     cut = cut or vector_cut(columns)
     out = x.new_empty(1, rows)
     launch(
         vector_linear_kernel,
         (triton.cdiv(rows, cut.rows),),
         x,
-        weight,
-        weight if bias is None else bias,
+        matrix.data,
+        matrix.data if bias is None else bias,
+        matrix.data if matrix.scale is None else matrix.scale,
         out,
         rows,
         COLUMNS=columns,
         BIASED=bias is not None,
+        SCALED=matrix.scale is not None,
         GATED=gated,
         ROWS=cut.rows,
         STEP=cut.columns,
@@ -127,10 +147,12 @@ def vector_linear_kernel(
     x,
     weight,
     bias,
+    scale,
     out,
     rows,
     COLUMNS: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -156,10 +178,14 @@ def vector_linear_kernel(
         if GATED:
             gated_sums += u.to(tl.float32) * numbers
     acc = tl.sum(sums, 1)
+    if SCALED:
+        acc *= tl.load(scale + row, mask=owned, other=0.0)
     if BIASED:
         acc += tl.load(bias + row, mask=owned, other=0.0).to(tl.float32)
     if GATED:
         other = tl.sum(gated_sums, 1)
+        if SCALED:
+            other *= tl.load(scale + rows + row, mask=owned, other=0.0)
         if BIASED:
             other += tl.load(bias + rows + row, mask=owned, other=0.0).to(tl.float32)
         acc = acc / (1.0 + tl.exp(-acc)) * other
@@ -171,11 +197,13 @@ def linear_kernel(
     x,
     weight,
     bias,
+    scale,
     out,
     count,
     rows,
     COLUMNS: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -197,10 +225,14 @@ def linear_kernel(
         w = tl.load(weight_at + column[None, :], mask=mask, other=0.0)
         taken = inside[:, None] & (token < count)[None, :]
         rows_in = tl.load(x + token[None, :] * COLUMNS + column[:, None], mask=taken, other=0.0)
-        acc = tl.dot(w, rows_in, acc, input_precision=PRECISION)
+        acc = tl.dot(w.to(rows_in.dtype), rows_in, acc, input_precision=PRECISION)
         if GATED:
             u = tl.load(weight_at + rows.to(tl.int64) * COLUMNS + column[None, :], mask=mask, other=0.0)
-            other = tl.dot(u, rows_in, other, input_precision=PRECISION)
+            other = tl.dot(u.to(rows_in.dtype), rows_in, other, input_precision=PRECISION)
+    if SCALED:
+        acc *= tl.load(scale + row, mask=owned, other=0.0)[:, None]
+        if GATED:
+            other *= tl.load(scale + rows + row, mask=owned, other=0.0)[:, None]
     if BIASED:
         acc += tl.load(bias + row, mask=owned, other=0.0).to(tl.float32)[:, None]
         if GATED:

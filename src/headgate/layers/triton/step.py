@@ -1,9 +1,13 @@
-"""The two ends of a decode step on the device: from rows to the tensors of a batch, and from logits back to rows.
+"""The two ends of a step on the device: from rows to the tensors of a batch, and from logits back to rows.
 
-Both read and write fixed addresses only, so that a graph can hold them. What a step tells the device is `COLUMNS`
+Both read and write fixed addresses only, so that a graph can hold them. What a decode step tells the device is `COLUMNS`
 columns of int64, one entry per slice: its row (negative is padding), the position of its token, the block that its
 table grows by at that position (negative is none), the bits of its temperature, and the key of its random stream; and,
 not of the slice but of the place, which slice attention takes there (see `Batch.order`).
+
+Where slices have several tokens there are `MIXED_COLUMNS`: row, position of the first token, how many there are, where in
+the batch they start; the row once more if it samples (negative if not), the position of the last token; then
+temperature, key and order as above. Padding has no tokens, and starts where they end.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from headgate.layers.batch import Batch
 from headgate.layers.triton.draw import Finalists, find_finalists, winner_of
 from headgate.layers.triton.launch import launch
 
-COLUMNS = 6
-TABLE_CHUNK = 512
+COLUMNS, MIXED_COLUMNS, CLOSING_COLUMN = 6, 9, 4
+TABLE_CHUNK, TOKEN_CHUNK = 512, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,49 @@ def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: Told) -
         batch.block_tables.stride(0),
         BLOCK_SIZE=paging.block_size,
         CHUNK=TABLE_CHUNK,
+        num_warps=4,
+    )
+
+
+def open_mixed_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: Told, last: torch.Tensor) -> None:
+    """As `open_step`, from `columns` [MIXED_COLUMNS, S]; `last` [S] is filled with the place of each slice's last token."""
+    assert batch.order is not None
+    slices, tokens = columns.shape[1], len(batch.tokens)
+    launch(
+        open_slices_kernel,
+        (slices,),
+        columns,
+        paging.tables,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+        batch.order,
+        told.temperatures,
+        told.keys,
+        last,
+        slices,
+        paging.tables.stride(0),
+        batch.block_tables.stride(0),
+        BLOCK_SIZE=paging.block_size,
+        CHUNK=TABLE_CHUNK,
+        num_warps=4,
+    )
+    launch(
+        open_tokens_kernel,
+        (triton.cdiv(tokens, TOKEN_CHUNK),),
+        columns,
+        paging.tokens,
+        paging.tables,
+        batch.tokens,
+        batch.positions,
+        batch.slots,
+        tokens,
+        slices,
+        paging.tokens.stride(0),
+        paging.tables.stride(0),
+        BLOCK_SIZE=paging.block_size,
+        CHUNK=TOKEN_CHUNK,
+        HALVINGS=slices.bit_length(),
         num_warps=4,
     )
 
@@ -152,3 +199,80 @@ def close_kernel(columns, row_tokens, sums, ids, tokens, slices, token_stride, c
     row = tl.load(columns + index)
     position = tl.load(columns + slices + index)
     tl.store(row_tokens + row * token_stride + position + 1, token, mask=row >= 0)
+
+
+@triton.jit(do_not_specialize=["slices"])
+def open_slices_kernel(
+    columns,
+    row_tables,
+    query_starts,
+    contexts,
+    tables,
+    order,
+    temperatures,
+    keys,
+    last,
+    slices,
+    row_table_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    row = tl.load(columns + index)
+    position = tl.load(columns + slices + index)
+    count = tl.load(columns + 2 * slices + index)
+    start = tl.load(columns + 3 * slices + index)
+    tl.store(temperatures + index, tl.load(columns + 6 * slices + index).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(keys + index, tl.load(columns + 7 * slices + index))
+    tl.store(order + index, tl.load(columns + 8 * slices + index).to(tl.int32))
+    tl.store(query_starts + index, start.to(tl.int32))
+    # Of the last slice also where it ends; of any other, what the next one stores too.
+    tl.store(query_starts + index + 1, (start + count).to(tl.int32))
+    tl.store(last + index, tl.maximum(start + count - 1, 0))
+    context = tl.where(row < 0, 0, position + count)
+    tl.store(contexts + index, context.to(tl.int32))
+    table = tables + index.to(tl.int64) * table_stride
+    blocks = tl.cdiv(context, BLOCK_SIZE)
+    for first in range(0, blocks, CHUNK):
+        entry = first + tl.arange(0, CHUNK)
+        known = entry < blocks
+        tl.store(table + entry, tl.load(row_tables + row * row_table_stride + entry, mask=known, other=0), mask=known)
+
+
+@triton.jit(do_not_specialize=["count", "slices"])
+def open_tokens_kernel(
+    columns,
+    row_tokens,
+    row_tables,
+    tokens,
+    positions,
+    slots,
+    count,
+    slices,
+    token_stride,
+    row_table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALVINGS: tl.constexpr,
+):
+    index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    starts = columns + 3 * slices
+    total = tl.load(starts + slices - 1) + tl.load(columns + 3 * slices - 1)
+    # The last slice that starts at or before the token.
+    low, high = tl.zeros_like(index), tl.zeros_like(index) + slices
+    for _ in tl.static_range(HALVINGS):
+        middle = (low + high) // 2
+        before = tl.load(starts + middle, mask=middle < slices, other=2**40) <= index
+        low, high = tl.where(before, middle, low), tl.where(before, high, middle)
+    real = (index < count) & (index < total)
+    row = tl.load(columns + low, mask=real, other=0)
+    offset = index - tl.load(starts + low, mask=real, other=0)
+    position = tl.load(columns + slices + low, mask=real, other=0) + offset
+    token = tl.load(row_tokens + row * token_stride + position, mask=real, other=0)
+    block = tl.load(row_tables + row * row_table_stride + position // BLOCK_SIZE, mask=real, other=0)
+    inside = index < count
+    tl.store(tokens + index, tl.where(real, token, 0).to(tl.int64), mask=inside)
+    tl.store(positions + index, tl.where(real, position, 0), mask=inside)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(slots + index, tl.where(real, slot, -1), mask=inside)

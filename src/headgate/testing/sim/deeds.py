@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headgate.protocol.request import Ticket
 from headgate.testing.sim.engine import EngineProcess
 from headgate.testing.sim.hosts import SimServer
+from headgate.testing.sim.loop import Host
 from headgate.testing.sim.network import Damage
 from headgate.testing.sim.script import ROUTERS, Deed
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 END_S = 60.0  # for a server that was asked to end
 BACK_S = 60.0  # for whoever was away to be like the others
+
+
+def _lives(server: SimServer, host: Host) -> bool:
+    """Whether it has not been away since it was this host."""
+    return server.alive and server.host is host
 
 
 class Deeds:
@@ -235,13 +241,15 @@ class Deeds:
         world = self._world
         await world.control(deed.via, "POST", "/v1/pause", deed.more)
         await asyncio.sleep(deed.lasts_s)
+        pauses, lives = world.pauses, [(server, server.host) for server in world.servers]
         reply = await world.control(deed.back, "POST", "/v1/resume")
         if deed.back != deed.via and reply.status == 200:
-            pauses = world.pauses
-            await self._let_go(deed.via, lambda: world.pauses != pauses)
+            had = reply.json()["result"]["workers"]
+            resumed = [(server, host) for server, host in lives if server.url in had]
+            await self._let_go(deed.via, lambda: world.pauses != pauses or not any(_lives(*each) for each in resumed))
 
     async def _let_go(self, router: str, overtaken: Callable[[], bool]) -> None:
-        """A router must notice that the fleet which it has paused was resumed by another one."""
+        """A router must notice that the fleet which it has paused was resumed by another one, if any of it still lives."""
         until_s = self._loop.time() + BACK_S
         while self._world.holds(router) and not overtaken():
             if self._loop.time() > until_s:
@@ -274,6 +282,8 @@ class Deeds:
         server = next(server for server in world.servers if server.name == deed.who)
         host = server.host
         while not overtaken():
+            if server.failed:  # its engine was killed before it ran
+                world.restart(server)
             states = world.engine_states(server)
             if not deed.more["whole"] and "running" in states and server.host is host:
                 world.fail(f"an engine of {server.name} came back to a pause and runs")

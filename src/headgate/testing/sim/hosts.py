@@ -86,8 +86,10 @@ class SimHost:
         self.host.alive = False
         self.signals = Signals()
         self.task: asyncio.Task[None] | None = None
+        self.failed = False  # it has ended by itself, and nobody has started it again
 
     def start(self) -> None:
+        self.failed = False
         self.host = Host(self.loop, self.name)
         host = self.host
         host.on_end.append(lambda: self.loop.network.host_ended(host))
@@ -100,6 +102,7 @@ class SimHost:
             await self._live()
         except HeadgateError as error:
             log.warning("%s ends: %s", self.name, error)
+            self.failed = True
         host.kill()
 
     @property

@@ -24,7 +24,7 @@ from headgate.testing.device import FakeDevice
 from headgate.testing.sim.loop import HOST, Host, SimLoop
 from headgate.transfer import tcp
 from headgate.transfer.tcp import TICK_S, Address, TcpTransport, parse_address
-from headgate.transfer.transport import Event, Portion, Post
+from headgate.transfer.transport import Event, Near, Portion, Post
 
 if TYPE_CHECKING:
     from headgate.protocol.plan import Fetch
@@ -66,6 +66,7 @@ class Blocks:
     """The blocks of a fake device as bytes."""
 
     layout = "simulated"
+    near: Near | None = None
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -373,12 +374,16 @@ class SimKv(TcpTransport):
 
     @property
     def at_work(self) -> bool:
-        return bool(self._servers or any(self._clients.values()))
+        return bool(self._servers or any(self._clients.values()) or self._parting)
 
     def left_behind(self) -> list[str]:
         """What it still has, though nobody wants anything of it."""
-        things = {"offers": self._offers, "connections of others": self._servers, "connections": self._clients}
-        return [f"{len(kept)} {name}" for name, kept in things.items() if kept]
+        things = {
+            "offers": len(self._offers),
+            "connections of others": len(self._servers),
+            "connections": len(self._clients) + len(self._parting),
+        }
+        return [f"{kept} {name}" for name, kept in things.items() if kept]
 
     def start(self, post: Post) -> None:
         def noticing(event: Event) -> None:

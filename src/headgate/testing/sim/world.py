@@ -161,6 +161,7 @@ class World:
         await self._set_right()
         await self._all_end(asking)
         self._judge()
+        await self._until(lambda: not self._keyed(), END_S, "what is made for a key has ended", World._keyed)
         await asyncio.sleep(SETTLE_S)
         await self._until(self._all_ready, FOLLOW_S, "every worker gets requests again")
         await self._until(lambda: not any(home.kv_left(self)), KV_HOME_S, "no KV is kept for anybody", home.kv_left)
@@ -272,7 +273,9 @@ class World:
         if ask.retries and ask.reply.broken:
             await asyncio.sleep(0.2)
             self.report.counts["asked again"] += 1
-            ask.floor = self._floor(ask.to)
+            # What was begun the first time may be told now, by the weights of then.
+            if ask.reply.broken.startswith("no connection"):
+                ask.floor = self._floor(ask.to)
             for names in self.asked_to_end.values():
                 names.discard(ask.name)  # this one is another
             ask.reply = await call(address, "POST", ask.path, ask.body, ask.headers)
@@ -292,6 +295,12 @@ class World:
         for router in self.routers:
             if router.router is not None and ask.name in router.router.live:
                 self.fail(f"{router.name} still has {ask.name}, {GONE_S:g} s after its client has left")
+
+    def _keyed(self) -> list[str]:
+        """Answers that are made for an Idempotency-Key, whether their client is there or not."""
+        names = [ask.name for ask in self.plan.asks if "idempotency-key" in ask.headers]
+        ledgers = [server.ledger for server in self.servers if server.ledger is not None]
+        return [name for name in names if any(ledger.named(name) for ledger in ledgers)]
 
     def _unwanted(self) -> set[tuple[str, int, int]]:
         """What engines have not confirmed to have ended."""

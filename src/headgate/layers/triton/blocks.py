@@ -1,0 +1,73 @@
+"""Whole KV blocks from the cache of all layers to one piece of memory and back, in one launch.
+
+The cache is a tensor per layer and kind; the other side is `[parts, capacity, words]`, one part after another. Each
+program moves one part of one block and adds up what it has moved: it is read once, so the sum is of what was written,
+even if somebody else should write to where it came from meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from headgate.layers.triton.launch import launch
+
+CHUNK = 1024
+
+
+def gather_blocks(parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Fill `place` `[parts, blocks, words]` with blocks of `parts` `[*, words]`; returns the sum of each piece."""
+    return copy_blocks(parts, index, place, gather=True)
+
+
+def scatter_blocks(parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Fill blocks of `parts` from `place`; returns the sum of each piece."""
+    return copy_blocks(parts, index, place, gather=False)
+
+
+def copy_blocks(
+    parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor, *, gather: bool
+) -> torch.Tensor:
+    assert place.stride(1) == place.shape[2] and place.stride(2) == 1 and place.dtype == torch.int64
+    # Asked for each time: a cache that was asleep lies elsewhere.
+    addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64).to(place.device)
+    sums = torch.empty(place.shape[:2], dtype=torch.int64, device=place.device)
+    launch(
+        copy_kernel,
+        (place.shape[1], place.shape[0]),
+        place,
+        addresses,
+        index,
+        sums,
+        place.stride(0),
+        WORDS=place.shape[2],
+        GATHER=gather,
+        CHUNK=CHUNK,
+        num_warps=4,
+    )
+    return sums
+
+
+@triton.jit
+def copy_kernel(
+    place, addresses, index, sums, part_stride, WORDS: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr
+):
+    block, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    address = tl.load(addresses + part).to(tl.pointer_type(tl.int64))
+    cache = tl.multiple_of(address, 16) + tl.load(index + block) * WORDS  # as torch allocates, and more
+    piece = place + part * part_stride + block * WORDS
+    total = tl.zeros([CHUNK], dtype=tl.int64)
+    for start in range(0, WORDS, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        inside = at < WORDS
+        if GATHER:
+            values = tl.load(cache + at, mask=inside, other=0)
+            tl.store(piece + at, values, mask=inside)
+        else:
+            values = tl.load(piece + at, mask=inside, other=0)
+            tl.store(cache + at, values, mask=inside)
+        total += values
+    tl.store(sums + part * tl.num_programs(0) + block, tl.sum(total, 0))

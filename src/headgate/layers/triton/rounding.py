@@ -1,0 +1,58 @@
+"""Numbers in eight bits (e4m3), with a scale for each row that makes its largest number the largest there is."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headgate.layers.triton.launch import launch, overlap, wait_for_previous
+
+FP8 = torch.float8_e4m3fn
+LARGEST = tl.constexpr(448.0)
+# A row of zeros has a scale too.
+LEAST = tl.constexpr(1e-12)
+
+
+def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight as it is kept: numbers, and the scale of each row."""
+    wide = rows.float()
+    scale = (wide.abs().amax(1) / LARGEST.value).clamp_(min=LEAST.value)
+    return (wide / scale[:, None]).clamp_(-LARGEST.value, LARGEST.value).to(FP8), scale
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rounded`, for activations, in one kernel."""
+    rows, columns = x.shape
+    numbers, scale = torch.empty_like(x, dtype=FP8), torch.empty(rows, device=x.device)
+    block = triton.next_power_of_2(columns)
+    launch(
+        round_rows_kernel,
+        (rows,),
+        x,
+        numbers,
+        scale,
+        columns,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **overlap(x),
+    )
+    return numbers, scale
+
+
+@triton.jit
+def round_rows_kernel(x, numbers, scale, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    values = tl.load(x + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, LEAST)
+    tl.store(scale + row, largest)
+    tl.store(numbers + row * columns + column, to_stored(values / largest, numbers), mask=column < columns)
+
+
+@triton.jit
+def to_stored(values, where):
+    """As numbers of the type that `where` points to; eight bits have no infinity, and end at the largest number."""
+    if where.dtype.element_ty == tl.float8e4nv:
+        values = tl.minimum(tl.maximum(values.to(tl.float32), -LARGEST), LARGEST)
+    return values.to(where.dtype.element_ty)

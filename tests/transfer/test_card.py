@@ -1,0 +1,329 @@
+"""What is different between engines on one card. What is the same for every transport is in `test_tcp.py`.
+
+The card is `OneCard`: memory of this process that the other side opens by its handle. The copies are real.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+
+import msgspec
+import pytest
+import torch
+
+from headgate.config import EngineConfig
+from headgate.engine.build import open_transport
+from headgate.transfer import card as transfer_card
+from headgate.transfer.card import AHEAD, CardTransport, Table
+from headgate.transfer.frames import PROTOCOL, Attach, Header, Kind
+from headgate.transfer.tcp import TcpTransport, parse_address
+from headgate.worker import card as worker_card
+from headgate.worker.blocks import HostBlocks
+from headgate.worker.card import Card, Shown, card_of
+from tests.transfer.peers import GENERATION, VERSION, Peer, counted, peers, same
+from tests.transfer.test_tcp import BLOCK_BYTES, OURS, SOME, checksum, hung_up, until
+
+
+def table(peer: Peer) -> Table:
+    return peer.transport._table  # type: ignore[attr-defined, no-any-return]
+
+
+def near(peer: Peer) -> Card:
+    return table(peer).near  # type: ignore[return-value]
+
+
+@pytest.fixture
+def one_block_a_slot(monkeypatch) -> None:
+    monkeypatch.setattr(worker_card, "SLOT_BYTES", 1)
+
+
+def test_blocks_go_beside_the_connection_and_count_as_moved():
+    with peers(kind="card") as (p, d), counted(p.transport.address) as (address, came):
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1, address), OURS)
+        assert d.fetched(1) and same(p, SOME, d, OURS) and p.released(1)
+        assert sum(came) < BLOCK_BYTES
+        assert d.transport.counts().received_bytes > len(SOME) * BLOCK_BYTES
+        assert p.transport.counts().sent_bytes > len(SOME) * BLOCK_BYTES
+        until(lambda: not table(p).lent)
+
+
+def test_another_engines_shelf_is_opened_once_and_closed_when_nobody_has_used_it_for_a_while(card, monkeypatch):
+    with peers(kind="card") as (p, d):
+        assert not card.shared, "nothing is laid out for nobody"
+        for id in range(1, 6):
+            p.offer(id, SOME)
+            d.fetch(id, p.ticket(id), OURS)
+            assert d.fetched(id)
+        assert len(card.shared) == card.opened == 1
+        monkeypatch.setattr(transfer_card, "IDLE_S", 0.05)
+        until(lambda: not table(d)._doors)
+        p.offer(9, SOME)
+        d.fetch(9, p.ticket(9), OURS)
+        assert d.fetched(9) and card.opened == 2
+
+
+def test_what_finds_no_slot_goes_over_the_connection():
+    with peers(kind="card") as (p, d), counted(p.transport.address) as (address, came):
+        table(p).shelf()
+        while table(p).take_slot() is not None:
+            pass
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1, address), OURS)
+        assert d.fetched(1) and same(p, SOME, d, OURS) and sum(came) > len(SOME) * BLOCK_BYTES
+
+
+def cannot_be_opened(p: Peer, d: Peer) -> None:
+    def fail(shared, device):  # type: ignore[no-untyped-def]
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+    worker_card.ipc.open_storage = fail  # until `card` puts back what was there before the test
+
+
+def is_on_another_card(p: Peer, d: Peer) -> None:
+    near(d).name = "GPU-2"
+
+
+def is_on_no_card(p: Peer, d: Peer) -> None:
+    near(p).name = near(d).name = ""
+
+
+def says_that_it_is_on_another(p: Peer, d: Peer) -> None:
+    shelf = near(p).shelf()
+    assert shelf is not None
+    shelf.shown = msgspec.msgpack.encode(
+        msgspec.structs.replace(msgspec.msgpack.decode(shelf.shown, type=Shown), card="GPU-2")
+    )
+
+
+def has_no_room(p: Peer, d: Peer) -> None:
+    def fail(storage):  # type: ignore[no-untyped-def]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker_card.ipc.export_storage = fail
+
+
+@pytest.mark.parametrize(
+    "engine", [cannot_be_opened, is_on_another_card, is_on_no_card, says_that_it_is_on_another, has_no_room]
+)
+def test_kv_of_an_engine_that_is_not_near_comes_over_the_connection(engine, card):
+    with peers(kind="card") as (p, d), counted(p.transport.address) as (address, came):
+        engine(p, d)
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1, address), OURS)
+        assert d.fetched(1) and same(p, SOME, d, OURS) and sum(came) > len(SOME) * BLOCK_BYTES
+        assert not d.failures() and p.released(1)
+        if engine in (is_on_another_card, is_on_no_card):
+            assert not card.shared, "nothing is laid out for whoever cannot read it"
+
+
+@pytest.mark.parametrize("kinds", [("card", "tcp"), ("tcp", "card")])
+def test_engines_of_both_kinds_fetch_from_each_other(kinds):
+    p, d = (Peer(kind=kind) for kind in kinds)
+    try:
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1), OURS)
+        assert d.fetched(1) and same(p, SOME, d, OURS) and p.released(1)
+    finally:
+        p.transport.close()
+        d.transport.close()
+
+
+def test_one_connection_never_has_more_slots_than_its_share(one_block_a_slot):
+    with peers(kind="card") as (p, d):
+        take, taken = table(p).take_slot, []
+
+        def noted() -> int | None:
+            slot = take()
+            taken.append(table(p).lent)
+            return slot
+
+        table(p).take_slot = noted  # type: ignore[method-assign]
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1), OURS)
+        assert d.fetched(1) and same(p, SOME, d, OURS)
+        assert len(taken) == len(SOME) and max(taken) <= AHEAD
+
+
+def test_39_a_slot_that_changes_before_it_is_read_is_noticed():
+    with peers(kind="card") as (p, d):
+        shelf = near(p).shelf()
+        assert shelf is not None
+        put = shelf.put
+
+        def put_wrong(slot, blocks):  # type: ignore[no-untyped-def]
+            digest = put(slot, blocks)
+            shelf._memory[slot, 3, 2, 100] ^= 1
+            return digest
+
+        shelf.put = put_wrong  # type: ignore[method-assign]
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1), OURS)
+        assert not d.fetched(1) and d.failures() == {"corrupt": 1} and p.released(1) is False
+        until(lambda: not table(p).lent)
+
+
+def test_37_what_was_withdrawn_while_it_was_copied_is_not_passed_off_as_kv():
+    with peers(kind="card") as (p, d):
+        shelf = near(p).shelf()
+        assert shelf is not None
+        put = shelf.put
+
+        def put_late(slot, blocks):  # type: ignore[no-untyped-def]
+            digest = put(slot, blocks)
+            p.transport.withdraw(1)  # as the loop's thread would
+            return digest
+
+        shelf.put = put_late  # type: ignore[method-assign]
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1), OURS)
+        assert not d.fetched(1) and d.failures() == {"withdrawn": 1}
+        until(lambda: not table(p).lent)
+
+
+def test_32_38_nothing_is_written_to_blocks_after_their_fetch_has_ended():
+    """A copy that has begun is waited for, so whoever is told of the end can give the blocks to somebody else."""
+    begun, go_on = threading.Event(), threading.Event()
+    with peers(kind="card") as (p, d):
+        take = near(d).take
+
+        def slow(blocks, slot):  # type: ignore[no-untyped-def]
+            begun.set()
+            assert go_on.wait(30)
+            return take(blocks, slot)
+
+        near(d).take = slow  # type: ignore[method-assign]
+        p.offer(1, SOME)
+        d.fetch(1, p.ticket(1), OURS)
+        assert begun.wait(30)
+        d.transport.leave(1)
+        go_on.set()
+        ended = d.fetched(1)
+        after = [part for i in OURS for part in d.block(i)]
+        assert p.released(1) is ended
+        p.offer(2, SOME)
+        near(d).take = take  # type: ignore[method-assign]
+        d.fetch(2, p.ticket(2), (30, 31, 32, 36, 37, 38, 25, 26))
+        assert d.fetched(2)
+        now = [part for i in OURS for part in d.block(i)]
+        assert all(torch.equal(a, b) for a, b in zip(after, now, strict=True))
+
+
+# -- peers that lie ----------------------------------------------------------------------
+
+
+def agent(card, slots: int = 4, blocks: int = 8, size: int | None = None) -> bytes:
+    """What an engine says that shows a shelf."""
+    storage = card.export_storage(torch.UntypedStorage(slots * blocks * BLOCK_BYTES if size is None else size))
+    body = msgspec.msgpack.encode(Shown("GPU-1", storage, slots, blocks))
+    return Header(Kind.AGENT, length=len(body)).encode() + body
+
+
+def ready(slot: int = 0, count: int = 8, size: int = 8) -> bytes:
+    return Header(Kind.READY, 0, count, size).encode() + slot.to_bytes(8, "little")[:size]
+
+
+LIES = {
+    "no shelf": lambda _: ready(),
+    "wrong bytes": lambda card: agent(card) + ready(),
+    "no such slot": lambda card: agent(card) + ready(slot=4),
+    "no such slot, far": lambda card: agent(card) + ready(slot=2**63),
+    "too many blocks": lambda card: agent(card, blocks=4) + ready(),
+    "half a number": lambda card: agent(card) + ready(size=4),
+    "two shelves": lambda card: agent(card) * 2,
+    "rubbish": lambda _: Header(Kind.AGENT, length=8).encode() + b"\xff" * 8 + ready(),
+    "another size": lambda card: agent(card, size=64) + ready(),
+    "no slots": lambda card: agent(card, slots=0, size=0) + ready(),
+    "fewer than none": lambda card: agent(card, slots=-1, blocks=-1, size=BLOCK_BYTES) + ready(),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_39_an_engine_that_shows_something_else_is_not_believed(lie, card):
+    with socket.create_server(("127.0.0.1", 0)) as server, peers(kind="card") as (p, d):
+        d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
+        sock, _ = server.accept()
+        sock.sendall(Header(Kind.TAKEN, a=30_000).encode() + LIES[lie](card))
+        assert not d.fetched(1) and d.failures() == {"corrupt": 1}
+        assert not any(door.users for door in table(d)._doors.values())
+        sock.close()
+
+
+def connected(p: Peer) -> socket.socket:
+    address = parse_address(p.transport.address)
+    return socket.create_connection((address.host, address.port), timeout=5)
+
+
+def read_to_the_end(sock: socket.socket) -> bytes:
+    said = b""
+    while some := sock.recv(4096):
+        said += some
+    return said
+
+
+@pytest.mark.parametrize("kind", [Kind.OPENED, Kind.TOOK])
+def test_54_who_answers_what_it_was_not_asked_is_hung_up_on(kind):
+    with peers(kind="card") as (p, _), connected(p) as stranger:
+        stranger.sendall(Header(kind, 1).encode())
+        assert hung_up(stranger)
+
+
+def test_37_slots_of_an_engine_that_never_takes_what_is_in_them_come_back_when_it_is_gone(one_block_a_slot):
+    with peers(kind="card") as (p, d):
+        p.offer(1, SOME)
+        body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test", card="GPU-1"))
+        with connected(p) as other:
+            other.sendall(Header(Kind.ATTACH, length=len(body)).encode() + body)
+            other.sendall(Header(Kind.OPENED, 1).encode() + Header(Kind.FETCH, 0, 8).encode())
+            until(lambda: table(p).lent == AHEAD)
+            p.offer(2, SOME)
+            d.fetch(2, p.ticket(2), OURS)
+            assert d.fetched(2) and same(p, SOME, d, OURS), "nobody else waits for it"
+            p.transport.withdraw(1)
+            assert b"withdrawn" in read_to_the_end(other), "32: told at once"
+        until(lambda: not table(p).lent)
+
+
+# -- the card itself ---------------------------------------------------------------------
+
+
+def test_what_is_put_and_taken_is_what_the_host_would_lend_and_has_its_checksum():
+    rng = random.Random(5)
+    tensors = [torch.randn(20, 2, 16, 8).bfloat16() for _ in range(6)]
+    theirs, ours = card_of(tensors), card_of(empty := [torch.zeros_like(tensor) for tensor in tensors])
+    assert theirs is not None and ours is not None
+    shelf = theirs.shelf()
+    assert shelf is not None
+    opened = ours.open(shelf.shown)
+    assert (opened.slots, opened.blocks) == (shelf.slots, shelf.blocks) and shelf.blocks >= 4
+    for slot in range(shelf.slots):
+        count = rng.randrange(1, 5)
+        source, target = (tuple(rng.sample(range(20), count)) for _ in range(2))
+        before = [tensor.clone() for tensor in empty]
+        right = checksum(HostBlocks(tensors, "same").lend(source))
+        assert shelf.put(slot, source) == right == opened.take(slot, target)
+        rest = [i for i in range(20) if i not in target]
+        for tensor, stored, old in zip(tensors, empty, before, strict=True):
+            assert torch.equal(stored[list(target)], tensor[list(source)]) and torch.equal(stored[rest], old[rest])
+
+
+def test_a_cache_whose_layers_differ_has_no_shelf():
+    assert card_of([torch.zeros(4, 8), torch.zeros(4, 16)]) is None
+    assert card_of([torch.zeros(4, 3), torch.zeros(4, 3)]) is None
+
+
+@pytest.mark.parametrize(("name", "kind"), [("auto", CardTransport), ("tcp", TcpTransport)])
+def test_engines_on_a_card_use_it_unless_they_are_told_otherwise(name, kind):
+    memory = HostBlocks(tensors := [torch.zeros(4, 8)], "test")
+    memory.near = card_of(tensors)
+    transport = open_transport(EngineConfig(kv_transport=name), memory)
+    assert type(transport) is kind
+    transport.close()
+
+
+def test_engines_on_no_card_use_the_connection():
+    transport = open_transport(EngineConfig(), HostBlocks([torch.zeros(4, 8)], "test"))
+    assert type(transport) is TcpTransport
+    transport.close()
