@@ -95,9 +95,16 @@ def relinked(markdown: str, page: str) -> str:
 # --------------------------------------------------------------------------------------------------------- HTTP API
 
 
+INTRODUCTION = (
+    "As `GET /openapi.json` of a server describes it. A router takes the same calls, and has some of its own: "
+    "[who is in the fleet](../router.md#who-is-in-the-fleet) (`/v1/workers`), and [scaling](../ray.md#scaling) "
+    "(`/v1/scale`)."
+)
+
+
 def http_page() -> str:
     described = describe(__version__)
-    lines = ["# HTTP API, every call", "", "As `GET /openapi.json` describes it.", "", "## Errors", ""]
+    lines = ["# HTTP API, every call", "", INTRODUCTION, "", "## Errors", ""]
     lines += [f"Their body is {type_of({'$ref': 'ErrorBody'})}.", "", "| status | means |", "|---|---|"]
     lines += [f"| {status} | {meaning} |" for status, meaning in ERRORS.items()]
     lines += ["", "## Calls", ""]

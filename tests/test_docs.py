@@ -87,7 +87,9 @@ def test_every_field_of_the_configuration_is_documented(hooks, made):
     page = made["reference/configuration.md"]
     for each in hooks.configurations():
         section = page.split(f"## {each.__name__}\n")[1].split("\n## ")[0]
-        assert all(f"| `{field.name}` |" in section for field in fields(each))
+        rows = {row.split("`")[1]: row for row in section.splitlines() if row.startswith("| `")}
+        assert set(rows) == {field.name for field in fields(each)}
+        assert [name for name, row in rows.items() if row.endswith("|  |")] == []  # with a word on what it does
     assert "| `device` | `str` | `'auto'` | auto, cpu, cuda" in page
 
 

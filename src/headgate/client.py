@@ -325,7 +325,8 @@ class Fleet:
             response = connection.getresponse()
             return _read(ask, response.status, response.read())
         except OSError as error:
-            raise FleetLost(f"{address.host}:{address.port}{ask.path}: {error or type(error).__name__}") from error
+            where = f"{address.host}:{address.port}{ask.path}"
+            raise FleetLost(f"no answer from {where}: {error or type(error).__name__}") from error
         finally:
             connection.close()
 
@@ -419,7 +420,8 @@ class AsyncFleet:
             async with asyncio.timeout(ask.timeout_s), call(address, ask.method, ask.path, body, self._key) as answer:
                 return _read(ask, answer.status, await answer.body())
         except (OSError, EOFError, TimeoutError, HttpFailure) as error:
-            raise FleetLost(f"{address.host}:{address.port}{ask.path}: {error or type(error).__name__}") from error
+            where = f"{address.host}:{address.port}{ask.path}"
+            raise FleetLost(f"no answer from {where}: {error or type(error).__name__}") from error
 
 
 def _still_busy(left: Sequence[Mapping[str, Any]], timeout_s: float) -> FleetLost:

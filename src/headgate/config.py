@@ -40,7 +40,7 @@ class EngineConfig:
     max_context: int | None = None  # tokens of prompt and answer together
     max_running: int = 256  # sequences that run at once
     max_batch_tokens: int | None = None  # tokens computed in one step
-    kv_blocks: int | None = None
+    kv_blocks: int | None = None  # of the KV cache; None: as many as fit
     block_size: int = 32  # tokens per KV block
     memory_fraction: float = 0.5  # of the memory that the weights leave free, for KV
     run_ahead: int | None = None  # steps on the device at once
@@ -85,8 +85,8 @@ class EngineConfig:
 class Registration:
     """Which router to tell that we are here, and as what."""
 
-    router: str
-    role: str = "mixed"
+    router: str  # its address, http://HOST:PORT
+    role: str = "mixed"  # mixed, prefill, decode
     key: str | None = field(default=None, repr=False)  # the router's admin key
 
     def __post_init__(self) -> None:
@@ -116,18 +116,18 @@ def _check_addresses(listen: str | None, peers: tuple[str, ...]) -> None:
 class ServerConfig:
     model: Path  # a folder or a GGUF file
     model_name: str  # what clients call it
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = EngineConfig()  # of each
     replicas: int = 1  # engine processes
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # where it listens
     max_queue: int = 1024  # choices accepted beyond those that run
-    max_body_bytes: int = 32 * 2**20
-    drain_timeout_s: float = 30.0
+    max_body_bytes: int = 32 * 2**20  # of a request
+    drain_timeout_s: float = 30.0  # for requests to finish at the end
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
-    admin_key: str | None = field(default=None, repr=False)
-    log_format: LogFormat = "text"
-    log_level: str = "INFO"
-    otlp_endpoint: str | None = None
-    register: Registration | None = None
+    admin_key: str | None = field(default=None, repr=False)  # for control calls
+    log_format: LogFormat = "text"  # or json
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR
+    otlp_endpoint: str | None = None  # where traces go
+    register: Registration | None = None  # with a router
 
     def __post_init__(self) -> None:
         _check(self.replicas >= 1, "replicas must be at least 1")
@@ -154,45 +154,45 @@ POLICIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    url: str
+    url: str  # http://HOST:PORT
     role: str = "mixed"  # mixed, prefill, decode
     key: str | None = field(default=None, repr=False)  # what this worker wants to see, if not `worker_key`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteConfig:
-    workers: tuple[WorkerAddress, ...] = ()
+    workers: tuple[WorkerAddress, ...] = ()  # at the start; others may join
     workers_file: Path | None = None  # lines of `URL [role]`, read again when it changes
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # where it listens
     policy: str = "cache_aware"  # for whole requests
-    prefill_policy: str = "cache_aware"
-    decode_policy: str = "least_tokens"
+    prefill_policy: str = "cache_aware"  # for prompts that are answered elsewhere
+    decode_policy: str = "least_tokens"  # for those answers
     index_nodes: int = 1_000_000  # prefixes remembered
     max_in_flight: int | None = None  # requests at once; None: as many as the workers take
     max_queue: int = 1024  # requests that may wait beyond those
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 32 * 2**20  # of a request
     retries: int = 3  # attempts in a row that bring no token, beyond the first
     preempt_retry_count: int = 3  # moves of an answer whose worker had no room for it
     preempt_retry_exclude_decode: bool = True  # not back to the worker that had none
     patience_s: float = 30.0  # for a worker to come back when none is ready
-    connect_timeout_s: float = 2.0
+    connect_timeout_s: float = 2.0  # to a worker
     first_byte_timeout_s: float = 600.0  # of workers that show no life while they compute
     idle_timeout_s: float = 60.0  # of streams
     write_timeout_s: float = 300.0  # for a client to read on; one that does not counts as gone
-    probe_interval_s: float = 1.0
-    probe_timeout_s: float = 2.0
+    probe_interval_s: float = 1.0  # how often each worker is asked how it fares
+    probe_timeout_s: float = 2.0  # for its answer
     silence_s: float = 10.0  # without probe or byte, and a worker's answers go on elsewhere
     control_timeout_s: float = 30.0  # for one worker to answer a control call
     ticket_timeout_s: float = 10.0  # for a prefill worker to say where KV can be fetched
     disaggregate_tokens: int = (
         256  # shorter prompts, or what is left of them after the cache, are computed where they are answered
     )
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: float = 30.0  # for requests to finish at the end
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
-    admin_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)  # for control calls
     worker_key: str | None = field(default=None, repr=False)  # the admin's, at our own workers
-    log_format: LogFormat = "text"
-    log_level: str = "INFO"
+    log_format: LogFormat = "text"  # or json
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR
 
     def __post_init__(self) -> None:
         for name in ("policy", "prefill_policy", "decode_policy"):

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headgate.layers.cpu.build import load_kernels
 from headgate.testing.tiny import tiny_model
 from tests.api.serving import Served, clean_environment, command, metric_values, up, wait_until
 from tests.api.test_cli import the_sentence
@@ -39,6 +40,7 @@ HEALED_S = 180.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    load_kernels()  # a fresh environment has to compile them, which is not what the servers' time to start is for
     return tiny_model(tmp_path_factory.mktemp("ray") / "tiny", max_position_embeddings=4096)
 
 

@@ -239,6 +239,20 @@ def test_flags_of_the_command_line_are_for_every_role_and_those_of_a_file_come_a
     assert fleet_asked().counts == {"mixed": 2} and fleet_asked("--mixed", 1).counts == {"mixed": 1}
 
 
+@pytest.mark.parametrize("flags", [("--mixed", 0), ("--mixed", 0, "--decode", 0), ("--decode", 0)])
+def test_a_fleet_of_nobody_is_refused_and_not_taken_for_the_default(flags: tuple[object, ...]):
+    with pytest.raises(RequestError, match="at least one server for answers"):
+        fleet_asked(*flags)
+
+
+def test_a_place_for_fewer_gpus_than_ranks_is_refused_before_anything_is_started(tmp_path: Path):
+    text = '[mixed]\ngpus = {}\nserve = ["--tensor-parallel", "2"]'
+    with pytest.raises(RequestError, match="mixed: 2 ranks need a GPU each, and gpus is 1; say gpus = 2"):
+        fleet_asked("--ray", "auto", "--fleet", written(tmp_path, text.format(1)))
+    for enough in (2, 0):  # 0: on CPUs
+        assert fleet_asked("--ray", "auto", "--fleet", written(tmp_path, text.format(enough))).counts == {"mixed": 1}
+
+
 def test_engines_of_several_ranks_are_not_told_to_exchange_kv(tmp_path: Path):
     for flags, alone in (('["--tensor-parallel", "2"]', False), ('["--kv-blocks", "64"]', True)):
         file = written(tmp_path, f"[mixed]\nserve = {flags}")

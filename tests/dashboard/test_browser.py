@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,9 @@ class Seen:
     def row(self, id: str):
         return self.page.locator(f'.row[data-key="{id}"]')
 
-    def picture(self, path: Path) -> None:
-        self.page.screenshot(path=path)
+    def picture(self, path: Path, **options) -> None:
+        self.page.evaluate("scrollTo(0, 0)")
+        self.page.screenshot(path=path, **options)
         assert path.stat().st_size > 10_000
 
     def close(self) -> None:
@@ -117,9 +119,9 @@ def test_numbers_change_under_load_and_a_click_shows_a_request_s_story(server: L
         wait_until(lambda: int(re.sub(r"\D", "", seen.text(".line-value >> nth=0")) or 0) > 0, 10)
         seen.row("story-1").locator(".row-id").click()
         seen.wait_text("#details-events", "accepted.*queued.*prefill.*decode")
-        seen.picture(tmp_path / "light.png")
+        seen.picture(tmp_path / "light.png", full_page=True)
         seen.page.emulate_media(color_scheme="dark")
-        seen.picture(tmp_path / "dark.png")
+        seen.picture(tmp_path / "dark.png", full_page=True)
         assert (tmp_path / "light.png").read_bytes() != (tmp_path / "dark.png").read_bytes()
     seen.wait_text("#details-events", "finished: abort, client disconnect")
     seen.wait_text("#none", "Nothing is in flight")
@@ -283,7 +285,7 @@ def test_a_fleet_is_shown_moves_with_its_load_and_is_controlled(router: LiveRout
         wait_until(lambda: sum(int(cell.inner_text()) for cell in running) == 3, 10)
         seen.row("fleet-2").locator(".row-id").click()
         seen.wait_text("#details-events", "accepted.*decode")
-        seen.picture(tmp_path / "fleet.png")
+        seen.picture(tmp_path / "fleet.png", full_page=True)
         seen.page.get_by_role("button", name="Abort fleet-1").click()
         seen.row("fleet-1").wait_for(state="detached")
         seen.page.select_option("#mode", "freeze")
@@ -292,6 +294,27 @@ def test_a_fleet_is_shown_moves_with_its_load_and_is_controlled(router: LiveRout
         seen.page.click("#resume")
         seen.wait('#state[data-state="running"]')
         wait_until(lambda: tokens_of(seen, "fleet-2") > before, 10)
+
+
+def test_the_timeline_leads_across_the_router_the_prompt_s_worker_and_those_of_the_answer(model, look, tmp_path):
+    with ExitStack() as stack:
+        servers = [stack.enter_context(live_server(model, **ENGINE)) for _ in range(3)]
+        roles = ("prefill", "decode", "decode")
+        urls = [f"{server.url}={role}" for server, role in zip(servers, roles, strict=True)]
+        router = stack.enter_context(live_router(*urls, disaggregate_tokens=16))
+        seen = look(router.url)
+        with streaming(router.url, "far-away", prompt="a long way to go " * 64):
+            seen.row("far-away").locator(".row-id").click()
+            seen.wait_text("#details-events", "accepted.*prefill.*transfer.*decode")
+            first = next(each for each in servers[1:] if each.api.ledger.live)
+            with client(first.url) as http:
+                assert http.post("/v1/pause", json={"mode": "abort"}).status_code == 200
+            seen.wait_text("#details-events", "decode.*moved.*decode")
+            places = re.findall(r"at (127\.0\.0\.1:\d+)", seen.text("#details-events"))
+            assert {f"http://{place}" for place in places} == {server.url for server in servers}
+            seen.picture(tmp_path / "story.png", full_page=True)
+        seen.wait_text("#details-events", "moved.*decode.*finished: abort, client disconnect")
+        seen.close()
 
 
 def test_44_a_worker_is_drained_by_a_click(server: LiveServer, model: Path, look):

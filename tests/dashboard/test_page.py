@@ -134,6 +134,8 @@ def test_the_phases_of_an_engine_have_the_page_s_names():
         *("queued", "queued", "queued", "transfer", "prefill")
     ]
     assert phase_of("running", 1) == "decode" and phase_of("queued", 0) == "queued"
+    assert phase_of("waiting", 1) == "decode"  # it has begun since the engine was asked
+    assert phase_of("preempted", 1) == "queued"
 
 
 @pytest.mark.slow

@@ -30,14 +30,16 @@ def first_frame(url: str, key: str | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def streaming(url: str, *ids: str, key: str | None = None, tokens: int = 30_000) -> Iterator[None]:
+def streaming(
+    url: str, *ids: str, key: str | None = None, tokens: int = 30_000, prompt: str = "Tell of it"
+) -> Iterator[None]:
     """Long answers under these ids, each of which has begun; their clients leave at the end."""
     leave = threading.Event()
     begun = [threading.Event() for _ in ids]
 
     def read(id: str, started: threading.Event) -> None:
         body = {
-            "prompt": f"Tell {id} of it",
+            "prompt": f"{id}: {prompt}",
             "max_tokens": tokens,
             "ignore_eos": True,
             "stream": True,

@@ -251,7 +251,7 @@ def test_norms_and_gates_are_those_of_the_reference(device, dtypes, columns):
         assert_close(silu_mul(gate_up), F.silu(gate) * up, dtype)
 
 
-@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("count", [1, 3, 16, 50])
 @pytest.mark.parametrize("rows", [50, 3072])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_of_a_few_rows_are_those_of_the_reference(device, dtypes, count, rows, biased):
@@ -316,6 +316,45 @@ def test_matrices_of_eight_bits_give_what_their_numbers_say(device, dtypes, coun
             ):
                 error = (found.double() - expected.double()).norm() / expected.double().norm()
                 assert error < (0.05 if rounded else 1.5 * TOLERANCE[dtype]), f"off by {error:.2e}"
+
+
+def test_eight_bits_end_at_their_largest_number(device):
+    from headgate.layers.triton.rounding import round_rows
+
+    rows = torch.tensor([[0.0, 0.0, 0.0], [7.0, 0.0, -3.5], [1e30, 0.0, -1e30]], device=device)
+    assert round_rows(rows)[0].tolist() == [[0.0, 0.0, 0.0], [448.0, 0.0, -224.0], [448.0, 0.0, -448.0]]
+    assert values_kept(device, torch.inf, -torch.inf) == [448.0, -448.0]
+
+
+@pytest.mark.gpu  # the interpreter makes a number of it
+def test_what_is_no_number_stays_none_in_eight_bits():
+    from headgate.layers.triton.rounding import round_rows
+
+    cuda = torch.device("cuda")
+    numbers, _ = round_rows(torch.tensor([[7.0, torch.nan, -3.5], [1.0, 2.0, 4.0]], device=cuda))
+    assert numbers.float().isnan().nonzero().tolist() == [[0, 1]]
+    assert np.isnan(values_kept(cuda, torch.nan)).all()
+
+
+def values_kept(device, *values):
+    """What a cache of eight bits makes of the last values of a token."""
+    case = Case(device, torch.float32, Heads(2, 1, 32), [(1, 1)], normed=False, fp8=Fp8(kv=True))
+    case.qkv[0, -len(values) :] = torch.tensor(values, device=device)
+    case.fast.rope_and_write(case.qkv, case.batch, case.rotary, case.fast_kv)
+    stored = case.fast.read_blocks(case.fast_kv, case.every).v.flatten(0, 2)
+    return stored[case.batch.slots[0], -len(values) :].tolist()
+
+
+def test_deterministic_products_fit_devices_with_little_shared_memory():
+    pytest.importorskip("triton")
+    from headgate.layers.triton.matmul import LARGE, invariant_cut
+
+    for rows in (64, 1000, 4096, 151_936):
+        for count in (1, 16, 17, 64, 100, 256, 1000, 8192):
+            cut = invariant_cut(count, rows, torch.bfloat16, roomy=False)
+            # Of the stages all but one are kept there before a Hopper.
+            assert (cut.rows + cut.tokens) * cut.columns * 2 * (cut.stages - 1) <= 99 * 1024, (rows, count)
+    assert invariant_cut(8192, 4096, torch.bfloat16) is LARGE
 
 
 def test_vocabularies_are_never_of_eight_bits(device):

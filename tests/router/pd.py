@@ -190,10 +190,15 @@ class Server(Process):
         return bool(answer["result"]["state"] != "running")
 
     def metric(self, name: str, **labels: str) -> float:
-        page = metric_values(httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text)
+        page = wait_until(self._page)
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
         names = (f"headgate:{name}", f"headgate:{name}_total")
         return sum(v for key, v in page.items() if key.partition("{")[0] in names and all(w in key for w in wanted))
+
+    def _page(self) -> dict[str, float] | None:
+        """Its metrics; an engine that does not answer just now has none, and none is not zero."""
+        page = metric_values(httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text)
+        return page if page['headgate:engine_up{engine="0"}'] else None
 
     def is_home(self) -> bool:
         return not any(self.metric(name) for name in HOME)

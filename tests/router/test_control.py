@@ -269,6 +269,9 @@ def test_2_an_abort_through_the_router_is_truthful_about_every_id(router: LiveRo
         assert router.get("/v1/requests/c").json()["status"] == "in_flight"
         assert router.delete("/v1/requests/c").json()["result"]["aborted"][0]["request_id"] == "c"
         assert asked[2].result(60).cut
+    (stage,) = router.get("/v1/requests/done").json()["stages"]
+    assert stage["worker"] in {server.url for server in servers} and stage["left"] is None
+    assert 0 == stage["began_s"] < stage["first_token_s"] <= stage["ended_s"]
     (choice,) = router.get("/v1/requests/done").json()["usage"]["choices"]
     assert choice["output_tokens"] == len(done.token_ids)
     assert router.delete("/v1/requests/nobody").json()["error"]["code"] == "request_not_found"
@@ -508,8 +511,12 @@ def test_what_there_is_to_see(router: LiveRouter, servers: list[LiveServer]):
     assert router.get("/version").json() == {"version": "0"} and router.get("/live").status_code == 200
     paths = router.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/pause", "/v1/workers", "/pause_generation"} <= set(paths)
+    docs = Path(__file__).parents[2] / "docs"
+    documented = (docs / "router.md").read_text()
+    own = [path for path, told in paths.items() if any("See docs" in call["summary"] for call in told.values())]
+    assert {"/v1/workers", "/v1/scale"} <= set(own)
+    assert [path for path in own if path not in documented + (docs / "ray.md").read_text()] == []
     values = metric_values(router.get("/metrics").text)
-    documented = (Path(__file__).parents[2] / "docs/router.md").read_text()
     names = {name.partition("{")[0].removeprefix("headgate:router_") for name in values if ":router_" in name}
     assert {name for name in names if f"`{name}" not in documented} == {"build_info"}
     assert values["headgate:router_requests_total"] == 1 and values["headgate:router_requests_in_flight"] == 0

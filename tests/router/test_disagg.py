@@ -434,16 +434,21 @@ def only(fleet: PdFleet, server: Server) -> Iterator[None]:
 class Crowd:
     """Has `server` answer somebody more important beside the request, in so many of its attempts, until both find no room.
 
-    The server stands still until it has both of them, so that neither can be done before the other has begun.
+    The server stands still until it has both of them, so that neither can be done before the other has begun. The router
+    is not to see that, or it might think so still when the answer comes back: probes wait until it goes on.
     """
 
     def __init__(self, server: Server, attempts: int) -> None:
         self.attempts = 0
         self._server, self._most = server, attempts
         self._others: list[socket.socket] = []
+        self._goes_on = threading.Event()
+        self._goes_on.set()
         server.line.to_server = self._asked
 
     def _asked(self, data: bytes, offset: int) -> bytes:
+        if data.startswith(b"GET /v1/loads"):
+            self._goes_on.wait(60)
         if data.startswith(b"POST /v1/c"):
             self._disperse()
             self.attempts += 1
@@ -452,6 +457,7 @@ class Crowd:
         return data
 
     def _gather(self) -> None:
+        self._goes_on.clear()
         self._server.post("/v1/pause", {"mode": "freeze", "new_requests": "queue", "timeout": 30})
         self._others.append(socket.create_connection(("127.0.0.1", self._server.port), 60))
         self._others[-1].sendall(self._request())
@@ -461,6 +467,7 @@ class Crowd:
     def _go_on(self) -> None:
         self._wait_for("waiting", 2)
         self._server.post("/v1/resume", {})
+        self._goes_on.set()
 
     def _wait_for(self, phase: str, count: int) -> None:
         wait_until(lambda: self._server.metric(f"num_requests_{phase}") == count, 60)
@@ -476,6 +483,7 @@ class Crowd:
         self._wait_for("running", 0)
 
     def leave(self) -> None:
+        self._goes_on.set()
         self._server.line.heal()
         self._disperse()
 

@@ -58,23 +58,31 @@ async def worker(serve: Serve):
     finally:
         pool.close()
         server.close()
+        for _ in range(10):  # whoever has just been let in
+            await asyncio.sleep(0)
         for writer in writers:
             writer.transport.abort()
         await asyncio.sleep(0.01)
 
 
-def answering(*answers: bytes, close: bool = False) -> Serve:
-    """One answer to each request, in pieces where there are several."""
+def answering(*answers: bytes, close: bool = False, over: asyncio.Event | None = None) -> Serve:
+    """One answer to each request, in pieces where there are several; `over` is set when all has been said once."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            await reader.readuntil(b"\r\n\r\n")
-            for answer in answers:
-                writer.write(answer)
-                await asyncio.sleep(0.01)
-            if close:
-                writer.close()
-                return
+        try:
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                for answer in answers:
+                    writer.write(answer)
+                    await asyncio.sleep(0.01)
+                if close:
+                    writer.close()
+                    return
+                if over is not None:
+                    over.set()
+        finally:
+            if over is not None:
+                over.set()
 
     return serve
 
@@ -91,9 +99,12 @@ def said(*answers: bytes, close: bool = False) -> tuple[Noting, bool]:
     result: list[tuple[Noting, bool]] = []
 
     async def main() -> None:
-        async with worker(answering(*answers, close=close)) as pool:
+        over = asyncio.Event()
+        async with worker(answering(*answers, close=close, over=over)) as pool:
             noting, _ = await ask(pool)
-            await asyncio.sleep(0.02)
+            await over.wait()
+            for _ in range(10):  # and heard
+                await asyncio.sleep(0.001)
             assert len(noting.ends) == 1
             result.append((noting, pool.take() is not None))
 
@@ -209,7 +220,7 @@ def test_connections_that_idle_for_long_are_closed():
     async def main() -> None:
         async with worker(answering(OK)) as pool:
             _, connection = await ask(pool)
-            pool.sweep(asyncio.get_running_loop().time() + upstream.IDLE_S - 1)
+            pool.sweep(asyncio.get_running_loop().time() + upstream.IDLE_S - 40)
             assert connection.usable
             pool.sweep(asyncio.get_running_loop().time() + upstream.IDLE_S + 1)
             assert not connection.usable and pool.take() is None

@@ -43,7 +43,9 @@ def tensors() -> list[torch.Tensor]:
     return drawn()
 
 
-def test_what_a_gpu_lends_is_what_the_host_would_and_can_be_stored_elsewhere(tensors):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_what_a_gpu_lends_is_what_the_host_would_and_can_be_stored_elsewhere(tensors, dtype):
+    tensors = [tensor.to(dtype) for tensor in tensors]
     host = HostBlocks(tensors, "same")
     device = DeviceBlocks([tensor.cuda() for tensor in tensors], "same")
     other = [torch.zeros_like(tensor, device="cuda") for tensor in tensors]
@@ -59,8 +61,9 @@ def test_what_a_gpu_lends_is_what_the_host_would_and_can_be_stored_elsewhere(ten
 def assert_stored(tensors: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     untouched = [i for i in range(BLOCKS) if i not in OURS]
     for tensor, stored in zip(tensors, other, strict=True):
-        assert torch.equal(stored[list(OURS)].cpu(), tensor[list(THEIRS)])
-        assert not stored[untouched].any()
+        right, found = tensor.view(torch.uint8), stored.cpu().view(torch.uint8)
+        assert torch.equal(found[list(OURS)], right[list(THEIRS)])
+        assert not found[untouched].any()
 
 
 # -- two processes, one card -------------------------------------------------------------

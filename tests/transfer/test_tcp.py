@@ -17,6 +17,7 @@ import torch
 from headgate.protocol.plan import Fetch
 from headgate.transfer import link, serving, tcp
 from headgate.transfer.frames import CHECKSUM_BYTES, HEADER_BYTES, PROTOCOL, Attach, Checksum, Header, Kind
+from headgate.transfer.serving import Offer, Server
 from headgate.transfer.tcp import parse_address
 from headgate.transfer.transport import Fetched, Portion, Released, Renewed
 from headgate.worker import blocks
@@ -161,6 +162,29 @@ def test_what_was_withdrawn_while_it_was_read_is_not_passed_off_as_kv():
         assert passed.wait(60)
         gate.set()
         assert not d.fetched(1) and d.failures() == {"withdrawn": 1}
+
+
+def test_nothing_is_read_from_blocks_once_they_are_withdrawn_however_full_the_line_is():
+    """An engine that sleeps has no memory there any more, and on a GPU whoever reads it ends the process."""
+    memory = blocks.HostBlocks([torch.zeros(40, PART_BYTES, dtype=torch.uint8) for _ in range(PARTS)], "test")
+    offer, lend = Offer(1, GENERATION, VERSION, SOME, filled=len(SOME)), memory.lend
+    read_late: list[bool] = []
+
+    def noted(some):  # type: ignore[no-untyped-def]
+        read_late.append(offer.withdrawn)
+        return lend(some)
+
+    memory.lend = noted  # type: ignore[method-assign]
+    near, far = socket.socketpair()
+    with near, far:
+        server = Server(near, memory, {1: offer}.get, lambda _: None, 30.0, time.monotonic)
+        server._attach(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))
+        server.heard(Header(Kind.FETCH, 0, len(SOME)))
+        server.more()  # what it says stays where it is, as on a line that takes no more
+        offer.withdrawn = True
+        for _ in range(100):
+            server.more()
+    assert server.closing and read_late == [False]
 
 
 def test_who_leaves_is_told_of_once_and_the_other_side_at_once(kind):

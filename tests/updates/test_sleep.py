@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from headgate.errors import EngineDead
 from headgate.protocol.command import Denied, Files, Pause, Resume, Sleep, StateTold, UpdateWeights, Wake
@@ -43,6 +44,18 @@ def test_frozen_answers_go_on_after_a_sleep_as_if_nothing_had_happened(model, un
         assert isinstance(told, StateTold) and told.asleep == () and told.version == 0
         driver.call(Resume())
         assert driver.finish() == undisturbed
+
+
+def test_39_memory_is_awake_when_its_zeros_have_landed(monkeypatch):
+    """KV that is fetched right after would be wiped out by them: a transfer waits for no step."""
+    awaited = []
+    monkeypatch.setattr(sleep_module, "finish_copies", awaited.append)
+    cache = torch.ones(10)
+    sleeper = sleep_module.Sleeper([cache])
+    sleeper.give_back()
+    assert not awaited
+    sleeper.take_again()
+    assert awaited == [cache.device] and not cache.any()
 
 
 def test_memory_goes_back_to_the_machine_and_is_taken_again(tmp_path):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headgate.config import EngineConfig
 from headgate.errors import OutOfMemory, RequestError
@@ -13,6 +16,7 @@ from headgate.protocol.request import SamplingParams
 from headgate.testing.tiny import tiny_model
 from headgate.worker import build as build_module
 from headgate.worker.build import Worker, build_worker
+from headgate.worker.memory import current
 from tests.worker.fakes import Text, step_plan
 from tests.worker.test_executor import tokens_of
 from tests.worker.test_runner import decode, prefill
@@ -36,6 +40,30 @@ def test_a_worker_gives_the_same_tokens_from_cached_and_from_recomputed_kv(tmp_p
     whole = executor.launch(step_plan(20, [again.advance(len(join.tokens), True)], joins=(join,)))
     assert tokens_of(whole) == [tokens[-1:]]
     executor.close()
+
+
+def test_a_worker_is_built_on_its_own_gpu_and_the_callers_is_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Graphs are captured on the GPU that is current, not on the one where the tensors are."""
+    assert getattr(current(torch.device("cuda", 1)), "idx", None) == 1
+    seen: list[str] = []
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        seen.append(f"on {device}")
+        yield
+        seen.append("left")
+
+    def build_runner(*arguments: Any) -> Any:
+        seen.append("built")
+        return real(*arguments)
+
+    real = build_module.build_runner
+    monkeypatch.setattr(build_module, "current", noted)
+    monkeypatch.setattr(build_module, "build_runner", build_runner)
+    tiny_worker(tmp_path, max_context=40).executor.close()
+    assert seen == ["on cpu", "built", "left"]
 
 
 def test_kv_is_no_larger_than_the_running_sequences_can_use(tmp_path: Path):

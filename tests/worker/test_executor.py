@@ -45,6 +45,22 @@ def tokens_of(*futures: Future[StepResult]) -> list[list[int]]:
     return [future.result(DEADLINE_S).tokens for future in futures]
 
 
+def test_steps_run_on_the_gpu_where_the_rows_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which GPU is used is a thread's own business, and it is the first one unless somebody says so."""
+    entered: list[tuple[torch.device, str]] = []
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        entered.append((device, threading.current_thread().name))
+        yield
+
+    monkeypatch.setattr("headgate.worker.executor.current", noted)
+    runner = hash_runner()
+    with running(runner) as executor:
+        executor.launch(step_plan(0, [])).result(DEADLINE_S)
+    assert entered == [(runner.rows.tokens.device, "headgate-device")]
+
+
 class Gate(HashModel):
     """A model whose first step waits to be let through."""
 

@@ -91,8 +91,10 @@ class ServerSource:
 
 
 def phase_of(phase: str, output_tokens: int) -> str:
+    if output_tokens and phase not in ("preempted", "finished"):  # whatever it was when the engines were asked
+        return "decode"
     if phase in ("running", "unknown"):  # unknown: it began after the engines were asked
-        return "decode" if output_tokens else "prefill"
+        return "prefill"
     return PHASES.get(phase, phase)
 
 

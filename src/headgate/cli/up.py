@@ -147,8 +147,8 @@ def what_was_asked(options: argparse.Namespace) -> Asked:
         raise RequestError("--prefill needs somebody for the answers: add --decode N or --mixed N")
     if not (counts.get("decode") or counts.get("mixed")):
         raise RequestError("a fleet needs at least one server for answers: mixed or decode")
-    for group in asked.groups.values():
-        parsed([*asked.serve, *group.serve])
+    for role, group in asked.groups.items():
+        check_ranks(role, group.gpus, parsed([*asked.serve, *group.serve]).tensor_parallel)
     return asked
 
 
@@ -169,8 +169,7 @@ def from_flags(options: argparse.Namespace) -> Asked:
         count = counts.setdefault(role, bound.least)
         if not bound.least <= count <= bound.most:
             raise RequestError(f"--{role} {count} is not within --autoscale {role}={bound.least}:{bound.most}")
-    if not any(counts.values()):
-        counts["mixed"] = 2
+    counts = counts or {"mixed": 2}
     cpus, gpus = shares(options)
     return Asked({role: Group(count, bounds.get(role), cpus, gpus) for role, count in counts.items()})
 
@@ -211,6 +210,12 @@ def check_shares(options: argparse.Namespace) -> None:
         raise RequestError(f"--gpus must be at least 0, not {gpus:g}")
     if not options.room_timeout > 0:
         raise RequestError(f"--room-timeout must be above 0, not {options.room_timeout:g}")
+
+
+def check_ranks(role: str, gpus: float, ranks: int) -> None:
+    """The ranks of an engine see no more GPUs than were set aside for their server."""
+    if 0 < gpus < ranks:
+        raise RequestError(f"{role}: {ranks} ranks need a GPU each, and gpus is {gpus:g}; say gpus = {ranks}")
 
 
 def parsed(flags: Sequence[str]) -> argparse.Namespace:

@@ -18,7 +18,16 @@ from headgate.layers.batch import Batch
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Scratch, decode, prefill
 from headgate.layers.triton.elementwise import add_rms_norm, silu_mul
-from headgate.layers.triton.matmul import MAX_ROWS, MIN_WIDTH, invariant_cut, small_linear, vector_linear
+from headgate.layers.triton.matmul import (
+    MAX_ROWS,
+    MAX_ROWS_SMALL,
+    MIN_WIDTH,
+    SMALL,
+    Cut,
+    invariant_cut,
+    small_linear,
+    vector_linear,
+)
 from headgate.layers.triton.rope import rope_and_write
 from headgate.layers.triton.rounding import FP8, round_rows, rounded
 
@@ -74,7 +83,8 @@ class TritonBackend(TorchBackend):
         """Whether our own product is the faster one."""
         if matrix.scale is not None:
             return not fits_scaled(x, matrix)
-        return 0 < len(x) <= MAX_ROWS and matrix.rows >= MIN_WIDTH and x.dtype.itemsize == 2 and self.scratch.roomy
+        most = MAX_ROWS_SMALL if matrix.rows * matrix.columns <= SMALL else MAX_ROWS
+        return 0 < len(x) <= most and matrix.rows >= MIN_WIDTH and x.dtype.itemsize == 2 and self.scratch.roomy
 
     def library_linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         if matrix.scale is None:
@@ -129,11 +139,13 @@ class DeterministicTritonBackend(TritonBackend):
     name = "triton, deterministic"
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        return small_linear(x, matrix, bias, cut=invariant_cut(len(x), matrix.rows, x.dtype))
+        return small_linear(x, matrix, bias, cut=self._cut(x, matrix))
 
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        cut = invariant_cut(len(x), matrix.rows, x.dtype)
-        return small_linear(x, matrix, None, cut=cut, out_dtype=torch.float32)
+        return small_linear(x, matrix, None, cut=self._cut(x, matrix), out_dtype=torch.float32)
+
+    def _cut(self, x: torch.Tensor, matrix: Matrix) -> Cut:
+        return invariant_cut(len(x), matrix.rows, x.dtype, self.scratch.roomy)
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         return silu_mul(self.linear(x, matrix, bias))

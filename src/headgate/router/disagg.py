@@ -104,9 +104,13 @@ async def prefilled(exchange: Exchange, worker: Worker) -> AsyncIterator[bytes |
         leg.leave()
 
 
+def prefill_name(id: str) -> str:
+    """Its own: the worker may yet be asked for the answer, before it has noticed that nobody wants its KV."""
+    return f"{id[:LONGEST_NAME]}-prefill"
+
+
 def _request(exchange: Exchange, worker: Worker) -> bytes:
-    # A name of its own: the worker may yet be asked for the answer, before it has noticed that nobody wants its KV.
-    id = f"{exchange.id[:LONGEST_NAME]}-prefill"
+    id = prefill_name(exchange.id)
     body = splice(exchange.request.body, "export_kv", b"true")
     if exchange.ask.request_id is not None:
         body = splice(body, "request_id", msgspec.json.encode(id))  # the last of two counts

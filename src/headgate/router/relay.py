@@ -34,6 +34,7 @@ from headgate.router.disagg import Leg, prefilled
 from headgate.router.downstream import Downstream, HttpRequest, answer_head, error_answer
 from headgate.router.ending import as_aborted, last_words, usage_told, wants_usage
 from headgate.router.journal import Journal, splice, unsaid, unveil
+from headgate.router.story import Departure, departure
 from headgate.router.upstream import Headers, Upstream, WorkerLost
 from headgate.router.worker import Worker
 
@@ -84,6 +85,7 @@ class Exchange:
     course: Course | None = None
     over = False
     moves = 0  # how often another worker went on with it
+    departures: tuple[Departure, ...] = ()  # from those workers
     full = False  # the client reads too slowly
     told_raw = False  # the client has a part of an answer that has no journal
     ending = False  # somebody has asked for its end: no other worker goes on with it
@@ -348,6 +350,7 @@ class Exchange:
                 if course.ends_with(*tried):
                     return self._tell_last(course)
                 self.moves += 1
+                self.departures += (departure(self, *tried),)
                 self.router.counters.moved(self)
                 if course.left_behind is not None:
                     await end_former(self, course.left_behind)

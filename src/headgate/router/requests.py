@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from msgspec import to_builtins
+
 from headgate.api.errors import NotFound
 from headgate.router.abort import Scope, find
+from headgate.router.disagg import prefill_name
 from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all
+from headgate.router.story import Stage, Word, began, stages
 
 if TYPE_CHECKING:
     from headgate.router.relay import Exchange
     from headgate.router.router import Router
+    from headgate.router.worker import Worker
 
 
 async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[str, Any]:
@@ -30,17 +37,52 @@ async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[st
 
 async def show_request(router: Router, scope: Scope, asking: Asking, name: str) -> dict[str, Any]:
     target = find(router, scope, name)
-    worker = target.exchange.worker if target is not None else None
-    workers = of_kind(router.fleet, ("headgate",)) if worker is None else [worker]
-    call = Call("GET", f"/v1/requests/{quote(name, safe='')}")
-    replies = await fan_out(router, to_all(workers, call), asking, router.config.control_timeout_s)
+    exchange = None if target is None else target.exchange
+    ours = of_kind(router.fleet, ("headgate",))
+    replies, prompts = await asyncio.gather(
+        _ask(router, asking, [worker for worker in ours if _may_know(worker, exchange)], name),
+        _ask(router, asking, [worker for worker in ours if worker.role == "prefill"], prefill_name(name)),
+    )
     told = [{**reply.json(), "worker": reply.worker.url} for reply in replies if reply.ok]
-    if target is not None and not target.exchange.cut and not any(each["status"] == "in_flight" for each in told):
-        entry = _entry(target.exchange, router)
-        return {"request_id": entry["request_id"], "status": "in_flight", "events": [], "request": entry}
+    story = [to_builtins(stage) for stage in _stages(router, scope, exchange, name, replies, prompts)]
+    if exchange is not None and not exchange.cut and not any(each["status"] == "in_flight" for each in told):
+        entry = _entry(exchange, router)
+        here = {"request_id": entry["request_id"], "status": "in_flight", "events": [], "request": entry}
+        return {**here, "stages": story}
     if not told:
         raise _unknown(name, replies)
-    return max(told, key=_latest)
+    last = max(told, key=_latest)
+    return {**last, "stages": story}
+
+
+async def _ask(router: Router, asking: Asking, workers: Sequence[Worker], name: str) -> list[Reply]:
+    call = Call("GET", f"/v1/requests/{quote(name, safe='')}")
+    return await fan_out(router, to_all(workers, call), asking, router.config.control_timeout_s)
+
+
+def _may_know(worker: Worker, exchange: Exchange | None) -> bool:
+    """Whether to ask it: of what is here and placed, only those who have it or had it know."""
+    if exchange is None or exchange.worker is None:
+        return True
+    return worker is exchange.worker or any(each.worker == worker.url for each in exchange.departures)
+
+
+def _stages(
+    router: Router,
+    scope: Scope,
+    exchange: Exchange | None,
+    name: str,
+    replies: Sequence[Reply],
+    prompts: Sequence[Reply],
+) -> list[Stage]:
+    words: list[Word] = [(reply.worker, "prompt", reply.json()) for reply in prompts if reply.ok]
+    words += [(reply.worker, "answer", reply.json()) for reply in replies if reply.ok]
+    if exchange is not None:
+        return stages(words, exchange.departures, began(exchange))
+    moved = router.moved.get(name)
+    if moved is None or not words or not (scope.admin or scope.tenant == moved.tenant):
+        return stages(words)
+    return stages(words, moved.departures, moved.began)
 
 
 def _latest(told: dict[str, Any]) -> tuple[bool, float]:

@@ -29,6 +29,7 @@ from headgate.router.hits import note as note_hits
 from headgate.router.index import Found, Match, Path, PrefixIndex, Visit, path_of
 from headgate.router.policy import POLICIES, Policy
 from headgate.router.relay import Exchange, NoWorker
+from headgate.router.story import Memory
 from headgate.router.upstream import Headers
 from headgate.router.worker import Worker
 
@@ -130,6 +131,7 @@ class Router:
         self.retry_budget = RetryBudget()
         self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
         self.live: dict[str, Exchange] = {}
+        self.moved = Memory()
         self.counters = Counters()
         self.connections = Connections(self.handle, config.max_body_bytes, config.write_timeout_s)
         self.draining = False
@@ -194,6 +196,8 @@ class Router:
     def exchange_ended(self, exchange: Exchange) -> None:
         if self.live.get(exchange.key) is exchange:
             del self.live[exchange.key]
+            if exchange.departures:
+                self.moved.keep(exchange)
             if self.draining and not self.live:
                 self._emptied.set()
 

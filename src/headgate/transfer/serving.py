@@ -150,8 +150,10 @@ class Server(Link):
     def _send_blocks(self, offer: Offer, stop: int) -> None:
         blocks = offer.blocks[self._next : stop]
         length = len(blocks) * self._memory.block_bytes + CHECKSUM_BYTES
-        self.say(encode(Header(Kind.BLOCKS, self._next, len(blocks), length)))
         self._sending = self._body_of(blocks)
+        # Read before it is announced: an announced body must follow, even if a cache that sleeps has no memory by then.
+        first = next(self._sending)
+        self.say([*encode(Header(Kind.BLOCKS, self._next, len(blocks), length)), *first])
         self._next = stop
 
     def _body_of(self, blocks: tuple[int, ...]) -> Body:

@@ -103,8 +103,9 @@ class DeviceBlocks:
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: str) -> None:
         self.layout = layout
-        self._tensors = tensors
-        self.block_bytes = sum(tensor[0].nbytes for tensor in tensors)
+        # As words: torch neither picks out nor stores numbers of eight bits.
+        self._parts = [tensor.flatten(1).view(torch.int64) for tensor in tensors]
+        self.block_bytes = sum(part[0].nbytes for part in self._parts)
         self.near: Near | None = card_of(tensors)
         self._stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
@@ -113,9 +114,9 @@ class DeviceBlocks:
     def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
         staged = self._stage(len(blocks))
         with self._lock, torch.cuda.stream(self._stream):
-            index = torch.tensor(blocks, device=self._tensors[0].device)
-            for tensor, stage in zip(self._tensors, staged, strict=True):
-                stage.copy_(tensor.index_select(0, index), non_blocking=True)
+            index = torch.tensor(blocks, device=self._parts[0].device)
+            for part, stage in zip(self._parts, staged, strict=True):
+                stage.copy_(part.index_select(0, index), non_blocking=True)
             self._stream.synchronize()
         return iter([[words_of(stage) for stage in staged]])
 
@@ -127,15 +128,13 @@ class DeviceBlocks:
     @torch.inference_mode()
     def _store(self, blocks: Sequence[int], staged: list[torch.Tensor]) -> None:
         with self._lock, torch.cuda.stream(self._stream):
-            index = torch.tensor(blocks, device=self._tensors[0].device)
-            for tensor, stage in zip(self._tensors, staged, strict=True):
-                tensor.index_copy_(0, index, stage.to(tensor.device, non_blocking=True))
+            index = torch.tensor(blocks, device=self._parts[0].device)
+            for part, stage in zip(self._parts, staged, strict=True):
+                part.index_copy_(0, index, stage.to(part.device, non_blocking=True))
             self._stream.synchronize()
 
     def _stage(self, count: int) -> list[torch.Tensor]:
-        return [
-            torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True) for tensor in self._tensors
-        ]
+        return [torch.empty((count, part.shape[1]), dtype=part.dtype, pin_memory=True) for part in self._parts]
 
 
 def words_of(tensor: torch.Tensor) -> Words:

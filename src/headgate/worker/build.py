@@ -25,7 +25,7 @@ from headgate.worker.draw import draw, fastest_draw
 from headgate.worker.executor import Executor
 from headgate.worker.followers import Followers, FollowerStart
 from headgate.worker.grammar import Grammars, read_vocabulary
-from headgate.worker.memory import GIB, free_bytes
+from headgate.worker.memory import GIB, current, free_bytes
 from headgate.worker.rows import Rows
 from headgate.worker.runner import ModelRunner
 from headgate.worker.supply import Open, Origin, Supply, open_source, origin_of
@@ -77,7 +77,8 @@ def build_worker(path: Path, config: EngineConfig, wanted: Wanted | None = None)
     with ExitStack() as undo:
         crew = gather_crew(path, config, wanted)
         undo.callback(crew.close)
-        worker = build_first(path, spec, config, wanted, crew)
+        with current(crew.device):
+            worker = build_first(path, spec, config, wanted, crew)
         undo.pop_all()
     return worker
 

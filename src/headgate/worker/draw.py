@@ -5,7 +5,7 @@ token to sample: not of call order, batch, engine or how often the sequence was 
 exact or per element, so a row chooses the same, to the bit, alone and in any batch.
 
 `draw` is the definition, in torch, for any device. The CPU and the Triton kernels do the same; `fastest_draw` is where one
-of them is taken. They may differ where two sums lie within the rounding of a logarithm.
+of them is taken. They may differ where two sums lie within the rounding of a logarithm or a quotient.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from headgate.errors import EngineDead, HalfWritten
 from headgate.protocol.command import TAGS, Tag
 from headgate.protocol.plan import StepPlan, StepResult
+from headgate.worker.memory import current
 from headgate.worker.runner import Launched, ModelRunner
 from headgate.worker.sleep import Sleeper
 from headgate.worker.weights import WeightSource, load_weights
@@ -98,9 +99,10 @@ class LocalExecutor:
         return future
 
     def _serve(self) -> None:
-        while job := self._jobs.get():
-            job()
-            del job  # and what it holds, before a long wait for the next
+        with current(self._runner.rows.tokens.device):  # a thread begins with the first GPU
+            while job := self._jobs.get():
+                job()
+                del job  # and what it holds, before a long wait for the next
 
     def _settle(self, future: Future[T], work: Callable[[], T]) -> None:
         try:

@@ -1,7 +1,8 @@
-"""How much memory is left, on a device, a machine or in a container; and when copies into it have landed."""
+"""How much memory is left, on a device, a machine or in a container; which one is used; when copies have landed."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -14,6 +15,11 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(free_on_machine(), free_in_cgroup())
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels and graphs of this thread are for `device`: they do not ask where their tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def finish_copies(device: torch.device) -> None:

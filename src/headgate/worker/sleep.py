@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from headgate.errors import OutOfMemory
-from headgate.worker.memory import GIB, free_bytes
+from headgate.worker.memory import GIB, finish_copies, free_bytes
 
 MADV_DONTNEED = 4
 
@@ -40,7 +40,8 @@ class Sleeper:
 
     def take_again(self) -> None:
         """OutOfMemory, and nothing taken, if someone else has it now."""
-        for device in {storage.device for storage, _ in self._storages}:
+        devices = {storage.device for storage, _ in self._storages}
+        for device in devices:
             if self.size > (free := free_bytes(device)):
                 need = f"{self.size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free"
                 raise OutOfMemory(f"waking needs {need}; free some and wake again")
@@ -52,6 +53,8 @@ class Sleeper:
         except torch.OutOfMemoryError as error:
             self.give_back()
             raise OutOfMemory(f"the device has no room to wake: {error}") from error
+        for device in devices:
+            finish_copies(device)  # the zeros are there: transfers have streams of their own, and would be wiped out
 
 
 def drop_pages(address: int, size: int) -> None:

@@ -62,12 +62,6 @@ class TogetherExecutor(LocalExecutor):
         self._on_close = on_close
         super().__init__(runner)
 
-    def _serve(self) -> None:
-        device = self._runner.rows.tokens.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # a thread begins with the first one
-        super()._serve()
-
     def close(self, timeout_s: float = 10.0) -> None:
         super().close(timeout_s)
         self._on_close()

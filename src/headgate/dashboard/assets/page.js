@@ -43,7 +43,8 @@ function seconds(value) {
   if (value < 0.01) return `${(1000 * value).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(1000 * value)} ms`;
   if (value < 60) return `${value.toFixed(1)} s`;
-  return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  const left = Math.round(value % 60);
+  return `${Math.floor(value / 60)} min${left ? ` ${left} s` : ""}`;
 }
 
 /** Make the children of `parent` those of `items`, each kept for as long as its key is there, so that focus stays. */
@@ -396,14 +397,13 @@ function drawLine(line) {
   const top = line.top ?? (Math.max(...values, 0) || 1);
   const x = (point) => WIDTH * (1 - (end - point[AT]) / span);
   const y = (value) => HEIGHT - 2 - (HEIGHT - 5) * Math.min(value / top, 1);
-  line.series.forEach((get, index) => {
-    line.paths[index].setAttribute("d", line.bars ? spikes(get, x, y, index) : curve(get, x, y));
-  });
-  line.area.setAttribute("d", line.bars || line.series.length > 1 ? "" : filled(line.series[0], x, y));
+  const drawn = line.series.map((get, index) => (line.bars ? spikes(get, x, y, index) : curve(get, x, y)));
+  drawn.forEach((path, index) => line.paths[index].setAttribute("d", path));
+  line.area.setAttribute("d", line.bars || drawn.length > 1 ? "" : filled(drawn[0]));
   const shown = line.at === null || line.at === undefined ? points[points.length - 1] : nearest(line.at);
   line.cursor.setAttribute("d", line.at && shown ? `M${x(shown).toFixed(1)} 0V${HEIGHT}` : "");
   writeValues(line, shown);
-  write(line.left, line.foot ? line.foot() : line.at && shown ? `${Math.round(end - shown[AT])} s ago` : seconds(span));
+  write(line.left, line.foot ? line.foot() : line.at && shown ? `${Math.round(end - shown[AT])} s ago` : `${seconds(span)} ago`);
   write(line.right, values.length ? `max ${line.show(Math.max(...values, 0))}` : "");
 }
 
@@ -435,11 +435,12 @@ function curve(get, x, y) {
   return path;
 }
 
-function filled(get, x, y) {
-  const there = points.filter((point) => get(point) !== null);
-  if (there.length < 2) return "";
-  const line = there.map((point) => `L${x(point).toFixed(1)} ${y(get(point)).toFixed(1)}`).join("");
-  return `M${x(there[0]).toFixed(1)} ${HEIGHT}${line}V${HEIGHT}Z`;
+/** What lies below a curve: below each of its pieces. */
+function filled(path) {
+  return path.split("M").slice(1).map((piece) => {
+    const x = piece.slice(0, piece.indexOf(" "));
+    return `M${x} ${HEIGHT}L${piece}V${HEIGHT}Z`;
+  }).join("");
 }
 
 function spikes(get, x, y, index) {
@@ -563,15 +564,23 @@ function drawDetails(told) {
   const whole = Math.max(story.end, 0.001);
   drawBar($("details-bar"), story.spans.map(([phase, from, to]) => [phase, (to - from) / whole]));
   $("details-bar").setAttribute("aria-label", story.spans.map(([phase, from, to]) => `${phase} ${seconds(to - from)}`).join(", "));
-  $("details-events").replaceChildren(...story.steps.map(([name, time, tone]) =>
-    make("li", { "data-tone": tone ?? "none" }, name, time ? make("span", { class: "quiet" }, time) : "")));
+  $("details-events").replaceChildren(...story.steps.map(([name, time, tone, place]) =>
+    make("li", { "data-tone": tone ?? "none" }, name, ...[time, place].filter(Boolean).map((text) => make("span", { class: "quiet" }, text)))));
   $("details-facts").replaceChildren(...facts(told).map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
 }
 
-/** What happened, in order: accepted → queued → prefill or transfer → decode → finished, each with how long it took. */
+/** What happened, in order: accepted → queued → prefill → transfer → decode → moved → finished, each with how long it took. */
 function tell(told) {
   const happened = (name) => told.events.find((event) => event.event === name)?.at_s;
+  const { spans, steps, end } = told.stages?.length ? tellStages(told) : tellHere(told, happened);
+  if (happened("end_asked") !== undefined) steps.push(["end asked for", `at ${seconds(happened("end_asked"))}`]);
+  if (told.usage) steps.push([`finished: ${told.usage.finish_reason}, ${told.usage.cause.replaceAll("_", " ")}`, seconds(end)]);
+  return { spans, steps: [["accepted", ""], ...steps], end };
+}
+
+/** By a server's own word. */
+function tellHere(told, happened) {
   const end = told.usage?.elapsed_s ?? told.request?.age_s ?? 0;
   const running = happened("running");
   const token = happened("first_token");
@@ -580,11 +589,43 @@ function tell(told) {
   const spans = [["queued", 0, running ?? end]];
   if (running !== undefined) spans.push([fetched ? "transfer" : "prefill", running, token ?? end]);
   if (token !== undefined) spans.push(["decode", token, end]);
-  const steps = [["accepted", ""], ...spans.map(([phase, from, to]) => [phase, seconds(to - from), phase])];
-  const moves = frame?.requests.find((request) => request[ID] === told.request_id)?.[MOVES];
-  if (moves) steps.push(["moved", `${moves}×`, "moving"]);
-  if (happened("end_asked") !== undefined) steps.push(["end asked for", `at ${seconds(happened("end_asked"))}`]);
-  if (told.usage) steps.push([`finished: ${told.usage.finish_reason}, ${told.usage.cause.replaceAll("_", " ")}`, seconds(end)]);
+  return { spans, steps: spans.map(([phase, from, to]) => [phase, seconds(to - from), phase]), end };
+}
+
+/** By that of a router: what each worker has had of it. Pieces overlap in truth, a transfer begins before its prompt is
+    computed; here each begins where the one before it ends. */
+function tellStages(told) {
+  const age = frame?.requests.find((request) => request[ID] === told.request_id)?.[AGE] ?? 0;
+  const last = Math.max(...told.stages.map((stage) => stage.ended_s ?? Math.max(age, stage.first_token_s ?? stage.began_s)));
+  const many = new Set(told.stages.map((stage) => stage.worker)).size > 1;
+  const spans = [];
+  const steps = [];
+  let end = 0;
+  const push = (phase, to, remark, name = phase) => {
+    if (!(to > end)) return;
+    spans.push([phase, end, to]);
+    steps.push([name, seconds(to - end), phase, remark]);
+    end = to;
+  };
+  const at = (stage) => (many ? `at ${workerName(stage.worker)}` : "");
+  let fetched = false; // its prompt comes from elsewhere
+  let left = null; // why the worker before has it no more
+  for (const stage of told.stages) {
+    if (left === null) push("queued", stage.began_s);
+    else push("moving", Math.max(stage.began_s, end + 1e-6), left, "moved");
+    left = stage.left;
+    const answers = told.stages.find((each) => each.part === "answer" && each.began_s >= stage.began_s);
+    if (stage.part === "prompt") {
+      push("prefill", Math.min(stage.ended_s ?? last, answers?.first_token_s ?? last), at(stage));
+      fetched = true;
+      continue;
+    }
+    const until = stage.ended_s ?? last;
+    push(fetched ? "transfer" : "prefill", Math.min(stage.first_token_s ?? (left ? end : until), until), at(stage));
+    push("decode", until, at(stage));
+    fetched = false;
+  }
+  if (left !== null) steps.push(["moved", "", "moving", left]);
   return { spans, steps, end };
 }
 
@@ -593,12 +634,12 @@ function facts(told) {
   if (usage) {
     const all = (name) => count(sum(usage.choices.map((choice) => choice[name])));
     return [["kind", usage.kind], ["prompt", all("prompt_tokens")], ["cached", all("cached_tokens")], ["output", all("output_tokens")],
-      ["first token", seconds(usage.first_token_s)], ["worker", told.worker ?? "here"]];
+      ["first token", seconds(usage.first_token_s)], ["worker", workerName(told.worker ?? "here")]];
   }
   const request = told.request;
   const blocks = sum(request.choices.map((choice) => choice.blocks));
   return [["kind", request.kind], ["phase", request.phase], ["output", count(request.output_tokens)], ["blocks", count(blocks)],
-    ["choices", request.choices.length], ["worker", told.worker ?? request.worker ?? "here"]];
+    ["choices", request.choices.length], ["worker", workerName(told.worker ?? request.worker ?? "here")]];
 }
 
 // ----------------------------------------------------------------------------------------------------------- chat

@@ -1,7 +1,8 @@
 """One token per row of logits, without leaving the device: the largest logit, or the largest with Gumbel noise.
 
-The noise of (key, token id) is that of `worker.draw`, bit for bit up to the rounding of a logarithm. Two kernels: the
-best of each chunk of the vocabulary, then the best of the chunks. Nothing depends on the batch.
+The noise of (key, token id) is that of `worker.draw`, bit for bit up to the rounding of a logarithm; logits are
+multiplied by the inverse of the temperature, where that divides. Two kernels: the best of each chunk of the
+vocabulary, then the best of the chunks. Nothing depends on the batch.
 """
 
 from __future__ import annotations

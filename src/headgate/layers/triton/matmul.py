@@ -17,6 +17,8 @@ from headgate.layers.backend import Matrix
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 MAX_ROWS = 16
+# Matrices of at most so many numbers are as quick to read as to launch for; there ours wins with more rows too.
+SMALL, MAX_ROWS_SMALL = 2**23, 64
 # A narrower product has too few programs to keep the device busy.
 MIN_WIDTH = 2048
 # Programs that are enough of them.
@@ -34,20 +36,25 @@ class Cut:
     tokens: int = MAX_ROWS
 
 
-def cut_for(rows: int, columns: int, gated: bool) -> Cut:
+def cut_for(count: int, rows: int, columns: int, gated: bool) -> Cut:
     """The fastest on an H200, by `benchmarks/gpu/kernels.py`."""
+    if count > MAX_ROWS:
+        return Cut(64, 64 if gated else 128, 4, 4, tokens=32)
     if gated:
         return Cut(32, 128, 4, 3) if rows > 8192 else Cut(32, 256, 4, 5)
     return Cut(64, 256, 4, 5) if columns > 2048 else Cut(32, 128, 4, 5)
 
 
-def invariant_cut(count: int, rows: int, dtype: torch.dtype) -> Cut:
-    """Cuts that all reduce in the same order, for they all use the same matrix instruction: 64 rows, 16 columns."""
+def invariant_cut(count: int, rows: int, dtype: torch.dtype, roomy: bool = True) -> Cut:
+    """Cuts that all reduce in the same order, for they all use the same matrix instruction: 64 rows, 16 columns.
+
+    The largest needs the shared memory of `roomy` devices; the others fit wherever there are 99 KiB.
+    """
     if dtype == torch.float32:
         return Cut(64, 32, 4, 2, tokens=16 if count <= 16 else 64)
     if count <= MAX_ROWS:
         return Cut(64, 128, 4, 5)
-    if programs(count, rows, LARGE) >= VERY_BUSY:
+    if roomy and programs(count, rows, LARGE) >= VERY_BUSY:
         return LARGE
     # The largest that is filled by half at least, and keeps the device busy.
     return next((cut for cut in (WIDE, MIDDLE) if programs(count, rows, cut) >= BUSY), NARROW)
@@ -75,7 +82,7 @@ def small_linear(
     """`x @ matrix.T + bias` of contiguous rows; `gated` makes it `silu(first half) * second half`."""
     count, columns = x.shape
     rows = matrix.rows // 2 if gated else matrix.rows
-    cut = cut or cut_for(rows, columns, gated)
+    cut = cut or cut_for(count, rows, columns, gated)
     out = x.new_empty(count, rows, dtype=out_dtype or x.dtype)
     launch(
         linear_kernel,

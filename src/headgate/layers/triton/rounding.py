@@ -52,7 +52,11 @@ def round_rows_kernel(x, numbers, scale, columns, BLOCK: tl.constexpr, PDL: tl.c
 
 @triton.jit
 def to_stored(values, where):
-    """As numbers of the type that `where` points to; eight bits have no infinity, and end at the largest number."""
+    """As numbers of the type that `where` points to; eight bits have no infinity, and end at the largest number.
+
+    What is no number stays none: as one of the largest it would be noticed by nobody.
+    """
     if where.dtype.element_ty == tl.float8e4nv:
-        values = tl.minimum(tl.maximum(values.to(tl.float32), -LARGEST), LARGEST)
+        wide = values.to(tl.float32)
+        values = tl.where(wide == wide, tl.minimum(tl.maximum(wide, -LARGEST), LARGEST), wide)
     return values.to(where.dtype.element_ty)
