@@ -13,7 +13,7 @@ from headgate.core.scheduler import Limits, Scheduler
 from headgate.engine.evidence import Recorder
 from headgate.engine.loop import EngineLoop
 from headgate.errors import EngineDead
-from headgate.protocol.command import Command, Result
+from headgate.protocol.command import Command, Pause, Result, Sleep
 from headgate.protocol.message import CLIENT_SHIFT, Abort, Answer, Call, Submit, Told
 from headgate.protocol.output import Ended, Outputs, Refused
 from headgate.protocol.plan import Fetch, StepPlan, StepResult
@@ -226,6 +226,33 @@ class RecordingTransport(NoTransport):
 
     def withdraw(self, lease: int) -> None:
         self.told.append(("withdraw", lease))
+
+
+def test_an_engine_goes_to_sleep_only_when_transfers_have_settled():
+    class Unsettled(RecordingTransport):
+        settled: Future[None] = Future()
+
+        def settle(self) -> Future[None]:
+            self.told.append(("settle",))
+            return self.settled
+
+    transport = Unsettled()
+    harness = Harness(transport=transport)
+    harness.submit(1, export_kv=True)
+    harness.loop.turn()
+    paused = harness.call(Pause("abort"))
+    while paused not in harness.answers:
+        harness.loop.turn()
+    number = harness.call(Sleep(("kv_cache",)))
+    for _ in range(5):
+        harness.loop.wake()
+        harness.loop.turn()
+    assert not harness.executor.asleep and number not in harness.answers
+    assert transport.told[-2:] == [("withdraw", 1), ("settle",)]
+    transport.settled.set_result(None)
+    while number not in harness.answers:
+        harness.loop.turn()
+    assert harness.executor.asleep == ("kv_cache",)
 
 
 def test_28_a_lease_that_was_renewed_in_time_is_kept_however_late_the_loop_is():

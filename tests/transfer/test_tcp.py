@@ -187,6 +187,18 @@ def test_nothing_is_read_from_blocks_once_they_are_withdrawn_however_full_the_li
     assert server.closing and read_late == [False]
 
 
+def test_memory_can_be_given_back_when_transfers_have_settled(kind):
+    """Whoever was served is hung up on, however much it still has to read, and computes the prompt itself."""
+    with peers(kind=kind, wait_s=60) as (p, d):
+        p.offer(1, SOME, filled=3)
+        d.fetch(1, p.ticket(1), OURS)
+        until(lambda: same(p, SOME[:3], d, OURS[:3]))
+        p.transport.withdraw(1)
+        p.transport.settle().result(60)
+        assert not p.transport._servers
+        assert not d.fetched(1) and p.released(1) is False
+
+
 def test_who_leaves_is_told_of_once_and_the_other_side_at_once(kind):
     with peers(kind=kind) as (p, d):
         p.offer(1, SOME, filled=2)

@@ -83,6 +83,7 @@ class Control:
         scheduler: Scheduler,
         *,
         supply: Supply,
+        settle_transfers: Callable[[], Future[None]],
         tell: Callable[[], None],
         wake: Callable[[], None],
     ) -> None:
@@ -91,6 +92,7 @@ class Control:
         self.rejecting = False
         self._scheduler = scheduler
         self._supply = supply
+        self._settle_transfers = settle_transfers
         self._tell = tell
         self._wake = wake
         self._given: tuple[Source, Stamps] | None = (
@@ -295,6 +297,7 @@ class Control:
             if self._scheduler.lends_kv:
                 raise _conflict("KV is on lease to another engine; try again when that has fetched it")
             self._scheduler.kv_lost()
+            yield from self._moved(self._settle_transfers)
         yield from self._moved(lambda: self._supply.sleep(sleep.tags))
         log.info("asleep: %s", ", ".join(self._supply.asleep))
         return self._told(began_s)

@@ -64,7 +64,9 @@ class EngineLoop:
         self._closed = False
         self._failure: RankLost | None = None
         self._abort_messages = 0
-        self.control = Control(scheduler, supply=supply, tell=self._tell, wake=self.wake)
+        self.control = Control(
+            scheduler, supply=supply, settle_transfers=self._settle_transfers, tell=self._tell, wake=self.wake
+        )
         scheduler.tick(clock())
         scheduler.pool.move_horizon()  # nothing is older than the engine
         self.status = self._look()  # replaced whole every turn, so any thread may read it
@@ -250,6 +252,10 @@ class EngineLoop:
         unwanted, self.scheduler.unwanted = self.scheduler.unwanted, []
         for id in unwanted:
             self._transport.leave(id)
+
+    def _settle_transfers(self) -> Future[None]:
+        self._inform_transport()  # nobody else shall come
+        return self._transport.settle()
 
     # -- out --------------------------------------------------------------------
 

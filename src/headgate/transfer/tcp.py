@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -123,6 +124,11 @@ class TcpTransport:
         with self._offers_lock:
             self._offers.pop(lease).withdrawn = True
         self._wake()
+
+    def settle(self) -> Future[None]:
+        settled: Future[None] = Future()
+        self._do(lambda: self._settle(settled))
+        return settled
 
     def counts(self) -> TransferCounts:
         return TransferCounts(self._received, self._sent, self._seconds, dict(self._failures))
@@ -269,6 +275,12 @@ class TcpTransport:
         self._servers.discard(server)
         self._close(server)
         server.hang_up()
+
+    def _settle(self, settled: Future[None]) -> None:
+        # What is on its way to others is sent from where it lies.
+        for server in list(self._servers):
+            self._hang_up(server)
+        settled.set_result(None)
 
     def _close(self, link: Link) -> None:
         with suppress(KeyError):

@@ -3,7 +3,7 @@
 Fetching: `attach` takes hold of what a ticket names and keeps its lease alive, `fetch` fills blocks with it, `leave` lets
 go. Every fetch ends in exactly one `Fetched`, also one that was left. Serving: what was offered can be fetched by whoever
 knows its lease, as far as it is filled. After `withdraw` has returned, nothing that is read from those blocks is passed off
-as KV.
+as KV. `settle` is over when nobody's fetch reads the memory of the cache any more, and it can be given back.
 
 All methods may be called from any thread and never wait for a peer. Events are posted from a thread of the transport's own.
 """
@@ -11,6 +11,7 @@ All methods may be called from any thread and never wait for a peer. Events are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,6 +124,8 @@ class Transport(Protocol):
 
     def withdraw(self, lease: int) -> None: ...
 
+    def settle(self) -> Future[None]: ...
+
     def counts(self) -> TransferCounts: ...
 
     def close(self) -> None: ...
@@ -156,6 +159,11 @@ class NoTransport:
 
     def withdraw(self, lease: int) -> None:
         pass
+
+    def settle(self) -> Future[None]:
+        settled: Future[None] = Future()
+        settled.set_result(None)
+        return settled
 
     def counts(self) -> TransferCounts:
         return TransferCounts()
