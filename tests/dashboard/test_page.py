@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,15 @@ def test_28_a_pause_shows_and_readers_go_on_reading(server):
         finally:
             http.post("/v1/resume")
         assert "running" in [frame["state"] for frame in islice(coming, 3)]
+
+
+def test_a_router_that_ends_leaves_no_viewer_s_connection_open(server):
+    with ExitStack() as viewing:
+        with live_router(server.url) as router:
+            coming = viewing.enter_context(frames(router.url))
+            next(coming)
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+            list(coming)
 
 
 def test_the_phases_of_an_engine_have_the_page_s_names():

@@ -99,8 +99,10 @@ class Connections:
             connection.close_if_idle()
 
     def abort(self) -> None:
+        """Break off what is left: nobody answers there any more."""
         for connection in tuple(self._open):
-            connection.abort()
+            if not connection.gone:  # or else its last words are on their way
+                connection.abort()
 
 
 class Downstream(asyncio.Protocol):

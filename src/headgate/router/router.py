@@ -442,6 +442,7 @@ class Router:
         if self.bridge is not None:
             await self.bridge.close()
         self.connections.close()
+        self.connections.abort()
         self.fleet.close()
 
     # -- who we are to workers ----------------------------------------------------------------
