@@ -16,8 +16,9 @@ import torch
 from headgate.config import EngineConfig
 from headgate.engine.build import open_transport
 from headgate.transfer import card as transfer_card
-from headgate.transfer.card import AHEAD, CardTransport, Table
+from headgate.transfer.card import CardTransport, Table
 from headgate.transfer.frames import PROTOCOL, Attach, Header, Kind
+from headgate.transfer.slots import AHEAD
 from headgate.transfer.tcp import TcpTransport, parse_address
 from headgate.worker import card as worker_card
 from headgate.worker.blocks import HostBlocks
@@ -147,18 +148,24 @@ def test_one_connection_never_has_more_slots_than_its_share(one_block_a_slot):
         assert len(taken) == len(SOME) and max(taken) <= AHEAD
 
 
+def after_each_copy(p, do):  # type: ignore[no-untyped-def]
+    """Have `do` done to each slot that P has copied blocks into, before D hears of it; returns P's shelf."""
+    shelf = near(p).shelf()
+    assert shelf is not None
+    put = shelf.put
+
+    def put_and_do(slot, blocks):  # type: ignore[no-untyped-def]
+        digest = put(slot, blocks)
+        do(slot)
+        return digest
+
+    shelf.put = put_and_do  # type: ignore[method-assign]
+    return shelf
+
+
 def test_39_a_slot_that_changes_before_it_is_read_is_noticed():
     with peers(kind="card") as (p, d):
-        shelf = near(p).shelf()
-        assert shelf is not None
-        put = shelf.put
-
-        def put_wrong(slot, blocks):  # type: ignore[no-untyped-def]
-            digest = put(slot, blocks)
-            shelf._memory[slot, 3, 2, 100] ^= 1
-            return digest
-
-        shelf.put = put_wrong  # type: ignore[method-assign]
+        shelf = after_each_copy(p, lambda slot: shelf._memory[slot, 3, 2, 100].bitwise_xor_(1))
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1), OURS)
         assert not d.fetched(1) and d.failures() == {"corrupt": 1} and p.released(1) is False
@@ -167,16 +174,7 @@ def test_39_a_slot_that_changes_before_it_is_read_is_noticed():
 
 def test_37_what_was_withdrawn_while_it_was_copied_is_not_passed_off_as_kv():
     with peers(kind="card") as (p, d):
-        shelf = near(p).shelf()
-        assert shelf is not None
-        put = shelf.put
-
-        def put_late(slot, blocks):  # type: ignore[no-untyped-def]
-            digest = put(slot, blocks)
-            p.transport.withdraw(1)  # as the loop's thread would
-            return digest
-
-        shelf.put = put_late  # type: ignore[method-assign]
+        after_each_copy(p, lambda _: p.transport.withdraw(1))  # as the loop's thread would
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1), OURS)
         assert not d.fetched(1) and d.failures() == {"withdrawn": 1}

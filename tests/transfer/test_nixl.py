@@ -12,7 +12,8 @@ import pytest
 
 from headgate.transfer import serving
 from headgate.transfer.frames import Header, Kind, encode
-from headgate.transfer.nixl import AHEAD, Shown
+from headgate.transfer.nixl import Shown
+from headgate.transfer.slots import AHEAD
 from headgate.transfer.staging import Agent
 from headgate.transfer.tcp import parse_address
 from headgate.transfer.transport import Renewed

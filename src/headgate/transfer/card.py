@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,14 +32,13 @@ from headgate.protocol.request import Ticket
 from headgate.transfer.fetching import Client
 from headgate.transfer.frames import Attach, BadFrame, Header, Kind, encode
 from headgate.transfer.serving import Offer, Server
+from headgate.transfer.slots import PLACE, SlotServer
 from headgate.transfer.tcp import Address, TcpTransport
 from headgate.transfer.transport import BlockMemory, Event, Near, Opened, Shelf
 
 log = logging.getLogger(__name__)
 
-AHEAD = 2  # slots of one connection: one is copied out of while the next is filled
 IDLE_S = 30.0  # how long another engine's shelf is kept open for the next fetch
-_SLOT = struct.Struct("<Q")
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +134,7 @@ class CardTransport(TcpTransport):
         return CardClient(self._table, sock, id, ticket, self._memory, self._wait_s, self._clock)
 
 
-class CardServer(Server):
+class CardServer(SlotServer):
     def __init__(
         self,
         table: Table,
@@ -147,20 +145,20 @@ class CardServer(Server):
         lease_s: float,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(sock, memory, find, tell, lease_s, clock)
+        super().__init__(table.give_slot, sock, memory, find, tell, lease_s, clock)
         self._table = table
         self._asked = False  # whether our shelf can be opened, and not answered yet
         self._shelf: Shelf | None = None  # by which blocks go
-        self._lent: deque[int] = deque()  # slots, the first that was told of first
+
+    @property
+    def must_wait(self) -> bool:
+        return self._asked or super().must_wait
 
     def heard(self, header: Header) -> None:
-        match header.kind:
-            case Kind.OPENED:
-                self._hear_opened(bool(header.a))
-            case Kind.TOOK:
-                self._take_back()
-            case _:
-                super().heard(header)
+        if header.kind is Kind.OPENED:
+            self._hear_opened(bool(header.a))
+        else:
+            super().heard(header)
 
     def _attach(self, attach: Attach) -> None:
         super()._attach(attach)
@@ -176,12 +174,6 @@ class CardServer(Server):
         self._asked = False
         self._shelf = self._table.shelf() if opened else None
 
-    def more(self) -> None:
-        waits = self._asked or len(self._lent) >= AHEAD
-        if waits and self.offer is not None and not self.offer.withdrawn:
-            return
-        super().more()
-
     def _send_blocks(self, offer: Offer, stop: int) -> None:
         shelf = self._shelf
         slot = None if shelf is None else self._table.take_slot()
@@ -190,27 +182,8 @@ class CardServer(Server):
             return
         self._lent.append(slot)
         stop = min(offer.filled, self._end, self._next + shelf.blocks)
-        digest, body = shelf.put(slot, offer.blocks[self._next : stop]), _SLOT.pack(slot)
-        self.say(encode(Header(Kind.READY, self._next, stop - self._next, len(body), digest), body))
-        self._table.sent_bytes += (stop - self._next) * self._memory.block_bytes
-        self._next = stop
-
-    def _take_back(self) -> None:
-        if not self._lent:
-            raise BadFrame("took what it was not given")
-        self._table.give_slot(self._lent.popleft())
-
-    def _done(self) -> None:
-        super()._done()
-        self._take_all_back()
-
-    def hang_up(self) -> None:
-        super().hang_up()
-        self._take_all_back()
-
-    def _take_all_back(self) -> None:
-        while self._lent:
-            self._take_back()
+        digest = shelf.put(slot, offer.blocks[self._next : stop])
+        self._table.sent_bytes += self.say_ready(stop, slot, digest)
 
 
 class CardClient(Client):
@@ -250,9 +223,9 @@ class CardClient(Client):
         self.say(encode(Header(Kind.OPENED, a=int(self._door is not None))))
 
     def _take(self, header: Header) -> None:
-        if self._door is None or header.length != _SLOT.size:
+        if self._door is None or header.length != PLACE.size:
             raise BadFrame("blocks that are nowhere")
-        shelf, (slot,) = self._door.shelf, _SLOT.unpack(self._said)
+        shelf, (slot,) = self._door.shelf, PLACE.unpack(self._said)
         if slot >= shelf.slots or header.b > shelf.blocks:
             raise BadFrame("a slot that is not there")
         blocks = self._next_blocks(header)

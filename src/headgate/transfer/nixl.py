@@ -15,7 +15,6 @@ What finds no slot goes over the connection as BLOCKS, so nobody ever waits for 
 from __future__ import annotations
 
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +27,10 @@ from headgate.protocol.request import Ticket
 from headgate.transfer.fetching import Client
 from headgate.transfer.frames import NIXL_PROTOCOL, PROTOCOL, Attach, BadFrame, Header, Kind, encode
 from headgate.transfer.serving import MESSAGE_BYTES, Offer, Server
+from headgate.transfer.slots import PLACE, SlotServer
 from headgate.transfer.staging import Agent, Read, Remote
 from headgate.transfer.tcp import TICK_S, Address, TcpTransport
 from headgate.transfer.transport import BlockMemory, Event
-
-AHEAD = 2  # slots of one connection: one is read while the next is filled
-_OFFSET = struct.Struct("<Q")
 
 
 class Shown(msgspec.Struct, frozen=True, array_like=True):
@@ -91,7 +88,7 @@ class NixlTransport(TcpTransport):
         return NixlClient(self._agent, sock, id, ticket, self._memory, self._wait_s, self._clock)
 
 
-class NixlServer(Server):
+class NixlServer(SlotServer):
     protocols = (PROTOCOL, NIXL_PROTOCOL)
 
     def __init__(
@@ -104,16 +101,9 @@ class NixlServer(Server):
         lease_s: float,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(sock, memory, find, tell, lease_s, clock)
+        super().__init__(agent.out.give, sock, memory, find, tell, lease_s, clock)
         self._agent = agent
         self._beside = False  # the connection
-        self._lent: deque[int] = deque()  # slots, the first that was told of first
-
-    def heard(self, header: Header) -> None:
-        if header.kind is Kind.TOOK:
-            self._take_back()
-        else:
-            super().heard(header)
 
     def _attach(self, attach: Attach) -> None:
         super()._attach(attach)
@@ -121,11 +111,6 @@ class NixlServer(Server):
             self._beside = True
             body = msgspec.msgpack.encode(Shown(self._agent.metadata, *self._agent.out.region))
             self.say(encode(Header(Kind.AGENT, length=len(body)), body))
-
-    def more(self) -> None:
-        waits = len(self._lent) >= AHEAD and self.offer is not None and not self.offer.withdrawn
-        if not waits:
-            super().more()
 
     def _send_blocks(self, offer: Offer, stop: int) -> None:
         slots = self._agent.out
@@ -135,28 +120,8 @@ class NixlServer(Server):
             return
         self._lent.append(slot)
         digest = slots.write(slot, self._memory.lend(offer.blocks[self._next : stop]))
-        body = _OFFSET.pack(slots.offset(slot))
-        self.say(encode(Header(Kind.READY, self._next, stop - self._next, len(body), digest), body))
-        self._agent.sent_bytes += (stop - self._next) * self._memory.block_bytes
+        self._agent.sent_bytes += self.say_ready(stop, slots.offset(slot), digest)
         self._agent.stir()
-        self._next = stop
-
-    def _take_back(self) -> None:
-        if not self._lent:
-            raise BadFrame("took what it was not given")
-        self._agent.out.give(self._lent.popleft())
-
-    def _done(self) -> None:
-        super()._done()
-        self._take_all_back()
-
-    def hang_up(self) -> None:
-        super().hang_up()
-        self._take_all_back()
-
-    def _take_all_back(self) -> None:
-        while self._lent:
-            self._take_back()
 
 
 class NixlClient(Client):
@@ -194,9 +159,9 @@ class NixlClient(Client):
                 super().heard(header)
 
     def _checked(self, header: Header) -> Ready:
-        if self._shown is None or header.length != _OFFSET.size:
+        if self._shown is None or header.length != PLACE.size:
             raise BadFrame("blocks that are nowhere")
-        blocks, (offset,) = self._next_blocks(header), _OFFSET.unpack(self._said)
+        blocks, (offset,) = self._next_blocks(header), PLACE.unpack(self._said)
         size = len(blocks) * self._memory.block_bytes
         if offset + size > self._shown.length or size > self._agent.into.slot_bytes:
             raise BadFrame("wrong size")

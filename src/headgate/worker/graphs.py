@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -119,19 +120,19 @@ class StepGraphs:
             self.mixed.forget()
 
 
-class Graphs(Generic[Kind]):
+class Graphs(ABC, Generic[Kind]):
     """Graphs of some kinds, each captured when it is first needed."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self._captured: dict[Kind, Captured] = {}
 
+    @abstractmethod
     def usual(self) -> list[Kind]:
         """What is captured before the first request, largest first, so that the others find memory in the pool."""
-        raise NotImplementedError
 
-    def prepare(self, kind: Kind) -> Prepared:
-        raise NotImplementedError
+    @abstractmethod
+    def prepare(self, kind: Kind) -> Prepared: ...
 
     def rehearse_usual(self) -> int:
         """Run the usual steps once, so that whatever they need is there; returns how many there are."""

@@ -139,6 +139,14 @@ def close_step(
     )
 
 
+@triton.jit
+def tell(columns, index, slices, temperatures, keys, order):
+    """The three columns that all steps end with."""
+    tl.store(temperatures + index, tl.load(columns + index).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(keys + index, tl.load(columns + slices + index))
+    tl.store(order + index, tl.load(columns + 2 * slices + index).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["slices"])
 def open_kernel(
     columns,
@@ -163,9 +171,7 @@ def open_kernel(
     row = tl.load(columns + index)
     position = tl.load(columns + slices + index)
     grown = tl.load(columns + 2 * slices + index)
-    tl.store(temperatures + index, tl.load(columns + 3 * slices + index).to(tl.int32).to(tl.float32, bitcast=True))
-    tl.store(keys + index, tl.load(columns + 4 * slices + index))
-    tl.store(order + index, tl.load(columns + 5 * slices + index).to(tl.int32))
+    tell(columns + 3 * slices, index, slices, temperatures, keys, order)
     if row < 0:
         tl.store(tokens + index, 0)
         tl.store(positions + index, 0)
@@ -223,9 +229,7 @@ def open_slices_kernel(
     position = tl.load(columns + slices + index)
     count = tl.load(columns + 2 * slices + index)
     start = tl.load(columns + 3 * slices + index)
-    tl.store(temperatures + index, tl.load(columns + 6 * slices + index).to(tl.int32).to(tl.float32, bitcast=True))
-    tl.store(keys + index, tl.load(columns + 7 * slices + index))
-    tl.store(order + index, tl.load(columns + 8 * slices + index).to(tl.int32))
+    tell(columns + 6 * slices, index, slices, temperatures, keys, order)
     tl.store(query_starts + index, start.to(tl.int32))
     # Of the last slice also where it ends; of any other, what the next one stores too.
     tl.store(query_starts + index + 1, (start + count).to(tl.int32))
