@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import Counter
 from itertools import cycle
@@ -45,12 +46,16 @@ def is_ended(call: tuple[str, dict[str, Any]] | None, number: int) -> bool:
 class Soaked:
     """A router and its servers, which are threads of this process, and their engines."""
 
-    proxies = ()
-
     def __init__(self, router: LiveRouter, servers: list[LiveServer]) -> None:
         self.url = router.url
+        self.proxies = (SimpleNamespace(reset=lambda: router.do(self._close_what_is_kept)),)
+        self._fleet = router.router.fleet
         self.workers = [SimpleNamespace(index=i, url=server.url) for i, server in enumerate(servers)]
         self._engines = {f"engine {i}": server.host.replicas[0].pid for i, server in enumerate(servers)}
+
+    def _close_what_is_kept(self) -> None:
+        for worker in self._fleet:
+            self._fleet.pool(worker).sweep(math.inf)
 
     def processes(self) -> dict[str, int]:
         here = dict.fromkeys(["router", *(f"server {worker.index}" for worker in self.workers)], os.getpid())
