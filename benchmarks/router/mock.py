@@ -227,10 +227,8 @@ class Connection(asyncio.Protocol):
     def write_chunks(self, most: int) -> None:
         count = min(most, self.left)
         self.left -= count
-        for _ in range(count):
-            self._transport.write(CHUNK[self._journalled])
-        if self.left <= 0:
-            self._transport.write(END[self._journalled])
+        end = b"" if self.left else END[self._journalled]
+        self._transport.write(CHUNK[self._journalled] * count + end)
 
 
 async def serve(headgate: int, plain: int) -> None:

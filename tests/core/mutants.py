@@ -316,7 +316,7 @@ MUTANTS = [
         "            self.grown.append((seq.row, tuple(seq.blocks[seq.shown :])))",
         "            pass",
     ),
-    Mutant("keys are chained", "protocol/keys.py", "blake2b(parent + array", "blake2b(array"),
+    Mutant("keys are chained", "protocol/keys.py", "blake2b(parent + data", "blake2b(data"),
     leases("a stale generation is refused", " and lease.generation == generation else None", " else None"),
     leases("leases expire", "return [lease for lease in self if lease.until_s <= now_s]", "return []"),
     leases("an ended lease is gone", "        del self._leases[id]\n", "        pass\n"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import cast
 
 import pytest
 
@@ -115,6 +117,80 @@ def said(*answers: bytes, close: bool = False) -> tuple[Noting, bool]:
 def test_a_whole_answer_ends_and_its_connection_is_kept():
     noting, kept = said(OK)
     assert (noting.status, noting.body, noting.ends, kept) == (200, b"ok", ["ended"], True)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Wire:
+    """A transport that goes nowhere."""
+
+    closing = False
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.closing = True
+
+    close = abort
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def heard(answer: bytes, *before: bytes) -> tuple[int, bytes, list[str], bool]:
+    """What a reader is told of an answer that comes in one piece, `before` it others; and if the connection is kept."""
+    pool = Pool("http://127.0.0.1:1", 1.0)
+    connection, noting = Upstream(pool), Noting()
+    connection.connection_made(cast(asyncio.Transport, Wire()))
+    for each in before:
+        connection.send(b"", Noting())
+        connection.data_received(each)
+        assert pool.take() is connection
+    connection.send(b"", noting)
+    connection.data_received(answer)
+    return noting.status, noting.body, noting.ends, pool.take() is connection
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"2\r\nok\r\n0\r\n\r\n",
+        b"2\r\nok\r\n1\r\n!\r\n0\r\n\r\n",
+        b"0A\r\n0\r\n\r\n0\r\n\r\n\r\n0\r\n\r\n",
+        b"0\r\n\r\n",
+        b"2\r\nok\r\n",
+        b"2\r\nok\r\n1\r\n",
+        b"2\r\nok\r\n0\r\n\r\n0\r\n\r\n",
+        b"0\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        b"2;x=1\r\nok\r\n0\r\n\r\n",
+        b"2\r\nok\r\n0\r\nx: 1\r\n\r\n",
+        b"3\r\nok\r\n0\r\n\r\n",
+        b"1\r\nok\r\n0\r\n\r\n",
+        b"+2\r\nok\r\n0\r\n\r\n",
+        b"-2\r\nok\r\n0\r\n\r\n",
+        b"fffffffff\r\nok\r\n0\r\n\r\n",
+        b"2\nok\n0\r\n\r\n",
+        b"",
+    ],
+)
+def test_an_answer_whose_head_is_known_is_read_as_the_parser_reads_it(body: bytes):
+    assert heard(CHUNKED + body, CHUNKED + b"1\r\n.\r\n0\r\n\r\n") == heard(CHUNKED + body)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_damaged_answer_whose_head_is_known_is_read_as_the_parser_reads_it(seed: int):
+    rng = random.Random(seed)
+    parts = [rng.randbytes(rng.randrange(1, 40)) for _ in range(rng.randrange(1, 5))]
+    body = bytearray(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n")
+    for _ in range(rng.randrange(3)):
+        at = rng.randrange(len(body))
+        body[at : at + rng.randrange(3)] = rng.choice([b"", b"\r\n", b"0", b"1", b"a", b"\n", b";"])
+    assert heard(CHUNKED + body, CHUNKED + b"1\r\n.\r\n0\r\n\r\n") == heard(CHUNKED + bytes(body))
 
 
 def test_an_interim_answer_is_passed_over():

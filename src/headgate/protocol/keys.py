@@ -23,13 +23,8 @@ def root_key(version: int, adapter: str = "", salt: str = "") -> Key:
     return blake2b(repr((version, adapter, salt)).encode(), digest_size=KEY_BYTES).digest()
 
 
-def next_key(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of a full block whose predecessor has key `parent`."""
-    return blake2b(parent + array("I", tokens).tobytes(), digest_size=KEY_BYTES).digest()
-
-
 def next_keys(parent: Key, tokens: Sequence[int], block_size: int) -> list[Key]:
-    """The keys of the full blocks that `tokens` are, one after another."""
+    """The keys of the full blocks that `tokens` are, one after another; `parent` is that of the block before them."""
     data = array("I", tokens)
     size = block_size * data.itemsize
     keys: list[Key] = []

@@ -25,9 +25,9 @@ MAX_HEAD_BYTES = 64 * 2**10
 
 MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 100, 4 * 2**10  # per worker
 OK = b"HTTP/1.1 200 OK\r\n"
-LAST_CHUNK = b"\r\n0\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 ID = b"\r\nx-request-id: "
-CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,8}")
+CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 
 
 class Reader(Protocol):
@@ -132,20 +132,19 @@ class Upstream(asyncio.Protocol):
         return None
 
     def _recognised(self, data: bytes) -> bool:
-        """Whether `data` was a whole answer in one chunk after a head that is known: most are, and need no parser."""
+        """Whether `data` was a whole answer after a head that is known: short ones are, and need no parser."""
         end = data.find(b"\r\n\r\n")
         headers = self._pool.heads.get(_without_id(data, end))
-        if headers is None:
+        if headers is None or not data.endswith(LAST_CHUNK):
             return False
-        start = data.find(b"\r\n", end + 4) + 2
-        size = _size(data[end + 4 : start - 2])
-        if not size or data[start + size :] != LAST_CHUNK:
+        body = unchunked(data, end + 4, len(data) - len(LAST_CHUNK))
+        if not body:
             return False
         reader = self._reader
         assert reader is not None
         reader.head(200, headers)
         if self._reader is reader:
-            reader.data(data[start : start + size])
+            reader.data(body)
         self._keeps = not self._once
         self._end()
         return True
@@ -215,9 +214,20 @@ def _without_id(answer: bytes, end: int) -> bytes:
     return answer[:end] if start < 0 else answer[:start] + answer[answer.find(b"\r\n", start + 2) : end]
 
 
-def _size(line: bytes) -> int:
-    """Of a chunk; 0 if that is not all the line says."""
-    return int(line, 16) if CHUNK_SIZE.fullmatch(line) else 0
+def unchunked(data: bytes, start: int, end: int) -> bytes:
+    """What is in the chunks that stand there; empty if it is anything else than whole chunks."""
+    parts = []
+    while start < end:
+        line = CHUNK_SIZE.match(data, start)
+        if line is None:
+            return b""
+        start = line.end()
+        size = int(line[1], 16)
+        parts.append(data[start : start + size])
+        start += size + 2
+        if not size or data[start - 2 : start] != b"\r\n":
+            return b""
+    return b"".join(parts) if start == end else b""
 
 
 class Pool:
