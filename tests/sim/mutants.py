@@ -165,6 +165,7 @@ MUTANTS = [
         "api/sse.py",
         '    while (await receive())["type"] != "http.disconnect":\n        pass\n    raise ClientGone\n',
         "    await asyncio.sleep(1e9)\n",
+        "tests/api/test_chat.py::test_a_client_that_leaves_is_aborted_at_once",
     ),
     Mutant(
         "leaving a stream aborts it",
