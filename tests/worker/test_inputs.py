@@ -15,6 +15,7 @@ from headgate.worker.rows import Rows
 from tests.worker.fakes import step_plan
 
 GREEDY = SamplingParams(temperature=0)
+PENALISED = SamplingParams(temperature=0, presence_penalty=1.0)
 
 
 def rows_of(texts: list[list[int]], *, block_size: int = 4, max_context: int = 40) -> tuple[Rows, list[list[int]]]:
@@ -102,6 +103,14 @@ def test_the_last_token_of_a_full_context_has_a_place():
     layout = Inputs(rows, max_tokens=40).lay_out(step_plan(0, [(0, 0, 40, True)]))
     rows.write_tokens(layout.rows, layout.ends, torch.tensor([9]))
     assert rows.tokens[1].tolist()[:40] == [2] * 40
+
+
+@pytest.mark.parametrize(("params", "expected"), [(GREEDY, [0, 0, 7, 8]), (PENALISED, [5, 6, 7, 8])])
+def test_of_a_text_whose_beginning_is_cached_the_rest_is_written_and_all_of_it_for_penalties(params, expected):
+    rows = Rows(max_rows=2, max_context=16, block_size=2, vocab_size=10)
+    rows.apply(step_plan(0, [(1, 2, 2, True)], joins=(Join(1, (5, 6, 7, 8), 4, params, (8, 9)),)))
+    assert rows.tokens[1, :4].tolist() == expected
+    assert not rows.tokens[0].any()
 
 
 def test_tables_grow_at_their_end():

@@ -66,10 +66,11 @@ class BlockPool:
 
     def release(self, blocks: list[int]) -> None:
         # Last block first, so that the tail of a prefix is evicted before its head.
+        holders = self._holders
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            assert self._holders[block] >= 0, f"block {block} released more often than taken"
-            if self._holders[block] == 0:
+            holders[block] = left = holders[block] - 1
+            assert left >= 0, f"block {block} released more often than taken"
+            if left == 0:
                 if block in self._key_of:
                     self._cached[block] = self.now_s
                 else:
@@ -87,7 +88,7 @@ class BlockPool:
 
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are held by nobody: retaining them makes that many unavailable."""
-        return sum(self._holders[block] == 0 for block in blocks)
+        return [self._holders[block] for block in blocks].count(0)
 
     def publish(self, block: int, key: Key) -> None:
         """Let others find a held block by its content. The first block under a key stays."""

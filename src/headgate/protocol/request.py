@@ -7,7 +7,8 @@ the field. Whether it *fits* (context, blocks) is the scheduler's to say.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from array import array
+from collections.abc import Iterable
 
 import msgspec
 
@@ -70,9 +71,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def _are_ids(tokens: Collection[int]) -> bool:
-    """A cache key packs ids as 32-bit words; whether one is in the vocabulary is the engine's to check."""
-    return not tokens or (min(tokens) >= 0 and max(tokens) < 2**32)
+def _are_ids(tokens: Iterable[int]) -> bool:
+    """Whether they can be packed as 32-bit words for a cache key; which are in the vocabulary is the engine's to check."""
+    try:
+        array("I", tokens)  # the fastest way to look at each
+    except OverflowError:
+        return False
+    return True
 
 
 def _check(name: str, ok: bool, allowed: str) -> None:

@@ -94,7 +94,7 @@ class Rows:
         for join in plan.joins:
             self._seat(join)
         if plan.joins:
-            self._write_texts(plan.joins)
+            self._write_texts(plan)
         added = [(join.row, join.blocks) for join in plan.joins] + list(plan.grown)
         if added:
             self._extend_tables(added)
@@ -130,10 +130,16 @@ class Rows:
         self.bias[row] = self._known_bias(params.logit_bias)
         self._blocks[row] = 0
 
-    def _write_texts(self, joins: tuple[Join, ...]) -> None:
-        firsts = [join.row * self.tokens.shape[1] for join in joins]
-        where = [np.arange(first, first + len(join.tokens)) for first, join in zip(firsts, joins, strict=True)]
-        texts = [np.array(join.tokens, dtype=np.int32) for join in joins]
+    def _write_texts(self, plan: StepPlan) -> None:
+        """What a step computes and what comes after it; tokens whose KV is there already are read by penalties alone."""
+        computed = dict(zip(plan.rows, plan.starts, strict=True))
+        where, texts = [], []
+        for join in plan.joins:
+            start = 0 if join.sampling.penalised else computed.get(join.row, 0)
+            text = np.array(join.tokens[start:], dtype=np.int32)
+            first = join.row * self.tokens.shape[1] + start
+            where.append(np.arange(first, first + len(text)))
+            texts.append(text)
         device = self.tokens.device
         index, values = to_device(np.concatenate(where), device), to_device(np.concatenate(texts), device)
         self.tokens.view(-1).index_copy_(0, index, values)
