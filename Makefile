@@ -14,11 +14,14 @@ serve: $(READY)
 up: $(READY)
 	@exec $(BIN)/headgate up $(ARGS)
 
+# Tests of one file run one after another, files side by side; then two minutes of load, after which nothing may have grown.
+TOGETHER := -n auto --maxprocesses 4 --dist loadfile
 test: check coverage
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(TOGETHER)
+	$(MAKE) soak MINUTES=2
 
 test-all: check coverage
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" $(TOGETHER)
 
 # Other people's clients, in an environment of their own.
 CLIENTS := .venv-clients

@@ -165,7 +165,7 @@ MUTANTS = [
         "api/sse.py",
         '    while (await receive())["type"] != "http.disconnect":\n        pass\n    raise ClientGone\n',
         "    await asyncio.sleep(1e9)\n",
-        "tests/api/test_chat.py::test_a_client_that_leaves_is_aborted_at_once",
+        "tests/api/test_chat.py",
     ),
     Mutant(
         "leaving a stream aborts it",
@@ -424,7 +424,6 @@ MUTANTS = [
 
 # Mutants that break no promise, and why.
 EQUIVALENT: dict[str, str] = {
-    "an end that nobody wished for is veiled": "veiled lines are comments: what has no end is lost, and goes on elsewhere",
     "what old weights made is told as theirs": "a turn tells before it goes on with commands, and a pause makes nothing",
 }
 
@@ -518,4 +517,6 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="the table in docs/testing.md")
     options = parser.parse_args()
+    if options.only and options.write:
+        parser.error("the table is of all rules")
     raise SystemExit(min(main(options.seeds, options.only, options.jobs, write=options.write), 1))
