@@ -115,6 +115,13 @@ def test_going_on_from_generated_ids_equals_an_uninterrupted_run(server: LiveSer
     assert joined(piece["completion_token_ids"] for piece in rest) == ids[cut:]
 
 
+def test_5_what_was_generated_before_is_no_part_of_the_prompt_that_was_cached(server: LiveServer):
+    body = asking(prompt=[5, 6, 7], return_token_ids=True, max_tokens=120)
+    ids = answer(server, body)["choices"][0]["completion_token_ids"]
+    usage = answer(server, body | {"generated_token_ids": ids[:100]})["usage"]
+    assert usage["prompt_tokens"] == usage["prompt_tokens_details"]["cached_tokens"] == 3
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -66,6 +66,24 @@ PARAMS = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True, "skip_sp
 # ------------------------------------------------------------------------------------------------------------- SGLang
 
 
+def test_sglang_says_which_stop_string_came_and_answers_a_batch_with_a_list(server: LiveServer):
+    whole = server.post("/generate", {"text": "a", "sampling_params": PARAMS}).json()["text"]
+    params = PARAMS | {"stop": ["never-said", whole[4:7]]}
+    stopped = server.post("/generate", {"text": "a", "sampling_params": params}).json()
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": whole[4:7]}
+    alone, (one,) = (
+        server.post("/generate", {"input_ids": ids, "sampling_params": PARAMS}).json() for ids in ([1, 2], [[1, 2]])
+    )
+    assert one["output_ids"] == alone["output_ids"]
+
+
+def test_sglang_takes_biases_by_name_and_refuses_a_schema_that_is_no_json(server: LiveServer):
+    biased = {"input_ids": [1, 2], "sampling_params": PARAMS | {"logit_bias": {"65": 100}}}
+    assert set(server.post("/generate", biased).json()["output_ids"]) == {65}
+    refused = server.post("/generate", {"text": "a", "sampling_params": PARAMS | {"json_schema": "{nothing"}})
+    assert refused.status_code == 400, refused.text
+
+
 def test_sglang_generate_from_ids_has_what_slime_reads(server: LiveServer):
     body = {"input_ids": [1, 2, 3], "sampling_params": PARAMS, "return_logprob": True, "rid": "slime-1"}
     output = server.post("/generate", body).json()

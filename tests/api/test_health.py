@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from headgate.api.health import judge, overall
+from headgate.api.health import Readiness, judge, judge_readiness, overall
 from headgate.api.metrics import EngineView
 from headgate.protocol.message import EngineInfo, EngineStatus, Pong
 
@@ -25,6 +27,8 @@ def view(quiet_s: float, *, busy: bool) -> EngineView:
         (view(3600, busy=True), "wedged"),  # no step is that long
         (EngineView(0, 0, INFO, None), "wedged"),  # does not answer
         (EngineView(0, 1, None, None), "down"),  # is being started again
+        (replace(view(0.5, busy=False), outdated=True), "outdated"),
+        (replace(view(60, busy=False), outdated=True), "wedged"),
     ],
 )
 def test_what_an_engine_says_of_itself(engine, state):
@@ -38,9 +42,18 @@ def test_what_an_engine_says_of_itself(engine, state):
         ({"ok", "busy"}, "ok"),
         ({"busy"}, "ok"),
         ({"ok", "down"}, "degraded"),
+        ({"ok", "outdated"}, "degraded"),
+        ({"outdated"}, "unhealthy"),
         ({"down"}, "unhealthy"),
         ({"ok", "wedged"}, "unhealthy"),
     ],
 )
 def test_a_server_is_as_healthy_as_its_engines(states, status):
     assert overall(states) == status
+
+
+def test_50_55_whoever_has_only_engines_without_the_weights_of_the_fleet_is_not_ready():
+    good, old = view(0.5, busy=False), replace(view(0.5, busy=False), outdated=True)
+    assert judge_readiness([old]) == Readiness(False, "outdated")
+    assert judge_readiness([good, old]) == Readiness(True)
+    assert judge_readiness([EngineView(0, 1, None, None)]) == Readiness(False, "no engine is ready")

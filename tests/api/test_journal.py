@@ -472,6 +472,7 @@ ONE = {"index": 0, "token_ids": [70], "versions": [[0, 1]], "delivered_chars": 1
         (COMPLETIONS, {"choices": [ONE | {"index": 1}]}, "resume.choices[0].index"),
         (COMPLETIONS, {"choices": [ONE, ONE]}, "resume.choices[1].index"),
         (COMPLETIONS, {"choices": [ONE | {"versions": [[0, 2]]}]}, "resume.choices[0].versions"),
+        (COMPLETIONS, {"choices": [ONE | {"versions": [[0, 2**31 - 1]] * 9}]}, "resume.choices[0].versions"),
         (COMPLETIONS, {"choices": [ONE | {"delivered_chars": 2}]}, "resume"),
         (COMPLETIONS, {"choices": [ONE | {"finish": ["abort", "boredom", 1, 1, 1]}]}, "resume.choices[0].finish[1]"),
         (COMPLETIONS, {"choices": [ONE | {"more": 1}]}, "resume.choices[0].more"),

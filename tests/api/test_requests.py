@@ -159,6 +159,21 @@ def test_49_a_client_that_lost_its_connection_gets_the_whole_answer_by_asking_ag
     asyncio.run(main())
 
 
+def test_49_an_answer_that_is_too_long_to_be_kept_is_made_once_and_not_repeated(server: LiveServer, monkeypatch):
+    monkeypatch.setattr("headgate.api.idempotency.LONGEST_ANSWER", 2000)
+
+    async def main() -> None:
+        before, body = generated(server), asking(900, stream=True)
+        async with with_key(server, "long") as client:
+            first = await client.post(PATH, json=body)
+            again = await client.post(PATH, json=body)
+        assert first.text.endswith("data: [DONE]\n\n") and len(first.content) > 2000
+        assert again.status_code == 409 and again.json()["error"]["code"] == "answer_too_long"
+        assert generated(server) == before + 1
+
+    asyncio.run(main())
+
+
 def test_49_a_key_goes_with_one_request_and_a_refusal_is_not_kept(server: LiveServer):
     async def main() -> None:
         async with with_key(server, "mine") as client:

@@ -46,6 +46,7 @@ class Client:
     scored: int = 0
     ended: Ended | None = None
     aborted: bool = False  # an abort was asked or a deadline passed, so that ending early is right
+    most: int = 0  # tokens of a whole sequence at its engine
     movable: bool = False  # its engine gives up what it cannot keep
     judged: bool = True  # False once its KV mixes weights, when no reference exists
 
@@ -74,7 +75,8 @@ class Client:
         if ended.finish_reason == "stop":
             assert answer[-1] in stops and len(answer) > sampling.min_tokens
         elif ended.finish_reason == "length":
-            assert sampling.max_tokens is None or len(answer) == sampling.max_tokens
+            room = self.most - len(request.prompt)  # or less than it came with
+            assert len(answer) == (sampling.max_tokens or max(room, len(request.generated))), "too short or too long"
         elif ended.finish_reason == "pd_reschedule":
             assert self.movable and ended.cause == "preempted"
         else:
@@ -120,7 +122,7 @@ class Engine:
         self.filled: Counter[int] = Counter()  # blocks of each lease
 
     def offer(self, request: GenerateRequest) -> bool:
-        client = Client(request, movable=self.scheduler.limits.reschedules)
+        client = Client(request, most=self.scheduler.max_context, movable=self.scheduler.limits.reschedules)
         self.clients[request.id] = client
         try:
             self.scheduler.add(request)

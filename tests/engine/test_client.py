@@ -184,7 +184,7 @@ def test_a_ping_is_answered_while_a_step_runs(tmp_path):
 
 def test_an_engine_that_does_not_answer_is_given_up_on(tmp_path):
     async def main() -> None:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(EngineDead, match=r"has not answered in 0\.05 s"):
             async with connected(f"ipc://{tmp_path}/nobody.sock", 0, timeout_s=0.05):
                 raise AssertionError("connected to nobody")
 

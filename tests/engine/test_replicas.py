@@ -113,6 +113,107 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
     assert caplog.text.count("engine 0 holds weights of version 0 and the fleet 2") == 1
 
 
+def test_18_24_an_engine_that_comes_back_is_what_the_fleet_was_asked_last(folder):
+    """A pause that a resume has cancelled is not remembered; one that is under way already counts."""
+
+    async def main() -> None:
+        async with asyncio.timeout(200), started(folder, CONFIG, count=2) as replicas:
+            first, second = replicas.replicas
+            running = asyncio.create_task(collect(replicas, 1, 450))
+            while not first.client.open_streams + second.client.open_streams:
+                await asyncio.sleep(0)
+            pausing = asyncio.create_task(replicas.call_all(Pause("drain", timeout_s=100)))
+            await asyncio.sleep(0)
+            await replicas.call_all(Resume())
+            await pausing
+            await kill(first)
+            await until(first, "ready")
+            assert (await first.client.ping(60)).status.state == "running"
+            assert len(await running) == 450
+
+            await kill(first)
+            stream = asyncio.create_task(collect(replicas, 1, 450))
+            while not second.client.open_streams:
+                await asyncio.sleep(0)
+            os.kill(second.pid, signal.SIGSTOP)
+            pausing = asyncio.create_task(replicas.call_all(Pause("drain", timeout_s=100)))
+            await until(first, "ready")
+            assert (await first.client.ping(60)).status.state == "paused"
+            os.kill(second.pid, signal.SIGCONT)
+            await pausing
+            await replicas.call_all(Resume())
+            assert len(await stream) == 450
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["freeze", "drain", "abort"])
+def test_18_56_a_stream_that_loses_its_engine_while_the_fleet_is_paused_waits_or_has_its_part(folder, mode):
+    async def main() -> None:
+        async with asyncio.timeout(200), started(folder, CONFIG, count=2) as replicas:
+            undisturbed = await collect(replicas, 1, 450)
+            stream = asyncio.create_task(collect(replicas, 1, 450))
+            while not (lost := next((r for r in replicas.replicas if r.client and r.client.open_streams), None)):
+                await asyncio.sleep(0)
+            assert lost.pid is not None
+            os.kill(lost.pid, signal.SIGSTOP)  # the pause finds it at work
+            other = next(replica for replica in replicas.replicas if replica is not lost)
+            pausing = asyncio.create_task(replicas.call_all(Pause(mode, timeout_s=100)))
+            while (await other.client.ping(60)).status.state != "paused":
+                await asyncio.sleep(0.02)
+            os.kill(lost.pid, signal.SIGKILL)
+            await pausing
+            if mode != "abort":
+                await asyncio.sleep(0.1)
+                assert not stream.done()
+                await replicas.call_all(Resume())
+            told = await stream
+            assert told == (undisturbed[: len(told)] if mode == "abort" else undisturbed)
+
+    asyncio.run(main())
+
+
+def test_58_a_deadline_passes_while_there_is_no_engine(folder):
+    async def main() -> None:
+        async with asyncio.timeout(100), started(folder, CONFIG) as replicas:
+            os.kill(replicas.replicas[0].pid, signal.SIGSTOP)
+            replicas.replicas[0].client, client = None, replicas.replicas[0].client
+            asked = GenerateRequest(0, (1, 2), SamplingParams(max_tokens=9), timeout_s=0.05)
+            async with replicas.generate(asked) as stream:
+                assert [chunk async for chunk in stream] == [] and stream.cause == "deadline"
+            replicas.replicas[0].client = client
+            os.kill(replicas.replicas[0].pid, signal.SIGCONT)
+
+    asyncio.run(main())
+
+
+def test_50_55_nobody_waits_for_engines_that_have_all_lost_the_weights_of_the_fleet(folder):
+    async def main() -> None:
+        async with asyncio.timeout(100), started(folder, CONFIG) as replicas:
+            replicas.replicas[0].outdated = True
+            with pytest.raises(EngineDead, match="no engine holds the weights of the last update"):
+                async with asyncio.timeout(20):
+                    await collect(replicas, 1, 3)
+
+    asyncio.run(main())
+
+
+def test_one_that_cannot_be_started_again_leaves_the_others_alone(folder, monkeypatch, caplog):
+    async def main() -> None:
+        async with asyncio.timeout(100), started(folder, CONFIG, count=2) as replicas:
+            monkeypatch.setattr("headgate.engine.replicas.START_TIMEOUT_S", 0.01)
+            await kill(replicas.replicas[0])
+            while "has not answered in 0.01 s" not in caplog.text:
+                await asyncio.sleep(0.02)
+            monkeypatch.setattr("headgate.engine.replicas.START_TIMEOUT_S", 100.0)
+            monkeypatch.setattr("headgate.engine.replicas.sys.executable", "/nowhere/python")
+            while "its process cannot be started" not in caplog.text:
+                await asyncio.sleep(0.02)
+            assert len(await collect(replicas, 1, 9)) == 9
+
+    asyncio.run(main())
+
+
 def test_43_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(folder):
     async def main() -> None:
         async with asyncio.timeout(110), started(folder, CONFIG, count=2) as replicas:

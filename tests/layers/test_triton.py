@@ -164,6 +164,11 @@ def test_prefill_attends_like_the_reference(device, dtypes, heads, window):
         Case(device, dtype, heads, slices, block_size=random.choice((16, 32, 64))).check_attention(window)
 
 
+def test_many_query_heads_may_share_keys_and_values(device, dtypes):
+    for dtype in dtypes:
+        Case(device, dtype, Heads(71, 1, 64), [(3, 3), (1, 20), (5, 40)]).check_attention()
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_slices_of_one_token_among_longer_ones_attend_like_the_reference(device, dtypes, window):
     most = 300 if device.type == "cuda" else 70

@@ -233,7 +233,7 @@ MUTANTS = [
     Mutant(
         "an engine that comes back to a pause is paused",
         "engine/replicas.py",
-        "            if self._pause is not None:\n                await client.call(self._pause)\n",
+        "                await client.call(asked)\n",
         "",
         test="tests/sim/test_rules.py",
     ),

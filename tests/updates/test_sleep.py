@@ -6,15 +6,17 @@ import gc
 import re
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
-from headgate.errors import EngineDead
+from headgate.errors import EngineDead, OutOfMemory
 from headgate.protocol.command import Denied, Files, Pause, Resume, Sleep, StateTold, UpdateWeights, Wake
 from headgate.testing.tiny import tiny_model
 from headgate.weights import publish
 from headgate.worker import sleep as sleep_module
+from headgate.worker.weights import SafetensorsFolder
 from tests.updates.driver import PROMPTS, driving
 from tests.updates.test_updates import IDS, answers_of, frozen, tensors_of
 
@@ -175,6 +177,30 @@ def test_waking_into_memory_that_someone_else_has_is_refused(model, undisturbed,
         assert isinstance(told, StateTold) and told.state == "paused"
         driver.call(Resume())
         assert driver.finish() == undisturbed
+
+
+def test_25_whoever_sends_weights_hears_that_there_is_no_room_for_them(model, monkeypatch):
+    class Heard(SafetensorsFolder):
+        """A source that others wait at, as a group is."""
+
+        objections: ClassVar[list[object]] = []
+
+        def __enter__(self) -> Heard:
+            return self
+
+        def __exit__(self, kind: object, error: object, trace: object) -> None:
+            self.objections.append(error)
+
+    with driving(model) as driver:
+        frozen(driver).call(Sleep(("weights",)))
+        executor = driver.engine.executor
+        with monkeypatch.context() as patch:
+            patch.setattr(sleep_module, "free_bytes", lambda _: 1000)
+            with pytest.raises(OutOfMemory):
+                executor.load_weights(Heard(model)).result(20)
+        assert [type(error) for error in Heard.objections] == [OutOfMemory]
+        executor.load_weights(Heard(model)).result(20)
+        assert executor.asleep == () and Heard.objections[1] is None
 
 
 def test_a_step_on_sleeping_memory_is_an_error_not_a_wrong_token(model):

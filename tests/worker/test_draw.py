@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,6 +193,18 @@ def test_a_negative_seed_is_a_seed():
     drawn = [sample_all(logits, texts, [SamplingParams(seed=s)] * 20) for s in (-1, -1, 1)]
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
+
+
+@pytest.mark.parametrize("odd", [torch.inf, torch.nan])
+@pytest.mark.parametrize("choice", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 5, "top_p": 0.9}])
+def test_logits_that_are_no_numbers_harm_no_other_row(odd: float, choice: dict[str, Any], drawing: Draw):
+    logits, texts = random_logits(3, 50, seed=3), [[1, 2, 3, 4, 5]] * 3
+    params = [SamplingParams(seed=seed, **choice) for seed in range(3)]
+    expected = sample_all(logits, texts, params, drawing)
+    for places in (7, slice(None)):
+        logits[1, places] = odd
+        drawn = sample_all(logits, texts, params, drawing)
+        assert [drawn[0], drawn[2]] == [expected[0], expected[2]] and 0 <= drawn[1] < 50
 
 
 def test_ties_go_to_the_lowest_id(drawing: Draw):

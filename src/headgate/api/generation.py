@@ -64,6 +64,7 @@ class Finish:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    stop: str = ""  # the string that ended it, if one did and this server saw it
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +151,11 @@ class Speech:
 
     def finish(self, ended: Ended) -> Finish:
         """How it ended: by a stop string if there was one, else as the engine says."""
-        cached_tokens = ended.cached_tokens
-        if self._job.resumed is not None:
-            # What was said elsewhere may be in the cache, too; to the client it is no part of the prompt.
-            cached_tokens = min(cached_tokens, ended.prompt_tokens)
+        # What was generated before may be in the cache, too; to the client it is no part of the prompt.
+        cached_tokens = min(ended.cached_tokens, ended.prompt_tokens)
         if self.stopped:
-            return Finish("stop", "stop_string", ended.prompt_tokens, cached_tokens, self._output_tokens)
+            stop = self._stops.matched or ""
+            return Finish("stop", "stop_string", ended.prompt_tokens, cached_tokens, self._output_tokens, stop)
         return Finish(ended.finish_reason, ended.cause, ended.prompt_tokens, cached_tokens, ended.output_tokens)
 
     def cut(self, cause: Cause) -> Finish:

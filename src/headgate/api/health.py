@@ -24,13 +24,13 @@ BUSY_S = 600.0  # no step is that long
 
 class EngineHealth(msgspec.Struct, frozen=True):
     engine: int
-    state: str  # ok, busy (a long step), down (being started again), wedged
+    state: str  # ok, busy (a long step), outdated (without the fleet's weights), down (being started again), wedged
     restarts: int
     last_turn_s: float | None = None  # age of the last turn of its loop
 
 
 class Health(msgspec.Struct, frozen=True):
-    status: str  # ok, degraded (some engine is down), unhealthy
+    status: str  # ok, degraded (some engine is down or outdated), unhealthy
     oldest_without_progress_s: float
     engines: list[EngineHealth]
 
@@ -58,9 +58,9 @@ async def ready(request: Request) -> Response:
 
 def judge_readiness(views: Sequence[EngineView]) -> Readiness:
     """Ready is who would take a request now: an engine that is paused would not, and one that is silent will not tell."""
-    answering = [view.pong.status.state for view in views if view.pong is not None]
+    answering = [view.pong.status.state for view in views if view.pong is not None and not view.outdated]
     if not answering:
-        return Readiness(False, "no engine is ready")
+        return Readiness(False, "outdated" if any(view.outdated for view in views) else "no engine is ready")
     held = [state for state in answering if state != "running"]
     return Readiness(False, held[0]) if held else Readiness(True)
 
@@ -80,14 +80,16 @@ def judge(view: EngineView) -> EngineHealth:
         return EngineHealth(view.index, "wedged", view.restarts)
     quiet_s = view.pong.quiet_s
     state = "ok" if quiet_s < QUIET_S else "busy" if view.pong.status.busy and quiet_s < BUSY_S else "wedged"
+    if view.outdated and state != "wedged":
+        state = "outdated"
     return EngineHealth(view.index, state, view.restarts, round(quiet_s, 3))
 
 
 def overall(states: set[str]) -> str:
-    """An engine that is down is being started again; one that is wedged will stay so unless somebody acts."""
+    """An engine that is down is being started again; one that is wedged or outdated stays so until somebody acts."""
     if "wedged" in states or not states & {"ok", "busy"}:
         return "unhealthy"
-    return "degraded" if "down" in states else "ok"
+    return "degraded" if states & {"down", "outdated"} else "ok"
 
 
 def _answer(body: object, *, ok: bool) -> Response:

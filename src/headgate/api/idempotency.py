@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 KEPT_S = 600.0
 MOST_BYTES = 64 * 2**20  # of all answers that are kept and complete
+LONGEST_ANSWER = 16 * 2**20  # that is kept
 LONGEST_KEY = 256
 
 Work = Callable[[Reply], Awaitable[None]]
@@ -33,6 +34,11 @@ Work = Callable[[Reply], Awaitable[None]]
 class KeyReused(RequestError):
     status = 422
     code = "idempotency_key_reused"
+
+
+class AnswerTooLong(RequestError):
+    status = 409
+    code = "answer_too_long"
 
 
 class Recording:
@@ -48,12 +54,19 @@ class Recording:
         self._more = asyncio.Event()
 
     def keep(self, message: Message) -> None:
+        if self.failure is not None:
+            return
         self._messages.append(dict(message))
         self.size += len(message.get("body", b""))
+        if self.size > LONGEST_ANSWER:
+            self._messages, self.size = [], 0
+            self.failure = AnswerTooLong(
+                f"the answer of this key has more than {LONGEST_ANSWER} bytes and is not kept"
+            )
         self._tell()
 
     def end(self, now_s: float, failure: Exception | None = None) -> None:
-        self.ended_s, self.failure = now_s, failure
+        self.ended_s, self.failure = now_s, failure or self.failure
         self._tell()
 
     def _tell(self) -> None:
@@ -66,7 +79,7 @@ class Recording:
             for message in self._messages[sent:]:
                 sent += 1
                 await send(dict(message))
-            if sent == len(self._messages):
+            if sent >= len(self._messages):
                 if self.failure is not None:
                     raise self.failure
                 if self.ended_s is not None:
@@ -102,6 +115,7 @@ class Replays:
         recording.end(self._clock(), failure)
         if failure is not None:
             self._recordings.pop(where, None)
+        self._forget()
 
     def _forget(self) -> None:
         """Drop answers that are old, and the oldest if there are too many."""

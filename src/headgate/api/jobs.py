@@ -111,11 +111,12 @@ def _resumed(body: Generation, sampling: SamplingParams, choices: int) -> dict[i
 
 
 def _said(choice: ResumedChoice, where: str) -> Resumed:
-    versions = tuple(version for version, count in choice.versions for _ in range(count))
-    if len(versions) != len(choice.token_ids):
+    told = sum(count for _, count in choice.versions)
+    if told != len(choice.token_ids):
         raise RequestError(
-            f"{len(choice.token_ids)} token ids have {len(versions)} weight versions", param=f"{where}.versions"
+            f"{len(choice.token_ids)} token ids have {told} weight versions", param=f"{where}.versions"
         )
+    versions = tuple(version for version, count in choice.versions for _ in range(count))
     finish = None if choice.finish is None else Finish(*choice.finish)
     return Resumed(tuple(choice.token_ids), versions, choice.delivered_chars, finish)
 

@@ -138,6 +138,7 @@ class EngineView:
     restarts: int
     info: EngineInfo | None
     pong: Pong | None
+    outdated: bool = False  # holds other weights than the fleet, and gets no streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +305,7 @@ async def look_at(replica: Replica, timeout_s: float) -> EngineView:
         pong = await client.ping(timeout_s)
     except (EngineDead, TimeoutError):
         return EngineView(replica.index, replica.restarts, client.info, None)
-    return EngineView(replica.index, replica.restarts, client.info, pong)
+    return EngineView(replica.index, replica.restarts, client.info, pong, replica.outdated)
 
 
 async def look_at_all(replicas: Sequence[Replica], timeout_s: float) -> list[EngineView]:

@@ -279,7 +279,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 def convert(value: Any, kind: Any, param: str) -> Any:
     """Check a value that JSON has already been read into."""
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=True)  # those of JSON are
     except msgspec.ValidationError as error:
         raise _explained(str(error), param) from None
 

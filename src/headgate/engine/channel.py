@@ -123,7 +123,11 @@ class ClientChannel:
 
     def __init__(self, address: str, client: int) -> None:
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        try:
+            self._socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            self._context.term()
+            raise EngineDead(f"there can be no socket for it: {error}") from error
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IDENTITY, _identity(client))

@@ -321,7 +321,10 @@ async def connected(address: str, client: int, timeout_s: float) -> AsyncIterato
     channel = ClientChannel(address, client)
     try:
         channel.send(Hello(PROTOCOL, client))
-        welcome = await asyncio.wait_for(channel.receive(), timeout_s)
+        try:
+            welcome = await asyncio.wait_for(channel.receive(), timeout_s)
+        except TimeoutError:
+            raise EngineDead(f"the engine at {address} has not answered in {timeout_s:g} s") from None
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
             raise EngineDead(f"the engine at {address} does not speak protocol {PROTOCOL}")
         engine = EngineClient(channel, client, welcome.info, f"the engine at {address}")

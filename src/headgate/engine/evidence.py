@@ -72,7 +72,9 @@ class Recorder:
         except OSError as failure:
             log.error("evidence of the crash could not be written to %s: %s", self.folder, failure)
             return None
-        log.critical("the engine dies of a bug; its last %d plans are in %s", len(evidence.steps), path)
+        log.critical(
+            "the engine dies of a bug; its last %d plans are in %s", len(evidence.steps), path, exc_info=error
+        )
         return path
 
     def _collect(self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[Seen]) -> Evidence:

@@ -202,7 +202,8 @@ class EngineLoop:
 
     def _submit(self, request: GenerateRequest) -> None:
         try:
-            self.control.refuse_if_rejecting()
+            if not (request.moved and self.control.mode != "abort"):  # or else it is not new
+                self.control.refuse_if_rejecting()
             self.scheduler.add(_seeded(request))
             if request.ticket is not None:
                 self._transport.attach(request.id, request.ticket)

@@ -161,7 +161,7 @@ class Replicas:
         self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(count)]
         self._streams: dict[MovingStream, None] = {}  # in the order in which they were opened
         self._weights = FleetWeights()
-        self._pause: Pause | None = None  # what the fleet was last asked
+        self._asked: Pause | Resume | None = None  # of the fleet, last
         self._info: EngineInfo | None = None
         self._changed = asyncio.Condition()
         self._stopping = False
@@ -202,13 +202,15 @@ class Replicas:
     async def _chunks(self, request: GenerateRequest, answer: MovingStream) -> AsyncGenerator[Chunk, None]:
         tokens, scored, stalled = list(request.generated), 0, 0
         began_s = asyncio.get_running_loop().time()
-        while (replica := await self._choose(answer)) is not None:
+        while (replica := await self._choose(answer, _left(request.timeout_s, began_s))) is not None:
             client = replica.client
             assert client is not None
-            known, timeout_s = len(tokens), _left(request.timeout_s, began_s)
+            known, timeout_s, moved = len(tokens), _left(request.timeout_s, began_s), bool(answer.parts)
             # A ticket is good for one engine: its lease ended with the connection of the first.
-            ticket = None if answer.parts else request.ticket
-            resumed = msgspec.structs.replace(request, generated=tuple(tokens), timeout_s=timeout_s, ticket=ticket)
+            ticket = None if moved else request.ticket
+            resumed = msgspec.structs.replace(
+                request, generated=tuple(tokens), timeout_s=timeout_s, ticket=ticket, moved=moved
+            )
             try:
                 async with client.generate(resumed) as stream:
                     answer.parts.append(stream)
@@ -232,26 +234,39 @@ class Replicas:
                         f"{stalled} engines were lost in a row before the next token; giving up"
                     ) from error
                 log.warning("a stream lost its engine after %d tokens and goes on elsewhere: %s", len(tokens), error)
+            except RequestError as error:
+                if not moved or error.code != "paused":
+                    raise
+                answer.end("pause")  # which ended what had an engine
 
-    async def _choose(self, answer: MovingStream) -> Replica | None:
+    async def _choose(self, answer: MovingStream, left_s: float | None) -> Replica | None:
         """The ready engine with the fewest streams; waits a while for one if there is none, unless `answer` ends."""
         if not self._usable() and not answer.ending:
-            await self._wait_for_engine(answer)
+            await self._wait_for_engine(answer, MOVE_TIMEOUT_S if left_s is None else left_s)
         if answer.ending:
             return None
         if not (usable := self._usable()):
             raise EngineDead("the server is shutting down")
         return min(usable, key=lambda replica: replica.client.open_streams if replica.client else 0)
 
-    async def _wait_for_engine(self, answer: MovingStream) -> None:
+    async def _wait_for_engine(self, answer: MovingStream, left_s: float) -> None:
+        """`left_s`: until its deadline."""
         try:
-            async with asyncio.timeout(MOVE_TIMEOUT_S) as answer.wait, self._changed:
-                await self._changed.wait_for(lambda: self._usable() or self._stopping)
+            async with asyncio.timeout(min(left_s, MOVE_TIMEOUT_S)) as answer.wait, self._changed:
+                await self._changed.wait_for(lambda: self._usable() or self._stopping or self._all_outdated())
         except TimeoutError:
-            if not answer.ending:
+            answer.wait = None
+            if left_s < MOVE_TIMEOUT_S:
+                answer.end("deadline")
+            elif not answer.ending:
                 raise EngineDead(f"no engine has become ready in {MOVE_TIMEOUT_S:g} s") from None
         finally:
             answer.wait = None
+        if self._all_outdated():
+            raise EngineDead("no engine holds the weights of the last update; update them again")
+
+    def _all_outdated(self) -> bool:
+        return all(replica.state == "outdated" for replica in self.replicas)
 
     # -- control ----------------------------------------------------------------
 
@@ -277,30 +292,23 @@ class Replicas:
         if isinstance(command, UpdateWeights) and command.version is None:
             # Not each engine's own next one: one of them may have missed an update.
             command = msgspec.structs.replace(command, version=self._weights.version + 1)
-        known = _stamps_of(command)
+        known, before = _stamps_of(command), self._asked
+        if isinstance(command, Pause | Resume):
+            self._asked = command  # from now on, for an engine that comes back meanwhile
         commands = [_addressed(command, replica) for replica in self.replicas]
         calls = map(_call, self.replicas, commands, repeat(timeout_s))
         outcome = dict(enumerate(await asyncio.gather(*calls)))
-        self._remember(command, known, outcome)
+        told = [result for result in outcome.values() if isinstance(result, StateTold)]
+        if not told and self._asked is command:
+            self._asked = before
+        if told and isinstance(command, UpdateWeights):
+            self._weights = FleetWeights(told[0].version, command.source, known)
+            for replica in self.replicas:
+                replica.outdated = True  # until it is seen to hold them
         for index, result in outcome.items():
             self._judge(self.replicas[index], result)
         await self._notify()
         return outcome
-
-    def _remember(self, command: Command, known: Stamps, outcome: dict[int, Result | HeadgateError]) -> None:
-        """What the fleet has become, if any engine has."""
-        told = [result for result in outcome.values() if isinstance(result, StateTold)]
-        match command:
-            case UpdateWeights(source) if told:
-                self._weights = FleetWeights(told[0].version, source, known)
-                for replica in self.replicas:
-                    replica.outdated = True  # until it is seen to hold them
-            case Pause() if told:
-                self._pause = command
-            case Resume() if told:
-                self._pause = None
-            case _:
-                pass
 
     def _judge(self, replica: Replica, result: Result | HeadgateError) -> None:
         """Whether streams may use an engine that has answered like this."""
@@ -355,12 +363,14 @@ class Replicas:
                         await self._offer(replica, client, started)
 
     async def _bring_up(self, replica: Replica, client: EngineClient) -> None:
-        """Make a fresh engine what the others are: paused, if they are; and see what it holds."""
+        """See what a fresh engine holds, and make it what the others are: paused, if they are, when it is offered."""
         replica.outdated = False
         try:
-            if self._pause is not None:
-                await client.call(self._pause)
             self._compare(replica, (await client.ping(PING_TIMEOUT_S)).status.version)
+            done: Pause | Resume | None = None
+            while (asked := self._asked) is not None and asked is not done:
+                await client.call(asked)
+                done = asked
         except TimeoutError:
             raise EngineDead("it does not answer") from None
 
@@ -386,11 +396,14 @@ class Replicas:
             config=self._start.config.for_replica(replica.index),
         )
         argument = msgspec.json.encode(weights.to_start_with(start)).decode()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "headgate.engine.process", argument),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C in the terminal is for us alone
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "headgate.engine.process", argument),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is for us alone
+            )
+        except OSError as error:
+            raise EngineDead(f"its process cannot be started: {error}") from error
         replica.pid = process.pid
         try:
             yield process

@@ -6,7 +6,6 @@ the field. Whether it *fits* (context, blocks) is the scheduler's to say.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable
 
@@ -45,10 +44,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         _check("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number")
         _check("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
         _check("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer")
-        _check("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
+        # Less than that makes infinities of logits.
+        _check("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "between 0.01 and 100")
         _check("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
         _check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
-        _check("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers")
+        _check("logit_bias", all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100")
         _check("logit_bias", _are_ids(self.logit_bias), "keyed on token ids")
         most = 2**31 - 1 if self.max_tokens is None else self.max_tokens
         _check("min_tokens", 0 <= self.min_tokens <= most, "between 0 and max_tokens")
@@ -109,6 +109,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
     adapter: str = ""
     export_kv: bool = False  # compute the tokens' KV for another engine: answer with a ticket, sample nothing
     ticket: Ticket | None = None
+    moved: bool = False  # from an engine that had accepted it: no new request
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -145,7 +145,8 @@ def _last_by_rank(scaled: torch.Tensor, knobs: Knobs) -> torch.Tensor:
     # With top_p 1 this drops only what weighs less than 2**-41, which no noise could make win.
     wanted = mass.sum(-1, keepdim=True) * to_device(knobs.top_p.astype(np.float64), device)[:, None]
     kept &= before < wanted
-    return ranked.gather(1, kept.sum(-1, keepdim=True) - 1)
+    # Of a row that has logits which are no numbers nothing is kept; it must not harm the others.
+    return ranked.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
 
 
 def _last_by_share(scaled: torch.Tensor, knobs: Knobs) -> torch.Tensor:

@@ -134,9 +134,8 @@ class LocalExecutor:
 
     def _load(self, source: WeightSource) -> None:
         sleeper = self._asleep.get("weights", Sleeper(()))
-        sleeper.take_again()
         try:
-            load_weights(self._runner.model, source)
+            load_weights(self._runner.model, source, before_write=sleeper.take_again)
         except HalfWritten as error:
             self._failed_load = error
             self._asleep.pop("weights", None)

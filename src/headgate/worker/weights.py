@@ -15,7 +15,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from tqdm import tqdm
 
-from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, RankLost, SourceLost
+from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, OutOfMemory, RankLost, SourceLost
 from headgate.layers.parameter import Parameter
 
 DTYPES = {
@@ -70,16 +70,23 @@ class Loadable(Protocol):
     def parameters(self) -> Iterator[tuple[str, Parameter]]: ...
 
 
-def load_weights(model: Loadable, source: WeightSource, *, progress: bool = False) -> None:
-    """Fill `model` from `source`: all of it, or a ModelError before the first write, or HalfWritten after it."""
+def load_weights(
+    model: Loadable, source: WeightSource, *, before_write: Callable[[], None] | None = None, progress: bool = False
+) -> None:
+    """Fill `model` from `source`: all of it, or a ModelError before the first write, or HalfWritten after it.
+
+    `before_write` is called when the source is there and fits; it hears what goes wrong there.
+    """
     try:
         with ExitStack() as opened:
             if isinstance(source, AbstractContextManager):
                 opened.enter_context(source)
             parameters = dict(model.parameters())
             verify(parameters, source.metadata())
+            if before_write is not None:
+                before_write()
             write(parameters, watched(source, len(parameters), progress))
-    except (ModelError, RankLost):
+    except (ModelError, RankLost, OutOfMemory):
         raise
     except Exception as error:  # whatever it is, it came before the first write
         raise SourceLost(f"the weights cannot be read: {error}") from error

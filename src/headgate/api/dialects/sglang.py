@@ -30,7 +30,7 @@ from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.logprobs import LOWEST
 from headgate.api.metrics import EngineView, look_at_all
 from headgate.api.prompts import text_prompt
-from headgate.api.schema import CompletionRequest, Name, Resume, convert, prompts_of, read_body
+from headgate.api.schema import CompletionRequest, Name, Resume, convert, decode, prompts_of, read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.sse import DONE
 from headgate.api.state import LONG_TEXT, Api, api_of
@@ -126,7 +126,8 @@ def completion(asked: GenerateBody) -> CompletionRequest:
     }
     for name, value in (asked.sampling_params or {}).items():
         if name == "json_schema" and value is not None:
-            schema = convert(msgspec.json.decode(value) if isinstance(value, str) else value, dict[str, Any], name)
+            schema = decode(value.encode(), dict[str, Any]) if isinstance(value, str) else value
+            schema = convert(schema, dict[str, Any], name)
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         elif name in NAMES:
             fields[NAMES[name]] = value
@@ -188,7 +189,7 @@ class GenerateDialect:
         return error_event(error)
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Piece]) -> bytes:
-        several = len(jobs) > 1 or isinstance(self._asked.text, list)
+        several = len(jobs) > 1 or isinstance(self._asked.text, list) or _is_batch(self._asked.input_ids)
         self._choices = len(jobs)
         generated = [self._generated(job, answer) for job, answer in zip(jobs, answers, strict=True)]
         return encode(generated if several else generated[0])
@@ -231,13 +232,18 @@ class GenerateDialect:
         return (None if value is None else max(value, LOWEST), id, text)
 
 
+def _is_batch(ids: list[Any] | None) -> bool:
+    return ids is not None and len(ids) > 0 and isinstance(ids[0], list)
+
+
 def _finish_reason(job: Job, piece: Piece) -> dict[str, Any] | None:
     finish = piece.finish
     if finish is None:
         return None
     if finish.reason == "stop":
-        matched = job.stop[0] if finish.cause == "stop_string" else piece.tokens[-1] if piece.tokens else None
-        return {"type": "stop", "matched": matched}
+        if finish.cause == "stop_string":
+            return {"type": "stop", "matched": finish.stop or job.stop[0]}
+        return {"type": "stop", "matched": piece.tokens[-1] if piece.tokens else None}
     if finish.reason == "length":
         return {"type": "length", "length": finish.output_tokens}
     return {"type": "abort", "message": f"aborted: {finish.cause}"}

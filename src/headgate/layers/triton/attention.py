@@ -165,7 +165,8 @@ def prefill(
     tile = tile or prefill_tile(heads.size, q.dtype)
     out = q.new_empty(len(q), heads.query * heads.size)
     group = heads.query // heads.kv
-    queries = tile.rows // group
+    rows = max(tile.rows, triton.next_power_of_2(group))
+    queries = rows // group
     slices = len(batch.context_lens)
     # Each slice has at most one tile that is not full.
     tiles = len(q) // queries + slices
@@ -189,7 +190,7 @@ def prefill(
         KV_HEADS=heads.kv,
         GROUP=group,
         QUERIES=queries,
-        ROWS=tile.rows,
+        ROWS=rows,
         SIZE=heads.size,
         PADDED=triton.next_power_of_2(heads.size),
         BLOCK_SIZE=kv.k.shape[2],
