@@ -11,13 +11,15 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
 from headgate.errors import RequestError
-from headgate.testing.chaos.catalogue import catalogue
+from headgate.testing.chaos.catalogue import COMPLETIONS, Item, catalogue
 from headgate.testing.chaos.client import Choice, Told
 from headgate.testing.chaos.fleet import vitals
 from headgate.testing.chaos.home import AtRest, Sample, grown, leaked, too_large
@@ -292,6 +294,46 @@ def test_an_answer_of_several_weights_is_kept_to_be_looked_at_part_by_part(judge
 
 def sample(at_s: float, rss_mb: float, pid: int = 1) -> Sample:
     return Sample(at_s, "router", pid, rss_mb, 10, 2)
+
+
+class InPeace(Reference):
+    """Says 100, 101, ... under any weights, and their numbers as text."""
+
+    def __init__(self) -> None:
+        self._folders = {"a": Path(), "b": Path()}
+        self.answers = {}
+
+    async def _take(self, weights: str) -> None:
+        pass
+
+    async def _answer(self, item: Item) -> Told:
+        begin, end = len(item.body["generated_token_ids"]), item.body["max_tokens"]
+        return Told(0.0, choices={0: spoken(end, begin)})
+
+
+def spoken(end: int, begin: int = 0) -> Choice:
+    text = "".join(f" {100 + i}" for i in range(end))
+    return Choice(tokens=[100 + i for i in range(begin, end)], text=text, ends=[("length", "max_tokens")], prompt=[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({}, 0),
+        ({"text": "something else"}, 1),
+        ({"ends": [("stop", "eos")]}, 1),
+        ({"tokens": [*range(100, 109), 5]}, 1),
+        ({"tokens": [*range(100, 108)], "versions": [0] * 5 + [1] * 3}, 1),  # too short to be whole
+        ({"tokens": [*range(100, 108)], "versions": [0] * 5 + [1] * 3, "ends": [("abort", "pause")]}, 0),
+    ],
+)
+def test_an_answer_of_several_weights_is_right_to_its_last_word(change: dict[str, Any], wrong: int):
+    body = {"max_tokens": 10, "ignore_eos": True, "seed": 1, "temperature": 0.0}
+    choice = replace(spoken(10), **({"versions": [0] * 5 + [1] * 5} | change))
+    judge = Judge(InPeace(), weights={0: "a", 1: "b"})
+    judge.vanished(Item(0, COMPLETIONS, body), Told(0.0, choices={0: choice}))
+    asyncio.run(judge.look_at_spliced())
+    assert judge.wrong == wrong, judge.failures
 
 
 def test_memory_that_grows_is_noticed_and_a_process_that_was_started_again_is_not_compared():

@@ -38,6 +38,10 @@ class Spliced:
             begin = end
         return parts
 
+    def ends_with(self, end: int) -> bool:
+        """Whether what ends at that token is the end of a whole answer."""
+        return end == len(self.choice.tokens) and bool(self.choice.ends) and not self.choice.cut
+
 
 class Reference:
     def __init__(self, url: str, folders: dict[Weights, Path]) -> None:
@@ -80,10 +84,8 @@ class Reference:
             await self._take(weights)
             answers = await asyncio.gather(*(self._answer(_going_on(each, *part[:2])) for each, part in mine))
             for (each, (begin, end, _)), told in zip(mine, answers, strict=True):
-                expected, got = told.choices[0].tokens[: end - begin], each.choice.tokens[begin:end]
-                if got != expected:
-                    part = f"tokens {begin} to {end} under weights {weights}"
-                    found.append((each, f"{part}: {first_difference(got, expected)}"))
+                if (sentence := _unlike(each, begin, end, told.choices[0])) is not None:
+                    found.append((each, f"tokens {begin} to {end} under weights {weights}: {sentence}"))
         return found
 
 
@@ -94,15 +96,27 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> str:
     return f"{len(got)} tokens and not {len(expected)}"
 
 
+def _unlike(spliced: Spliced, begin: int, end: int, expected: Choice) -> str | None:
+    """How a part differs from what a server in peace says in its place."""
+    got = spliced.choice.tokens[begin:end]
+    if got != expected.tokens:
+        return first_difference(got, expected.tokens)
+    if spliced.ends_with(end):
+        told = spliced.choice.text, spliced.choice.ends
+        if told != (expected.text, expected.ends):
+            return f"{told} and not {(expected.text, expected.ends)}"
+    return None
+
+
 def _going_on(spliced: Spliced, begin: int, end: int) -> Item:
-    """The same answer, asked for from its token `begin` to `end`."""
+    """The same answer, asked for from its token `begin` to `end`, or to its own end."""
     asked, choice = spliced.item.body, spliced.choice
     body = {
         "prompt": choice.prompt,
         "generated_token_ids": choice.tokens[:begin],
         "stream": False,
         "seed": asked["seed"] + spliced.index,
-        "max_tokens": end,
+        "max_tokens": asked["max_tokens"] if spliced.ends_with(end) else end,
         **{name: asked[name] for name in ("ignore_eos", "temperature")},
         **TOLD,
     }
