@@ -57,7 +57,7 @@ def test_the_evidence_says_what_the_engine_was_doing(tmp_path, caplog):
     assert "RuntimeError: the device is on fire" in left.error and left.state == "running"
     assert [seen.id for seen in left.sequences] == [1, 2, 3, 4, 5, 6] and "4 running" in left.scheduler
     assert [step.tokens is None for step in left.steps] == [False] * 3 + [True]
-    assert str(path) in caplog.text
+    assert str(path) in caplog.text and "Traceback (most recent call last)" in caplog.text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600, "it holds what people have asked"
 
 

@@ -70,7 +70,7 @@ class Recorder:
         try:
             path = write_private(self.folder, msgspec.json.encode(evidence))
         except OSError as failure:
-            log.error("evidence of the crash could not be written to %s: %s", self.folder, failure)
+            log.error("evidence of the crash could not be written to %s: %s", self.folder, failure, exc_info=error)
             return None
         log.critical(
             "the engine dies of a bug; its last %d plans are in %s", len(evidence.steps), path, exc_info=error
