@@ -184,6 +184,10 @@ def test_25_a_missing_file_and_a_version_that_is_not_new_are_refused(server: Liv
     async def main() -> None:
         await pause(server)
         assert (await update(server, tmp_path / "nothing")).status in (400, 502)
+        assert (await update(server, tmp_path / ("x" * 300))).status in (400, 502)
+        huge = {"update_info": {"path": str(old), "version": 2**64}}
+        for told in (await update(server, old, version=10**18), await post(server.url, "/update_weights", huge)):
+            assert told.status == 400 and told.body["error"]["param"] == "version", told
         assert (await update(server, old, version=0)).body["error"]["code"] == "stale_version"
         both = {"path": str(old), "group": {"init_method": "tcp://127.0.0.1:1", "world_size": 3}}
         for body in ({}, both, {"group": {"init_method": "http://x", "world_size": 3}}):

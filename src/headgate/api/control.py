@@ -26,6 +26,7 @@ from headgate.api.ledger import Record
 from headgate.api.metrics import look_at_all
 from headgate.api.schema import convert, read_object
 from headgate.api.state import Api
+from headgate.api.tickets import NEWEST_VERSION, Version
 from headgate.engine.replicas import Place
 from headgate.errors import EngineDead, HeadgateError, Late, RequestError, Unavailable
 from headgate.protocol.command import (
@@ -103,7 +104,7 @@ class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     path: Annotated[str, Meta(min_length=1)] | None = None  # a folder, a safetensors or a GGUF file on this host
     group: GroupSource | None = None
     shared: SharedSource | None = None
-    version: Annotated[int, Meta(ge=0, le=2**62)] | None = None
+    version: Version | None = None
     verify_checksum: dict[str, str] | None = None  # SHA-256 in hex by file name
     kv: Literal["recompute", "keep"] = "recompute"
 
@@ -222,6 +223,8 @@ class Controls:
         recompute: bool = True,
         timeout_s: float = UPDATE_TIMEOUT_S,
     ) -> FleetResult:
+        if version is not None and not 0 <= version <= NEWEST_VERSION:
+            raise RequestError(f"must be between 0 and {NEWEST_VERSION}", param="version")
         async with self._move("the weights are being updated"):
             outcome = await self._call(UpdateWeights(source, version, recompute), timeout_s)
         result = await self._result(outcome)

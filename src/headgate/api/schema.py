@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from headgate.api.tickets import KvTicket
+from headgate.api.tickets import KvTicket, Version
 from headgate.errors import RequestError
 from headgate.protocol.output import Cause, FinishReason
 
@@ -49,7 +49,7 @@ class ResumedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     index: Size
     token_ids: list[TokenId] = []
-    versions: list[tuple[Size, Count]] = []  # of the weights, and of how many of the ids in a row
+    versions: list[tuple[Version, Count]] = []  # of the weights, and of how many of the ids in a row
     delivered_chars: Size = 0
     finish: tuple[FinishReason, Cause, Size, Size, Size] | None = None  # then prompt, cached and output tokens
 

@@ -9,6 +9,8 @@ from msgspec import Meta
 
 from headgate.protocol.request import Ticket
 
+NEWEST_VERSION = 10**18 - 1  # of weights; a journal has room for 18 digits
+Version = Annotated[int, Meta(ge=0, le=NEWEST_VERSION)]
 Hex64 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$(?!\n)")]
 Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$(?!\n)")]
 
@@ -20,7 +22,7 @@ class KvTicket(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     lease: Hex64
     generation: Hex64
     tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    version: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    version: Version
     key: Hex128
 
     def to_engine(self) -> Ticket:
