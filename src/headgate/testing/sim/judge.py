@@ -180,7 +180,7 @@ def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterat
         return
     if old := [version for version in choice.versions if version < ask.floor]:
         yield f"it was answered by weights {sorted(set(old))}, and the fleet had {ask.floor} before it was asked"
-    if seed is not None and choice.finish != "pd_reschedule":
+    if seed is not None:
         yield from _tokens(ask, choice, seed + index)
     whole = _text(ask, choice.ids)
     if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut:
