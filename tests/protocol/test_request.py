@@ -29,7 +29,7 @@ from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
         ("repetition_penalty", 0.0, "repetition_penalty must be between 0.01 and 100"),
         ("presence_penalty", 3.0, "presence_penalty must be between -2 and 2"),
         ("frequency_penalty", -3.0, "frequency_penalty must be between -2 and 2"),
-        ("logit_bias", {1: math.inf}, "logit_bias must be between -100 and 100"),
+        ("logit_bias", {1: math.inf}, "logit_bias must be between -1e30 and 1e30"),
         ("logit_bias", {-1: 1.0}, "logit_bias must be keyed on token ids"),
         ("min_tokens", -1, "min_tokens must be between 0 and max_tokens"),
         ("stop_token_ids", (-1,), "stop_token_ids must be token ids"),
