@@ -15,6 +15,7 @@ import httpx
 
 from headgate.config import RouteConfig, WorkerAddress
 from headgate.listening import take_port
+from headgate.router.dialects import PAUSES, RESUMES
 from headgate.router.router import Router
 from headgate.router.server import serving
 from tests.api.serving import wait_until
@@ -129,6 +130,7 @@ class FakeWorker:
     late: dict[str, Callable[[], Any]] = field(default_factory=dict)  # path -> a call lies unread until this returns
     refuses: dict[str, int] = field(default_factory=dict)  # path -> status
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    tenants: dict[str, str | None] = field(default_factory=dict)  # path -> in whose name it was last called
     url: str = ""
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -145,7 +147,10 @@ class FakeWorker:
             return 200, {"world_size": 2}
         if path == "/v1/requests":
             return 200, {"object": "list", "data": []}
-        self.state = {"/v1/pause": "paused", "/v1/resume": "running"}.get(path, self.state)
+        if path == "/v1/pause" or path in PAUSES:
+            self.state = "paused"
+        elif path == "/v1/resume" or path in RESUMES:
+            self.state = "running"
         self.version = body.get("version", self.version)
         if path == "/v1/abort_requests":
             return 200, {"result": {"aborted": [], "not_found": [], "already_finished": [], "errors": []}}
@@ -177,6 +182,7 @@ def fake_worker(**options: Any) -> Iterator[FakeWorker]:
             if fake.hangs or self.path == fake.slow:
                 fake.over.wait(60)
             fake.late.get(self.path, bool)()
+            fake.tenants[self.path] = self.headers["x-headgate-tenant"]
             status, told = fake.answer(self.command, self.path.partition("?")[0], json.loads(body or b"{}"))
             raw = json.dumps(told).encode()
             self.send_response(status)

@@ -56,7 +56,9 @@ FaultKind = Literal[
     "short_length",
     "status",
     "veiled",  # for its own reasons: `cause`
+    "veiled_late",  # the same, with its last token under the veil
     "slow",
+    "alive",  # shows life before its first token
     "late_close",  # a whole answer, and the connection closes after it
     "stall",  # after `at` blocks, silence
 ]
@@ -181,12 +183,14 @@ class Answer:
             if saying.finished and told["finish"] != ["length", "max_tokens", 5, 0, len(saying.tokens)]:
                 mistakes.append(f"{self.asked.id}: finish is {told['finish']}")
 
-    def blocks(self, veiled_at: int = 10**9, cause: str = "") -> Iterator[bytes]:
+    def blocks(self, veiled_at: int = 10**9, cause: str = "", *, late: bool = False) -> Iterator[bytes]:
         """Without a journal, events alone."""
         told, pending = 0, [choice for choice in self.choices if not choice.finished]
         while pending:
             saying = self._rng.choice(pending)
             if told >= veiled_at:
+                if late:
+                    yield b"".join(b":m %b\n" % line for line in self._block(saying).split(b"\n")[:-1]) + b"\n"
                 yield from self._veiled_end(pending, cause)
                 return
             told += 1
@@ -459,10 +463,14 @@ class Connection(asyncio.Protocol):
         )
         if fault.kind == "after_head":
             self._break()
-        veiled_at = fault.at if fault.kind == "veiled" and answer.journal else 10**9
-        blocks = (block for block in answer.blocks(veiled_at, fault.cause) if block)
+        if fault.kind == "alive":
+            await self._chunk(b": keep-alive\n\n", fault)
+            await asyncio.sleep(0.02)  # so that it is read alone
+        veiled_at = fault.at if fault.kind in ("veiled", "veiled_late") and answer.journal else 10**9
+        told_late = answer.blocks(veiled_at, fault.cause, late=fault.kind == "veiled_late")
+        blocks = (block for block in told_late if block)
         at = -1
-        if fault.kind not in ("none", "slow", "late_close", "veiled"):
+        if fault.kind not in ("none", "slow", "alive", "late_close", "veiled", "veiled_late"):
             blocks = iter(told := list(blocks))
             at = min(fault.at, len(told) - 1)  # what is meant for the middle strikes at the end of a short answer
         for i, block in enumerate(blocks):

@@ -91,6 +91,7 @@ def test_the_request_id_may_have_sglangs_name():
     assert ask(GENERATE, rid="r", text="x").request_id == "r"
     assert ask(GENERATE, rid=["r", "s"], text="x").request_id is None, "several prompts have no one name"
     assert ask(GENERATE, rid="", text="x").request_id is None
+    assert read_ask(GENERATE, b'{"rid": "\xff", "text": "x"}').request_id is None, "its worker says what is wrong"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from headgate.client import Fleet, FleetError
-from headgate.router import control
+from headgate.router import control, following
 from headgate.router.abort import Target, _end_here
 from headgate.router.attempt import Streamed
 from tests.api.live import LiveServer, eventually
@@ -96,7 +97,29 @@ def test_29_a_worker_that_will_not_follow_makes_the_call_an_error_that_names_it(
         for fake in fakes:
             fake.refuses["/v1/pause"] = 409
         assert router.post("/v1/pause", {}).json()["error"]["code"] == "stubborn"  # the same from all: passed on
+        assert router.router.holding  # as the first pause, which some have followed, had asked
         assert router.post("/v1/resume").status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/pause", {}), ("/pause_generation", {"mode": "bogus"})])
+def test_18_29_a_pause_that_every_worker_refuses_changes_nothing(fakes: list[FakeWorker], path: str, body: Any):
+    with live_router(*(fake.url for fake in fakes)) as router:
+        for fake in fakes:
+            fake.refuses[path] = 400
+        assert router.post(path, body).status_code == 400
+        assert not router.router.holding
+        for fake in fakes:
+            fake.refuses.clear()
+        router.post("/v1/pause", {"mode": "freeze", "new_requests": "queue"})
+        for fake in fakes:
+            fake.refuses[path] = 400
+        assert router.post(path, body).status_code == 400
+        assert router.router.queueing  # as before
+        with fake_worker() as newcomer:
+            router.post("/v1/workers", {"url": newcomer.url})
+            wait_until(lambda: newcomer.state == "paused")
+            assert [each["mode"] for each in newcomer.asked("/v1/pause")] == ["freeze"]
+            router.wait_for(paused=4)
 
 
 def test_bodies_with_unknown_fields_are_refused_by_name_before_anybody_is_asked(fakes: list[FakeWorker]):
@@ -125,10 +148,37 @@ def test_29_a_worker_that_comes_back_while_the_fleet_is_paused_is_paused(fakes: 
         assert late.asked("/v1/pause") == []
         late.refuses.clear()
         wait_until(lambda: late.state == "paused")
-        assert late.asked("/v1/pause") == [{"mode": "abort", "new_requests": "queue"}]
+        assert late.asked("/v1/pause") == [{"mode": "abort", "new_requests": "queue", "timeout": 30}]
         router.wait_for(paused=3)
         assert router.post("/v1/resume").status_code == 200
         router.wait_for(ready=3)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/pause", {"mode": "freeze"}, {"mode": "freeze", "new_requests": "reject", "timeout": 30}),
+        ("/v1/pause", {"mode": "drain", "timeout": 7}, {"mode": "drain", "new_requests": "reject", "timeout": 7}),
+        ("/pause_generation", {"mode": "in_place"}, {"mode": "freeze", "new_requests": "queue", "timeout": 3600}),
+        ("/pause_generation", {}, {"mode": "abort", "new_requests": "queue", "timeout": 3600}),
+        ("/pause?mode=wait", None, {"mode": "drain", "new_requests": "queue", "timeout": 3600}),
+        ("/sleep?mode=keep", None, {"mode": "freeze", "new_requests": "queue", "timeout": 3600}),
+        ("/release_memory_occupation", {}, {"mode": "drain", "new_requests": "queue", "timeout": 3600}),
+        ("/start_weight_update", None, {"mode": "freeze", "new_requests": "queue", "timeout": 3600}),
+    ],
+)
+def test_18_29_a_worker_that_missed_a_pause_is_paused_as_the_others_were(
+    fakes: list[FakeWorker], path: str, body: Any, told: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(following, "TRY_AGAIN_S", 0.05)
+    late = fakes[2]
+    late.refuses[path.partition("?")[0]] = 503
+    with live_router(*(fake.url for fake in fakes)) as router:
+        assert router.post(path, body).status_code == 502
+        late.refuses.clear()
+        wait_until(lambda: late.state == "paused")
+        assert all(each == told for each in late.asked("/v1/pause"))
+        router.wait_for(paused=3)
 
 
 def test_55_a_worker_that_comes_back_with_older_weights_gets_the_fleets_before_it_gets_traffic(
@@ -228,6 +278,25 @@ def test_29_a_rolling_update_stops_at_the_first_worker_that_fails_and_says_where
         group = {"init_method": "tcp://127.0.0.1:1", "world_size": 4}
         refused = router.post("/v1/update_weights", {"group": group, "strategy": "rolling"})
         assert refused.json()["error"]["param"] == "strategy"
+
+
+def test_44_a_worker_that_is_removed_while_it_is_updated_leaves_with_its_last_request(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(2) as threads:
+        asked, gate = threading.Event(), threading.Event()
+        fakes[0].late["/v1/pause"] = lambda: (asked.set(), gate.wait(60))
+        rolling = threads.submit(router.post, "/v1/update_weights", {"path": "/w", "strategy": "rolling"})
+        assert asked.wait(60)
+        worker = router.router.fleet.find(fakes[0].url)
+        taken = router.do(lambda: router.router.fleet.taking(worker, 0))
+        options = {"params": {"url": fakes[0].url, "timeout": 60}}
+        removing = threads.submit(lambda: router.delete("/v1/workers", **options))
+        wait_until(lambda: worker not in router.router.fleet)
+        gate.set()
+        assert rolling.result(60).status_code == 200
+        assert worker.state == "draining" and worker in router.router.fleet.everyone
+        router.do(taken.give_back)
+        assert removing.result(60).status_code == 200
+        assert worker not in router.router.fleet.everyone
 
 
 def test_29_a_rolling_update_through_real_workers_fails_no_request(router: LiveRouter, weights: list[Path]):
@@ -341,6 +410,18 @@ def test_a_request_at_somebody_elses_server_is_ended_by_hanging_up(fakes: list[F
         foreign.refuses["/v1/pause"] = 404
         assert router.post("/v1/pause").status_code == 404  # it has no such call, and there is nobody else
         router.post("/v1/resume")
+
+
+def test_11_a_tenant_is_no_admin_at_a_worker_that_nobody_knows_yet():
+    with fake_worker() as fake:
+        fake.slow = "/v1/models"
+        keys = {"api_keys": {"ann": "ann-key"}, "admin_key": "root", "worker_key": "work"}
+        with live_router(fake.url, ready=0, **keys) as router:
+            assert [worker.kind for worker in router.router.fleet] == ["unknown"]
+            router.post("/v1/abort_requests", {"abort_all": True}, key="ann-key")
+            router.get("/v1/requests", key="ann-key")
+            assert fake.tenants == {"/v1/abort_requests": "ann", "/v1/requests": "ann"}
+            fake.over.set()
 
 
 def test_2_an_id_that_a_silent_worker_may_have_is_not_called_unknown(fakes: list[FakeWorker]):

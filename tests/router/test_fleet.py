@@ -149,10 +149,14 @@ def test_adding_a_known_address_changes_its_role_and_nothing_else():
         assert (a.role, a.in_flight, a.state) == ("decode", 1, "ready")
 
 
-@pytest.mark.parametrize("url", ["a:1", "ftp://a", "http://a b", "http://ä", ""])
+@pytest.mark.parametrize(
+    "url", ["a:1", "ftp://a", "http://a b", "http://ä", "", "http://a:99999", "http://a:x", "http://[a", "http://"]
+)
 def test_what_is_no_address_is_refused(url: str):
+    fleet, workers = fleet_of(A)
     with pytest.raises(RequestError, match="http://HOST:PORT"):
-        fleet_of(A)[0].add(url)
+        fleet.add(url)
+    assert list(fleet) == workers
 
 
 def test_candidates_are_those_that_are_ready_have_the_model_and_are_not_excluded():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 from typing import Any
@@ -15,7 +16,7 @@ from headgate.router.abort import Scope, abort
 from headgate.router.fanout import Asking
 from headgate.router.fleet import FAILURES, FIRST_BREAK_S
 from tests.router.client import Wire, ask, check, routing, until
-from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock
+from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock, text_of
 from tests.router.run import run
 
 BODY = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 20}
@@ -365,6 +366,78 @@ def test_2_an_abort_that_comes_when_all_but_the_end_of_the_stream_was_told_says_
             answer = await asked
             assert b'"length"' in answer.body and b"abort" not in answer.body
             assert answer.body.endswith(b"data: [DONE]\n\n")
+
+    run(main())
+
+
+def test_5_what_one_worker_left_unsaid_and_another_has_said_is_not_told_again_by_an_abort():
+    async def main() -> None:
+        body = {"prompt": "hi", "max_tokens": 60, "stream": True, "request_id": "tale"}
+        script = first(Fault("veiled_late", at=4, cause="shutdown"))
+        async with (
+            Mock(lambda a: script(a)) as one,
+            Mock(lambda a: script(a)) as two,
+            routing(one, two) as (router, url),
+        ):
+            one.pace_s = two.pace_s = 0.02
+            asked = asyncio.ensure_future(ask(url, COMPLETIONS, body))
+            await until(lambda: "tale" in router.live and router.live["tale"].moves)
+            exchange = router.live["tale"]
+            tokens = exchange.journal.tokens
+            await until(lambda: exchange.journal.tokens > tokens + 4)
+            exchange.end()
+            answer = await asked
+            events = [event[6:] for event in answer.body.decode().split("\n") if event.startswith("data: {")]
+            told = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+            assert told and text_of(body).startswith(told)
+            assert answer.body.count(b'"cause":"api_abort"') == 1 and answer.body.endswith(b"data: [DONE]\n\n")
+
+    run(main())
+
+
+def test_7_the_client_of_an_aborted_request_that_is_not_utf_8_is_told_so():
+    async def main() -> None:
+        body = b'{"request_id": "odd", "messages": [{"role": "user", "content": "\xff"}], "stream": true}'
+        async with Mock() as mock, routing(mock) as (router, url):
+            router.hold(queue=True)
+            asked = asyncio.ensure_future(ask(url, CHAT, body))
+            await until(lambda: "odd" in router.live)
+            told = await abort(router, AbortRequest(tags={"a": "b"}), Scope("", True), Asking())
+            assert not told.aborted and not told.errors  # nor does it disturb others' aborts
+            router.live["odd"].end()
+            assert b'"cause":"api_abort"' in (await asked).body
+            router.release()
+
+    run(main())
+
+
+def test_whatever_goes_wrong_while_an_end_is_told_the_client_hears_of_it(monkeypatch: pytest.MonkeyPatch):
+    def mistake(*_: object, **__: object) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("headgate.router.relay.last_words", mistake)
+
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            router.hold(queue=True)
+            asked = asyncio.ensure_future(ask(url, CHAT, BODY | {"request_id": "one"}))
+            await until(lambda: "one" in router.live)
+            router.live["one"].end()
+            assert (await asked).error["code"] == "internal_error"
+            router.release()
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_55_tokens_of_older_weights_are_seen_by_nobody_though_life_was_shown_before(stream: bool):
+    async def main() -> None:
+        body = BODY | {"stream": stream}
+        async with Mock(lambda _: Fault("alive")) as mock, routing(mock, retries=0) as (router, url):
+            assert check(body, await ask(url, CHAT, body)) is None
+            router.fleet.floor_version = mock.version + 1  # and no probe has noticed that this one has not got it
+            answer = await ask(url, CHAT, body)
+            assert b"worker_lost" in answer.body and b":j " not in answer.body
 
     run(main())
 

@@ -56,6 +56,7 @@ def test_a_worker_is_added_changes_its_role_and_is_removed_by_its_address(router
     ("body", "param"),
     [
         ({"url": "nonsense"}, "url"),
+        ({"url": "http://10.0.0.1:99999"}, "url"),
         ({"url": "http://127.0.0.1:1", "role": "boss"}, "role"),
         ({"url": "http://127.0.0.1:1", "ttl_s": 0}, "ttl_s"),
         ({}, "url"),
@@ -64,6 +65,19 @@ def test_a_worker_is_added_changes_its_role_and_is_removed_by_its_address(router
 def test_what_is_no_worker_is_refused(router: LiveRouter, body: dict, param: str):
     refused = router.post("/v1/workers", body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_a_file_of_workers_with_a_line_that_is_none_is_followed_again_when_it_is_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    file = tmp_path / "workers"
+    file.write_text("http://127.0.0.1:1\n")
+    with live_router(ready=0, workers_file=file) as router:
+        file.write_text("http://127.0.0.1:1\nhttp://10.0.0.1:80000\n")
+        wait_until(lambda: "http://10.0.0.1:80000" in caplog.text)
+        assert [*router.states()] == ["http://127.0.0.1:1"]
+        file.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2\n# no more\n")
+        wait_until(lambda: [*router.states()] == ["http://127.0.0.1:1", "http://127.0.0.1:2"])
 
 
 def test_removing_needs_an_address_that_is_known(router: LiveRouter):

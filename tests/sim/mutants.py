@@ -288,7 +288,7 @@ MUTANTS = [
     Mutant(
         "what was aborted between two workers is told as aborted",
         "router/relay.py",
-        "as_aborted(unveil(last[1].ending))",
+        "as_aborted(unveil(last[1].ending), self.cause)",
         "unveil(last[1].ending)",
         test="tests/sim/test_regressions.py",
     ),

@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 
 from headgate.api.abort import Aborted, AbortRequest, AbortResult, Trouble, readings
 from headgate.api.errors import Forbidden
+from headgate.router.ask import UNREADABLE
 from headgate.router.fanout import KEYS, SLACK_S, Asking, Call, Reply, ask, fan_out
 from headgate.router.worker import Worker
 
@@ -116,7 +117,7 @@ def _matching(router: Router, scope: Scope, tags: Any) -> list[Target]:
 def _tags(exchange: Exchange) -> dict[str, str]:
     try:
         return msgspec.json.decode(exchange.request.body, type=_Tagged).tags
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return {}
 
 

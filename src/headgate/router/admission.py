@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from headgate.api.errors import QueueFull
@@ -40,7 +40,9 @@ class Admission:
         if self._limit is not None:
             self._in_flight[tenant] += 1
 
-    async def enter(self, tenant: str) -> None:
+    async def enter(
+        self, tenant: str, show_life: Callable[[], None] = lambda: None, every_s: float | None = None
+    ) -> None:
         """Take a place, waiting for it; raises QueueFull at once if too many do."""
         if self.try_enter(tenant):
             return
@@ -52,7 +54,11 @@ class Admission:
         self.waited += 1
         self._waiting.setdefault(tenant, deque()).append(place)
         try:
-            await place
+            while not place.done():
+                await asyncio.wait((place,), timeout=every_s)
+                if not place.done():
+                    show_life()
+            place.result()
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
                 self.leave(tenant)  # it had been given in the same moment
@@ -72,6 +78,12 @@ class Admission:
         self._forget(largest, loser)
         if not loser.done():  # one that is leaving anyway has made room by that
             loser.set_exception(self._full())
+
+    def turn_away(self, why: Callable[[], Exception]) -> None:
+        """Refuse all who wait."""
+        queues, self._waiting = self._waiting, {}
+        for place in [place for queue in queues.values() for place in queue if not place.done()]:
+            place.set_exception(why())
 
     def _full(self) -> QueueFull:
         return QueueFull(

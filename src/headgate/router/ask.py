@@ -14,6 +14,8 @@ from headgate.errors import RequestError
 
 BYTES_PER_TOKEN: Final = 4  # of English text; good enough to weigh one worker's work against another's
 
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what a body may raise, part by part
+
 _NONE: Final = msgspec.Raw()
 _UNASKED: Final = frozenset({b"", b"null", b"false"})
 _NUMBERS: Final = frozenset(bytes([character]) for character in b"0123456789[")
@@ -94,7 +96,7 @@ def _read(body: bytes) -> _Body:
         return _decode(body)
     except msgspec.ValidationError as error:
         raise RequestError(f"the router cannot read this request: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
@@ -112,5 +114,5 @@ def _first(prompt: bytes) -> bytes:
 def _name(raw: msgspec.Raw) -> str | None:
     try:
         return _decode_name(raw) or None
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None

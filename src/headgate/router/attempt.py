@@ -94,6 +94,7 @@ class Attempt:
         "_tail",
         "_taken",
         "_veiled",
+        "_vetted",
         "given_up",
         "journalled",
         "last_s",
@@ -112,6 +113,7 @@ class Attempt:
         self._last = b""  # events that were passed on
         self._before = b""  # and those before them, of somebody else's stream
         self._veiled: list[bytes] = []
+        self._vetted = False  # its first tokens have come, and their weights are the fleet's
         self._body: list[bytes] = []
         self._size = 0
         self.status = 0  # until the head has come
@@ -160,7 +162,7 @@ class Attempt:
         if VEIL in data:
             data = self._set_aside(data)
         if data:
-            if not self._last and self._outdated(data):
+            if not self._vetted and self._outdated(data):
                 return
             self._last = data
             self._exchange.pass_events(data)
@@ -177,8 +179,11 @@ class Attempt:
 
     def _outdated(self, events: bytes) -> bool:
         """Whether its first tokens come from weights that the fleet no longer has; nobody sees them then."""
+        if (first := VERSION.search(events)) is None:
+            return False
+        self._vetted = True
         floor = self._exchange.router.fleet.floor_version
-        if floor is None or (first := VERSION.search(events)) is None or int(first[1]) >= floor:
+        if floor is None or int(first[1]) >= floor:
             return False
         self.fail(f"its weights have version {int(first[1])}, and the fleet's {floor}")
         return True
@@ -217,7 +222,7 @@ class Attempt:
             data = self._whole_events(data)
         if VEIL in data:
             data = self._set_aside(data)
-        if not data or (not self._last and self._outdated(data)):
+        if not data or (not self._vetted and self._outdated(data)):
             return
         self._last = data
         if self._taken.pending and b":j " in data:

@@ -28,7 +28,7 @@ from headgate.api.control import (
     source_of,
 )
 from headgate.errors import RequestError
-from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask, fan_out, is_down, to_all
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply, all_refuse, ask, fan_out, is_down, to_all
 from headgate.router.monitor import STATES
 from headgate.router.relay import NoWorker
 from headgate.router.worker import Worker
@@ -104,6 +104,7 @@ class FleetControls:
         began_s = self._router.loop.time()
         with self.busy():
             async with self._resuming:
+                before = self.pause_asked
                 self.hold(body)
             replies = await self._told_to_pause(body, asking)
             async with self._resuming:
@@ -111,8 +112,11 @@ class FleetControls:
                     self.pause_asked is not body
                 ):  # somebody has resumed, or paused otherwise, and what was told is old
                     return await self.look(asking)
-                # Who has been started anew since it answered knows nothing of a pause.
-                self.paused = {reply.worker for reply in replies if reply.ok and reply.worker.life == reply.life}
+                if all_refuse(replies):
+                    self.restore(before)
+                else:
+                    # Who has been started anew since it answered knows nothing of a pause.
+                    self.paused = {reply.worker for reply in replies if reply.ok and reply.worker.life == reply.life}
         result = self._result(replies)
         told = [reply.json().get("result", {}) for reply in replies if reply.ok]
         result.aborted = sum(each.get("aborted", 0) for each in told)
@@ -283,8 +287,9 @@ class FleetControls:
             resumed = await ask(self._router, worker, Call("POST", "/v1/resume"), asking, self.patience_s)
             return resumed if updated.ok else updated
         finally:
-            self._fleet.set_state(worker, "paused")
-            await self.probe(worker)
+            if worker in self._fleet:  # or it was removed meanwhile, and is to leave
+                self._fleet.set_state(worker, "paused")
+                await self.probe(worker)
 
     def _stopped(self, replies: Sequence[Reply]) -> RouterResult:
         last = replies[-1]
@@ -301,6 +306,13 @@ class FleetControls:
     def hold(self, pause: PauseRequest) -> None:
         self.pause_asked = pause
         self._router.hold(queue=pause.new_requests == "queue")
+
+    def restore(self, before: PauseRequest | None) -> None:
+        """Nobody follows the last pause: what was asked before it is what holds."""
+        if before is None:
+            self.release()
+        else:
+            self.hold(before)
 
     def release(self) -> None:
         self.pause_asked = None

@@ -28,6 +28,7 @@ class Course:
         self._unwilling: dict[Worker, int] = {}  # who ended it for reasons of its own, and in which of its states
         self.fruitless = 0  # attempts in a row that brought no token
         self.last: tuple[Worker, Outcome] | None = None  # what the client is told if nobody does better
+        self.extent = (0, 0, 0)  # of what it had been told by then
         self.left_behind: Worker | None = None  # who still has an earlier attempt, and therefore refuses this one
         self._tried: set[Worker] = set()
         self._reschedules = 0
@@ -40,6 +41,7 @@ class Course:
             return True
         if not (self._was_full and isinstance(outcome, Answered) and outcome.status == 503):
             self.last = worker, outcome
+        self.extent = self._exchange.journal.extent
         self._count(worker, outcome)
         if self._exchange.told_raw or self._exchange.journal.unreadable:
             return True  # an answer without a journal cannot be carried on

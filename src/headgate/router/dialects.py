@@ -7,7 +7,7 @@ dialects they wait.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,11 +16,14 @@ from starlette.responses import JSONResponse, Response
 
 from headgate.api.abort import AbortRequest
 from headgate.api.control import PauseRequest
+from headgate.api.dialects import sglang, vllm
 from headgate.api.dialects.sglang import AbortBody, FromDisk
 from headgate.api.schema import convert, decode
+from headgate.errors import RequestError
+from headgate.protocol.command import PauseMode
 from headgate.router.abort import abort
 from headgate.router.control import FleetControls, share_ranks
-from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all
+from headgate.router.fanout import Asking, Call, Reply, all_refuse, fan_out, of_kind, to_all
 from headgate.router.relay import NoWorker
 from headgate.router.worker import Worker
 
@@ -71,18 +74,44 @@ async def for_all(router: Router, controls: FleetControls, request: Request) -> 
     controls.refuse_while_moving()
     with controls.busy(), _held(router, controls, path in UPDATES):
         if path in PAUSES:
-            controls.hold(PauseRequest(new_requests="queue"))
-        replies = await _ask_all(router, request)
-        await controls.probe_all()
-        if path in PAUSES:
-            controls.paused = {reply.worker for reply in replies if reply.ok}
-        elif path in RESUMES and not any(worker.state == "paused" for worker in router.fleet):
+            replies = await _pause_all(router, controls, request)
+        else:
+            replies = await _ask_all(router, request)
+            await controls.probe_all()
+        if path in RESUMES and not any(worker.state == "paused" for worker in router.fleet):
             controls.release()  # waking a part of what sleeps resumes nothing
         if path in FORGETS:
             controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
         if path == FROM_DISK and all(reply.ok for reply in replies):
             _settle(router, controls, decode(await request.body(), FromDisk))
     return _merged(controls, replies)
+
+
+async def _pause_all(router: Router, controls: FleetControls, request: Request) -> list[Reply]:
+    pause = PauseRequest(mode=await _mode_of(request), new_requests="queue", timeout=vllm.LONG_S)
+    before = controls.pause_asked
+    controls.hold(pause)
+    replies = await _ask_all(router, request)
+    await controls.probe_all()
+    if controls.pause_asked is pause and all_refuse(replies):
+        controls.restore(before)
+    else:
+        controls.paused = {reply.worker for reply in replies if reply.ok}
+    return replies
+
+
+async def _mode_of(request: Request) -> PauseMode:
+    """What our workers make of a pause, for those who come back; one that they do not know ends nothing."""
+    match request.url.path:
+        case "/pause_generation":
+            body = decode(await request.body() or b"{}", dict[str, Any])
+            return sglang.MODES.get(str(body.get("mode", "abort")), "freeze")
+        case "/release_memory_occupation":
+            return "drain"
+        case "/pause" | "/sleep":
+            with suppress(RequestError):
+                return vllm.mode_of(request)
+    return "freeze"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The last words for a client whose request was ended while no worker had it: in a queue, or between two workers.
+"""The last words for a client whose request has ended while no worker had it: in a queue, or between two workers.
 
 A worker tells the end of what it has itself. Here nothing was computed that the client has not seen, so all there is to say
 is that it is over: `finish_reason: abort`, for every choice that has not finished.
@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from headgate.errors import RequestError
+from headgate.router.ask import UNREADABLE
 from headgate.router.journal import Journal
 
 Usage = dict[str, int]
 
-CAUSE = "api_abort"
+CAUSE, DEADLINE = "api_abort", "deadline"
 WORKERS_END = re.compile(
     rb'"finish_reason":"(?:abort|length|pd_reschedule)","cause":"(?:shutdown|pause|engine_lost|preempted)"'
 )
@@ -32,26 +33,38 @@ class Ended(RequestError):
 
 
 def last_words(
-    path: str, id: str, created: int, model: str, choices: Collection[int], *, stream: bool, usage: Usage | None
+    path: str,
+    id: str,
+    created: int,
+    model: str,
+    choices: Collection[int],
+    *,
+    stream: bool,
+    usage: Usage | None,
+    cause: str = CAUSE,
 ) -> bytes:
     """Events, or a whole answer; raises `Ended` where only an error can say it."""
     words = _WORDS.get(path)
     if words is None:
+        if cause == DEADLINE:
+            raise Ended("the deadline of this request has passed before a worker had it", code=DEADLINE)
         raise Ended("this request was aborted before a worker had it")
     kind, prefix, streamed, whole = words
     common: dict[str, Any] = {"id": prefix + id.removeprefix("req-"), "created": created, "model": model}
     if not stream:
-        return encode({**common, "object": kind, "choices": [_choice(i, whole) for i in choices], "usage": usage})
+        return encode(
+            {**common, "object": kind, "choices": [_choice(i, whole, cause) for i in choices], "usage": usage}
+        )
     kind += ".chunk" if kind == "chat.completion" else ""
-    events = [encode({**common, "object": kind, "choices": [_choice(i, streamed)]}) for i in choices]
+    events = [encode({**common, "object": kind, "choices": [_choice(i, streamed, cause)]}) for i in choices]
     if usage is not None:
         events.append(encode({**common, "object": kind, "choices": [], "usage": usage}))
     return b"".join(b"data: %b\n\n" % event for event in [*events, b"[DONE]"])
 
 
-def as_aborted(ending: bytes) -> bytes:
+def as_aborted(ending: bytes, cause: str = CAUSE) -> bytes:
     """What a worker told when it ended an answer for reasons of its own, as the end that was asked for since."""
-    return WORKERS_END.sub(b'"finish_reason":"abort","cause":"%b"' % CAUSE.encode(), ending)
+    return WORKERS_END.sub(b'"finish_reason":"abort","cause":"%b"' % cause.encode(), ending)
 
 
 def usage_told(journal: Journal) -> Usage:
@@ -63,12 +76,15 @@ def usage_told(journal: Journal) -> Usage:
 
 def wants_usage(body: bytes) -> bool:
     """Whether a stream is to end with its usage."""
-    options = msgspec.json.decode(body).get("stream_options")
+    try:
+        options = msgspec.json.decode(body).get("stream_options")
+    except UNREADABLE:  # what it says is its worker's business
+        return False
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
-def _choice(index: int, content: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": "abort", "cause": CAUSE}
+def _choice(index: int, content: dict[str, Any], cause: str) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": "abort", "cause": cause}
 
 
 # path -> object, prefix of its id, what a choice says in a stream and in a whole answer

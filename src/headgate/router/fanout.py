@@ -116,6 +116,12 @@ async def _call(router: Router, worker: Worker, one: Call, asking: Asking, timeo
     return Reply(worker, status, body, life=worker.life)
 
 
+def all_refuse(replies: Iterable[Reply]) -> bool:
+    """Whether everybody who could be asked has said no, so that nothing has changed."""
+    asked = [reply for reply in replies if reply.status or reply.worker.state not in ("down", "starting")]
+    return bool(asked) and all(400 <= reply.status < 500 for reply in asked)
+
+
 def to_all(workers: Iterable[Worker], one: Call) -> dict[Worker, Call]:
     return dict.fromkeys(workers, one)
 

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal
+from urllib.parse import urlsplit
 
 from headgate.errors import RequestError
 from headgate.router.upstream import Pool
@@ -107,8 +108,8 @@ class Fleet:
         worker = self._workers.get(url)
         if worker is None:
             worker = Worker(url, role)
-            self._workers[url] = worker
             self._pools[worker] = Pool(url, self._connect_timeout_s)
+            self._workers[url] = worker
             log.info("%s joins as %s", worker.name, role)
         worker.role, worker.managed = role, managed
         worker.pid = pid if pid is not None else worker.pid
@@ -284,6 +285,14 @@ def _can(worker: Worker, half: Half) -> bool:
 
 
 def checked_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")) or any(c.isspace() for c in url) or not url.isascii():
+    if not url.startswith(("http://", "https://")) or any(c.isspace() for c in url) or not _has_address(url):
         raise RequestError(f"a worker's address is http://HOST:PORT, not {url!r}", param="url")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _has_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return url.isascii() and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number or none that there is
+        return False

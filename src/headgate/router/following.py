@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headgate.api.control import UPDATE_TIMEOUT_S
-from headgate.protocol.command import DEFAULT_TIMEOUT_S
+from headgate.api.control import UPDATE_TIMEOUT_S, PauseRequest
 from headgate.router.control import FleetControls, update_call
 from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask
 from headgate.router.worker import Worker
@@ -26,6 +25,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 CONFLICT = 409
 TRY_AGAIN_S = 3.0  # with one that did not follow
+FOR_AN_UPDATE = PauseRequest(new_requests="queue")  # alone: what its older weights have begun ends
 
 
 class Follower:
@@ -97,10 +97,9 @@ class Follower:
         await self._controls.probe(worker)
 
     async def _pause(self, worker: Worker) -> Reply:
-        asked = self._controls.pause_asked
-        new_requests = "queue" if asked is None else asked.new_requests
-        body = msgspec.json.encode({"mode": "abort", "new_requests": new_requests})
-        reply = await self._ask(worker, Call("POST", "/v1/pause", body), DEFAULT_TIMEOUT_S + SLACK_S)
+        asked = self._controls.pause_asked or FOR_AN_UPDATE
+        pause = Call("POST", "/v1/pause", msgspec.json.encode(asked))
+        reply = await self._ask(worker, pause, asked.timeout + SLACK_S)
         if reply.ok and self._controls.pause_asked is not None:
             self._controls.paused.add(worker)
         return reply

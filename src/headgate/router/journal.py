@@ -96,6 +96,12 @@ class Journal:
     def tokens(self) -> int:
         return sum(len(told.tokens) for told in self.choices.values())
 
+    @property
+    def extent(self) -> tuple[int, int, int]:
+        """How far all choices together have come: tokens, characters, ends."""
+        told = self.choices.values()
+        return self.tokens, sum(each.chars for each in told), sum(each.finish is not None for each in told)
+
     def cached(self, choices: int) -> tuple[int, int] | None:
         """Tokens of the prompt, and how many its worker had in its cache, if it has said so."""
         if choices > 1 or 0 in self._choices:

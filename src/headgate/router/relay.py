@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from headgate.api.errors import error_body
 from headgate.errors import RequestError, Unavailable
@@ -32,7 +33,7 @@ from headgate.router.attempt import (
 from headgate.router.course import Course, is_final
 from headgate.router.disagg import Leg, prefilled
 from headgate.router.downstream import Downstream, HttpRequest, answer_head, error_answer
-from headgate.router.ending import as_aborted, last_words, usage_told, wants_usage
+from headgate.router.ending import CAUSE, DEADLINE, as_aborted, last_words, usage_told, wants_usage
 from headgate.router.journal import Journal, splice, unsaid, unveil
 from headgate.router.story import Departure, departure
 from headgate.router.upstream import Headers, Upstream, WorkerLost
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from headgate.router.router import Placement, Router
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Of a request these are ours to write, and everything that begins with x-headgate.
 # Nobody is asked to compress: an answer that breaks off inside an event must be seen to.
@@ -68,6 +71,10 @@ class WorkersFailed(RequestError):
     code = "worker_lost"
 
 
+class Overdue(Exception):
+    """Its deadline has passed while it waited here."""
+
+
 @lru_cache(64)
 def _own(connection: bytes | None) -> frozenset[bytes]:
     """Headers that are not passed on: ours to write, and those that a client says are for this hop alone."""
@@ -90,6 +97,7 @@ class Exchange:
     told_raw = False  # the client has a part of an answer that has no journal
     ending = False  # somebody has asked for its end: no other worker goes on with it
     cut = False  # and it was the router that ended it
+    cause = CAUSE  # of an end that the router tells
     _begun = False  # the client has the head of a stream
     _admitted = False
     _task: asyncio.Task[None] | None = None
@@ -201,22 +209,40 @@ class Exchange:
         told = self.journal.choices
         unfinished = [i for i in range(min(self.ask.n, MOST_CHOICES)) if i not in told or told[i].finish is None]
         self.cut = bool(unfinished) or not self.ask.stream  # or else all that is missing is the end of the stream
-        last = self.course.last if self.course is not None else None
-        if last is not None and isinstance(last[1], Veiled) and not (last[1].rescheduled and self.ask.stream):
+        if (last := self._unshown()) is not None:
             self.journal.feed(unsaid(last[1].ending))
-            return self._show(last[0], as_aborted(unveil(last[1].ending)))
+            return self._show(last[0], as_aborted(unveil(last[1].ending), self.cause))
         if self.journal.choices and not self.ask.stream:
-            raise WorkersFailed("this request was aborted after its worker was lost, and with it what there was")
+            what = "was aborted" if self.cause == CAUSE else "has met its deadline"
+            raise WorkersFailed(f"this request {what} after its worker was lost, and with it what there was")
         model = self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
         stream = self.ask.stream
         usage = usage_told(self.journal) if not stream or wants_usage(self.request.body) else None
         path = self.request.path
-        words = last_words(path, self.id, self.created, model, unfinished, stream=stream, usage=usage)
+        words = last_words(
+            path, self.id, self.created, model, unfinished, stream=stream, usage=usage, cause=self.cause
+        )
         if not stream:
             return self._tell(None, Answered(200, JSON, words))
         self.begin_stream(None, STREAM_HEADERS)
         self.write_chunk(words)
         return self._end_stream()
+
+    def _unshown(self) -> tuple[Worker, Veiled] | None:
+        """The end that its last worker told, and who that was, if the client can have it: nobody has gone on since."""
+        if self.course is None or self.course.last is None:
+            return None
+        worker, ending = self.course.last
+        if not isinstance(ending, Veiled):
+            return None
+        if self.ask.stream and (ending.rescheduled or self.journal.extent != self.course.extent):
+            return None
+        return worker, ending
+
+    def _overdue(self) -> None:
+        self.ending, self.cause = True, DEADLINE
+        self._cancelled()
+        self.cut = False  # by nobody who has asked for it
 
     def _cancelled(self) -> None:
         """Its task was ended: by its client, by somebody who asked for that, or because the router closes."""
@@ -228,6 +254,8 @@ class Exchange:
             self._tell_end()
         except RequestError as error:
             self.fail(error)
+        except Exception:
+            self._mistaken()
 
     # -- the request's life -----------------------------------------------------------
 
@@ -285,18 +313,29 @@ class Exchange:
         router = self.router
         try:
             if not self._admitted:
-                await router.admission.enter(self.tenant)
+                await self._in_time(router.admit(self))
                 self._admitted = True
             await self._carry(tried, fresh=fresh)
         except RequestError as error:
             router.failed(self, error)
             self.fail(error)
+        except Overdue:
+            self._overdue()
         except asyncio.CancelledError:
             self._cancelled()
         except Exception:
             self._mistaken()
         finally:
             self._leave()
+
+    async def _in_time(self, waiting: Awaitable[T]) -> T:
+        """What it waits for while no worker has it, who would look at the deadline."""
+        due_ms = self.ask.deadline_ms
+        try:
+            async with asyncio.timeout_at(None if due_ms is None else self.began_s + due_ms / 1000):
+                return await waiting
+        except TimeoutError:
+            raise Overdue from None
 
     def _mistaken(self) -> None:
         log.exception("%s: the router made a mistake", self.id)
@@ -357,7 +396,7 @@ class Exchange:
             if self.ending:
                 return self._tell_end()
             placement, self._placement = self._placement, None
-            placement = placement or await self.router.place(self, course)
+            placement = placement or await self._in_time(self.router.place(self, course))
             if placement is None:
                 return self._tell_last(course)
             tried = placement.worker, await self._try(placement, fresh=fresh)

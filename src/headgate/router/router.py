@@ -205,14 +205,14 @@ class Router:
 
     async def place(self, exchange: Exchange, course: Course) -> Placement | None:
         """Somebody for the next attempt; None if waiting for one is no use."""
-        if self.holding and not await self._resumed(exchange, course):
-            return None
-        if backoff_s := course.backoff_s:
-            await asyncio.sleep(backoff_s)
-        placement = self.choose(exchange, course)
-        if placement is None and self._worth_waiting(course):
-            placement = await self._wait_for_one(exchange, course)
-        return placement
+        backoff_s = course.backoff_s
+        while not self.holding or await self._resumed(exchange, course):
+            if backoff_s:
+                await asyncio.sleep(backoff_s)
+                backoff_s = 0.0
+            elif (placement := await self._wait_for_one(exchange, course)) is not None or not self.holding:
+                return placement
+        return None
 
     async def _resumed(self, exchange: Exchange, course: Course) -> bool:
         """Whether this request has waited until the fleet was resumed; otherwise its client is told now."""
@@ -223,9 +223,17 @@ class Router:
                 exchange.keep_alive()
         return waits
 
+    async def admit(self, exchange: Exchange) -> None:
+        """A place among those in flight for one that has not been tried, as soon as there is one."""
+        if self.holding and not self.queueing:
+            raise self.nobody()
+        await self.admission.enter(exchange.tenant, exchange.keep_alive, KEEP_ALIVE_S)
+
     def hold(self, *, queue: bool) -> None:
         """Send nothing to anybody: from this moment on the whole fleet is paused."""
         self.holding, self.queueing = True, queue
+        if not queue:
+            self.admission.turn_away(self.nobody)
         self._fleet_changed()
 
     def release(self) -> None:
@@ -233,10 +241,12 @@ class Router:
         self._fleet_changed()
 
     async def _wait_for_one(self, exchange: Exchange, course: Course) -> Placement | None:
+        """Somebody now, or as soon as there is one; None also when the fleet is held meanwhile."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.patience_s):
-                while self._worth_waiting(course):
-                    if (placement := self.choose(exchange, course)) is not None:
+                while not self.holding:
+                    placement = self.choose(exchange, course)
+                    if placement is not None or not self._worth_waiting(course):
                         return placement
                     if not await self.fleet_changed(KEEP_ALIVE_S):
                         exchange.keep_alive()
@@ -455,7 +465,7 @@ class Router:
         headers = [header for header in headers if header[0] not in (b"authorization", b"x-api-key")]
         if key is not None:
             headers.append((b"authorization", b"Bearer " + key.encode()))
-        if tenant and worker.kind == "headgate":
+        if tenant and worker.kind in ("headgate", "unknown"):
             headers.append((b"x-headgate-tenant", tenant.encode()))
         return headers
 

@@ -34,13 +34,13 @@ LONG_S = 3600.0  # vLLM's pause has no timeout
 
 
 async def pause(request: Request) -> Response:
-    await controls_of(request).pause(Pause(_mode(request), queue=True, timeout_s=LONG_S))
+    await controls_of(request).pause(Pause(mode_of(request), queue=True, timeout_s=LONG_S))
     if _flag(request, "clear_cache", default=True):
         await controls_of(request).flush()
     return json_response({"status": "paused"})
 
 
-def _mode(request: Request) -> PauseMode:
+def mode_of(request: Request) -> PauseMode:
     # An older vLLM had this flag and no modes.
     older = "wait" if _flag(request, "wait_for_inflight_requests", default=False) else "abort"
     mode = request.query_params.get("mode", older)
@@ -66,7 +66,7 @@ async def is_paused(request: Request) -> Response:
 async def sleep(request: Request) -> Response:
     controls = controls_of(request)
     if not (await controls.look()).is_paused:
-        await controls.pause(Pause(_mode(request), queue=True, timeout_s=LONG_S))
+        await controls.pause(Pause(mode_of(request), queue=True, timeout_s=LONG_S))
     await controls.sleep(TAGS)
     return Response()
 

@@ -30,6 +30,7 @@ CAUSES = {
     "deadline": {"deadline"},
     "trouble": {"shutdown", "engine_lost", "preempted"},
 }
+UNHEARD = CAUSES["abort"] | CAUSES["deadline"]  # with which the router ends what no worker has
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _add(told: Told, part: dict[str, Any], text: str) -> None:
         choice.versions += [span["version"]] * span["tokens"]
     choice.ends += part.get("finish_reason") is not None
     choice.finish = part.get("finish_reason") or choice.finish
-    choice.cut = part.get("cause") == "api_abort" and "completion_token_ids" not in part
+    choice.cut = part.get("cause") in UNHEARD and "completion_token_ids" not in part
     choice.cause = part.get("cause") or choice.cause
     choice.prompt = part.get("prompt_token_ids", choice.prompt)
 
@@ -289,7 +290,7 @@ def _causes(ask: Ask, seen: Circumstances) -> set[str]:
 
 def _usage(ask: Ask, told: Told) -> Iterator[str]:
     usage = told.usage or {}
-    unread = not usage["prompt_tokens"] and any(choice.cause == "api_abort" for choice in told.choices.values())
+    unread = not usage["prompt_tokens"] and any(choice.cause in UNHEARD for choice in told.choices.values())
     if usage["prompt_tokens"] != len(ask.prompt) and not unread:  # one that no worker has read has no length
         yield f"{usage['prompt_tokens']} prompt tokens instead of {len(ask.prompt)}"
     made = sum(len(choice.ids) for choice in told.choices.values())

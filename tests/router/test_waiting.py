@@ -1,0 +1,171 @@
+"""What waits in the router: for the end of a pause, for a worker, for a place; sentences 19, 23, 29, 51 and 58."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from headgate.router.router import Router
+from tests.router.client import Wire, ask, check, routing, until
+from tests.router.mock import CHAT, FINE, Fault, Mock
+from tests.router.run import run
+
+BODY = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 20}
+
+
+@asynccontextmanager
+async def full(**settings: Any) -> AsyncIterator[tuple[Router, str, Wire]]:
+    """A router whose one place is taken."""
+    async with Mock(lambda _: Fault("stall")) as mock, routing(mock, max_in_flight=1, **settings) as (router, url):
+        wire = await Wire.open(url)
+        wire.post(CHAT, BODY)
+        await until(lambda: mock.asked)
+        yield router, url, wire
+        wire.close()
+
+
+def assert_overdue(answer: Any, *, stream: bool) -> None:
+    assert answer.status == 200 and answer.complete
+    if stream:
+        assert answer.body.count(b'"finish_reason":"abort","cause":"deadline"') == 1
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+    else:
+        (choice,) = answer.json["choices"]
+        assert (choice["finish_reason"], choice["cause"], choice["message"]["content"]) == ("abort", "deadline", "")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_58_a_deadline_ends_what_waits_for_the_end_of_a_pause(stream: bool):
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            router.hold(queue=True)
+            assert_overdue(await ask(url, CHAT, BODY | {"stream": stream, "deadline_ms": 50}), stream=stream)
+            refused = await ask(url, "/v1/embeddings", {"input": "x", "deadline_ms": 50})
+            assert (refused.status, refused.error["code"]) == (409, "deadline")
+            router.release()
+            assert mock.asked == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_58_a_deadline_ends_what_waits_for_a_worker_or_for_a_place(stream: bool):
+    async def main() -> None:
+        body = BODY | {"stream": stream, "deadline_ms": 50}
+        mock = await Mock().start()
+        mock.kill()
+        async with routing(mock) as (_, url):
+            assert_overdue(await ask(url, CHAT, body), stream=stream)
+        async with full() as (router, url, _):
+            assert_overdue(await ask(url, CHAT, body), stream=stream)
+            assert router.admission.waiting == 0
+
+    run(main())
+
+
+def test_58_a_deadline_ends_what_has_lost_its_worker_with_what_there_is():
+    async def main() -> None:
+        async with Mock(lambda _: Fault("stall", at=6)) as mock, routing(mock) as (router, url):
+            wire = await Wire.open(url)
+            wire.post(CHAT, BODY | {"stream": True, "deadline_ms": 1000, "request_id": "one"})
+            await until(lambda: "one" in router.live and router.live["one"].journal.tokens)
+            mock.kill()
+            answer = await wire.response()
+            assert b'"content"' in answer.body
+            assert_overdue(answer, stream=True)
+            wire.close()
+
+    run(main())
+
+
+def test_19_a_request_that_finds_no_place_in_a_fleet_that_refuses_is_refused_at_once():
+    async def main() -> None:
+        async with full() as (router, url, _):
+            before = asyncio.ensure_future(ask(url, CHAT, BODY))
+            await until(lambda: router.admission.waiting == 1)
+            router.hold(queue=False)
+            for answer in (await before, await ask(url, CHAT, BODY)):
+                assert (answer.status, answer.error["code"]) == (503, "paused")
+            assert router.admission.waiting == 0
+            router.release()
+
+    run(main())
+
+
+def test_19_and_in_one_that_queues_it_waits():
+    async def main() -> None:
+        async with full() as (router, url, wire):
+            router.hold(queue=True)
+            asked = asyncio.ensure_future(ask(url, CHAT, BODY))
+            await until(lambda: router.admission.waiting == 1)
+            wire.close()
+            await until(lambda: router.admission.waiting == 0 and router.admission.in_flight == 1)
+            assert not asked.done()
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            router.release()
+
+    run(main())
+
+
+def test_51_a_stream_that_waits_for_a_place_shows_life(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headgate.router.router.KEEP_ALIVE_S", 0.05)
+
+    async def main() -> None:
+        left = [Fault("stall")]
+        async with Mock(lambda _: left.pop() if left else FINE) as mock, routing(mock, max_in_flight=1) as (_, url):
+            one, two = await Wire.open(url), await Wire.open(url)
+            one.post(CHAT, BODY)
+            await until(lambda: mock.asked)
+            two.post(CHAT, BODY | {"stream": True})
+            assert (await two.some(30)).body.startswith(b": keep-alive\n\n: keep-alive\n\n")
+            one.close()
+            assert check(BODY | {"stream": True}, await two.response()) is None
+            two.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("queue", [True, False])
+def test_19_23_29_what_waits_for_a_worker_goes_to_none_while_the_fleet_is_held(queue: bool):
+    async def main() -> None:
+        mock = await Mock().start()
+        mock.kill()
+        async with routing(mock) as (router, url):
+            asked = asyncio.ensure_future(ask(url, CHAT, BODY))
+            await until(lambda: router.live)
+            router.hold(queue=queue)
+            await mock.restart()
+            await until(lambda: router.fleet.find(mock.url).state == "ready")
+            if queue:
+                await asyncio.sleep(0.05)
+                assert mock.asked == [] and not asked.done()
+                router.release()
+                assert check(BODY, await asked) is None
+            else:
+                assert (await asked).error["code"] == "paused" and mock.asked == []
+                router.release()
+        mock.kill()
+
+    run(main())
+
+
+def test_19_29_what_was_lost_waits_out_a_pause_that_began_before_it_was_asked_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headgate.router.course.Course.backoff_s", 0.2)
+
+    async def main() -> None:
+        left = [Fault("close")]
+        async with Mock(lambda _: left.pop() if left else FINE) as mock, routing(mock) as (router, url):
+            asked = asyncio.ensure_future(ask(url, CHAT, BODY))
+            await until(lambda: any(exchange.moves for exchange in router.live.values()))
+            router.hold(queue=False)
+            await asyncio.sleep(0.4)
+            assert len(mock.asked) == 1 and not asked.done()
+            router.release()
+            assert check(BODY, await asked) is None
+
+    run(main())
