@@ -48,7 +48,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         _check("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "between 0.01 and 100")
         _check("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
         _check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
-        _check("logit_bias", all(-1e30 <= bias <= 1e30 for bias in self.logit_bias.values()), "between -1e30 and 1e30")
+        _check(
+            "logit_bias", all(-1e30 <= bias <= 1e30 for bias in self.logit_bias.values()), "between -1e30 and 1e30"
+        )
         _check("logit_bias", _are_ids(self.logit_bias), "keyed on token ids")
         most = 2**31 - 1 if self.max_tokens is None else self.max_tokens
         _check("min_tokens", 0 <= self.min_tokens <= most, "between 0 and max_tokens")
