@@ -74,6 +74,7 @@ MUTANTS = [
         "router/attempt.py",
         "        if VEIL in data:\n            data = self._set_aside(data)\n        if data:\n",
         "        if data:\n",
+        "tests/router/test_relay.py",
     ),
     Mutant(
         "who goes on knows what was said",
