@@ -170,3 +170,8 @@ def test_what_the_judge_has_been_wrong_about(seed):
     """It waited for servers that had ended themselves, for one router's fleet when another's was resumed or had died,
     and for answers that are made for a key, and took a retry's old answer for one of old weights."""
     assert not simulate(seed).failures
+
+
+def test_58_a_refusal_that_comes_after_the_deadline_is_told_as_the_deadline():
+    """A worker that was paused for its update refused what was long overdue, and its client was told to try again later."""
+    assert not simulate(8670).failures

@@ -239,6 +239,11 @@ class Exchange:
             return None
         return worker, ending
 
+    @property
+    def _is_late(self) -> bool:
+        due_ms = self.ask.deadline_ms
+        return due_ms is not None and self.router.loop.time() >= self.began_s + due_ms / 1000
+
     def _overdue(self) -> None:
         self.ending, self.cause = True, DEADLINE
         self._cancelled()
@@ -405,7 +410,10 @@ class Exchange:
     def _tell_last(self, course: Course) -> None:
         if course.last is None:
             raise self.router.nobody()
-        self._conclude(*course.last)
+        worker, outcome = course.last
+        if isinstance(outcome, Answered) and outcome.status == 503 and self._is_late:
+            raise Overdue  # which says more than that a worker was paused
+        self._conclude(worker, outcome)
 
     async def _try(self, placement: Placement, *, fresh: bool) -> Outcome:
         with placement:
