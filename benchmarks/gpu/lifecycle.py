@@ -250,7 +250,7 @@ def abort_once(desk: Desk, size: Size, rng: random.Random, count: int) -> Freed:
 
     timer = threading.Timer(rng.uniform(0.01, 0.02), send)
     timer.start()
-    desk.turn_until(lambda: bool(sent) and not scheduler.has_any(chosen))
+    desk.turn_until(lambda: all(id in desk.ended for id in chosen) and not scheduler.returning)
     freed_s, steps = time.perf_counter(), len(desk.landings_s)
     assert all(desk.ended[id] == "abort" for id in chosen)
     assert scheduler.pool.held == len({block for seq in scheduler.sequences.values() for block in seq.blocks})

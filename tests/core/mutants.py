@@ -46,10 +46,32 @@ def leases(rule: str, old: str, new: str) -> Mutant:
 
 MUTANTS = [
     scheduler(
-        "resources wait for holds",
+        "rows wait for holds",
         "        if seq.holds:\n            self.leaving.add(seq)\n            return\n",
         "",
     ),
+    scheduler("blocks wait for a transfer", "        elif seq.id not in self._fetching:\n", "        else:\n"),
+    scheduler(
+        "blocks of who may be in the draft wait for it",
+        "        if seq.holds and self._drafting:\n",
+        "        if False:\n",
+    ),
+    scheduler(
+        "a transfer waits for steps that touch its blocks",
+        "if touched.isdisjoint(seq.blocks[seq.published :]):",
+        "if True:",
+    ),
+    scheduler(
+        "a step that has landed touches nothing",
+        "            self._touched.popleft()\n",
+        "            break\n",
+    ),
+    scheduler(
+        "the last step that was launched touches blocks",
+        "            last, _ = self._launched[-1]\n",
+        "            last, _ = self._launched[0]\n",
+    ),
+    scheduler("who is gone fetches nothing", "            self._unfetched.pop(seq, None)\n", ""),
     scheduler(
         "a transfer is a hold",
         "        self._fetching[seq.id] = seq\n        seq.holds += 1\n",
@@ -67,8 +89,8 @@ MUTANTS = [
     scheduler("rows come home", "            self._free_rows.append(seq.row)\n", ""),
     scheduler(
         "blocks come home",
-        "            self.pool.release(seq.blocks)\n            self._free",
-        "            self._free",
+        "        self.pool.release(blocks)\n",
+        "",
     ),
     scheduler(
         "mixed-weight KV is not published", "if full <= seq.published or not seq.pure:", "if full <= seq.published:"
@@ -242,7 +264,7 @@ MUTANTS = [
     ),
     scheduler(
         "nobody is preempted while blocks come home",
-        "            if self.leaving:\n                return False",
+        "            if self.returning:\n                return False",
         "            if False:\n                return False",
     ),
     scheduler(

@@ -210,16 +210,31 @@ def test_an_abort_before_running_takes_no_step():
     assert engine.launch() is None
 
 
-def test_an_abort_keeps_blocks_until_the_running_step_has_landed():
-    engine = Engine(blocks=8)
+def test_an_abort_gives_back_blocks_at_once_and_the_row_when_the_running_step_has_landed():
+    engine = Engine(blocks=8, running=1)
     engine.add(1, prompt=4)
+    engine.add(2, prompt=4)
     engine.launch()
     engine.scheduler.abort([1], "client_disconnect")
     engine.scheduler.check()
-    assert engine.pool.available == 7 and engine.scheduler.has_any([1])
+    assert engine.pool.available == 8 and not engine.scheduler.returning
+    assert engine.scheduler.has_any([1]) and engine.launch() is None
     engine.land()
-    assert engine.pool.available == 8 and not engine.scheduler.has_any([1])
+    assert not engine.scheduler.has_any([1]) and engine.launch()
     assert 1 not in engine.tokens, "a token that lands after the terminal output is dropped"
+
+
+def test_blocks_of_an_aborted_sequence_are_right_for_the_next_owner_while_its_steps_still_write_to_them():
+    engine = Engine(blocks=2)
+    engine.add(1, prompt=6, max_tokens=2)
+    engine.launch()
+    engine.launch()
+    engine.scheduler.abort([1], "client_disconnect")
+    engine.add(2, prompt=7, max_tokens=1)
+    assert engine.launch().joins[0].blocks == (1, 0)
+    while len(engine.device):
+        engine.land()
+    assert engine.tokens == {2: engine.answer(prompt_of(2, 7), 1)}
 
 
 def test_aborting_twice_ends_once():
@@ -333,9 +348,10 @@ def test_a_preempted_sequence_waits_until_its_last_step_has_landed():
         if len(engine.device) == 3:
             engine.land()
     (victim,) = engine.scheduler.leaving
-    assert victim.id == 2 and victim.phase is Phase.WAITING and victim.holds
+    assert victim.id == 2 and victim.phase is Phase.WAITING and victim.holds and not victim.blocks
     while len(engine.device):
-        assert engine.launch() is None or 2 not in engine.tokens or victim.holds == 0
+        engine.launch()
+        assert victim.phase is Phase.WAITING or not victim.holds
         engine.land()
     engine.run()
     assert engine.tokens[2] == engine.answer(prompt_of(2, 8), 12)

@@ -84,13 +84,17 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}
         self.waiting = OrderedQueue()
         self.running: dict[Sequence, None] = {}  # RUNNING and LOADING, in order of admission
-        self.leaving: set[Sequence] = set()  # finished or preempted, still held
+        self.leaving: set[Sequence] = set()  # finished or preempted, and not yet rid of all they owned
         self.leases = LeaseTable(limits.generation, draw_lease_id or count(1).__next__)
         self.unwanted: list[int] = []  # sequences that no longer want the KV their ticket names; the loop empties it
         self.now_s = 0.0
         self._deadlines = OrderedQueue()
         self._free_rows = list(reversed(range(limits.max_running)))
         self._launched: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._drafting = False
+        self._evicted: list[Sequence] = []  # while a step was drafted
+        self._touched: deque[tuple[int, list[int]]] = deque()  # blocks let go, and the last step that touches them
+        self._unfetched: dict[Sequence, None] = {}  # LOADING, and nothing fills their blocks yet
         self._fetching: dict[int, Sequence] = {}
         self._outbox = Outputs(version)
         self._arrivals, self._steps = count(), count()
@@ -148,15 +152,23 @@ class Scheduler:
         """The next step, or None when nothing can run. A plan without rows only fetches and needs no commit."""
         if self.flow is Flow.FROZEN:
             return None
+        draft = self._draft()
+        plan = None
+        if draft.rows or draft.fetches:
+            plan = draft.plan(next(self._steps), self.version)
+        if plan is not None and draft.rows:
+            self._launched.append((plan, draft.sequences))
+        self._release_evicted()
+        return plan
+
+    def _draft(self) -> Draft:
         draft = Draft(self.limits.max_batch_tokens)
+        self._drafting = True
         self._continue_running(draft)
         self._admit_waiting(draft)
-        if not draft.rows and not draft.fetches:
-            return None
-        plan = draft.plan(next(self._steps), self.version)
-        if draft.rows:
-            self._launched.append((plan, draft.sequences))
-        return plan
+        self._begin_fetches(draft)
+        self._drafting = False
+        return draft
 
     def _continue_running(self, draft: Draft) -> None:
         # A copy, because covering one sequence may preempt another.
@@ -176,14 +188,25 @@ class Scheduler:
             if seq.holds or not self._admit(seq):
                 return
             if seq.phase is Phase.LOADING:
-                draft.fetches.append(self._fetch(seq))
+                self._unfetched[seq] = None
             else:
                 self._add_slice(draft, seq, min(seq.todo, draft.budget))
+
+    def _begin_fetches(self, draft: Draft) -> None:
+        """Let transfers fill blocks that no launched step touches: unlike steps, they keep no order."""
+        if self._unfetched:
+            touched = {block for _, blocks in self._touched for block in blocks}
+            for seq in list(self._unfetched):
+                if touched.isdisjoint(seq.blocks[seq.published :]):
+                    del self._unfetched[seq]
+                    draft.fetches.append(self._fetch(seq))
 
     def commit(self, result: StepResult) -> None:
         """The oldest launched step has landed."""
         plan, sequences = self._launched.popleft()
         assert plan.step == result.step, f"step {result.step} landed before step {plan.step}"
+        while self._touched and self._touched[0][0] <= plan.step:
+            self._touched.popleft()
         sampled = iter(enumerate(result.tokens))
         for i, (seq, samples) in enumerate(zip(sequences, plan.samples, strict=True)):
             index, token = next(sampled) if samples else (-1, -1)
@@ -434,7 +457,7 @@ class Scheduler:
         """Make sure that `seq` has blocks for its first `tokens` tokens, preempting from the back if need be."""
         need = self.pool.blocks_for(tokens) - len(seq.blocks)
         while need > self.pool.available:
-            if self.leaving:
+            if self.returning:
                 return False  # blocks are on their way home; wait for them
             victim = max(self.running, key=lambda other: other.order)
             self._evict(victim)
@@ -545,17 +568,41 @@ class Scheduler:
             self.waiting.remove(self._rank(seq), seq)
         else:
             del self.running[seq]
+            self._unfetched.pop(seq, None)
 
     def _release(self, seq: Sequence) -> None:
-        """Take back what `seq` owns: now, or when the last step or transfer that touches it has landed."""
+        """Take back what `seq` owns: its blocks now if that is safe, its row when the last step that has it has landed."""
+        if seq.holds and self._drafting:
+            self._evicted.append(
+                seq
+            )  # it may be in the draft, and nobody else shall write its blocks in the same step
+        elif seq.id not in self._fetching:
+            self._release_blocks(seq)
         if seq.holds:
             self.leaving.add(seq)
             return
         self.leaving.discard(seq)
         if seq.row >= 0:
-            self.pool.release(seq.blocks)
             self._free_rows.append(seq.row)
             seq.disown()
+
+    def _release_blocks(self, seq: Sequence) -> None:
+        """Steps run in order: whoever gets these blocks writes them after the last step that was launched for `seq`."""
+        blocks, seq.blocks = seq.blocks, []
+        self.pool.release(blocks)
+        if blocks and seq.holds:
+            last, _ = self._launched[-1]
+            self._touched.append((last.step, blocks))
+
+    def _release_evicted(self) -> None:
+        evicted, self._evicted = self._evicted, []
+        for seq in evicted:
+            self._release(seq)
+
+    @property
+    def returning(self) -> list[Sequence]:
+        """Gone, with blocks that somebody still writes in no order with the steps to come."""
+        return [seq for seq in self.leaving if seq.blocks]
 
     # -- self-check -------------------------------------------------------------
 

@@ -179,9 +179,9 @@ class Control:
         began_s = self._scheduler.now_s
         ended = self._end(list(self._scheduler.sequences) if stop.ids is None else stop.ids, stop.cause)
         yield  # the clients' terminal outputs go first
-        # Who asks twice waits as long: what ended before may not have let go of everything yet.
+        # Who asks twice waits as long: what ended before may still have blocks.
         watched = ended if stop.ids is None else stop.ids
-        yield from self._until(lambda: not self._scheduler.has_any(watched), began_s + stop.timeout_s)
+        yield from self._until(lambda: not self._holding(watched), began_s + stop.timeout_s)
         return self._told(began_s, ended=ended)
 
     def _pause(self, pause: Pause) -> Program:
@@ -339,10 +339,14 @@ class Control:
             scheduler.version,
             ended or {},
             forced or [],
-            [seq.id for seq in scheduler.leaving],
+            self._holding(),
             scheduler.now_s - began_s,
             self._supply.asleep,
         )
+
+    def _holding(self, ids: Collection[int] | None = None) -> list[int]:
+        """Which have ended, and still have blocks."""
+        return [seq.id for seq in self._scheduler.returning if ids is None or seq.id in ids]
 
     def look(self) -> list[Seen]:
         """What is in flight."""
