@@ -144,6 +144,10 @@ class Wire:
 
 def heard(answer: bytes, *before: bytes) -> tuple[int, bytes, list[str], bool]:
     """What a reader is told of an answer that comes in one piece, `before` it others; and if the connection is kept."""
+    return asyncio.run(hear(answer, before))
+
+
+async def hear(answer: bytes, before: tuple[bytes, ...]) -> tuple[int, bytes, list[str], bool]:
     pool = Pool("http://127.0.0.1:1", 1.0)
     connection, noting = Upstream(pool), Noting()
     connection.connection_made(cast(asyncio.Transport, Wire()))

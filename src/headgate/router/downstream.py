@@ -16,6 +16,7 @@ import httptools
 
 from headgate.api.errors import RETRIED, RETRY_AFTER_S, error_body
 from headgate.errors import RequestError
+from headgate.router.outbox import Outbox
 from headgate.router.upstream import Headers
 
 MAX_HEAD_BYTES = 64 * 2**10
@@ -68,8 +69,11 @@ Handler = Callable[["Downstream", HttpRequest], Answering | None]
 class Connections:
     """All clients of one router, so that it can look after the slow ones and say goodbye."""
 
-    def __init__(self, handle: Handler, max_body_bytes: int, write_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, handle: Handler, max_body_bytes: int, write_timeout_s: float = 300.0, outbox: Outbox | None = None
+    ) -> None:
         self.handle = handle
+        self.outbox = outbox or Outbox()
         self.max_body_bytes = max_body_bytes
         self.write_timeout_s = write_timeout_s  # for a client to take what it has been sent
         self.closing = False
@@ -95,11 +99,13 @@ class Connections:
     def close(self) -> None:
         """Close what is idle; the others close after their answer."""
         self.closing = True
+        self.outbox.flush()
         for connection in tuple(self._open):
             connection.close_if_idle()
 
     def abort(self) -> None:
         """Break off what is left: nobody answers there any more."""
+        self.outbox.flush()
         for connection in tuple(self._open):
             if not connection.gone:  # or else its last words are on their way
                 connection.abort()
@@ -108,6 +114,7 @@ class Connections:
 class Downstream(asyncio.Protocol):
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
+        self._outbox = connections.outbox
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -139,7 +146,7 @@ class Downstream(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:
-            self._transport.write(data)
+            self._outbox.write(self._transport, data)
 
     def finished(self, *, keep_alive: bool = True) -> None:
         """The answer is complete: on to the next request of this connection."""
@@ -148,6 +155,7 @@ class Downstream(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if not (keep_alive and request.head.keep_alive) or self._connections.closing:
+            self._outbox.flush()
             self._transport.close()
             return
         self._since_s = self._loop.time()
@@ -333,6 +341,7 @@ class Downstream(asyncio.Protocol):
             self._since_s = self._loop.time()
             self.write(error_answer(error, keep_alive=False))
             # Closing while the client still sends would reset the connection, and it might never read the answer.
+            self._outbox.flush()
             self._transport.write_eof()
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from headgate.errors import RequestError
+from headgate.router.outbox import Outbox
 from headgate.router.upstream import Pool
 from headgate.router.worker import ROLES, Kind, Role, Worker, WorkerState
 
@@ -73,6 +74,7 @@ class Fleet:
         self, *, connect_timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic, seed: int = 0
     ) -> None:
         self.clock = clock
+        self.outbox = Outbox()  # for all that is written to workers, or to clients
         self.double_releases = 0
         self.disaggregated = False  # somebody is there for prompts alone
         self.rolling = False  # an update goes from worker to worker: versions differ, and that is right
@@ -108,7 +110,7 @@ class Fleet:
         worker = self._workers.get(url)
         if worker is None:
             worker = Worker(url, role)
-            self._pools[worker] = Pool(url, self._connect_timeout_s)
+            self._pools[worker] = Pool(url, self._connect_timeout_s, self.outbox)
             self._workers[url] = worker
             log.info("%s joins as %s", worker.name, role)
         worker.role, worker.managed = role, managed

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from headgate.router.outbox import Outbox
+
 Headers = list[tuple[bytes, bytes]]
 
 MOST_IDLE = 512  # connections kept per worker
@@ -78,7 +80,7 @@ class Upstream(asyncio.Protocol):
         self._complete = self._keeps = self._open_ended = False
         self._in_head = self._at_rest = True
         self._once = once
-        self._transport.write(request)
+        self._pool.outbox.write(self._transport, request)
 
     def answers(self, reader: Reader) -> bool:
         """Whether what comes is for `reader`."""
@@ -233,8 +235,9 @@ def unchunked(data: bytes, start: int, end: int) -> bytes:
 class Pool:
     """The connections to one worker."""
 
-    def __init__(self, url: str, connect_timeout_s: float) -> None:
+    def __init__(self, url: str, connect_timeout_s: float, outbox: Outbox | None = None) -> None:
         parts = urlsplit(url)
+        self.outbox = outbox or Outbox()
         tls = parts.scheme == "https"
         self.host = parts.hostname or "127.0.0.1"
         self.port = parts.port or (443 if tls else 80)

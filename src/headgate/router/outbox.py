@@ -1,0 +1,40 @@
+"""What is written in one turn of the event loop goes out at its end, one write after another.
+
+Whoever reads it, on another core, is then woken once and stays awake. A write now and another one a little later would wake
+it each time, and waking is what a write costs most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+MOST: Final = 64  # connections that are made to wait for it: a turn may be long
+LARGE: Final = 16 * 2**10  # bytes that go out at once: their writer should hear now if the reader is too slow
+
+
+class Outbox:
+    __slots__ = ("_writes",)
+
+    def __init__(self) -> None:
+        self._writes: dict[asyncio.WriteTransport, bytes] = {}
+
+    def write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
+        writes = self._writes
+        if len(data) >= LARGE:
+            transport.write(writes.pop(transport, b"") + data)
+            return
+        if not writes:
+            asyncio.get_running_loop().call_soon(self.flush)
+        elif transport in writes:
+            data = writes[transport] + data
+        elif len(writes) >= MOST:
+            self.flush()
+        self._writes[transport] = data
+
+    def flush(self) -> None:
+        """Now, because somebody is about to close his connection, or because the turn is over."""
+        writes, self._writes = self._writes, {}
+        for transport, data in writes.items():
+            if not transport.is_closing():
+                transport.write(data)
