@@ -17,7 +17,8 @@ BYTES_PER_TOKEN: Final = 4  # of English text; good enough to weigh one worker's
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what a body may raise, part by part
 
 _NONE: Final = msgspec.Raw()
-_UNASKED: Final = frozenset({b"", b"null", b"false"})
+_UNASKED: Final = frozenset({b"null", b"false"})
+_EMPTY: Final = frozenset({b"", b"null", b"[]", b'""'})
 _NUMBERS: Final = frozenset(bytes([character]) for character in b"0123456789[")
 
 
@@ -73,13 +74,13 @@ def read_ask(path: str, body: bytes, *, session: str | None = None, tenant: str 
         told.model,
         told.stream is True,
         told.request_id or (_name(told.rid) if told.rid else None),
-        session.encode() if session else bytes(told.session_id) or bytes(told.user),
+        session.encode() if session else bytes(told.session_id or told.user),
         told.n or 1,
         hash((path, told.model, bytes(told.tools), bytes(told.instructions), told.cache_salt, tenant)),
         prompt,
         _first(prompt) == b"{",
         estimate_tokens(prompt),
-        told.return_logprob is True or bytes(told.logprobs) not in _UNASKED,
+        told.return_logprob is True or (bool(told.logprobs) and bytes(told.logprobs) not in _UNASKED),
         told.deadline_ms,
     )
 
@@ -103,7 +104,7 @@ def _read(body: bytes) -> _Body:
 def _prompt(told: _Body) -> bytes:
     raw = told.messages or told.prompt or told.input or told.text or told.input_ids or told.token_ids
     prompt = bytes(raw)
-    return b"" if prompt in (b"null", b"[]", b'""') else prompt[:-1]
+    return b"" if len(prompt) <= 4 and prompt in _EMPTY else prompt[:-1]
 
 
 def _first(prompt: bytes) -> bytes:

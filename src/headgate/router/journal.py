@@ -46,11 +46,12 @@ class Told:
 
 
 class Journal:
+    _size = 0  # of what is kept as it came
+    _unreadable = False
+
     def __init__(self) -> None:
         self._raw: list[bytes] = []
-        self._size = 0
         self._choices: dict[int, Told] = {}
-        self._unreadable = False
 
     def feed(self, events: bytes) -> None:
         """Whole events, as the worker sent them."""

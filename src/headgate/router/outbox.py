@@ -21,16 +21,16 @@ class Outbox:
 
     def write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
         writes = self._writes
+        if transport in writes:
+            data = writes.pop(transport) + data
         if len(data) >= LARGE:
-            transport.write(writes.pop(transport, b"") + data)
-            return
+            return transport.write(data)
         if not writes:
             asyncio.get_running_loop().call_soon(self.flush)
-        elif transport in writes:
-            data = writes[transport] + data
         elif len(writes) >= MOST:
             self.flush()
         self._writes[transport] = data
+        return None
 
     def flush(self) -> None:
         """Now, because somebody is about to close his connection, or because the turn is over."""

@@ -149,6 +149,10 @@ class Exchange:
         self.journal.feed(events)
         self.write_chunk(events)
 
+    def pass_chunk(self, events: bytes, framed: bytes) -> None:
+        self.journal.feed(events)
+        self.client.write(framed if self._chunked else events)
+
     def write_chunk(self, data: bytes) -> None:
         self.client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 

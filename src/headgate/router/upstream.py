@@ -39,6 +39,9 @@ class Reader(Protocol):
 
     def data(self, data: bytes) -> None: ...
 
+    def chunk(self, data: bytes, framed: bytes) -> None:
+        """As `data`, which came as one chunk: `framed` is that chunk."""
+
     def ended(self) -> None: ...
 
     def lost(self, why: str) -> None: ...
@@ -63,6 +66,7 @@ class Upstream(asyncio.Protocol):
         self._head_bytes = 0
         self._in_head = True
         self._at_rest = True  # the parser has seen nothing of this answer
+        self._between = False  # two chunks: the parser has none that it has not seen the end of
         self._parts: list[bytes] = []
         self._complete = False
         self._once = False
@@ -79,6 +83,7 @@ class Upstream(asyncio.Protocol):
         self._reader = reader
         self._complete = self._keeps = self._open_ended = False
         self._in_head = self._at_rest = True
+        self._between = False
         self._once = once
         self._pool.outbox.write(self._transport, request)
 
@@ -113,6 +118,12 @@ class Upstream(asyncio.Protocol):
         if self._reader is None:
             self.drop()  # words that nobody asked for
             return None
+        if self._between:
+            # Most of what comes of a stream is one chunk after another, each by itself.
+            end = data.find(b"\r\n")
+            size = len(data) - end - 4
+            if size > 0 and data[:end] == b"%x" % size and data[-2:] == b"\r\n":
+                return self._reader.chunk(data[end + 2 : -2], data)
         rested, self._at_rest = self._at_rest, False
         if rested and self._recognised(data):
             return None
@@ -200,8 +211,14 @@ class Upstream(asyncio.Protocol):
         self._open_ended = not framed
         self._reader.head(status, headers)
 
+    def on_chunk_header(self) -> None:
+        self._between = False
+
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
+
+    def on_chunk_complete(self) -> None:
+        self._between = True
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200:
@@ -312,6 +329,9 @@ class _Whole:
 
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
+
+    def chunk(self, data: bytes, framed: bytes) -> None:
+        self.data(data)
 
     def data(self, data: bytes) -> None:
         self._body += data
