@@ -5,7 +5,8 @@ hits, preemption, transfers, recomputation after new weights and resuming anothe
 different starting points.
 
 Rules: one thread, no clock (`tick` tells the time), no I/O. Admission never preempts. There is one way out of the engine
-(`_finish`) and one way for resources to come home (`_release`), which waits until nothing in flight touches them.
+(`_finish`) and one way for resources to come home (`_release`): blocks at once where steps keep the order, rows when the
+last step that has them has landed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from headgate.protocol.request import GenerateRequest, Ticket
 
 FETCHED: tuple[FinishReason, Cause] = ("stop", "exported")
 LOST: tuple[FinishReason, Cause] = ("abort", "transfer_failed")
+# In one step; the device begins with these while the host prepares the others.
+MOST_JOINS = 64
 
 
 class Flow(Enum):
@@ -181,7 +184,7 @@ class Scheduler:
                     self._add_slice(draft, seq, todo)
 
     def _admit_waiting(self, draft: Draft) -> None:
-        while self.waiting and self._free_rows and draft.budget:
+        while self.waiting and self._free_rows and draft.budget and len(draft.joins) < MOST_JOINS:
             seq = self.waiting.front()
             if self.flow is Flow.DRAIN and not seq.preempted:
                 return
