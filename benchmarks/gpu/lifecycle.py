@@ -35,6 +35,7 @@ from benchmarks.checkpoint import SHAPES
 from benchmarks.gpu import bench
 
 import headgate.worker.crew as crew
+from headgate.collector import spare_the_collector
 from headgate.config import EngineConfig
 from headgate.engine.build import Engine, build_engine
 from headgate.models import read_spec
@@ -402,6 +403,7 @@ def measure(shape: str, device: str, trials: int, **settings: Any) -> dict[str, 
             )
             try:
                 desk.watch(engine)
+                spare_the_collector()  # as in an engine's own process
                 return told(shape, engine, desk, size, rng, source, trials)
             finally:
                 engine.close()

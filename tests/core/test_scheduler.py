@@ -7,7 +7,7 @@ import pytest
 
 from headgate.core.blocks import BlockPool
 from headgate.core.leases import Filled, Granted, Withdrawn
-from headgate.core.scheduler import MOST_JOINS, Flow, Limits, Scheduler
+from headgate.core.scheduler import Flow, Limits, Scheduler
 from headgate.core.sequence import Phase
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
@@ -355,13 +355,6 @@ def test_a_preempted_sequence_waits_until_its_last_step_has_landed():
         engine.land()
     engine.run()
     assert engine.tokens[2] == engine.answer(prompt_of(2, 8), 12)
-
-
-def test_a_crowd_joins_over_several_steps_so_that_the_device_begins_early():
-    engine = Engine(blocks=100, running=70, budget=1000)
-    for id in range(1, 71):
-        engine.add(id, max_tokens=1)
-    assert [len(engine.launch().joins) for _ in range(2)] == [MOST_JOINS, 70 - MOST_JOINS]
 
 
 def test_admission_never_preempts():

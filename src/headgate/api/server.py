@@ -8,7 +8,6 @@ deadline now. Nothing here waits without one.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 import time
@@ -31,6 +30,7 @@ from headgate.api.metrics import Metrics
 from headgate.api.registration import Heartbeats
 from headgate.api.state import Api
 from headgate.api.traces import tracing
+from headgate.collector import spare_the_collector
 from headgate.config import ServerConfig
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError, RequestError
@@ -180,13 +180,6 @@ class Drain:
                 await self._ledger.emptied()
         except TimeoutError:
             log.warning("%d clients did not read their last words", len(self._ledger.live))
-
-
-def spare_the_collector() -> None:
-    """What start-up has made stays; a stream makes thousands of short-lived objects that reference counts clear away."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 class HeadTooLarge(RequestError):

@@ -30,8 +30,6 @@ from headgate.protocol.request import GenerateRequest, Ticket
 
 FETCHED: tuple[FinishReason, Cause] = ("stop", "exported")
 LOST: tuple[FinishReason, Cause] = ("abort", "transfer_failed")
-# In one step; the device begins with these while the host prepares the others.
-MOST_JOINS = 64
 
 
 class Flow(Enum):
@@ -184,7 +182,7 @@ class Scheduler:
                     self._add_slice(draft, seq, todo)
 
     def _admit_waiting(self, draft: Draft) -> None:
-        while self.waiting and self._free_rows and draft.budget and len(draft.joins) < MOST_JOINS:
+        while self.waiting and self._free_rows and draft.budget:
             seq = self.waiting.front()
             if self.flow is Flow.DRAIN and not seq.preempted:
                 return
@@ -345,7 +343,7 @@ class Scheduler:
     def _answer_limit(self, request: GenerateRequest) -> int:
         if request.id in self.sequences:
             raise DuplicateId(f"request {request.id} is already running")
-        if (largest := max(request.prompt + request.generated)) >= self.limits.vocab_size:
+        if (largest := max(max(request.prompt), max(request.generated, default=0))) >= self.limits.vocab_size:
             raise RequestError(
                 f"token id {largest} is outside the vocabulary of {self.limits.vocab_size}", param="prompt"
             )

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headgate import logs
+from headgate.collector import spare_the_collector
 from headgate.engine.build import Engine, build_engine
 from headgate.engine.channel import EngineChannel
 from headgate.engine.start import CANNOT_START, LOST_RANK, EngineStart
@@ -45,6 +46,7 @@ def main(argument: str) -> int:
         return CANNOT_START
     channel = EngineChannel(start.address, engine.info, post=engine.loop.post, status=engine.loop.quiet)
     parent.engine = engine
+    spare_the_collector()
     channel.start()
     try:
         engine.loop.run()

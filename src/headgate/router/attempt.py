@@ -83,28 +83,48 @@ Outcome = Answered | Streamed | Veiled | Lost
 class Attempt:
     """One worker's try. Reads the answer, passes it on, and tells its exchange how it ended, once."""
 
-    # How every one begins; in the class, because there are thousands a second.
-    status = 0  # until the head has come
-    journalled = False
-    given_up = False  # by us
-    upstream: Upstream | None = None
-    outcome: Outcome | None = None
-    last_s = 0.0
-    _headers: Headers = []
-    _tail = b""  # of an event that has not come whole
-    _last = b""  # events that were passed on
-    _before = b""  # and those before them, of somebody else's stream
-    _veiled: tuple[bytes, ...] = ()
-    _vetted = False  # its first tokens have come, and their weights are the fleet's
-    _plain = False  # whole events may be passed on by `chunk`
-    _size = 0  # of its body
+    __slots__ = (
+        "_before",
+        "_body",
+        "_exchange",
+        "_headers",
+        "_last",
+        "_mode",
+        "_plain",
+        "_size",
+        "_tail",
+        "_taken",
+        "_veiled",
+        "_vetted",
+        "given_up",
+        "journalled",
+        "last_s",
+        "outcome",
+        "status",
+        "upstream",
+        "worker",
+    )
 
     def __init__(self, exchange: Exchange, taken: Taken) -> None:
         self._exchange = exchange
         self._taken = taken
+        self._headers: Headers = []
         self._mode: Callable[[Attempt, bytes], None] = Attempt._collect  # not bound, which would be a circle
+        self._tail = b""  # of an event that has not come whole
+        self._last = b""  # events that were passed on
+        self._before = b""  # and those before them, of somebody else's stream
+        self._veiled: list[bytes] = []
+        self._vetted = False  # its first tokens have come, and their weights are the fleet's
+        self._plain = False  # whole events may be passed on by `chunk`
         self._body: list[bytes] = []
+        self._size = 0
+        self.status = 0  # until the head has come
+        self.journalled = False
+        self.given_up = False  # by us
         self.worker = taken.worker
+        self.upstream: Upstream | None = None
+        self.outcome: Outcome | None = None
+        self.last_s = 0.0
 
     # -- Reader ---------------------------------------------------------------------
 
@@ -183,11 +203,9 @@ class Attempt:
     def _set_aside(self, events: bytes) -> bytes:
         """Keep veiled events back."""
         shown: list[bytes] = []
-        veiled: list[bytes] = []
         for event in events.split(b"\n\n")[:-1]:
-            hidden = event.startswith(VEIL) or b"\n" + VEIL in event
-            (veiled if hidden else shown).append(event + b"\n\n")
-        self._veiled += tuple(veiled)
+            veiled = event.startswith(VEIL) or b"\n" + VEIL in event
+            (self._veiled if veiled else shown).append(event + b"\n\n")
         return b"".join(shown)
 
     def _pass(self, data: bytes) -> None:

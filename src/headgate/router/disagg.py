@@ -50,6 +50,9 @@ class Leg:
     def head(self, status: int, headers: Headers) -> None:
         self._status = status
 
+    def chunk(self, data: bytes, framed: bytes) -> None:
+        self.data(data)
+
     def data(self, data: bytes) -> None:
         if self.ticket.done():
             return

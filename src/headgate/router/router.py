@@ -133,9 +133,7 @@ class Router:
         self.live: dict[str, Exchange] = {}
         self.moved = Memory()
         self.counters = Counters()
-        self.connections = Connections(
-            self.handle, config.max_body_bytes, config.write_timeout_s, self.fleet.outbox
-        )
+        self.connections = Connections(self.handle, config.max_body_bytes, config.write_timeout_s, self.fleet.outbox)
         self.draining = False
         self.holding = False  # the whole fleet is being paused, or is: what a worker ends goes nowhere else
         self.queueing = False  # and new requests wait until that is over

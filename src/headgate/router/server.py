@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 
+from headgate.collector import spare_the_collector
 from headgate.config import RouteConfig, WorkerAddress
 from headgate.errors import HeadgateError, RequestError
 from headgate.listening import StopSignals, url_of
@@ -81,13 +81,6 @@ class serving:  # noqa: N801 - reads as `async with serving(router, ...)`
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._router.close()
-
-
-def spare_the_collector() -> None:
-    """What start-up has made stays, and a request leaves no circles behind: reference counts clear it away."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 def add_worker(router: Router, address: WorkerAddress) -> Worker:

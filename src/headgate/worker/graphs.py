@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headgate.collector import collector_off
 from headgate.layers.backend import KV
 from headgate.layers.batch import Batch
 from headgate.layers.triton.draw import Finalists
@@ -289,8 +290,9 @@ class Recorder:
     def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
         """How to run `step` again, and the tensor that its result will be in."""
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another may wait for a step that has been launched.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Of this thread alone: another may wait for a step that has been launched. And nothing of an engine that is gone
+        # may be given back to the device in the middle, which would spoil the graph.
+        with collector_off(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = step()
         return graph.replay, result
 
