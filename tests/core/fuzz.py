@@ -130,7 +130,11 @@ class Engine:
             del self.clients[request.id]
             most = self.scheduler.max_context
             asked = request.sampling.max_tokens or 1
-            assert len(request.prompt) + asked > most or max(request.prompt) >= VOCAB_SIZE, "refused what fits"
+            exported = (
+                (len(request.prompt) + len(request.generated) - 1) * request.export_kv // BLOCK_SIZE * BLOCK_SIZE
+            )
+            too_long = len(request.prompt) + asked > most or exported > most
+            assert too_long or max(request.prompt) >= VOCAB_SIZE, "refused what fits"
             return False
         assert len(request.prompt) + (request.sampling.max_tokens or 1) <= self.scheduler.max_context
         return True
@@ -253,6 +257,8 @@ class World:
             if all(engine.quiet() for engine in self.engines) and not self.fetches:
                 break
             self.turn(live=False)
+        for engine in self.engines:
+            self.deliver(engine)
         self.judge_the_end()
         return self.counts
 
@@ -282,6 +288,10 @@ class World:
             self.deliver(engine)
             engine.abort(ids)
             self.counts["aborts"] += 1
+        if rng.random() < 0.1:
+            for engine in self.engines:  # who has lost its blocks while a step of it is under way
+                self.deliver(engine)
+                engine.abort([seq.id for seq in engine.scheduler.leaving if seq.preempted])
         if rng.random() < 0.02:
             self.pause(rng.choice(self.engines), rng.choice([Flow.FROZEN, Flow.DRAIN]))
         if rng.random() < 0.02:

@@ -50,7 +50,14 @@ MUTANTS = [
         "        if seq.holds:\n            self.leaving.add(seq)\n            return\n",
         "",
     ),
-    scheduler("blocks wait for a transfer", "        elif seq.id not in self._fetching:\n", "        else:\n"),
+    scheduler(
+        "blocks wait for a transfer", "        elif self._fetching.get(seq.id) is not seq:\n", "        else:\n"
+    ),
+    scheduler(
+        "who has lost its blocks publishes none",
+        "        if seq.phase is not Phase.WAITING:  # or",
+        "        if True:  # or",
+    ),
     scheduler(
         "blocks of who may be in the draft wait for it",
         "        if seq.holds and self._drafting:\n",

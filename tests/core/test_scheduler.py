@@ -8,7 +8,7 @@ import pytest
 from headgate.core.blocks import BlockPool
 from headgate.core.leases import Filled, Granted, Withdrawn
 from headgate.core.scheduler import Flow, Limits, Scheduler
-from headgate.core.sequence import Phase
+from headgate.core.sequence import Phase, Sequence
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
 from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
@@ -355,6 +355,33 @@ def test_a_preempted_sequence_waits_until_its_last_step_has_landed():
         engine.land()
     engine.run()
     assert engine.tokens[2] == engine.answer(prompt_of(2, 8), 12)
+
+
+def test_aborting_a_preempted_sequence_whose_step_is_under_way_publishes_nothing():
+    engine = Engine(blocks=3, max_context=12)
+    for id in (1, 2):
+        engine.add(id, prompt=1, max_tokens=11)
+    preempted: list[Sequence] = []
+    while not preempted:
+        while len(engine.device) < 2 and engine.launch():
+            pass
+        preempted = [seq for seq in engine.scheduler.leaving if seq.preempted]
+        if not preempted:
+            engine.land()
+    (seq,) = preempted
+    assert min(seq.computed, len(seq.tokens)) // 4 > seq.published, "a block is full that nobody has been told of"
+    engine.scheduler.abort([seq.id], "api_abort")
+    engine.scheduler.check()
+    while len(engine.device):
+        engine.land()
+    engine.run()
+    assert engine.pool.available == 3
+
+
+def test_an_export_that_can_never_fit_is_refused():
+    engine = Engine(blocks=4, exports=True)
+    with pytest.raises(ContextTooLong, match="prompt and what was generated have 22 tokens; this engine holds 16"):
+        engine.add(1, prompt=12, max_tokens=1, export_kv=True, generated=tuple(range(10)))
 
 
 def test_admission_never_preempts():

@@ -6,11 +6,14 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
 from typing import cast
 
 import pytest
 
 from headgate.router import upstream
+from headgate.router.disagg import Leg
+from headgate.router.fleet import Taken
 from headgate.router.upstream import Headers, NoAnswer, Pool, Upstream, WorkerLost, call
 from tests.router.client import until
 from tests.router.run import run
@@ -354,3 +357,67 @@ def test_43_a_call_has_an_answer_or_a_reason_in_time():
             await call(pool, "GET", "/x", timeout_s=60)
 
     run(main())
+
+
+async def pieces(*parts: bytes) -> Noting:
+    """What a reader is told of an answer that comes in these pieces."""
+    connection, noting = Upstream(Pool("http://127.0.0.1:1", 1.0)), Noting()
+    connection.connection_made(cast(asyncio.Transport, Wire()))
+    connection.send(b"", noting)
+    for part in parts:
+        if not noting.ends:
+            connection.data_received(part)
+    return noting
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"2\r\nok\r\n", b"1\r\n!\r\n", b"0\r\n\r\n"],
+        [b"2\r\nok\r\n", b"1\r\n!\r\n0\r\n\r\n"],
+        [b"2\r\nok\r\n1", b"\r\n!\r\n", b"0\r\n\r\n"],
+        [b"1\r\no\r\n1", b"1\r\nX\r\n", b"12345678901234\r\n", b"0\r\n\r\n"],  # the second piece looks like a chunk
+        [b"1\r\no\r\n8;a=", b"1\r\n!\r\n", b"12345\r\n", b"0\r\n\r\n"],
+        [b"2\r\nok\r\n", b"1\r", b"\n!\r\n", b"0\r\n\r\n"],
+        [b"2\r\nok\r\n", b"1\r\n!", b"\r\n", b"0\r\n\r\n"],
+    ],
+)
+def test_chunks_are_read_alike_however_they_are_cut(parts: list[bytes]):
+    cut, whole = asyncio.run(pieces(CHUNKED, *parts)), asyncio.run(pieces(CHUNKED + b"".join(parts)))
+    assert (cut.body, cut.ends) == (whole.body, whole.ends) and whole.ends == ["ended"]
+
+
+def test_chunks_are_read_alike_in_random_pieces():
+    rng = random.Random(7)
+    for _ in range(2000):
+        chunks = [rng.choice([b"\r\n", b"1\r\n", b"a", b"\n\n", b"15\r\n0"]) * rng.randint(1, 12) for _ in range(4)]
+        data = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+        cuts = sorted({0, *(rng.randint(0, len(data)) for _ in range(6)), len(data)})
+        parts = [data[a:b] for a, b in pairwise(cuts)]
+        noting = asyncio.run(pieces(CHUNKED, *parts))
+        assert (noting.body, noting.ends) == (b"".join(chunks), ["ended"]), parts
+
+
+@pytest.mark.parametrize("damaged", [b"0\r\nx\r\n", b"2\r\nok!\r\n", b"-1\r\n!\r\n", b"2\r\nok\n\n", b"1\r\n\r\n"])
+def test_what_is_no_chunk_is_the_parsers_to_refuse(damaged: bytes):
+    noting = asyncio.run(pieces(CHUNKED, b"2\r\nok\r\n", damaged, b"0\r\n\r\n"))
+    assert noting.ends != ["ended"] or noting.body == b"ok"
+
+
+def test_a_ticket_may_come_in_a_chunk_of_its_own_after_signs_of_life():
+    class Share:
+        worker = None
+
+        def give_back(self) -> None:
+            pass
+
+    async def test() -> None:
+        leg = Leg(cast(Taken, Share()))
+        connection = Upstream(Pool("http://127.0.0.1:1", 1.0))
+        connection.connection_made(cast(asyncio.Transport, Wire()))
+        connection.send(b"", leg)
+        for event in (b": keep-alive\n\n", b": keep-alive\n\n", b'data: {"kv_ticket":{"lease":1}}\n\n'):
+            connection.data_received((CHUNKED if leg._status == 0 else b"") + b"%x\r\n%b\r\n" % (len(event), event))
+        assert leg.ticket.result() == b'{"lease":1}'
+
+    asyncio.run(test())

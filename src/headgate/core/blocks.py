@@ -78,13 +78,9 @@ class BlockPool:
 
     def lookup(self, keys: Iterable[Key]) -> list[int]:
         """The blocks of the longest known prefix of `keys`."""
-        found = []
-        for key in keys:
-            block = self._block_of.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        find = self._block_of.get
+        blocks = [find(key, -1) for key in keys] + [-1]
+        return blocks[: blocks.index(-1)]
 
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are held by nobody: retaining them makes that many unavailable."""

@@ -11,6 +11,7 @@ last step that has them has landed.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from headgate.core.leases import LeaseTable
 from headgate.core.queue import OrderedQueue, Rank
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
+from headgate.protocol.keys import largest
 from headgate.protocol.output import Cause, Ended, FinishReason, Outputs, Timings
 from headgate.protocol.plan import Fetch, Logprobs, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
@@ -315,9 +317,13 @@ class Scheduler:
         stops: dict[int, Cause] = dict.fromkeys(sampling.stop_token_ids, "stop_token")
         if not sampling.ignore_eos:
             stops |= dict.fromkeys(self.limits.eos_token_ids, "eos")
+        tokens = [*request.prompt, *request.generated]
+        packed = array("I", tokens)
+        self._check_ids(packed)
         return Sequence(
             request=request,
-            tokens=[*request.prompt, *request.generated],
+            tokens=tokens,
+            packed=packed,
             limit=self._limit(request),
             stops=stops,
             order=(request.priority, due_s, number),
@@ -337,16 +343,24 @@ class Scheduler:
                 "this engine serves no KV to others (kv_listen); leave export_kv out", param="export_kv"
             )
         # Whole blocks, and one token short of everything: the other engine needs one to compute.
-        size = self.pool.block_size
-        return (len(request.prompt) + len(request.generated) - 1) // size * size + 1
+        size, tokens = self.pool.block_size, len(request.prompt) + len(request.generated)
+        exported = (tokens - 1) // size * size
+        if exported > self.max_context:
+            raise ContextTooLong(
+                f"prompt and what was generated have {tokens} tokens; this engine holds {self.max_context}",
+                param="resume",
+            )
+        return exported + 1
+
+    def _check_ids(self, tokens: array[int]) -> None:
+        if (found := largest(tokens)) >= self.limits.vocab_size:
+            raise RequestError(
+                f"token id {found} is outside the vocabulary of {self.limits.vocab_size}", param="prompt"
+            )
 
     def _answer_limit(self, request: GenerateRequest) -> int:
         if request.id in self.sequences:
             raise DuplicateId(f"request {request.id} is already running")
-        if (largest := max(max(request.prompt), max(request.generated, default=0))) >= self.limits.vocab_size:
-            raise RequestError(
-                f"token id {largest} is outside the vocabulary of {self.limits.vocab_size}", param="prompt"
-            )
         if request.sampling.grammar is not None and not self.limits.takes_grammars:
             raise RequestError(
                 "this model has no tokenizer that a grammar could be matched with; ask for plain text",
@@ -524,7 +538,8 @@ class Scheduler:
     # -- the only ways out ------------------------------------------------------
 
     def _finish(self, seq: Sequence, reason: FinishReason, cause: Cause) -> None:
-        self._publish(seq)
+        if seq.phase is not Phase.WAITING:  # or else it has no blocks, though steps of it may be under way
+            self._publish(seq)
         self._dequeue(seq)
         self._drop_ticket(seq)
         if seq.lease is not None:
@@ -577,7 +592,7 @@ class Scheduler:
             self._evicted.append(
                 seq
             )  # it may be in the draft, and nobody else shall write its blocks in the same step
-        elif seq.id not in self._fetching:
+        elif self._fetching.get(seq.id) is not seq:
             self._release_blocks(seq)
         if seq.holds:
             self.leaving.add(seq)

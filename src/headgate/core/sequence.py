@@ -5,12 +5,13 @@
        ├───────────┼─────────┘   │        any phase may end in FINISHED;
        ◄───────────┴─────────────┘        LOADING and RUNNING fall back to WAITING when preempted
 
-Rules: it is in exactly one queue, the one its phase names; `computed` chases `total`; nothing it owns (blocks, row) is
-given to another while `holds > 0`.
+Rules: it is in exactly one queue, the one its phase names; `computed` chases `total`; its row is given to nobody while
+`holds > 0`, nor are blocks that a transfer fills.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
@@ -24,13 +25,14 @@ class Phase(Enum):
     WAITING = auto()  # owns nothing; will be admitted in order
     LOADING = auto()  # owns blocks and a row; a transfer is filling the blocks
     RUNNING = auto()  # owns blocks and a row; scheduled whenever it has something to compute
-    FINISHED = auto()  # never scheduled again; what it owns goes back once holds == 0
+    FINISHED = auto()  # never scheduled again; what it still owns goes back with the last hold
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     request: GenerateRequest
     tokens: list[int]  # prompt and answer, as far as the host knows them
+    packed: array[int]  # those it came with
     limit: int  # tokens at most, prompt and answer together
     stops: dict[int, Cause]  # token ids that end the answer, and what ending there is called
     order: tuple[int, float, int]  # (priority, due time, arrival number): lower goes first, higher is preempted
@@ -91,7 +93,9 @@ class Sequence:
         keys = self._keys
         if len(keys) < count:
             last = keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
-            keys += next_keys(last, self.tokens[len(keys) * block_size : count * block_size], block_size)
+            start, end = len(keys) * block_size, count * block_size
+            came_with = end <= len(self.packed)
+            keys += next_keys(last, self.packed[start:end] if came_with else self.tokens[start:end], block_size)
         return keys[:count]
 
     def disown(self) -> None:

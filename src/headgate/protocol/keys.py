@@ -15,6 +15,7 @@ Key = bytes
 
 KEY_BYTES = 16
 RUN = 16  # blocks whose keys are remembered together
+PIECE = 512  # tokens whose largest is remembered
 
 
 def root_key(version: int, adapter: str = "", salt: str = "") -> Key:
@@ -43,5 +44,15 @@ def _keys(parent: Key, data: bytes, size: int) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-# Many requests begin with the same few thousand tokens, and a digest of each block of them is what admitting one costs.
+def largest(tokens: array[int]) -> int:
+    """The largest id among them."""
+    return max(_largest(tokens[start : start + PIECE].tobytes()) for start in range(0, len(tokens), PIECE))
+
+
+# Many requests begin with the same few thousand tokens, and to look at each of them is what admitting one costs.
 _known_keys = lru_cache(maxsize=1024)(_keys)
+
+
+@lru_cache(maxsize=1024)
+def _largest(tokens: bytes) -> int:
+    return max(memoryview(tokens).cast("I"))

@@ -129,19 +129,19 @@ class PrefixIndex:
         if tail is not None:
             _note_tail(match, tail, path.size, home=path.size >= REPEAT_BYTES)
         elif path.chat:
-            self._look_back(match, path, CUTS[depth - 1] if depth else 0, CUTS[depth])
+            self._look_back(match, path, CUTS[depth])
         elif run and run[0].last_cut == path.cuts[depth - 1] and run[0].last_s < inf:
             # Text has no visible turns. Whoever goes on where an answered prompt ended is taken for its next turn.
             match.homes = [visit.worker for visit in run if visit.counts]
         return match
 
-    def _look_back(self, match: Match, path: Path, seen: int, unseen: int) -> None:
-        """Find the turn before this one. It ended with a message, between the last cut that is known and the next."""
+    def _look_back(self, match: Match, path: Path, unseen: int) -> None:
+        """Find the turn before this one. It ended with a message, short of the first cut that nobody has seen."""
         prompt, end = path.prompt, path.size
         for _ in range(TURN_MESSAGES):
             # A bare "role" is a key, never part of a text, where its quotes would be escaped.
-            end = prompt.rfind(b"}", 0, max(prompt.rfind(b'"role"', seen, end), 0)) + 1
-            if end < max(seen, 1):
+            end = prompt.rfind(b"}", 0, max(prompt.rfind(b'"role"', 0, end), 0)) + 1
+            if not end:
                 return
             if end < unseen and (node := self._get(_tail_key(path, end))) is not None:
                 _note_tail(match, node, end, home=True)

@@ -131,6 +131,8 @@ class Upstream(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             return self._fail(f"it does not speak HTTP: {error}")
+        if not data.endswith(b"\r\n"):
+            self._between = False  # a part of the next chunk's size has come, which the parser does not tell
         if self._in_head:  # a header that never ends is not seen by `on_header`
             self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
