@@ -137,6 +137,7 @@ class Desk:
         self.ended: dict[int, str] = {}
         self.cached: dict[int, int] = {}
         self.landings_s: list[float] = []  # of steps
+        self.asked_s = 0.0
         self._answers: dict[int, Result] = {}
         self._next_id = 1
 
@@ -163,12 +164,14 @@ class Desk:
             self.ended[ended.id], self.cached[ended.id] = ended.finish_reason, ended.cached_tokens
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int, salts: Callable[[int], str]) -> list[int]:
+        """Ask all of this at once; `asked_s` is when."""
         ids = list(range(self._next_id, self._next_id + len(prompts)))
         self._next_id += len(prompts)
         asked = [
             GenerateRequest(id, tuple(prompt), bench.params(max_tokens, i, temperature=0.0), salt=salts(i))
             for i, (id, prompt) in enumerate(zip(ids, prompts, strict=True))
         ]
+        self.asked_s = time.perf_counter()
         self.engine.loop.post(Submit(asked))
         return ids
 
@@ -368,11 +371,10 @@ def wave(
 ) -> dict[str, float]:
     prompts = [prefix + [rng.randrange(size.vocab) for _ in range(size.own)] for _ in range(size.running)]
     finish(desk)
-    began_s = time.perf_counter()
     ids = desk.submit(prompts, 1, salts)
     desk.answered(ids)
     desk.turn_until(lambda: desk.engine.loop.idle)
-    times = sorted((desk.first_s[id] - began_s) * 1000 for id in ids)
+    times = sorted((desk.first_s[id] - desk.asked_s) * 1000 for id in ids)
     return {
         "median_ms": median(times),
         "p99_ms": quantiles(times, n=100, method="inclusive")[98],
