@@ -273,7 +273,8 @@ class Router:
         if not workers:
             return None
         path, match = self._look_up(ask, half)
-        worker, reason = self._keyed_worker(exchange, workers), "idempotency_key"
+        key = exchange.request.header(b"idempotency-key")
+        worker, reason = None if key is None else self._keyed_worker(key, workers), "idempotency_key"
         if worker is None:
             worker = (
                 workers[0] if len(workers) == 1 else self._policies[half].choose(workers, ask, match, self.random)
@@ -284,7 +285,8 @@ class Router:
         visits = [] if path is None else [self.index.insert(path, worker)]
         if path is not None and prefill is not None:
             visits.append(self.index.insert(path, prefill))
-        self._note_key(exchange, worker)
+        if key is not None:
+            self._note_key(key, worker)
         self.counters.chosen[reason] += 1
         found = match.found.get(worker)
         return Placement(self.fleet, worker, _missing(ask, found), reason, found, visits, prefill)
@@ -316,21 +318,16 @@ class Router:
             return tuple(worker for worker in workers if worker.kind == "headgate")
         return workers
 
-    def _keyed_worker(self, exchange: Exchange, workers: tuple[Worker, ...]) -> Worker | None:
+    def _keyed_worker(self, key: bytes, workers: tuple[Worker, ...]) -> Worker | None:
         """Who has the answer of an Idempotency-Key, or makes it."""
-        key = exchange.request.header(b"idempotency-key")
-        if key is None:
-            return None
         worker = self._keyed.get(key)
         return worker if worker in workers else None
 
-    def _note_key(self, exchange: Exchange, worker: Worker) -> None:
+    def _note_key(self, key: bytes, worker: Worker) -> None:
         """Now, not when it has answered: a client that leaves may ask again while its answer is being made."""
-        key = exchange.request.header(b"idempotency-key")
-        if key is not None:
-            self._keyed[key] = worker
-            if len(self._keyed) > KEPT_KEYS:
-                self._keyed.popitem(last=False)
+        self._keyed[key] = worker
+        if len(self._keyed) > KEPT_KEYS:
+            self._keyed.popitem(last=False)
 
     def _prefiller(self, worker: Worker, ask: Ask, match: Match, course: Course | None) -> Worker | None:
         """Somebody else for the prompt, unless it is short or `worker` has most of it."""
