@@ -122,6 +122,30 @@ def test_18_29_a_pause_that_every_worker_refuses_changes_nothing(fakes: list[Fak
             router.wait_for(paused=4)
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["in order", "the other way round"])
+def test_18_29_two_pauses_at_once_that_every_worker_refuses_change_nothing(fakes: list[FakeWorker], first: int):
+    with live_router(fakes[0].url) as router, ThreadPoolExecutor(2) as threads:
+        asked, gates = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+        turn = iter(range(2))
+
+        def late() -> None:
+            mine = next(turn)
+            asked[mine].set()
+            assert gates[mine].wait(60)
+
+        fakes[0].refuses["/v1/pause"] = 409
+        fakes[0].late["/v1/pause"] = late
+        pausing = []
+        for i, mode in enumerate(("drain", "abort")):
+            pausing.append(threads.submit(router.post, "/v1/pause", {"mode": mode}))
+            assert asked[i].wait(60)
+        assert router.router.holding
+        for i in (first, 1 - first):
+            gates[i].set()
+            pausing[i].result(60)
+        assert not router.router.holding
+
+
 def test_bodies_with_unknown_fields_are_refused_by_name_before_anybody_is_asked(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         for path in ("/v1/pause", "/v1/resume", "/v1/update_weights", "/v1/sleep", "/v1/workers"):
@@ -278,6 +302,19 @@ def test_29_a_rolling_update_stops_at_the_first_worker_that_fails_and_says_where
         group = {"init_method": "tcp://127.0.0.1:1", "world_size": 4}
         refused = router.post("/v1/update_weights", {"group": group, "strategy": "rolling"})
         assert refused.json()["error"]["param"] == "strategy"
+
+
+def test_29_44_a_worker_that_leaves_before_its_turn_does_not_stop_a_rolling_update(fakes: list[FakeWorker]):
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
+        asked, gate = threading.Event(), threading.Event()
+        fakes[0].late["/v1/pause"] = lambda: (asked.set(), gate.wait(60))
+        rolling = threads.submit(router.post, "/v1/update_weights", {"path": "/w", "strategy": "rolling"})
+        assert asked.wait(60)
+        assert router.delete("/v1/workers", params={"url": fakes[1].url, "timeout": 60}).status_code == 200
+        gate.set()
+        rolled = rolling.result(60)
+        assert rolled.status_code == 200, rolled.text
+        assert [fake.version for fake in fakes] == [1, 0, 1] and not fakes[1].asked("/v1/pause")
 
 
 def test_44_a_worker_that_is_removed_while_it_is_updated_leaves_with_its_last_request(fakes: list[FakeWorker]):

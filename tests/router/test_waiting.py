@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from headgate.router import disagg
 from headgate.router.router import Router
+from headgate.router.upstream import Pool
 from tests.router.client import Wire, ask, check, routing, until
 from tests.router.mock import CHAT, FINE, Fault, Mock
 from tests.router.run import run
@@ -63,6 +65,35 @@ def test_58_a_deadline_ends_what_waits_for_a_worker_or_for_a_place(stream: bool)
         async with full() as (router, url, _):
             assert_overdue(await ask(url, CHAT, body), stream=stream)
             assert router.admission.waiting == 0
+
+    run(main())
+
+
+async def never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_58_a_deadline_ends_what_waits_for_a_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (_, url):
+            with monkeypatch.context() as patched:
+                patched.setattr(Pool, "connect", never)
+                assert_overdue(await ask(url, CHAT, BODY | {"stream": stream, "deadline_ms": 50}), stream=stream)
+            assert mock.asked == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_58_a_deadline_ends_what_waits_for_a_ticket(stream: bool, monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        monkeypatch.setattr(disagg, "_ticket", never)
+        async with Mock() as one, Mock() as other, routing(one, other, disaggregate_tokens=1) as (router, url):
+            router.fleet.set_role(router.fleet.find(one.url), "prefill")
+            router.fleet.set_role(router.fleet.find(other.url), "decode")
+            assert_overdue(await ask(url, CHAT, BODY | {"stream": stream, "deadline_ms": 50}), stream=stream)
+            assert one.asked == other.asked == []
 
     run(main())
 

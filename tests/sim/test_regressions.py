@@ -175,3 +175,8 @@ def test_what_the_judge_has_been_wrong_about(seed):
 def test_58_a_refusal_that_comes_after_the_deadline_is_told_as_the_deadline():
     """A worker that was paused for its update refused what was long overdue, and its client was told to try again later."""
     assert not simulate(8670).failures
+
+
+def test_a_router_does_not_hold_a_fleet_for_a_pause_that_nobody_could_follow():
+    """Its engine died while it was asked; somebody resumed the fleet through the other router, and this one went on."""
+    assert not simulate(3543).failures

@@ -90,7 +90,7 @@ class FleetControls:
         self._verbs = 0  # calls in progress
         self._resuming = asyncio.Lock()
         self._pauses: set[asyncio.Future[list[Reply]]] = set()  # not answered yet
-        self.pause_asked: PauseRequest | None = None  # what the fleet was last asked
+        self._asked: list[PauseRequest] = []  # pauses that hold, or may yet be refused by all; the last one counts
         self.paused: set[Worker] = set()  # who has followed
         self._fleet.on_restart = lambda worker: self.paused.discard(worker)
         self.update_asked: dict[str, Any] | None = None  # the body of the last one that others can be given too
@@ -104,19 +104,11 @@ class FleetControls:
         began_s = self._router.loop.time()
         with self.busy():
             async with self._resuming:
-                before = self.pause_asked
                 self.hold(body)
             replies = await self._told_to_pause(body, asking)
             async with self._resuming:
-                if (
-                    self.pause_asked is not body
-                ):  # somebody has resumed, or paused otherwise, and what was told is old
+                if not self.judge_pause(body, replies):  # what was told is old
                     return await self.look(asking)
-                if all_refuse(replies):
-                    self.restore(before)
-                else:
-                    # Who has been started anew since it answered knows nothing of a pause.
-                    self.paused = {reply.worker for reply in replies if reply.ok and reply.worker.life == reply.life}
         result = self._result(replies)
         told = [reply.json().get("result", {}) for reply in replies if reply.ok]
         result.aborted = sum(each.get("aborted", 0) for each in told)
@@ -263,6 +255,8 @@ class FleetControls:
         self._fleet.set_floor()
         try:
             for worker in self._able():
+                if worker not in self._fleet:
+                    continue  # it has left before its turn
                 replies.append(await self._roll_one(worker, body, version, asking))
                 if not replies[-1].ok:
                     return self._stopped(replies)
@@ -303,19 +297,36 @@ class FleetControls:
 
     # -- what dialects share ------------------------------------------------------------
 
+    @property
+    def pause_asked(self) -> PauseRequest | None:
+        """What the fleet was last asked; None if it is to run."""
+        return self._asked[-1] if self._asked else None
+
     def hold(self, pause: PauseRequest) -> None:
-        self.pause_asked = pause
+        self._asked.append(pause)
         self._router.hold(queue=pause.new_requests == "queue")
 
-    def restore(self, before: PauseRequest | None) -> None:
-        """Nobody follows the last pause: what was asked before it is what holds."""
-        if before is None:
+    def judge_pause(self, pause: PauseRequest, replies: Sequence[Reply]) -> bool:
+        """Whether nobody has resumed or paused otherwise while that was asked. One that all refuse holds no longer."""
+        latest = self.pause_asked is pause
+        if all_refuse(replies):
+            self._withdraw(pause)
+        elif latest:
+            self._asked = [pause]
+            # Who has been started anew since it answered knows nothing of a pause.
+            self.paused = {reply.worker for reply in replies if reply.ok and reply.worker.life == reply.life}
+        return latest
+
+    def _withdraw(self, pause: PauseRequest) -> None:
+        """What was asked before it is what holds, if anything was."""
+        self._asked = [each for each in self._asked if each is not pause]
+        if self.pause_asked is None:
             self.release()
         else:
-            self.hold(before)
+            self._router.hold(queue=self.pause_asked.new_requests == "queue")
 
     def release(self) -> None:
-        self.pause_asked = None
+        self._asked.clear()
         self.paused.clear()
         self._router.release()
 

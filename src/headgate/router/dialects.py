@@ -23,7 +23,7 @@ from headgate.errors import RequestError
 from headgate.protocol.command import PauseMode
 from headgate.router.abort import abort
 from headgate.router.control import FleetControls, share_ranks
-from headgate.router.fanout import Asking, Call, Reply, all_refuse, fan_out, of_kind, to_all
+from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all
 from headgate.router.relay import NoWorker
 from headgate.router.worker import Worker
 
@@ -89,14 +89,10 @@ async def for_all(router: Router, controls: FleetControls, request: Request) -> 
 
 async def _pause_all(router: Router, controls: FleetControls, request: Request) -> list[Reply]:
     pause = PauseRequest(mode=await _mode_of(request), new_requests="queue", timeout=vllm.LONG_S)
-    before = controls.pause_asked
     controls.hold(pause)
     replies = await _ask_all(router, request)
     await controls.probe_all()
-    if controls.pause_asked is pause and all_refuse(replies):
-        controls.restore(before)
-    else:
-        controls.paused = {reply.worker for reply in replies if reply.ok}
+    controls.judge_pause(pause, replies)
     return replies
 
 

@@ -117,9 +117,9 @@ async def _call(router: Router, worker: Worker, one: Call, asking: Asking, timeo
 
 
 def all_refuse(replies: Iterable[Reply]) -> bool:
-    """Whether everybody who could be asked has said no, so that nothing has changed."""
+    """Whether everybody who could be asked has said no, for whatever reason: what was asked does not hold."""
     asked = [reply for reply in replies if reply.status or reply.worker.state not in ("down", "starting")]
-    return bool(asked) and all(400 <= reply.status < 500 for reply in asked)
+    return bool(asked) and all(reply.status >= 400 for reply in asked)
 
 
 def to_all(workers: Iterable[Worker], one: Call) -> dict[Worker, Call]:

@@ -322,7 +322,7 @@ class Exchange:
         router = self.router
         try:
             if not self._admitted:
-                await self._in_time(router.admit(self))
+                await self.in_time(router.admit(self))
                 self._admitted = True
             await self._carry(tried, fresh=fresh)
         except RequestError as error:
@@ -337,7 +337,7 @@ class Exchange:
         finally:
             self._leave()
 
-    async def _in_time(self, waiting: Awaitable[T]) -> T:
+    async def in_time(self, waiting: Awaitable[T]) -> T:
         """What it waits for while no worker has it, who would look at the deadline."""
         due_ms = self.ask.deadline_ms
         try:
@@ -405,7 +405,7 @@ class Exchange:
             if self.ending:
                 return self._tell_end()
             placement, self._placement = self._placement, None
-            placement = placement or await self._in_time(self.router.place(self, course))
+            placement = placement or await self.in_time(self.router.place(self, course))
             if placement is None:
                 return self._tell_last(course)
             tried = placement.worker, await self._try(placement, fresh=fresh)
@@ -444,7 +444,7 @@ class Exchange:
             if self.course is not None:
                 self.course.asked_again(placement.worker)
         try:
-            upstream = await pool.connect()
+            upstream = await self.in_time(pool.connect())
         except WorkerLost as error:
             return Lost(str(error))
         return await self._ask(Attempt(self, placement), upstream, request)
