@@ -299,13 +299,15 @@ MUTANTS = [
     scheduler("a scored prompt is not fetched", " or self._unscored(seq):", ":"),
     scheduler("admission leaves room to grow", "self.pool.idle(hit) + len(self.running) >", "self.pool.idle(hit) >"),
     scheduler(
-        "unknown tokens begun elsewhere are refused", "max(request.prompt + request.generated)", "max(request.prompt)"
+        "unknown tokens begun elsewhere are refused",
+        'packed = array("I", tokens)',
+        'packed = array("I", request.prompt)',
     ),
     scheduler("a ticket for more than the prompt is refused", "ticket.tokens <= len(seq.tokens) and ", ""),
     scheduler(
         "the last block of an answer is published",
-        "        self._publish(seq)\n        self._dequeue",
-        "        self._dequeue",
+        "            self._publish(seq)\n        self._dequeue",
+        "            pass\n        self._dequeue",
     ),
     scheduler(
         "the first outputs carry the first version", "self._outbox = Outputs(version)", "self._outbox = Outputs()"
@@ -365,7 +367,7 @@ MUTANTS = [
     blocks(
         "an unpublished block is freed", "                if block in self._key_of:\n", "                if True:\n"
     ),
-    blocks("a hit is a prefix", "                break\n", "                continue\n"),
+    blocks("a hit is a prefix", "blocks[: blocks.index(-1)]", "[block for block in blocks if block >= 0]"),
     blocks(
         "the first block under a key stays",
         "if key not in self._block_of and block not in self._key_of:",
