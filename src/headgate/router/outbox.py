@@ -7,7 +7,10 @@ it each time, and waking is what a write costs most.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Final
+
+log = logging.getLogger(__name__)
 
 MOST: Final = 64  # connections that are made to wait for it: a turn may be long
 LARGE: Final = 16 * 2**10  # bytes that go out at once: their writer should hear now if the reader is too slow
@@ -36,5 +39,10 @@ class Outbox:
         """Now, because somebody is about to close his connection, or because the turn is over."""
         writes, self._writes = self._writes, {}
         for transport, data in writes.items():
-            if not transport.is_closing():
+            if transport.is_closing():
+                continue
+            try:
                 transport.write(data)
+            except Exception:
+                log.exception("a connection takes no more, and nobody has said so")
+                transport.abort()  # which tells its owner; the others shall not suffer
