@@ -758,6 +758,36 @@ def test_33_what_a_shutdown_cuts_can_be_resumed_elsewhere(reschedules, reason):
     assert end_of(engine, 1) == (reason, "shutdown") and end_of(engine, 2) == ("abort", "shutdown")
 
 
+def waiting_to_fetch() -> Engine:
+    """Whose blocks two launched steps of an aborted sequence still write to."""
+    engine = Engine(blocks=3, max_context=12, running=2)
+    engine.add(5, prompt=9, max_tokens=3)
+    engine.launch()
+    engine.launch()
+    engine.scheduler.abort([5], "client_disconnect")
+    engine.add(1, prompt=10, max_tokens=2, ticket=prefilled()[1])
+    assert engine.launch() is None and engine.pool.available == 0
+    return engine
+
+
+def test_a_transfer_begins_when_the_last_step_that_touches_its_blocks_has_landed():
+    engine = waiting_to_fetch()
+    engine.land()
+    assert engine.launch() is None
+    engine.land()
+    (fetch,) = engine.launch().fetches
+    assert (fetch.id, len(fetch.blocks)) == (1, 2)
+
+
+def test_who_is_gone_before_its_transfer_could_begin_fetches_nothing():
+    engine = waiting_to_fetch()
+    engine.scheduler.abort([1], "client_disconnect")
+    assert engine.pool.available == 3 and engine.scheduler.unwanted == [1]
+    engine.land()
+    engine.land()
+    assert engine.launch() is None and not engine.scheduler.fetches
+
+
 def fetching(ticket: Ticket, **limits: object) -> Engine:
     engine = Engine(engine="D", **limits)
     engine.add(1, prompt=10, max_tokens=4, ticket=ticket)
