@@ -217,12 +217,14 @@ MUTANTS = [
         "router/relay.py",
         "            if self.ending:\n                return self._tell_end()\n",
         "            pass\n",
+        test="tests/router/test_relay.py",
     ),
     Mutant(
         "who is asked to abort marks what it finds",
         "router/abort.py",
         "        exchange.ending = exchange.ending or whole\n",
         "        pass\n",
+        test="tests/router/test_on_the_way.py",
     ),
     Mutant(
         "what was asked to end goes on in no other engine",
