@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from headgate.client import Fleet, FleetError
@@ -304,12 +305,20 @@ def test_29_a_rolling_update_stops_at_the_first_worker_that_fails_and_says_where
         assert refused.json()["error"]["param"] == "strategy"
 
 
+def roll_slowly(
+    router: LiveRouter, fakes: list[FakeWorker], threads: ThreadPoolExecutor
+) -> tuple[Future[httpx.Response], threading.Event]:
+    """A rolling update that waits for the event at its first worker."""
+    asked, gate = threading.Event(), threading.Event()
+    fakes[0].late["/v1/pause"] = lambda: (asked.set(), gate.wait(60))
+    rolling = threads.submit(router.post, "/v1/update_weights", {"path": "/w", "strategy": "rolling"})
+    assert asked.wait(60)
+    return rolling, gate
+
+
 def test_29_44_a_worker_that_leaves_before_its_turn_does_not_stop_a_rolling_update(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
-        asked, gate = threading.Event(), threading.Event()
-        fakes[0].late["/v1/pause"] = lambda: (asked.set(), gate.wait(60))
-        rolling = threads.submit(router.post, "/v1/update_weights", {"path": "/w", "strategy": "rolling"})
-        assert asked.wait(60)
+        rolling, gate = roll_slowly(router, fakes, threads)
         assert router.delete("/v1/workers", params={"url": fakes[1].url, "timeout": 60}).status_code == 200
         gate.set()
         rolled = rolling.result(60)
@@ -319,10 +328,7 @@ def test_29_44_a_worker_that_leaves_before_its_turn_does_not_stop_a_rolling_upda
 
 def test_44_a_worker_that_is_removed_while_it_is_updated_leaves_with_its_last_request(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(2) as threads:
-        asked, gate = threading.Event(), threading.Event()
-        fakes[0].late["/v1/pause"] = lambda: (asked.set(), gate.wait(60))
-        rolling = threads.submit(router.post, "/v1/update_weights", {"path": "/w", "strategy": "rolling"})
-        assert asked.wait(60)
+        rolling, gate = roll_slowly(router, fakes, threads)
         worker = router.router.fleet.find(fakes[0].url)
         taken = router.do(lambda: router.router.fleet.taking(worker, 0))
         options = {"params": {"url": fakes[0].url, "timeout": 60}}

@@ -14,14 +14,14 @@ import pytest
 from headgate.router import upstream
 from headgate.router.disagg import Leg
 from headgate.router.fleet import Taken
-from headgate.router.upstream import Headers, NoAnswer, Pool, Upstream, WorkerLost, call
+from headgate.router.upstream import Headers, NoAnswer, Pool, Reader, Upstream, WorkerLost, call
 from tests.router.client import until
 from tests.router.run import run
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
-class Noting:
+class Noting(Reader):
     def __init__(self) -> None:
         self.status = 0
         self.heads = 0
@@ -31,9 +31,6 @@ class Noting:
     def head(self, status: int, headers: Headers) -> None:
         self.status = status
         self.heads += 1
-
-    def chunk(self, data: bytes, framed: bytes) -> None:
-        self.data(data)
 
     def data(self, data: bytes) -> None:
         assert not self.ends
@@ -274,9 +271,6 @@ def test_connections_are_kept_for_the_next_and_the_one_used_last_is_taken_first(
 
 def test_a_connection_whose_last_bytes_found_their_reader_full_reads_again_for_the_next():
     class Full(Noting):
-        def chunk(self, data: bytes, framed: bytes) -> None:
-            self.data(data)
-
         def data(self, data: bytes) -> None:
             super().data(data)
             connection.hold()

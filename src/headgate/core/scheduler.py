@@ -155,12 +155,11 @@ class Scheduler:
         """The next step, or None when nothing can run. A plan without rows only fetches and needs no commit."""
         if self.flow is Flow.FROZEN:
             return None
-        draft = self._draft()
-        plan = None
+        draft, plan = self._draft(), None
         if draft.rows or draft.fetches:
             plan = draft.plan(next(self._steps), self.version)
-        if plan is not None and draft.rows:
-            self._launched.append((plan, draft.sequences))
+            if draft.rows:
+                self._launched.append((plan, draft.sequences))
         self._release_evicted()
         return plan
 
@@ -589,9 +588,8 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         """Take back what `seq` owns: its blocks now if that is safe, its row when the last step that has it has landed."""
         if seq.holds and self._drafting:
-            self._evicted.append(
-                seq
-            )  # it may be in the draft, and nobody else shall write its blocks in the same step
+            # It may be in the draft, and nobody else shall write its blocks in the same step.
+            self._evicted.append(seq)
         elif self._fetching.get(seq.id) is not seq:
             self._release_blocks(seq)
         if seq.holds:

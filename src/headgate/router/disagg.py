@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headgate.router.journal import splice
-from headgate.router.upstream import Headers, Upstream, WorkerLost
+from headgate.router.upstream import Headers, Reader, Upstream, WorkerLost
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class NoTicket(Exception):
     """The worker is well, and has nothing to fetch: the prompt is too short, or it has no room."""
 
 
-class Leg:
+class Leg(Reader):
     """Reads the prefill worker's answer: a ticket, and then its end. Gives the worker's load back when that comes."""
 
     def __init__(self, taken: Taken) -> None:
@@ -49,9 +49,6 @@ class Leg:
 
     def head(self, status: int, headers: Headers) -> None:
         self._status = status
-
-    def chunk(self, data: bytes, framed: bytes) -> None:
-        self.data(data)
 
     def data(self, data: bytes) -> None:
         if self.ticket.done():

@@ -41,6 +41,7 @@ class Reader(Protocol):
 
     def chunk(self, data: bytes, framed: bytes) -> None:
         """As `data`, which came as one chunk: `framed` is that chunk."""
+        self.data(data)
 
     def ended(self) -> None: ...
 
@@ -320,7 +321,7 @@ class Pool:
             self._idle.pop().drop()
 
 
-class _Whole:
+class _Whole(Reader):
     """Reads an answer into memory."""
 
     def __init__(self, limit: int) -> None:
@@ -331,9 +332,6 @@ class _Whole:
 
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
-
-    def chunk(self, data: bytes, framed: bytes) -> None:
-        self.data(data)
 
     def data(self, data: bytes) -> None:
         self._body += data
