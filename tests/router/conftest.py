@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headgate.router import plain
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
 
@@ -33,3 +34,12 @@ def servers(weights: list[Path]) -> Iterator[list[LiveServer]]:
     options = {"device": "cpu", "kv_blocks": 4096, "max_running": 8}
     with live_server(weights[0], **options) as one, live_server(weights[0], **options) as two:
         yield [one, two]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> Iterator[None]:
+    """Routers in here run as in their own process; those of the simulation run in Python alone."""
+    python = {name: getattr(plain, name) for name in plain.FUNCTIONS}
+    assert plain.use_compiled() is None
+    yield
+    vars(plain).update(python)

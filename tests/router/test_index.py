@@ -145,8 +145,24 @@ def test_tool_calls_and_their_results_belong_to_the_turn():
     messages.append({"role": "assistant", "content": None, "tool_calls": calls})
     messages += [{"role": "tool", "tool_call_id": str(n), "content": '{"rain": true}'} for n in range(3)]
     assert index.match(chat(messages)).homes == [worker]
-    messages += [{"role": "tool", "tool_call_id": "4", "content": "{}"}] * TURN_MESSAGES
-    assert index.match(chat(messages)).homes == [], "how far we look back is bounded"
+
+
+@pytest.mark.parametrize("keys", [("role", "content"), ("content", "role")])
+def test_how_far_the_last_turn_is_looked_for_is_bounded(keys: tuple[str, str]):
+    index, (worker,) = PrefixIndex(), fleet(1)
+    message = dict.fromkeys(keys, "user")
+    index.insert(chat([message]), worker)
+    assert index.match(chat([message] * (TURN_MESSAGES + 1))).homes == [worker]
+    assert index.match(chat([message] * (TURN_MESSAGES + 2))).homes == []
+
+
+@pytest.mark.parametrize("said", ["if (x) { y(); }", '{"a": {}}, {"role": "user"}', "}, {", "}}}} {"])
+def test_braces_in_a_text_do_not_hide_the_last_turn(said: str):
+    index, (worker,) = PrefixIndex(), fleet(1)
+    messages = [{"role": "user", "content": "Show me some code"}]
+    index.insert(chat(messages), worker)
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": said}]
+    assert index.match(chat(messages)).homes == [worker]
 
 
 def test_an_earlier_turn_does_not_make_a_longer_prefix_shorter():

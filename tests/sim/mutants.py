@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "what an answer ended with reaches its client",
         "router/relay.py",
-        "            self.client.write(LAST_CHUNK)\n        self.client.finished(keep_alive=self._chunked)\n",
-        "            pass\n        self.client.finished(keep_alive=self._chunked)\n",
+        "            self.client.write(LAST_CHUNK)\n        self.client.finished(keep_alive=self.chunked)\n",
+        "            pass\n        self.client.finished(keep_alive=self.chunked)\n",
     ),
     Mutant(
         "a request that has ended is forgotten",

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from headgate.errors import RequestError
+from headgate.router import plain
 
 BYTES_PER_TOKEN: Final = 4  # of English text; good enough to weigh one worker's work against another's
 
@@ -68,6 +69,11 @@ _decode_name = msgspec.json.Decoder(str).decode
 
 def read_ask(path: str, body: bytes, *, session: str | None = None, tenant: str = "") -> Ask:
     """`session` is the routing key of a header, and goes before what the body says."""
+    known = plain.peek(body)
+    if known is not None:
+        model, stream, prompt, chat, tokens = known
+        root = hash((path, model, b"", b"", None, tenant))
+        return Ask(model, stream, None, session.encode() if session else b"", 1, root, prompt, chat, tokens, False)
     told = _read(body)
     prompt = _prompt(told)
     return Ask(

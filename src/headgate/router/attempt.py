@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headgate.router.journal import VEIL
+from headgate.router.journal import BOUND, VEIL
 from headgate.router.upstream import Headers, Upstream
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-headgate-jour
 JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
 DONES = DONE, b"data: [DONE]\r\n\r\n"
-BOUND = b":+\n"  # this event is none without the next one
-VERSION = re.compile(rb"^:j \d+ (\d{1,18}) ", re.MULTILINE)
+VERSION = re.compile(rb":j \d+ (\d{1,18}) ")
+LATER_VERSION = re.compile(rb"\n:j \d+ (\d{1,18}) ")
 FAILED = re.compile(rb"^:e ([45]\d\d)$", re.MULTILINE)
 RESCHEDULED = b'"finish_reason":"pd_reschedule"'  # cannot stand inside a JSON string, which would escape its quotes
 
@@ -97,6 +97,7 @@ class Attempt:
         "_veiled",
         "_vetted",
         "given_up",
+        "heard",
         "journalled",
         "last_s",
         "outcome",
@@ -115,7 +116,7 @@ class Attempt:
         self._before = b""  # and those before them, of somebody else's stream
         self._veiled: list[bytes] = []
         self._vetted = False  # its first tokens have come, and their weights are the fleet's
-        self._plain = False  # whole events may be passed on by `chunk`
+        self._plain = False  # `chunk` may pass events on
         self._body: list[bytes] = []
         self._size = 0
         self.status = 0  # until the head has come
@@ -124,7 +125,8 @@ class Attempt:
         self.worker = taken.worker
         self.upstream: Upstream | None = None
         self.outcome: Outcome | None = None
-        self.last_s = 0.0
+        self.heard = False  # something, since the sweep last asked; to look at a clock each time would be felt
+        self.last_s = 0.0  # when it was asked, or that was found
 
     # -- Reader ---------------------------------------------------------------------
 
@@ -146,17 +148,26 @@ class Attempt:
         self._mode = Attempt._pass_events if self.journalled else Attempt._pass
 
     def data(self, data: bytes) -> None:
-        self.last_s = self._exchange.router.loop.time()
+        self.heard = True
         self._mode(self, data)
 
     def chunk(self, data: bytes, framed: bytes) -> None:
-        """In the middle of a stream most are whole events, and go on as they came."""
-        if self._plain and data[-2:] == b"\n\n" and BOUND not in data and VEIL not in data:
-            self.last_s = self._exchange.router.loop.time()
+        """In the middle of a stream they go on as they came."""
+        exchange, self.heard = self._exchange, True
+        if self._plain:
             self._last = data
-            self._exchange.pass_chunk(data, framed)
+            exchange.journal.feed(data)
+            exchange.client.write(framed if exchange.chunked else data)
+        elif self._mode is Attempt._collect_journal and not self._tail:
+            self._note(data)
         else:
-            self.data(data)
+            self._mode(self, data)
+
+    def heard_last_s(self, now_s: float) -> float:
+        """When something last came of it, as far as anybody has looked."""
+        if self.heard:
+            self.heard, self.last_s = False, now_s
+        return self.last_s
 
     def ended(self) -> None:
         self._finish(self._ending())
@@ -191,7 +202,7 @@ class Attempt:
 
     def _outdated(self, events: bytes) -> bool:
         """Whether its first tokens come from weights that the fleet no longer has; nobody sees them then."""
-        if (first := VERSION.search(events)) is None:
+        if (first := VERSION.match(events) or LATER_VERSION.search(events)) is None:
             return False
         self._vetted = True
         floor = self._exchange.router.fleet.floor_version
@@ -234,7 +245,11 @@ class Attempt:
             data = self._whole_events(data)
         if VEIL in data:
             data = self._set_aside(data)
-        if not data or (not self._vetted and self._outdated(data)):
+        if data:
+            self._note(data)
+
+    def _note(self, data: bytes) -> None:
+        if not self._vetted and self._outdated(data):
             return
         self._last = data
         if self._taken.pending and b":j " in data:

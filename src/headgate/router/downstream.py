@@ -7,7 +7,6 @@ is too large, is refused here; everything else is `Handler`'s. A client that lea
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -16,6 +15,7 @@ import httptools
 
 from headgate.api.errors import RETRIED, RETRY_AFTER_S, error_body
 from headgate.errors import RequestError
+from headgate.router import plain
 from headgate.router.outbox import Outbox
 from headgate.router.upstream import Headers
 
@@ -24,7 +24,6 @@ MOST_PIPELINED = 32
 REQUEST_S = 120.0  # for a request to come whole
 KEEP_ALIVE_S = 75.0
 MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 1000, 8 * 2**10
-LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: (\d{1,12})(?=\r\n)")
 LINGER_S = 2.0  # for a client that was refused to read why
 
 
@@ -172,9 +171,11 @@ class Downstream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return None
-        if self._at_rest and (request := self._recognised(data)) is not None:
-            self._waiting.append(request)
-            return self._next()
+        if self._at_rest and self._current is None and not (self._waiting or self._full):
+            connections = self._connections
+            known = plain.request(data, connections.heads, connections.max_body_bytes)
+            if known is not None:
+                return self._begin(HttpRequest(*known))
         rested, head = self._at_rest, self._head if self._in_head else None
         try:
             self._parser.feed_data(data)
@@ -196,30 +197,15 @@ class Downstream(asyncio.Protocol):
             self._refuse(error)
         return None
 
-    def _recognised(self, data: bytes) -> HttpRequest | None:
-        """The request that `data` is, if its head has come before and differs in nothing but the length."""
-        end = data.find(b"\r\n\r\n") + 2
-        length = LENGTH.search(data, 0, end)
-        if length is None or self._waiting:  # what waits is counted by the parser's calls
-            return None
-        size, start = int(length[1]), end + 2
-        if len(data) != start + size or size > self._connections.max_body_bytes:
-            return None
-        head = self._connections.heads.get(data[: length.start()] + data[length.end() : end])
-        return None if head is None else HttpRequest(head, data[start:])
-
     def _remember(self, data: bytes) -> None:
         """Know this head again, if `data` was one request and nothing else."""
-        end = data.find(b"\r\n\r\n") + 2
-        length = LENGTH.search(data, 0, end)
-        if length is None or len(data) != end + 2 + int(length[1]) or end > LONGEST_KNOWN_HEAD:
-            return
-        if b"expect" in self._head.first or not self._head.keep_alive:
+        key = plain.request_head(data)
+        if key is None or len(key) > LONGEST_KNOWN_HEAD or b"expect" in self._head.first or not self._head.keep_alive:
             return
         heads = self._connections.heads
         if len(heads) >= MOST_KNOWN_HEADS:
             heads.clear()
-        heads[data[: length.start()] + data[length.end() : end]] = self._head
+        heads[key] = self._head
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -303,10 +289,13 @@ class Downstream(asyncio.Protocol):
 
     def _next(self) -> None:
         if self._current is None and self._waiting and not self._full and not self.gone:
-            self._current = request = self._waiting.popleft()
-            answering = self._connections.handle(self, request)
-            if self._current is request:  # not answered at once
-                self._answering = answering
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, request: HttpRequest) -> None:
+        self._current = request
+        answering = self._connections.handle(self, request)
+        if self._current is request:  # not answered at once
+            self._answering = answering
 
     # -- what is not waited for -------------------------------------------------------------
 

@@ -12,12 +12,15 @@ of it later is written once.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
+from functools import partial
 from math import inf
 from typing import Final
 
 import msgspec
 
+from headgate.router import plain
 from headgate.router.worker import Worker
 
 WORKERS_PER_NODE: Final = 8  # that a shared prefix is remembered for
@@ -25,14 +28,16 @@ REPEAT_BYTES: Final = 1024  # a shorter prompt that comes again is no reason to 
 TURN_MESSAGES: Final = (
     8  # that we look back for the last turn's end: an answer's tool calls and their results are several
 )
+# A message follows: inside a text its quotes would be escaped.
+NEXT: Final = re.compile(rb'\s*,\s*\{\s*"(?:role|content)"')
 
 
 def _cuts() -> list[int]:
     """Two to the octave: at most a third of what is shared goes unseen. Turns of a conversation are found exactly."""
-    return [256, *(size for power in range(9, 31) for size in (1 << power, 3 << (power - 1)))]
+    return [512, *(size for power in range(10, 31) for size in (1 << power, 3 << (power - 1)))]
 
 
-CUTS: Final = _cuts()
+CUTS: Final = tuple(_cuts())
 LEAST_NODES: Final = 2 * (len(CUTS) + 1)  # each generation has room for the longest prompt
 
 
@@ -87,12 +92,9 @@ class Match(msgspec.Struct, gc=False, eq=False):
 def path_of(root: int, prompt: bytes, *, chat: bool) -> Path:
     """`prompt` lacks its closing bracket or quote; `root` tells apart what can have nothing in common."""
     size = (prompt.rfind(b"}") + 1 or len(prompt)) if chat else len(prompt)
-    key, start, keys = root, 0, []
-    for end in CUTS[: bisect_right(CUTS, size)]:
-        key = hash((key, prompt[start:end]))
-        keys.append(key)
-        start = end
-    return Path(root, prompt, chat, size, keys, hash((key, prompt[start:size], None)))
+    keys = plain.cut_keys(root, prompt, size, CUTS)
+    start, key = (CUTS[len(keys) - 1], keys[-1]) if keys else (0, root)
+    return Path(root, prompt, chat, size, keys, plain.tail_key(key, prompt, start, size))
 
 
 class PrefixIndex:
@@ -114,17 +116,10 @@ class PrefixIndex:
         """Every worker's longest prefix, and where the conversation was last."""
         match = Match({}, [])
         young, old = self._young, self._old
-        depth = 0
         run: Node = ()
-        for key in path.cuts:
-            node = young.get(key) or old.get(key)
-            if node is None:
-                break
-            if node is not run:
-                _note(match, run, depth)
-                run = node
-            depth += 1
-        _note(match, run, depth)
+        depth = 0
+        for run, depth in plain.runs(young, old, path.cuts):
+            _note(match, run, depth)
         tail = young.get(path.tail) or old.get(path.tail)
         if tail is not None:
             _note_tail(match, tail, path.size, home=path.size >= REPEAT_BYTES)
@@ -137,15 +132,15 @@ class PrefixIndex:
 
     def _look_back(self, match: Match, path: Path, unseen: int) -> None:
         """Find the turn before this one. It ended with a message, short of the first cut that nobody has seen."""
-        prompt, end = path.prompt, path.size
+        prompt, end = path.prompt, min(path.size, unseen) - 1
         for _ in range(TURN_MESSAGES):
-            # A bare "role" is a key, never part of a text, where its quotes would be escaped.
-            end = prompt.rfind(b"}", 0, max(prompt.rfind(b'"role"', 0, end), 0)) + 1
+            end = _message_end(prompt, end)
             if not end:
                 return
-            if end < unseen and (node := self._get(_tail_key(path, end))) is not None:
+            if (node := self._get(_tail_key(path, end))) is not None:
                 _note_tail(match, node, end, home=True)
                 return
+            end -= 1
 
     def _get(self, key: int) -> Node | None:
         return self._young.get(key) or self._old.get(key)
@@ -157,16 +152,7 @@ class PrefixIndex:
             return visit
         keys = [*path.cuts, path.tail]
         self._make_room(len(keys))
-        young, old = self._young, self._old
-        run: Node | None = None
-        visited: Node = ()
-        for key in keys:
-            node = young.get(key)
-            if node is None:
-                node = old.pop(key, ())
-            if node is not run:
-                run, visited = node, _visited(node, visit)
-            young[key] = visited
+        plain.renew(self._young, self._old, keys, partial(_visited, visit))
         return visit
 
     def _make_room(self, count: int) -> None:
@@ -195,13 +181,24 @@ def _note_tail(match: Match, node: Node, size: int, *, home: bool) -> None:
                 match.found[worker] = Found(size, visit.last_s)
 
 
-def _visited(node: Node, visit: Visit) -> Node:
+def _visited(visit: Visit, node: Node) -> Node:
+    if not node:
+        return (visit,)
     others = [other for other in node if other.worker is not visit.worker and other.counts]
     return (visit, *others[: WORKERS_PER_NODE - 1])
+
+
+def _message_end(prompt: bytes, before: int) -> int:
+    """Where the last message ends that another one follows; 0 if there is none."""
+    brace = prompt.rfind(b"}", 0, before)  # one character, which is found many times faster than two
+    if brace < 0 or NEXT.match(prompt, brace + 1):
+        return brace + 1
+    # This one is part of a text. A bare "role" is a key.
+    return prompt.rfind(b"}", 0, max(prompt.rfind(b'"role"', 0, brace), 0)) + 1
 
 
 def _tail_key(path: Path, end: int) -> int:
     """As `path_of` names a prompt that ends there."""
     cut = bisect_right(CUTS, end)
     start, key = (CUTS[cut - 1], path.cuts[cut - 1]) if cut else (0, path.root)
-    return hash((key, path.prompt[start:end], None))
+    return plain.tail_key(key, path.prompt, start, end)

@@ -21,6 +21,7 @@ TOKENS = re.compile(rb"\n:j (\d+) (-?\d+) (\d+) ([\d,]*)(?=\r?\n)")
 CACHED = re.compile(rb"\n:f \d+ \w+ \w+ (\d{1,12}) (\d{1,12}) \d+(?=\r?\n)")
 FINISH = re.compile(rb"\n:f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)(?=\r?\n)")
 VEIL = b":m "
+BOUND = b":+\n"  # this event is none without the next one
 UNSAID = VEIL + b":j "
 
 
@@ -108,7 +109,8 @@ class Journal:
         if choices > 1 or 0 in self._choices:
             told = [told.finish for told in self.choices.values() if told.finish is not None]
             return min(((int(str(finish[2])), int(str(finish[3]))) for finish in told), default=None)
-        found = CACHED.search(b"\n" + b"".join(self._raw[-3:])) if self._raw else None  # in its last words
+        last_words = b"\n" + b"".join(self._raw[-3:])
+        found = CACHED.search(last_words, last_words.find(b"\n:f "))
         return None if found is None else (int(found[1]), int(found[2]))
 
     def resume(self, *, streamed: bool) -> bytes:

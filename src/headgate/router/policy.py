@@ -59,12 +59,14 @@ class CacheAware:
         self._placements = 0
 
     def choose(self, workers: tuple[Worker, ...], ask: Ask, match: Match, rng: random.Random) -> Worker:
-        members, sample = self._members.of(workers), _some(workers, rng)
-        homes = [worker for worker in match.homes if worker in members]
-        if homes and _may_stay(home := min(homes, key=work), match, sample):
-            return home
-        knowing = [worker for worker in match.found if worker in members]
-        chosen = self._fairest((*sample, *knowing), match)
+        looked_at = sample = _some(workers, rng)
+        if match.found:
+            members = self._members.of(workers)
+            homes = [worker for worker in match.homes if worker in members]
+            if homes and _may_stay(home := min(homes, key=work), match, sample):
+                return home
+            looked_at = (*sample, *(worker for worker in match.found if worker in members))
+        chosen = self._fairest(looked_at, match)
         self._note(chosen, len(workers))
         return chosen
 
@@ -74,7 +76,7 @@ class CacheAware:
         for worker in workers:  # a loop, because a call per worker would be felt
             score = worker.in_flight + worker.others + worker.pending_tokens / TOKENS_PER_REQUEST
             score += placed.get(worker, 0)
-            if (known := found.get(worker)) is not None:
+            if found and (known := found.get(worker)) is not None:
                 score -= min(_tokens(known.size) / TOKENS_PER_REQUEST, HEAD_START)
             if score < least:
                 fairest, least = worker, score

@@ -114,7 +114,7 @@ class Exchange:
         self.journal = Journal()
         self.began_s = router.loop.time()
         self.created = int(time.time())
-        self._chunked = request.head.version == "1.1"
+        self.chunked = request.head.version == "1.1"
 
     # -- Answering ------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Exchange:
         if self._begun:
             return
         self._begun = True
-        if not self._chunked:
+        if not self.chunked:
             headers = [
                 *(header for header in headers if header[0] != b"transfer-encoding"),
                 (b"connection", b"close"),
@@ -149,12 +149,8 @@ class Exchange:
         self.journal.feed(events)
         self.write_chunk(events)
 
-    def pass_chunk(self, events: bytes, framed: bytes) -> None:
-        self.journal.feed(events)
-        self.client.write(framed if self._chunked else events)
-
     def write_chunk(self, data: bytes) -> None:
-        self.client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.client.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def keep_alive(self) -> None:
         """Show life while there is nothing to tell."""
@@ -163,9 +159,9 @@ class Exchange:
             self.write_chunk(KEEP_ALIVE)
 
     def _end_stream(self) -> None:
-        if self._chunked:
+        if self.chunked:
             self.client.write(LAST_CHUNK)
-        self.client.finished(keep_alive=self._chunked)
+        self.client.finished(keep_alive=self.chunked)
 
     def _tell(self, worker: Worker | None, answer: Answered) -> None:
         if self._begun:  # a stream that has only shown life, and is refused now
@@ -475,13 +471,8 @@ class Exchange:
         """The client's request, as this worker is asked it; under another id it is another request."""
         # What goes on is a part of an answer, which nobody may get for the whole of it.
         head = self._head_for(worker, part=id is not None or bool(self.moves and self.journal.choices))
-        return b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n%b" % (
-            head,
-            (id or self.id).encode(),
-            len(body),
-            more,
-            body,
-        )
+        lines = b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
+        return lines % (head, (id or self.id).encode(), len(body), more) + body  # which is copied once only
 
     def _head_for(self, worker: Worker, *, part: bool) -> bytes:
         """What is the same of all requests with this head to that worker."""

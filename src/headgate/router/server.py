@@ -11,10 +11,12 @@ from pathlib import Path
 
 import uvloop
 
+from headgate.allocator import keep_freed_memory
 from headgate.collector import spare_the_collector
 from headgate.config import RouteConfig, WorkerAddress
 from headgate.errors import HeadgateError, RequestError
 from headgate.listening import StopSignals, url_of
+from headgate.router import plain
 from headgate.router.app import ControlPlane
 from headgate.router.bridge import Bridge
 from headgate.router.monitor import Monitor
@@ -32,6 +34,10 @@ Announce = Callable[[str, list[str]], None]
 
 def run_router(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
     """Route until a signal comes."""
+    keep_freed_memory()
+    missing = plain.use_compiled()
+    if missing is not None:
+        log.info("routing in Python alone: %s", missing.reason)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(route(config, listener, version, announce))
 

@@ -7,7 +7,6 @@ answer; in every other case it is closed, which is how a worker learns that nobo
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from headgate.router import plain
 from headgate.router.outbox import Outbox
 
 Headers = list[tuple[bytes, bytes]]
@@ -27,9 +27,6 @@ MAX_HEAD_BYTES = 64 * 2**10
 
 MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 100, 4 * 2**10  # per worker
 OK = b"HTTP/1.1 200 OK\r\n"
-LAST_CHUNK = b"0\r\n\r\n"
-ID = b"\r\nx-request-id: "
-CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 
 
 class Reader(Protocol):
@@ -40,7 +37,7 @@ class Reader(Protocol):
     def data(self, data: bytes) -> None: ...
 
     def chunk(self, data: bytes, framed: bytes) -> None:
-        """As `data`, which came as one chunk: `framed` is that chunk."""
+        """As `data`: plain events, see `plain`. Inside a stream they came as one chunk, which `framed` is."""
         self.data(data)
 
     def ended(self) -> None: ...
@@ -119,12 +116,8 @@ class Upstream(asyncio.Protocol):
         if self._reader is None:
             self.drop()  # words that nobody asked for
             return None
-        if self._between:
-            # Most of what comes of a stream is one chunk after another, each by itself.
-            end = data.find(b"\r\n")
-            size = len(data) - end - 4
-            if size > 0 and data[:end] == b"%x" % size and data[-2:] == b"\r\n":
-                return self._reader.chunk(data[end + 2 : -2], data)
+        if self._between and (events := plain.events(data)) is not None:
+            return self._reader.chunk(events, data)  # as most of what comes of a stream
         rested, self._at_rest = self._at_rest, False
         if rested and self._recognised(data):
             return None
@@ -149,18 +142,15 @@ class Upstream(asyncio.Protocol):
 
     def _recognised(self, data: bytes) -> bool:
         """Whether `data` was a whole answer after a head that is known: short ones are, and need no parser."""
-        end = data.find(b"\r\n\r\n")
-        headers = self._pool.heads.get(_without_id(data, end))
-        if headers is None or not data.endswith(LAST_CHUNK):
+        known = plain.answer(data, self._pool.heads)
+        if known is None:
             return False
-        body = unchunked(data, end + 4, len(data) - len(LAST_CHUNK))
-        if not body:
-            return False
+        headers, body = known
         reader = self._reader
         assert reader is not None
         reader.head(200, headers)
         if self._reader is reader:
-            reader.data(body)
+            reader.chunk(body, data)
         self._keeps = not self._once
         self._end()
         return True
@@ -230,28 +220,6 @@ class Upstream(asyncio.Protocol):
             self._keeps = self._parser.should_keep_alive() and not self._once
 
 
-def _without_id(answer: bytes, end: int) -> bytes:
-    """The head of an answer, which ends there, but for the line that is another one every time."""
-    start = answer.find(ID, 0, end)
-    return answer[:end] if start < 0 else answer[:start] + answer[answer.find(b"\r\n", start + 2) : end]
-
-
-def unchunked(data: bytes, start: int, end: int) -> bytes:
-    """What is in the chunks that stand there; empty if it is anything else than whole chunks."""
-    parts = []
-    while start < end:
-        line = CHUNK_SIZE.match(data, start)
-        if line is None:
-            return b""
-        start = line.end()
-        size = int(line[1], 16)
-        parts.append(data[start : start + size])
-        start += size + 2
-        if not size or data[start - 2 : start] != b"\r\n":
-            return b""
-    return b"".join(parts) if start == end else b""
-
-
 class Pool:
     """The connections to one worker."""
 
@@ -304,7 +272,7 @@ class Pool:
             return
         if len(self.heads) >= MOST_KNOWN_HEADS:
             self.heads.clear()
-        self.heads[_without_id(answer, end)] = headers
+        self.heads[plain.answer_head(answer, end)] = headers
 
     def forget(self, upstream: Upstream) -> None:
         """An idle connection that has been closed by the worker is not offered again; `take` skips those it still meets."""

@@ -4,7 +4,8 @@
 The result of every operation is batch-invariant: the bits of a row depend on that row's inputs only.
 """
 
-from headgate.layers.cpu.build import Unavailable, load_kernels
+from headgate.compiling import Unavailable
+from headgate.layers.cpu.build import load_kernels
 from headgate.layers.cpu.kernels import Kernels
 
 __all__ = ["Kernels", "Unavailable", "load_kernels"]

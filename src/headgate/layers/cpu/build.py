@@ -1,33 +1,26 @@
 """Compiles the C++ kernels on first use and loads them.
 
-Owns the cache of compiled libraries: one folder per hash of sources, flags, torch and Python versions. Rules: a library
-appears in its folder whole or not at all (built aside, then renamed); two processes never build the same one at once
-(a file lock); what a machine lacks is a value, `Unavailable`, since the torch backend is always there instead.
+There is one folder per hash of sources, flags, torch and Python versions; see `headgate.compiling`. Where they cannot be
+had, the torch backend is there instead.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import hashlib
-import importlib.machinery
-import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headgate import compiling
+from headgate.compiling import Unavailable, build_once, compile_with, import_library
 from headgate.layers.cpu.kernels import Kernels
 
 MODULE = "_headgate_cpu_kernels"
@@ -43,13 +36,6 @@ ISA_FLAGS = {
     "avx512": AVX512_FLAGS,
     "avx512bf16": (*AVX512_FLAGS, "-mavx512bf16"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Unavailable:
-    """Why this machine has no compiled kernels."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +67,7 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def default_cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "headgate" / "kernels"
+    return compiling.default_cache() / "kernels"
 
 
 @functools.lru_cache
@@ -97,7 +82,7 @@ def _load_module(compiler: str, cache: Path) -> Any:
             built = _build(compiler, library)
             if isinstance(built, Unavailable):
                 return built
-        return _import(library)
+        return import_library(MODULE, library)
     except (OSError, ImportError) as error:
         return Unavailable(f"cannot build or load {library}: {error}")
 
@@ -123,21 +108,8 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _fingerprint() -> str:
-    digest = hashlib.sha256()
-    for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     settings = (COMMON_FLAGS, ISA_FLAGS, torch.__version__, sys.implementation.cache_tag, Path(torch.__file__).parent)
-    digest.update(repr(settings).encode())
-    return digest.hexdigest()[:20]
-
-
-def _import(library: Path) -> Any:
-    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(library))
-    spec = importlib.util.spec_from_file_location(MODULE, library, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return compiling.fingerprint([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")], *settings)
 
 
 def _build(compiler: str, library: Path) -> Path | Unavailable:
@@ -145,25 +117,12 @@ def _build(compiler: str, library: Path) -> Path | Unavailable:
     found = shutil.which(compiler)
     if found is None:
         return Unavailable(f"no C++ compiler: {compiler} not found (install g++ for fast CPU kernels)")
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(library.parent / "lock"):
-        if library.exists():
-            return library
+
+    def build(scratch: Path, built: Path) -> str | None:
         print("headgate: compiling CPU kernels, once (about 30 s) ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            built = Path(scratch) / library.name
-            failure = _compile_and_link(found, Path(scratch), built)
-            if failure is not None:
-                return Unavailable(failure)
-            built.replace(library)
-    return library
+        return _compile_and_link(found, scratch, built)
 
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return build_once(library, build) or library
 
 
 def _units() -> list[_Unit]:
@@ -203,9 +162,4 @@ def _link_flags() -> list[str]:
 
 
 def _run(command: list[str]) -> str | None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
-    told = next((line for line in lines if "error" in line), lines[0])
-    return f"compiling the CPU kernels failed: {told.strip()}"
+    return compile_with(command, "the CPU kernels")

@@ -1,0 +1,86 @@
+"""C and C++ of ours, compiled on first use with the user's compiler, and kept.
+
+Rules: a library appears in its folder whole or not at all (built aside, then renamed); two processes never build the same
+one at once (a file lock); what a machine lacks is a value, `Unavailable`, since there is always another way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMPILE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why this machine has no compiled code."""
+
+    reason: str
+
+
+def default_cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "headgate"
+
+
+def fingerprint(sources: Iterable[Path], *settings: object) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(sources):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest.update(repr(settings).encode())
+    return digest.hexdigest()[:20]
+
+
+def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> Unavailable | None:
+    """Have `build` make the library, in a folder of its own, unless another process has just done so."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(library.parent / "lock"):
+        if library.exists():
+            return None
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = Path(scratch) / library.name
+            failure = build(Path(scratch), built)
+            if failure is not None:
+                return Unavailable(failure)
+            built.replace(library)
+    return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def compile_with(command: list[str], what: str) -> str | None:
+    """Run a compiler; what went wrong, if anything did."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_S)
+    except subprocess.TimeoutExpired:
+        return f"compiling {what} took more than {COMPILE_S:g} s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
+    told = next((line for line in lines if "error" in line), lines[0])
+    return f"compiling {what} failed: {told.strip()}"
+
+
+def import_library(name: str, library: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,452 @@
+// The plain path of a request through the router, in C. `plain.py` has the same functions in Python, says what they do, and
+// is used where there is no compiler. What is out of the ordinary is None here, and left to the long way round.
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef struct {
+    const char *at, *end;
+} Span;
+
+static Span span_of(PyObject *bytes) {
+    const char *at = PyBytes_AS_STRING(bytes);
+    return (Span){at, at + PyBytes_GET_SIZE(bytes)};
+}
+
+static const char *find(const char *at, const char *end, const char *what, size_t size) {
+    return at < end ? memmem(at, (size_t)(end - at), what, size) : NULL;
+}
+
+static int starts(const char *at, const char *end, const char *with, size_t size) {
+    return (size_t)(end - at) >= size && memcmp(at, with, size) == 0;
+}
+
+static int ends(Span data, const char *with, size_t size) {
+    return (size_t)(data.end - data.at) >= size && memcmp(data.end - size, with, size) == 0;
+}
+
+#define FIND(at, end, what) find(at, end, what, sizeof(what) - 1)
+#define STARTS(at, end, with) starts(at, end, with, sizeof(with) - 1)
+#define ENDS(data, with) ends(data, with, sizeof(with) - 1)
+
+static int arguments(const char *name, Py_ssize_t given, Py_ssize_t wanted, PyObject *bytes) {
+    if (given == wanted && PyBytes_CheckExact(bytes)) return 1;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, and bytes among them", name, wanted);
+    return 0;
+}
+
+static PyObject *bytes_of(const char *at, const char *end) { return PyBytes_FromStringAndSize(at, end - at); }
+
+// Both with a new reference to the second, and ours to the first.
+static PyObject *pair(PyObject *known, PyObject *made) {
+    if (made == NULL) return NULL;
+    PyObject *both = PyTuple_Pack(2, known, made);
+    Py_DECREF(made);
+    return both;
+}
+
+// What `heads` has under these bytes without what is between `from` and `to`. Borrowed; NULL without an error if nothing.
+static PyObject *known_head(PyObject *heads, const char *at, const char *from, const char *to, const char *end) {
+    PyObject *key = PyBytes_FromStringAndSize(NULL, (from - at) + (end - to));
+    if (key == NULL) return NULL;
+    memcpy(PyBytes_AS_STRING(key), at, (size_t)(from - at));
+    memcpy(PyBytes_AS_STRING(key) + (from - at), to, (size_t)(end - to));
+    PyObject *found = PyDict_GetItemWithError(heads, key);
+    Py_DECREF(key);
+    return found;
+}
+
+// ------------------------------------------------------------------------------------------------------ HTTP
+
+// The line of the length, with the line break before it, and its number; 0 if there is none.
+static int length_line(const char *at, const char *end, Span *line, Py_ssize_t *length) {
+    for (const char *gap = at; (gap = FIND(gap, end, "\r\n")) != NULL; gap += 2) {
+        const char *name = gap + 2;
+        if (end - name < 19 || (name[0] | 32) != 'c' || (name[8] | 32) != 'l') continue;
+        if (memcmp(name + 1, "ontent-", 7) || memcmp(name + 9, "ength: ", 7)) continue;
+        const char *digit = name + 16, *first = digit;
+        Py_ssize_t number = 0;
+        while (digit < end && digit - first < 12 && *digit >= '0' && *digit <= '9') number = 10 * number + (*digit++ - '0');
+        if (digit == first || !STARTS(digit, end, "\r\n")) continue;
+        *line = (Span){gap, digit};
+        *length = number;
+        return 1;
+    }
+    return 0;
+}
+
+static PyObject *request(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    if (!arguments("request", count, 3, args[0])) return NULL;
+    Span data = span_of(args[0]), line;
+    Py_ssize_t length, most = PyLong_AsSsize_t(args[2]);
+    if (most == -1 && PyErr_Occurred()) return NULL;
+    const char *gap = FIND(data.at, data.end, "\r\n\r\n");
+    if (gap == NULL || !length_line(data.at, gap + 2, &line, &length)) Py_RETURN_NONE;
+    const char *body = gap + 4;
+    if (length != data.end - body || length > most) Py_RETURN_NONE;
+    PyObject *head = known_head(args[1], data.at, line.at, line.end, gap + 2);
+    if (head == NULL) {
+        if (PyErr_Occurred()) return NULL;
+        Py_RETURN_NONE;
+    }
+    return pair(head, bytes_of(body, data.end));
+}
+
+// The chunk that begins at `at`, and where the next one does; 0 unless it is whole and has something in it.
+static int chunk(const char *at, const char *end, Span *content, const char **next) {
+    Py_ssize_t size = 0;
+    const char *first = at;
+    for (; at < end && at - first < 8; at++) {
+        char c = *at;
+        int digit = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+        if (digit < 0) break;
+        size = 16 * size + digit;
+    }
+    if (at == first || !STARTS(at, end, "\r\n")) return 0;
+    at += 2;
+    if (size == 0 || end - at < size + 2 || memcmp(at + size, "\r\n", 2)) return 0;
+    *content = (Span){at, at + size};
+    *next = at + size + 2;
+    return 1;
+}
+
+// What is in the chunks that fill the span; a new reference, None if it is anything else.
+static PyObject *unchunked(const char *at, const char *end) {
+    Span content;
+    Py_ssize_t size = 0;
+    const char *start = at;
+    for (; at < end; size += content.end - content.at)
+        if (!chunk(at, end, &content, &at)) Py_RETURN_NONE;
+    if (size == 0) Py_RETURN_NONE;
+    PyObject *all = PyBytes_FromStringAndSize(NULL, size);
+    if (all == NULL) return NULL;
+    char *to = PyBytes_AS_STRING(all);
+    for (at = start; at < end && chunk(at, end, &content, &at); to += content.end - content.at)
+        memcpy(to, content.at, (size_t)(content.end - content.at));
+    return all;
+}
+
+// Whether these are whole events, none of them bound to the next, or veiled.
+static int are_plain(Span events) {
+    return ENDS(events, "\n\n") && !FIND(events.at, events.end, ":+\n") && !FIND(events.at, events.end, ":m ");
+}
+
+static PyObject *answer(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    if (!arguments("answer", count, 2, args[0])) return NULL;
+    Span data = span_of(args[0]);
+    const char *gap = FIND(data.at, data.end, "\r\n\r\n");
+    if (gap == NULL || !ENDS(data, "0\r\n\r\n") || data.end - gap < 9) Py_RETURN_NONE;
+    const char *id = FIND(data.at, gap, "\r\nx-request-id: ");
+    const char *from = id == NULL ? gap : id;
+    const char *to = id == NULL ? gap : FIND(id + 2, gap + 2, "\r\n");
+    PyObject *headers = known_head(args[1], data.at, from, to, gap);
+    if (headers == NULL) {
+        if (PyErr_Occurred()) return NULL;
+        Py_RETURN_NONE;
+    }
+    PyObject *body = unchunked(gap + 4, data.end - 5);
+    if (body == NULL || body == Py_None) return body;
+    if (are_plain(span_of(body))) return pair(headers, body);
+    Py_DECREF(body);
+    Py_RETURN_NONE;
+}
+
+static PyObject *events(PyObject *module, PyObject *data) {
+    if (!arguments("events", 1, 1, data)) return NULL;
+    Span framed = span_of(data), content;
+    const char *next;
+    if (!chunk(framed.at, framed.end, &content, &next) || next != framed.end || !are_plain(content)) Py_RETURN_NONE;
+    return bytes_of(content.at, content.end);
+}
+
+// ------------------------------------------------------------------------------------------------------ JSON
+
+static const char *blank(const char *at, const char *end) {
+    while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t')) at++;
+    return at;
+}
+
+// From an opening quote to behind the closing one; NULL if there is none.
+static const char *string(const char *at, const char *end) {
+    const char *first = ++at;
+    while (at < end && (at = memchr(at, '"', (size_t)(end - at))) != NULL) {
+        const char *slash = at;
+        while (slash > first && slash[-1] == '\\') slash--;
+        if (((at - slash) & 1) == 0) return at + 1;
+        first = ++at;
+    }
+    return NULL;
+}
+
+#define DEEPEST 63
+
+// From the beginning of a value to behind its end; NULL if it does not end, or is nested too deeply, or wrongly.
+static const char *value(const char *at, const char *end) {
+    uint64_t objects = 0;  // one bit for each that is open: an object, or a list
+    int depth = 0;
+    const char *first = at;
+    while (at < end) {
+        switch (*at) {
+            case '"':
+                if ((at = string(at, end)) == NULL) return NULL;
+                if (depth == 0) return at;
+                continue;
+            case '{':
+            case '[':
+                if (++depth > DEEPEST) return NULL;
+                objects = objects << 1 | (*at++ == '{');
+                continue;
+            case '}':
+            case ']':
+                if (depth == 0) return at > first ? at : NULL;
+                if ((objects & 1) != (*at++ == '}')) return NULL;
+                objects >>= 1;
+                if (--depth == 0) return at;
+                continue;
+            case ',':
+            case ' ':
+            case '\n':
+            case '\r':
+            case '\t':
+                if (depth == 0) return at > first ? at : NULL;
+        }
+        at++;
+    }
+    return NULL;
+}
+
+static int is(Span what, const char *text) {
+    size_t size = strlen(text);
+    return (size_t)(what.end - what.at) == size && memcmp(what.at, text, size) == 0;
+}
+
+typedef enum { OTHER, MODEL, STREAM, PROMPT, RARE } Field;
+
+static const struct {
+    const char *name;
+    Field field;
+} FIELDS[] = {
+    {"model", MODEL},       {"stream", STREAM},       {"messages", PROMPT}, {"prompt", PROMPT},
+    {"input", PROMPT},      {"text", PROMPT},         {"input_ids", PROMPT}, {"token_ids", PROMPT},
+    {"request_id", RARE},   {"n", RARE},              {"deadline_ms", RARE}, {"cache_salt", RARE},
+    {"rid", RARE},          {"logprobs", RARE},       {"return_logprob", RARE}, {"session_id", RARE},
+    {"user", RARE},         {"tools", RARE},          {"instructions", RARE},
+};
+
+// RARE also for a name that is not written plainly.
+static Field field(Span name) {
+    if (memchr(name.at, '\\', (size_t)(name.end - name.at))) return RARE;
+    for (size_t i = 0; i < sizeof(FIELDS) / sizeof(*FIELDS); i++)
+        if (is(name, FIELDS[i].name)) return FIELDS[i].field;
+    return OTHER;
+}
+
+// The values of a flat look at an object; 0 if there is more to it than this.
+static int fields(Span body, Span found[3]) {
+    const char *at = blank(body.at, body.end), *end = body.end;
+    if (at == end || *at != '{') return 0;
+    do {
+        at = blank(at + 1, end);
+        if (at == end || *at != '"') return 0;
+        const char *name = at + 1;
+        if ((at = string(at, end)) == NULL) return 0;
+        Field which = field((Span){name, at - 1});
+        at = blank(at, end);
+        if (at == end || *at != ':') return 0;
+        const char *start = blank(at + 1, end);
+        if ((at = value(start, end)) == NULL || which == RARE) return 0;
+        if (which != OTHER) {
+            if (found[which - 1].at != NULL) return 0;
+            found[which - 1] = (Span){start, at};
+        }
+        at = blank(at, end);
+    } while (at < end && *at == ',');
+    return at < end && *at == '}' && blank(at + 1, end) == end;
+}
+
+// A name without escapes, None for null; NULL, with an error or without, if it is something else.
+static PyObject *name_in(Span told) {
+    if (told.at == NULL || is(told, "null")) Py_RETURN_NONE;
+    if (*told.at != '"') return NULL;
+    for (const char *c = told.at; c < told.end; c++)
+        if (*c == '\\' || (unsigned char)*c < 32 || (unsigned char)*c > 126) return NULL;
+    return PyUnicode_DecodeASCII(told.at + 1, told.end - told.at - 2, NULL);
+}
+
+// What the first thing in a list begins with; 0 if it is no list.
+static char first_in(Span prompt) {
+    if (prompt.at == prompt.end || *prompt.at != '[') return 0;
+    const char *end = prompt.end - prompt.at > 64 ? prompt.at + 64 : prompt.end;
+    const char *at = prompt.at + 1;
+    while (at < end && (*at == ' ' || (*at >= '\t' && *at <= '\r'))) at++;
+    return at < end ? *at : 0;
+}
+
+static Py_ssize_t tokens_in(Span prompt, char first) {
+    if (first != '[' && (first < '0' || first > '9')) return (prompt.end - prompt.at) / 4;
+    Py_ssize_t count = 1;
+    for (const char *c = prompt.at; c < prompt.end; c++) count += *c == ',';
+    return count;
+}
+
+static PyObject *peek(PyObject *module, PyObject *body) {
+    if (!arguments("peek", 1, 1, body)) return NULL;
+    Span found[3] = {{NULL, NULL}, {NULL, NULL}, {NULL, NULL}};
+    if (!fields(span_of(body), found)) Py_RETURN_NONE;
+    Span stream = found[STREAM - 1], prompt = found[PROMPT - 1];
+    int streams = stream.at != NULL && is(stream, "true");
+    if (stream.at != NULL && !streams && !is(stream, "false") && !is(stream, "null")) Py_RETURN_NONE;
+    if (prompt.at == NULL || is(prompt, "null") || is(prompt, "[]") || is(prompt, "\"\"")) Py_RETURN_NONE;
+    prompt.end--;
+    PyObject *model = name_in(found[MODEL - 1]);
+    if (model == NULL) {
+        if (PyErr_Occurred()) return NULL;
+        Py_RETURN_NONE;
+    }
+    PyObject *text = bytes_of(prompt.at, prompt.end);
+    char first = first_in(prompt);
+    return Py_BuildValue("(NONOn)", model, streams ? Py_True : Py_False, text, first == '{' ? Py_True : Py_False,
+                         tokens_in(prompt, first));
+}
+
+// ------------------------------------------------------------------------------------------------- prefix keys
+
+// Multiply and fold, in four lanes. Keys are guesses about caches: who forges one harms the placement of his own requests.
+static uint64_t fold(uint64_t a, uint64_t b) {
+    __uint128_t product = (__uint128_t)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static uint64_t word(const char *at) {
+    uint64_t w;
+    memcpy(&w, at, 8);
+    return w;
+}
+
+static const uint64_t SALT[4] = {0x9e3779b97f4a7c15u, 0xbf58476d1ce4e5b9u, 0x94d049bb133111ebu, 0xd6e8feb86659fd93u};
+
+static uint64_t hashed(uint64_t key, const char *at, const char *end, uint64_t kind) {
+    uint64_t size = (uint64_t)(end - at), secret[4], lane[4];
+    for (int i = 0; i < 4; i++) lane[i] = secret[i] = fold(key ^ SALT[i], SALT[(i + 1) & 3] + kind);
+    for (; end - at >= 64; at += 64)
+        for (int i = 0; i < 4; i++) lane[i] = fold(word(at + 16 * i) ^ secret[i], word(at + 16 * i + 8) ^ lane[i]);
+    char rest[64] = {0};
+    memcpy(rest, at, (size_t)(end - at));
+    for (int i = 0; i < 4; i++) lane[i] = fold(word(rest + 16 * i) ^ secret[i], word(rest + 16 * i + 8) ^ lane[i]);
+    uint64_t all = fold(lane[0] ^ lane[1] ^ size, lane[2] + SALT[0]) ^ fold(lane[3] ^ SALT[1], lane[0] + SALT[2]);
+    return fold(all ^ SALT[3], lane[1] ^ lane[3] ^ SALT[0]) >> 4;  // an int of two digits
+}
+
+static PyObject *cut_keys(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    if (!arguments("cut_keys", count, 4, args[1])) return NULL;
+    Py_ssize_t size = PyLong_AsSsize_t(args[2]), start = 0;
+    Py_hash_t root = PyObject_Hash(args[0]);
+    if (PyErr_Occurred()) return NULL;
+    if (!PyTuple_CheckExact(args[3]) || size > PyBytes_GET_SIZE(args[1])) {
+        PyErr_SetString(PyExc_ValueError, "cut_keys takes a tuple of cuts, and no size beyond the end");
+        return NULL;
+    }
+    const char *prompt = PyBytes_AS_STRING(args[1]);
+    PyObject *keys = PyList_New(0);
+    uint64_t key = (uint64_t)root;
+    for (Py_ssize_t i = 0; keys != NULL && i < PyTuple_GET_SIZE(args[3]); i++) {
+        Py_ssize_t end = PyLong_AsSsize_t(PyTuple_GET_ITEM(args[3], i));
+        if (end > size || end < start) break;
+        key = hashed(key, prompt + start, prompt + end, 0);
+        start = end;
+        PyObject *number = PyLong_FromUnsignedLongLong(key);
+        if (number == NULL || PyList_Append(keys, number) < 0) Py_CLEAR(keys);
+        Py_XDECREF(number);
+    }
+    if (PyErr_Occurred()) Py_CLEAR(keys);
+    return keys;
+}
+
+static PyObject *tail_key(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    if (!arguments("tail_key", count, 4, args[1])) return NULL;
+    Py_hash_t key = PyObject_Hash(args[0]);
+    Py_ssize_t start = PyLong_AsSsize_t(args[2]), end = PyLong_AsSsize_t(args[3]);
+    if (PyErr_Occurred()) return NULL;
+    if (start < 0 || end < start || end > PyBytes_GET_SIZE(args[1])) {
+        PyErr_SetString(PyExc_ValueError, "tail_key takes a range of the prompt");
+        return NULL;
+    }
+    const char *prompt = PyBytes_AS_STRING(args[1]);
+    return PyLong_FromUnsignedLongLong(hashed((uint64_t)key, prompt + start, prompt + end, 1));
+}
+
+// ------------------------------------------------------------------------------------------------ the index
+
+static int are_dicts(PyObject *young, PyObject *old, PyObject *keys) {
+    if (PyDict_CheckExact(young) && PyDict_CheckExact(old) && PyList_CheckExact(keys)) return 1;
+    PyErr_SetString(PyExc_TypeError, "two dicts and a list of keys are wanted");
+    return 0;
+}
+
+// Borrowed; NULL without an error if nothing is there.
+static PyObject *node_at(PyObject *young, PyObject *old, PyObject *key) {
+    PyObject *node = PyDict_GetItemWithError(young, key);
+    return node != NULL || PyErr_Occurred() ? node : PyDict_GetItemWithError(old, key);
+}
+
+static PyObject *runs(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3 || !are_dicts(args[0], args[1], args[2])) return count == 3 ? NULL : PyErr_Format(PyExc_TypeError, "runs");
+    PyObject *found = PyList_New(0), *run = NULL;
+    Py_ssize_t depth = 0, size = PyList_GET_SIZE(args[2]);
+    while (found != NULL && depth < size) {
+        PyObject *node = node_at(args[0], args[1], PyList_GET_ITEM(args[2], depth));
+        if (node == NULL) break;
+        run = node;
+        while (++depth < size && node_at(args[0], args[1], PyList_GET_ITEM(args[2], depth)) == run) {}
+        PyObject *one = Py_BuildValue("(On)", run, depth);
+        if (one == NULL || PyList_Append(found, one) < 0) Py_CLEAR(found);
+        Py_XDECREF(one);
+    }
+    if (PyErr_Occurred()) Py_CLEAR(found);
+    return found;
+}
+
+// What is at the key, taken out of `old` if it is there; a new reference, an empty tuple if nothing is.
+static PyObject *taken(PyObject *young, PyObject *old, PyObject *key) {
+    PyObject *node = PyDict_GetItemWithError(young, key);
+    if (node != NULL) return Py_NewRef(node);
+    if (PyErr_Occurred()) return NULL;
+    node = PyDict_GetItemWithError(old, key);
+    if (node == NULL) return PyErr_Occurred() ? NULL : PyTuple_New(0);
+    Py_INCREF(node);
+    if (PyDict_DelItem(old, key) < 0) Py_CLEAR(node);
+    return node;
+}
+
+static PyObject *renew(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4 || !are_dicts(args[0], args[1], args[2])) return count == 4 ? NULL : PyErr_Format(PyExc_TypeError, "renew");
+    PyObject *run = NULL, *renewed = NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[2]); i++) {
+        PyObject *key = PyList_GET_ITEM(args[2], i), *node = taken(args[0], args[1], key);
+        if (node != NULL && node != run) Py_XSETREF(renewed, PyObject_CallOneArg(args[3], node));
+        Py_XSETREF(run, node);
+        if (node == NULL || renewed == NULL || PyDict_SetItem(args[0], key, renewed) < 0) break;
+    }
+    Py_XDECREF(run);
+    Py_XDECREF(renewed);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef METHODS[] = {
+    {"request", (PyCFunction)(void (*)(void))request, METH_FASTCALL, NULL},
+    {"answer", (PyCFunction)(void (*)(void))answer, METH_FASTCALL, NULL},
+    {"events", events, METH_O, NULL},
+    {"peek", peek, METH_O, NULL},
+    {"cut_keys", (PyCFunction)(void (*)(void))cut_keys, METH_FASTCALL, NULL},
+    {"tail_key", (PyCFunction)(void (*)(void))tail_key, METH_FASTCALL, NULL},
+    {"runs", (PyCFunction)(void (*)(void))runs, METH_FASTCALL, NULL},
+    {"renew", (PyCFunction)(void (*)(void))renew, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_headgate_plain", NULL, 0, METHODS, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__headgate_plain(void) { return PyModuleDef_Init(&MODULE); }

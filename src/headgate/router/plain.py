@@ -1,0 +1,185 @@
+"""What nearly every request needs of the router. Whatever is out of the ordinary is None here, and goes the long way.
+
+There are two of each function: these, and the same in C (`plain.c`), which a router's process uses if it can compile them.
+They differ in speed, and in how keys are computed, which nobody but the index of this process sees.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from headgate.compiling import (
+    Unavailable,
+    build_once,
+    compile_with,
+    default_cache,
+    fingerprint,
+    import_library,
+)
+from headgate.router.journal import BOUND, VEIL
+
+T = TypeVar("T")
+
+FUNCTIONS: Final = ("request", "answer", "events", "peek", "cut_keys", "tail_key", "runs", "renew")
+MODULE: Final = "_headgate_plain"
+SOURCE: Final = Path(__file__).with_name("plain.c")
+FLAGS: Final = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+
+LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: (\d{1,12})(?=\r\n)")
+CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
+ID: Final = b"\r\nx-request-id: "
+LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def request(data: bytes, heads: Mapping[bytes, T], most: int) -> tuple[T, bytes] | None:
+    """The request that `data` is, its body of at most that many bytes, if `heads` has its head but for the length."""
+    end = data.find(b"\r\n\r\n") + 2
+    length = LENGTH.search(data, 0, end)
+    if length is None or len(data) != end + 2 + int(length[1]) or int(length[1]) > most:
+        return None
+    head = heads.get(data[: length.start()] + data[length.end() : end])
+    return None if head is None else (head, data[end + 2 :])
+
+
+def request_head(data: bytes) -> bytes | None:
+    """Under which `heads` should have the head of this request, if `data` is one whole request."""
+    end = data.find(b"\r\n\r\n") + 2
+    length = LENGTH.search(data, 0, end)
+    if length is None or len(data) != end + 2 + int(length[1]):
+        return None
+    return data[: length.start()] + data[length.end() : end]
+
+
+def answer(data: bytes, heads: Mapping[bytes, T]) -> tuple[T, bytes] | None:
+    """The answer that `data` is, if that is plain events in chunks, and `heads` has its head but for its id."""
+    end = data.find(b"\r\n\r\n")
+    if end < 0 or not data.endswith(LAST_CHUNK) or len(data) < end + 9:
+        return None
+    head = heads.get(answer_head(data, end))
+    body = None if head is None else _unchunked(data, end + 4, len(data) - len(LAST_CHUNK))
+    return None if head is None or body is None or not _are_plain(body) else (head, body)
+
+
+def answer_head(data: bytes, end: int) -> bytes:
+    """The head of an answer, which ends there, but for the line that is another one every time."""
+    start = data.find(ID, 0, end)
+    return data[:end] if start < 0 else data[:start] + data[data.find(b"\r\n", start + 2, end + 2) : end]
+
+
+def _unchunked(data: bytes, start: int, end: int) -> bytes | None:
+    parts = []
+    while start < end:
+        line = CHUNK_SIZE.match(data, start, end)
+        if line is None:
+            return None
+        start = line.end() + int(line[1], 16) + 2
+        parts.append(data[line.end() : start - 2])
+        if not parts[-1] or start > end or data[start - 2 : start] != b"\r\n":
+            return None
+    return b"".join(parts) or None
+
+
+def events(data: bytes) -> bytes | None:
+    """What is in the one chunk that `data` is, if that is plain events."""
+    line = CHUNK_SIZE.match(data)
+    if line is None or len(data) != line.end() + int(line[1], 16) + 2 or data[-2:] != b"\r\n":
+        return None
+    content = data[line.end() : -2]
+    return content if _are_plain(content) else None
+
+
+def _are_plain(events: bytes) -> bool:
+    """Whether they are whole, and none of them is bound to the next, or veiled."""
+    return events[-2:] == b"\n\n" and BOUND not in events and VEIL not in events
+
+
+def peek(body: bytes) -> tuple[str | None, bool, bytes, bool, int] | None:
+    """Model, whether it streams, prompt, whether that is a chat, and its tokens; of a body that asks for nothing special.
+
+    Faster only in C; see `Ask` for what these are.
+    """
+    return None
+
+
+def cut_keys(root: int, prompt: bytes, size: int, cuts: tuple[int, ...]) -> list[int]:
+    """Of everything up to each of `cuts`, as far as `size`."""
+    key, start, keys = root, 0, []
+    for end in cuts:
+        if end > size:
+            break
+        key = hash((key, prompt[start:end]))
+        keys.append(key)
+        start = end
+    return keys
+
+
+def tail_key(key: int, prompt: bytes, start: int, end: int) -> int:
+    """Of a prompt that ends there; `key` is that of its beginning up to `start`."""
+    return hash((key, prompt[start:end], None))
+
+
+def runs(young: dict[int, T], old: dict[int, T], keys: list[int]) -> list[tuple[T, int]]:
+    """What the first of these keys have, as long as they have something: of equal ones once, and up to which key."""
+    found: list[tuple[T, int]] = []
+    for depth, key in enumerate(keys, 1):
+        node = young.get(key) or old.get(key)
+        if node is None:
+            break
+        if found and found[-1][0] is node:
+            found.pop()
+        found.append((node, depth))
+    return found
+
+
+def renew(
+    young: dict[int, tuple[T, ...]],
+    old: dict[int, tuple[T, ...]],
+    keys: list[int],
+    renewed: Callable[[tuple[T, ...]], tuple[T, ...]],
+) -> None:
+    """Have in `young` what `renewed` makes of what each key has, of equal neighbours once; it is in `old` no more."""
+    run, fresh = None, ()  # type: tuple[T, ...] | None, tuple[T, ...]
+    for key in keys:
+        node = young.get(key)
+        if node is None:
+            node = old.pop(key, ())
+        if node is not run:
+            run, fresh = node, renewed(node)
+        young[key] = fresh
+
+
+# ------------------------------------------------------------------------------------------------------ the same in C
+
+
+def use_compiled(compiler: str = "cc", cache: Path | None = None) -> Unavailable | None:
+    """From now on, in this process, use what `plain.c` has; compile it first if need be."""
+    library = load(compiler, cache or default_cache() / "router")
+    if isinstance(library, Unavailable):
+        return library
+    globals().update({name: getattr(library, name) for name in FUNCTIONS})
+    return None
+
+
+@lru_cache
+def load(compiler: str, cache: Path) -> Any:
+    """The module, or why there is none."""
+    found = shutil.which(compiler)
+    include = sysconfig.get_paths()["include"]
+    library = cache / fingerprint([SOURCE], FLAGS, sys.version, sysconfig.get_platform()) / f"{MODULE}.so"
+
+    def build(_: Path, built: Path) -> str | None:
+        if found is None:
+            return f"there is no compiler {compiler!r}"
+        return compile_with([found, *FLAGS, f"-I{include}", str(SOURCE), "-o", str(built)], SOURCE.name)
+
+    try:
+        return build_once(library, build) or import_library(MODULE, library)
+    except (OSError, ImportError) as error:
+        return Unavailable(f"cannot build or load {library}: {error}")

@@ -1,0 +1,267 @@
+"""The plain path of a request, in Python and in C: both do the same, and what is out of the ordinary goes the long way."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate.compiling import Unavailable, default_cache
+from headgate.router import plain
+from headgate.router.ask import Ask, read_ask
+
+CHAT = "/v1/chat/completions"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\naccept: */*\r\n\r\n"
+ANSWER = b"HTTP/1.1 200 OK\r\nserver: x\r\nx-request-id: %b\r\ntransfer-encoding: chunked\r\n\r\n"
+
+PYTHON = {name: getattr(plain, name) for name in plain.FUNCTIONS}  # before anybody uses the others
+
+
+@pytest.fixture(scope="module")
+def native() -> ModuleType:
+    library = plain.load("cc", default_cache() / "router")
+    assert not isinstance(library, Unavailable), library
+    return library
+
+
+def chunked(*parts: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """The same, or with something wrong."""
+    at, how = rng.randrange(len(data)), rng.randrange(5)
+    if how == 0:
+        return data[:at]
+    if how == 1:
+        return data[:at] + bytes([rng.choice(b'\r\n:0af \x00\xff"\\{}[],')]) + data[at + 1 :]
+    if how == 2:
+        return data[:at] + data[at : at + 9] + data[at:]
+    return data + data[at:] if how == 3 else data
+
+
+# -- HTTP ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_with_a_known_head_is_known_whatever_its_length(native: ModuleType):
+    heads = {b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\naccept: */*\r\n": "head"}
+    for request in (PYTHON["request"], native.request):
+        for body in (b"", b"{}", b"x" * 70_000):
+            assert request(HEAD % len(body) + body, heads, 10**6) == ("head", body)
+        assert request(HEAD % 3 + b"abc", heads, 2) is None, "too long"
+        assert request(HEAD % 3 + b"ab", heads, 10**6) is None, "not all of it"
+        assert request(HEAD % 3 + b"abcd", heads, 10**6) is None, "and more"
+        assert request(HEAD % 3 + b"abc", {}, 10**6) is None
+        assert request((HEAD % 3).replace(b"content-length", b"Content-Length") + b"abc", heads, 10**6) is not None
+        assert request((HEAD % 3).replace(b": 3", b":3") + b"abc", heads, 10**6) is None, "the parser knows better"
+    assert plain.request_head(HEAD % 2 + b"{}") in heads and plain.request_head(HEAD % 2 + b"{") is None
+
+
+@given(st.integers(0, 2**32), st.binary(max_size=60))
+def test_requests_are_read_alike(native: ModuleType, seed: int, body: bytes):
+    data, rng = HEAD % len(body) + body, random.Random(seed)
+    heads = {key: "head"} if (key := plain.request_head(data)) is not None else {}
+    assert native.request(data, heads, 100) == PYTHON["request"](data, heads, 100)
+    data = damaged(data, rng)
+    heads |= {key: "other"} if (key := plain.request_head(data)) is not None else {}
+    assert native.request(data, heads, 100) == PYTHON["request"](data, heads, 100)
+
+
+def test_an_answer_with_a_known_head_is_known_whatever_its_id(native: ModuleType):
+    events = b":j 0 0 0 1\n\n", b'data: {"a": 1}\n\n'
+    known = ANSWER % b"one" + chunked(*events)
+    heads = {plain.answer_head(known, known.index(b"\r\n\r\n")): "head"}
+    for answer in (PYTHON["answer"], native.answer):
+        assert answer(ANSWER % b"another" + chunked(*events), heads) == ("head", b"".join(events))
+        assert answer(ANSWER % b"one" + chunked(events[0] + b":m data: x\n\n"), heads) is None, "for us alone"
+        assert answer(ANSWER % b"one" + chunked(b":+\n\n"), heads) is None, "nothing without the next"
+        assert answer(ANSWER % b"one" + chunked(b"data: 1\n"), heads) is None, "not all of an event"
+        assert answer(ANSWER % b"one" + chunked(*events)[:-5], heads) is None, "not the last chunk"
+        assert answer(ANSWER % b"one" + chunked(), heads) is None, "nothing at all"
+        assert answer((ANSWER % b"one").replace(b"200", b"201") + chunked(*events), heads) is None
+
+
+@given(
+    st.integers(0, 2**32), st.lists(st.sampled_from([b":j 0 0 0 1\n\n", b"data: x\n\n", b":m \n\n", b":+\n", b""]))
+)
+def test_answers_and_chunks_are_read_alike(native: ModuleType, seed: int, parts: list[bytes]):
+    rng = random.Random(seed)
+    data = ANSWER % rng.choice([b"one", b"", b"two"]) + chunked(*parts)
+    if rng.random() < 0.5:
+        data = damaged(data, rng)
+    heads = {plain.answer_head(data, end): "head"} if (end := data.find(b"\r\n\r\n")) >= 0 else {}
+    assert native.answer(data, heads) == PYTHON["answer"](data, heads)
+    one = damaged(b"%x\r\n%b\r\n" % (len(b"".join(parts)), b"".join(parts)), rng)
+    assert native.events(one) == PYTHON["events"](one)
+
+
+def test_a_chunk_of_plain_events_is_read(native: ModuleType):
+    for events in (PYTHON["events"], native.events):
+        assert events(b"9\r\ndata: x\n\n\r\n") == events(b"09\r\ndata: x\n\n\r\n") == b"data: x\n\n"
+        assert events(b"9\r\ndata: x\n\n\r\n9\r\n") is None and events(b"9\r\ndata: x\n\n") is None
+        assert events(b"9\r\ndata: x\r\n\r\n") is None and events(b"\r\ndata: x\n\n\r\n") is None
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def the_long_way(body: bytes) -> Ask:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "peek", PYTHON["peek"])
+        return read_ask(CHAT, body, tenant="t")
+
+
+def asked(native: ModuleType, body: bytes) -> Ask | None:
+    """What a look at the body says; None if it does not suffice."""
+    if native.peek(body) is None:
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "peek", native.peek)
+        return read_ask(CHAT, body, tenant="t")
+
+
+TEXTS = ["", "x", 'a "quoted" one', "\\", '\\"', "}], {", "ümläut", "\n", "x" * 5000]
+PROMPTS: list[Any] = [*TEXTS, None, [], [1, 2, 3], [[1, 2], [3]], ["a", "b"], [{"role": "user", "content": "x"}]]
+PLAIN = {
+    "model": st.sampled_from(["m", "org/model-7b", None]),
+    "stream": st.sampled_from([True, False, None]),
+    "max_tokens": st.integers(-5, 10**9),
+    "stop": st.lists(st.sampled_from(TEXTS), max_size=3),
+    "metadata": st.fixed_dictionaries({"model": st.just("not me"), "n": st.just({"deep": [[]]})}),
+    "temperature": st.floats(allow_nan=False, allow_infinity=False),
+}
+SPECIAL = {
+    "n": st.integers(1, 3),
+    "user": st.sampled_from(TEXTS),
+    "request_id": st.just("mine"),
+    "tools": st.just([{"type": "function"}]),
+    "deadline_ms": st.just(5),
+    "logprobs": st.booleans(),
+}
+NAMES = ("messages", "prompt", "input", "text", "input_ids", "token_ids")
+
+
+@given(
+    st.fixed_dictionaries({}, optional=PLAIN),
+    st.fixed_dictionaries({}, optional=SPECIAL) | st.just({}),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(PROMPTS), max_size=2),
+    st.randoms(use_true_random=False),
+    st.sampled_from([{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}]),
+)
+def test_a_look_says_what_reading_says(
+    native: ModuleType, usual: Any, special: Any, prompts: Any, rng: random.Random, style: Any
+):
+    fields = list((usual | special | prompts).items())
+    rng.shuffle(fields)
+    body = json.dumps(dict(fields), **style).encode()
+    seen = asked(native, body)
+    assert seen is None or seen == the_long_way(body)
+    (prompt,) = prompts.values() if len(prompts) == 1 else (None,)
+    assert (seen is None) == bool(special or not prompt), "what is plain is seen to be so"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "x", "prompt": "y"}',
+        b'{"prompt": "x", "model": "a", "model": "b"}',
+        b'{"prompt": "x", "mod\\u0065l": "a"}',
+        b'{"prompt": "x", "model": "\\u0061"}',
+        b'{"prompt": "x", "model": 1}',
+        b'{"prompt": "x", "stream": 1}',
+        b'{"prompt": "x"} x',
+        b'{"prompt": "x"',
+        b'{"prompt": "x}',
+        b'{"prompt": }',
+        b'{"prompt"}',
+        b'["prompt"]',
+        b'{"prompt": [1, 2}, "a": [1]}',
+        b'{"prompt": "x", "a": ' + b"[" * 100 + b"]" * 100 + b"}",
+        b"{}",
+        b"",
+        b'{"n\x00": 1, "n": 2, "prompt": "x"}',
+    ],
+)
+def test_what_is_out_of_the_ordinary_is_read_the_long_way(native: ModuleType, body: bytes):
+    assert native.peek(body) is None
+
+
+@given(st.binary(max_size=200) | st.text('{}[]":,\\ntpromelsuf 01', max_size=80).map(str.encode))
+def test_a_look_at_anything_harms_nobody(native: ModuleType, body: bytes):
+    seen = native.peek(body)
+    assert seen is None or body.count(b'"') >= 2
+
+
+# -- keys and the index ----------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=3000), st.integers(0, 3000), st.integers(0, 2999), st.integers(-(2**70), 2**70))
+def test_keys_tell_apart_what_differs(native: ModuleType, prompt: bytes, size: int, at: int, root: int):
+    cuts, size = (64, 100, 1000, 2000), min(size, len(prompt))
+    other = prompt[:at] + bytes([prompt[at] ^ 1]) + prompt[at + 1 :] if at < len(prompt) else prompt
+    for keys, tail in ((PYTHON["cut_keys"], PYTHON["tail_key"]), (native.cut_keys, native.tail_key)):
+        one, two = keys(root, prompt, size, cuts), keys(root, other, size, cuts)
+        assert len(one) == len(two) == sum(cut <= size for cut in cuts)
+        same = [cut <= at or other == prompt for cut in cuts[: len(one)]]
+        assert [a == b for a, b in zip(one, two, strict=True)] == same
+        assert not set(one) & set(keys(root + 1, prompt, size, cuts))
+        ends = {tail(root, prompt, 0, end) for end in range(0, size + 1, 7)}
+        assert len(ends) == len(range(0, size + 1, 7)) and not ends & set(one)
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_index_is_walked_and_renewed_alike(native: ModuleType, rng: random.Random):
+    nodes = [(n,) for n in range(3)]
+    young = {key: rng.choice(nodes) for key in range(20) if rng.random() < 0.5}
+    old = {key: rng.choice(nodes) for key in range(20) if key not in young and rng.random() < 0.7}
+    keys = sorted(rng.sample(range(20), rng.randrange(20)))
+    assert native.runs(young, old, keys) == PYTHON["runs"](young, old, keys)
+    results = []
+    for renew in (native.renew, PYTHON["renew"]):
+        mine, given, asked = dict(young), dict(old), []  # type: Any, Any, list[Any]
+        renew(mine, given, keys, lambda node, asked=asked: asked.append(node) or (*node, "new"))
+        results.append((mine, given, asked))
+    assert results[0] == results[1]
+    with pytest.raises(ZeroDivisionError):
+        native.renew({}, {}, [1], lambda node: 1 // len(node))
+
+
+def test_wrong_arguments_are_told(native: ModuleType):
+    wrong: list[tuple[Any, ...]] = [("request", b""), ("answer", "", {}), ("events", None), ("peek", memoryview(b""))]
+    wrong += [("cut_keys", 1, b"", 0), ("cut_keys", 1, "x", 0, ()), ("tail_key", 1, b"", "0", 1), ("runs", {}, {})]
+    wrong += [("renew", {}, {}, [1]), ("runs", {}, [], []), ("request", b"", {}, "1"), ("cut_keys", [], b"", 0, ())]
+    for name, *arguments in wrong:
+        with pytest.raises(TypeError):
+            getattr(native, name)(*arguments)
+    for name, *arguments in [
+        ("cut_keys", 1, b"ab", 3, ()),
+        ("tail_key", 1, b"ab", 2, 1),
+        ("tail_key", 1, b"ab", 0, 3),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            getattr(native, name)(*arguments)
+
+
+# -- having it -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_the_router_does_without(tmp_path: Path):
+    before = {name: getattr(plain, name) for name in plain.FUNCTIONS}
+    missing = plain.use_compiled("no-such-compiler", tmp_path)
+    assert isinstance(missing, Unavailable) and "no-such-compiler" in missing.reason
+    failing = plain.use_compiled("false", tmp_path)
+    assert isinstance(failing, Unavailable) and "plain.c" in failing.reason
+    assert before == {name: getattr(plain, name) for name in plain.FUNCTIONS}
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_it_is_compiled_once(tmp_path: Path):
+    assert not isinstance(plain.load("cc", tmp_path), Unavailable)
+    plain.load.cache_clear()
+    assert not isinstance(plain.load("false", tmp_path), Unavailable), "it is there"
