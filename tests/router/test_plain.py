@@ -215,6 +215,17 @@ def test_keys_tell_apart_what_differs(native: ModuleType, prompt: bytes, size: i
         assert len(ends) == len(range(0, size + 1, 7)) and not ends & set(one)
 
 
+@given(
+    st.lists(st.sampled_from(['{"role": "', '"content":\n', "}", '"role"', ",{", ", ", " \t", "x" * 9, '"'])),
+    st.integers(0, 99),
+)
+def test_the_ends_of_messages_are_found_alike(native: ModuleType, parts: list[str], before: int):
+    prompt = "".join(parts).encode()
+    assert native.message_end(prompt, before) == PYTHON["message_end"](prompt, before)
+    end = len(prompt)
+    assert native.message_end(prompt, end) == PYTHON["message_end"](prompt, end)
+
+
 @given(st.randoms(use_true_random=False))
 def test_the_index_is_walked_and_renewed_alike(native: ModuleType, rng: random.Random):
     nodes = [(n,) for n in range(3)]

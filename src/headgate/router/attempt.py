@@ -286,12 +286,8 @@ class Attempt:
     @property
     def is_stale(self) -> bool:
         """The worker may have closed this kept connection just before the request came; only a fresh one tells."""
-        return (
-            self.upstream is not None
-            and self.upstream.reused
-            and not (self.status or self.given_up)
-            and isinstance(self.outcome, Lost)
-        )
+        kept = self.upstream is not None and self.upstream.reused
+        return kept and isinstance(self.outcome, Lost) and not (self.status or self.given_up)
 
     def fail(self, why: str) -> None:
         """Give it up: the worker is told by closing its connection."""

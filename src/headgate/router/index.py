@@ -12,7 +12,6 @@ of it later is written once.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from functools import partial
 from math import inf
@@ -28,8 +27,6 @@ REPEAT_BYTES: Final = 1024  # a shorter prompt that comes again is no reason to 
 TURN_MESSAGES: Final = (
     8  # that we look back for the last turn's end: an answer's tool calls and their results are several
 )
-# A message follows: inside a text its quotes would be escaped.
-NEXT: Final = re.compile(rb'\s*,\s*\{\s*"(?:role|content)"')
 
 
 def _cuts() -> list[int]:
@@ -134,7 +131,7 @@ class PrefixIndex:
         """Find the turn before this one. It ended with a message, short of the first cut that nobody has seen."""
         prompt, end = path.prompt, min(path.size, unseen) - 1
         for _ in range(TURN_MESSAGES):
-            end = _message_end(prompt, end)
+            end = plain.message_end(prompt, end)
             if not end:
                 return
             if (node := self._get(_tail_key(path, end))) is not None:
@@ -184,17 +181,12 @@ def _note_tail(match: Match, node: Node, size: int, *, home: bool) -> None:
 def _visited(visit: Visit, node: Node) -> Node:
     if not node:
         return (visit,)
-    others = [other for other in node if other.worker is not visit.worker and other.counts]
+    mine, others = visit.worker, []
+    for other in node:
+        worker = other.worker
+        if worker is not mine and other.last_s > worker.horizon_s and other.generation == worker.generation:
+            others.append(other)
     return (visit, *others[: WORKERS_PER_NODE - 1])
-
-
-def _message_end(prompt: bytes, before: int) -> int:
-    """Where the last message ends that another one follows; 0 if there is none."""
-    brace = prompt.rfind(b"}", 0, before)  # one character, which is found many times faster than two
-    if brace < 0 or NEXT.match(prompt, brace + 1):
-        return brace + 1
-    # This one is part of a text. A bare "role" is a key.
-    return prompt.rfind(b"}", 0, max(prompt.rfind(b'"role"', 0, brace), 0)) + 1
 
 
 def _tail_key(path: Path, end: int) -> int:

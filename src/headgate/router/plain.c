@@ -391,6 +391,34 @@ static PyObject *node_at(PyObject *young, PyObject *old, PyObject *key) {
     return node != NULL || PyErr_Occurred() ? node : PyDict_GetItemWithError(old, key);
 }
 
+static const char *skipped(const char *at, const char *end, char wanted) {
+    while (at < end && (*at == ' ' || (*at >= '\t' && *at <= '\r'))) at++;
+    return at < end && *at == wanted ? at + 1 : NULL;
+}
+
+// Whether a message follows: inside a text its quotes would be escaped.
+static int message_follows(const char *at, const char *end) {
+    if ((at = skipped(at, end, ',')) == NULL || (at = skipped(at, end, '{')) == NULL) return 0;
+    return (at = skipped(at, end, '"')) != NULL && (STARTS(at, end, "role\"") || STARTS(at, end, "content\""));
+}
+
+static PyObject *message_end(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    if (!arguments("message_end", count, 2, args[0])) return NULL;
+    Span text = span_of(args[0]);
+    Py_ssize_t before = PyLong_AsSsize_t(args[1]), size = text.end - text.at;
+    if (before == -1 && PyErr_Occurred()) return NULL;
+    if (before > size) before = size;
+    const char *brace = before > 0 ? memrchr(text.at, '}', (size_t)before) : NULL;
+    if (brace == NULL) return PyLong_FromLong(0);
+    if (message_follows(brace + 1, text.end)) return PyLong_FromSsize_t(brace + 1 - text.at);
+    // This one is part of a text. A bare "role" is a key.
+    const char *role = brace;
+    do role = memrchr(text.at, '"', (size_t)(role - text.at));
+    while (role != NULL && !STARTS(role, brace, "\"role\""));
+    if (role != NULL) brace = memrchr(text.at, '}', (size_t)(role - text.at));
+    return PyLong_FromSsize_t(role == NULL || brace == NULL ? 0 : brace + 1 - text.at);
+}
+
 static PyObject *runs(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     if (count != 3 || !are_dicts(args[0], args[1], args[2])) return count == 3 ? NULL : PyErr_Format(PyExc_TypeError, "runs");
     PyObject *found = PyList_New(0), *run = NULL;
@@ -442,6 +470,7 @@ static PyMethodDef METHODS[] = {
     {"peek", peek, METH_O, NULL},
     {"cut_keys", (PyCFunction)(void (*)(void))cut_keys, METH_FASTCALL, NULL},
     {"tail_key", (PyCFunction)(void (*)(void))tail_key, METH_FASTCALL, NULL},
+    {"message_end", (PyCFunction)(void (*)(void))message_end, METH_FASTCALL, NULL},
     {"runs", (PyCFunction)(void (*)(void))runs, METH_FASTCALL, NULL},
     {"renew", (PyCFunction)(void (*)(void))renew, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

@@ -27,7 +27,7 @@ from headgate.router.journal import BOUND, VEIL
 
 T = TypeVar("T")
 
-FUNCTIONS: Final = ("request", "answer", "events", "peek", "cut_keys", "tail_key", "runs", "renew")
+FUNCTIONS: Final = ("request", "answer", "events", "peek", "cut_keys", "tail_key", "message_end", "runs", "renew")
 MODULE: Final = "_headgate_plain"
 SOURCE: Final = Path(__file__).with_name("plain.c")
 FLAGS: Final = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -35,6 +35,8 @@ FLAGS: Final = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: (\d{1,12})(?=\r\n)")
 CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 ID: Final = b"\r\nx-request-id: "
+# A message follows: inside a text its quotes would be escaped.
+NEXT = re.compile(rb'\s*,\s*\{\s*"(?:role|content)"')
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
@@ -123,6 +125,15 @@ def cut_keys(root: int, prompt: bytes, size: int, cuts: tuple[int, ...]) -> list
 def tail_key(key: int, prompt: bytes, start: int, end: int) -> int:
     """Of a prompt that ends there; `key` is that of its beginning up to `start`."""
     return hash((key, prompt[start:end], None))
+
+
+def message_end(prompt: bytes, before: int) -> int:
+    """Where the last message ends that another one follows; 0 if there is none."""
+    brace = prompt.rfind(b"}", 0, before)  # one character, which is found many times faster than two
+    if brace < 0 or NEXT.match(prompt, brace + 1):
+        return brace + 1
+    # This one is part of a text. A bare "role" is a key.
+    return prompt.rfind(b"}", 0, max(prompt.rfind(b'"role"', 0, brace), 0)) + 1
 
 
 def runs(young: dict[int, T], old: dict[int, T], keys: list[int]) -> list[tuple[T, int]]:

@@ -59,13 +59,14 @@ class CacheAware:
         self._placements = 0
 
     def choose(self, workers: tuple[Worker, ...], ask: Ask, match: Match, rng: random.Random) -> Worker:
-        looked_at = sample = _some(workers, rng)
+        looked_at = sample = _some(workers, rng)  # all of a small fleet
         if match.found:
             members = self._members.of(workers)
             homes = [worker for worker in match.homes if worker in members]
             if homes and _may_stay(home := min(homes, key=work), match, sample):
                 return home
-            looked_at = (*sample, *(worker for worker in match.found if worker in members))
+            if len(workers) > SMALL_FLEET:
+                looked_at = [*sample, *(worker for worker in match.found if worker in members)]
         chosen = self._fairest(looked_at, match)
         self._note(chosen, len(workers))
         return chosen

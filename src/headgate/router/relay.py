@@ -294,7 +294,7 @@ class Exchange:
             self._outcome.set_result(outcome)
 
     def _first_over(self, attempt: Attempt, outcome: Outcome) -> None:
-        if attempt.is_stale:
+        if isinstance(outcome, Lost) and attempt.is_stale:
             return self._run(fresh=True)
         placement, self._placement = self._placement, None
         assert placement is not None

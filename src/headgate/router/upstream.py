@@ -70,6 +70,7 @@ class Upstream(asyncio.Protocol):
         self._once = False
         self._keeps = False  # the worker takes another request on this connection
         self._open_ended = False  # neither a length nor chunks: the answer ends with the connection
+        self._held = False  # nothing is read: its reader's client is full
         self.reused = False
         self.idle_since_s = 0.0
 
@@ -97,10 +98,12 @@ class Upstream(asyncio.Protocol):
 
     def hold(self) -> None:
         if self._transport is not None:
+            self._held = True
             self._transport.pause_reading()
 
     def release(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._held and self.usable and self._transport is not None:
+            self._held = False
             self._transport.resume_reading()
 
     @property
@@ -175,7 +178,8 @@ class Upstream(asyncio.Protocol):
         reader, self._reader = self._reader, None
         self._headers, self._head_bytes = [], 0
         if self._keeps and self.usable and not self._open_ended:
-            self.release()  # the last bytes may have found their client full
+            if self._held:
+                self.release()  # the last bytes have found their client full
             self._pool.give(self)
         elif self._transport is not None:
             self._transport.close()
