@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from headgate.compiling import Unavailable, default_cache
 from headgate.router import plain
 from headgate.router.ask import Ask, read_ask
+from headgate.router.attempt import whole_answer
+from headgate.router.journal import Journal
 
 CHAT = "/v1/chat/completions"
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\naccept: */*\r\n\r\n"
@@ -106,6 +108,39 @@ def test_a_chunk_of_plain_events_is_read(native: ModuleType):
         assert events(b"9\r\ndata: x\n\n\r\n") == events(b"09\r\ndata: x\n\n\r\n") == b"data: x\n\n"
         assert events(b"9\r\ndata: x\n\n\r\n9\r\n") is None and events(b"9\r\ndata: x\n\n") is None
         assert events(b"9\r\ndata: x\r\n\r\n") is None and events(b"\r\ndata: x\n\n\r\n") is None
+
+
+LINES = [b":j 0 3 0 1,2\n", b":j 0 4 9 7\n", b":f 0 stop eos 64 32 9\n", b"\n", b'data: {"a": ":e 500"}\n\n']
+ODD = [
+    b":j 1 3 0 1\n",
+    b":f 1 stop eos 1 1 1\n",
+    b": alive\n\n",
+    b":e 500\n",
+    b":j 0 -1 0 1\n",
+    b":f 0 stop 1 1 1\n",
+    b"x\n",
+]
+
+
+@given(
+    st.lists(st.sampled_from(LINES), max_size=6), st.lists(st.sampled_from(ODD), max_size=1), st.integers(0, 2**32)
+)
+def test_an_answer_told_whole_is_what_its_journal_says(native: ModuleType, lines: list[bytes], odd: Any, seed: int):
+    lines, rng = [*lines, *odd], random.Random(seed)
+    rng.shuffle(lines)
+    events = b"".join([*lines, LINES[-1]])
+    told = native.told(events)
+    harmed = damaged(events, rng)
+    assert (known := native.told(harmed)) is None or b"data: %b\n" % known[3] in harmed
+    if told is None:
+        assert odd or lines.count(LINES[-1]) or lines.count(LINES[2]) != 1 or not {*LINES[:2]} & {*lines}
+        return
+    journal = Journal()
+    journal.feed(events)
+    first = next(line for line in lines if line.startswith(b":j 0 "))
+    answer = whole_answer(events)
+    assert answer is not None and answer.status == 200 and not odd
+    assert told == (int(first.split()[2]), *(journal.cached(1) or ()), answer.body)
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------

@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "an end that nobody wished for is veiled",
         "router/attempt.py",
-        "        if VEIL in data:\n            data = self._set_aside(data)\n        if data:\n            if not",
-        "        if data:\n            if not",
+        "        if VEIL in data:\n            data = self._set_aside(data)\n        if data:\n",
+        "        if data:\n",
         "tests/router/test_relay.py",
     ),
     Mutant(

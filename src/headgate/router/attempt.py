@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headgate.router import plain
 from headgate.router.journal import BOUND, VEIL
-from headgate.router.upstream import Headers, Upstream
+from headgate.router.upstream import Headers, KnownHead, Upstream
 
 if TYPE_CHECKING:
     from headgate.router.fleet import Taken
@@ -60,6 +61,7 @@ class Answered(msgspec.Struct, frozen=True, gc=False):  # one per request, and c
     status: int
     headers: Headers
     body: bytes
+    usage: tuple[int, int] | None = None  # tokens of the prompt, and those that were cached, if it is known already
 
 
 class Streamed(msgspec.Struct, frozen=True, gc=False):
@@ -96,6 +98,7 @@ class Attempt:
         "_taken",
         "_veiled",
         "_vetted",
+        "_whole",
         "given_up",
         "heard",
         "journalled",
@@ -119,6 +122,7 @@ class Attempt:
         self._plain = False  # `chunk` may pass events on
         self._body: list[bytes] = []
         self._size = 0
+        self._whole: Answered | None = None  # that came at once
         self.status = 0  # until the head has come
         self.journalled = False
         self.given_up = False  # by us
@@ -153,15 +157,31 @@ class Attempt:
 
     def chunk(self, data: bytes, framed: bytes) -> None:
         """In the middle of a stream they go on as they came."""
-        exchange, self.heard = self._exchange, True
-        if self._plain:
-            self._last = data
-            exchange.journal.feed(data)
-            exchange.client.write(framed if exchange.chunked else data)
-        elif self._mode is Attempt._collect_journal and not self._tail:
-            self._note(data)
-        else:
-            self._mode(self, data)
+        if not self._plain:
+            return self.data(data)
+        exchange = self._exchange
+        self.heard, self._last = True, data
+        exchange.journal.feed(data)
+        return exchange.client.write(framed if exchange.chunked else data)
+
+    def whole(self, head: KnownHead, events: bytes) -> None:
+        if head.journalled and not self._exchange.ask.stream and self._told_at_once(events):
+            return
+        self.head(200, head.headers)
+        if self.outcome is None:
+            self.data(events)
+
+    def _told_at_once(self, events: bytes) -> bool:
+        """Whether that was all there is to know, as nearly always."""
+        exchange, told = self._exchange, plain.told(events)
+        if told is None or exchange.moves or exchange.ask.n > 1:
+            return False
+        version, prompt, cached, answer = told
+        floor = exchange.router.fleet.floor_version
+        if floor is not None and version < floor:
+            return False
+        self.status, self._whole = 200, Answered(200, JSON, answer, (prompt, cached))
+        return True
 
     def heard_last_s(self, now_s: float) -> float:
         """When something last came of it, as far as anybody has looked."""
@@ -245,11 +265,7 @@ class Attempt:
             data = self._whole_events(data)
         if VEIL in data:
             data = self._set_aside(data)
-        if data:
-            self._note(data)
-
-    def _note(self, data: bytes) -> None:
-        if not self._vetted and self._outdated(data):
+        if not data or (not self._vetted and self._outdated(data)):
             return
         self._last = data
         if self._taken.pending and b":j " in data:
@@ -261,6 +277,8 @@ class Attempt:
     # -- the end --------------------------------------------------------------------
 
     def _ending(self) -> Outcome:
+        if self._whole is not None:
+            return self._whole
         if self._mode is Attempt._pass:
             if self._tail:
                 self._exchange.write_chunk(self._tail)

@@ -54,7 +54,7 @@ def _told(exchange: Exchange, outcome: Outcome) -> tuple[int, int] | None:
     if isinstance(outcome, Streamed):
         return exchange.journal.cached(exchange.ask.n) or usage_in(outcome.tail)
     if isinstance(outcome, Answered) and outcome.status == 200:
-        return exchange.journal.cached(exchange.ask.n) or usage_in(outcome.body)
+        return outcome.usage or exchange.journal.cached(exchange.ask.n) or usage_in(outcome.body)
     return None
 
 

@@ -153,6 +153,44 @@ static PyObject *answer(PyObject *module, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
+// A number and the space behind it; NULL unless it has 1 to `most` digits.
+static const char *number(const char *at, const char *end, int most, long long *told) {
+    const char *first = at;
+    *told = 0;
+    while (at < end && at - first < most && *at >= '0' && *at <= '9') *told = 10 * *told + (*at++ - '0');
+    return at > first && at < end && (*at == ' ' || *at == '\n') ? at + 1 : NULL;
+}
+
+// Behind the next space on this line.
+static const char *behind_word(const char *at, const char *end) {
+    const char *space = memchr(at, ' ', (size_t)(end - at));
+    return space == NULL || space == at ? NULL : space + 1;
+}
+
+static PyObject *told(PyObject *module, PyObject *events) {
+    if (!arguments("told", 1, 1, events)) return NULL;
+    Span all = span_of(events), answer = {NULL, NULL};
+    long long choice, version = -1, prompt = -1, cached = -1, other;
+    for (const char *at = all.at, *end; at < all.end; at = end + 1) {
+        if ((end = memchr(at, '\n', (size_t)(all.end - at))) == NULL) Py_RETURN_NONE;
+        if (end == at) continue;
+        if (STARTS(at, end, ":j ")) {
+            if ((at = number(at + 3, end, 9, &choice)) == NULL || choice != 0) Py_RETURN_NONE;
+            if (number(at, end, 18, version < 0 ? &version : &other) == NULL) Py_RETURN_NONE;
+        } else if (STARTS(at, end, ":f ")) {
+            if (prompt >= 0 || (at = number(at + 3, end, 9, &choice)) == NULL || choice != 0) Py_RETURN_NONE;
+            if ((at = behind_word(at, end)) == NULL || (at = behind_word(at, end)) == NULL) Py_RETURN_NONE;
+            if ((at = number(at, end, 12, &prompt)) == NULL || number(at, end, 12, &cached) == NULL) Py_RETURN_NONE;
+        } else if (STARTS(at, end, "data: ") && answer.at == NULL) {
+            answer = (Span){at + 6, end};
+        } else {
+            Py_RETURN_NONE;
+        }
+    }
+    if (version < 0 || prompt < 0 || answer.at == NULL) Py_RETURN_NONE;
+    return Py_BuildValue("(LLLN)", version, prompt, cached, bytes_of(answer.at, answer.end));
+}
+
 static PyObject *events(PyObject *module, PyObject *data) {
     if (!arguments("events", 1, 1, data)) return NULL;
     Span framed = span_of(data), content;
@@ -467,6 +505,7 @@ static PyMethodDef METHODS[] = {
     {"request", (PyCFunction)(void (*)(void))request, METH_FASTCALL, NULL},
     {"answer", (PyCFunction)(void (*)(void))answer, METH_FASTCALL, NULL},
     {"events", events, METH_O, NULL},
+    {"told", told, METH_O, NULL},
     {"peek", peek, METH_O, NULL},
     {"cut_keys", (PyCFunction)(void (*)(void))cut_keys, METH_FASTCALL, NULL},
     {"tail_key", (PyCFunction)(void (*)(void))tail_key, METH_FASTCALL, NULL},

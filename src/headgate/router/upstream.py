@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from headgate.router import plain
 from headgate.router.outbox import Outbox
@@ -29,6 +30,13 @@ MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 100, 4 * 2**10  # per worker
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
+class KnownHead(msgspec.Struct, frozen=True, gc=False):
+    """Of answers that have status 200 and come in chunks."""
+
+    headers: Headers
+    journalled: bool  # events, with a journal among them
+
+
 class Reader(Protocol):
     """Whoever reads an answer. Called from the event loop, never after `ended` or `lost`."""
 
@@ -37,8 +45,13 @@ class Reader(Protocol):
     def data(self, data: bytes) -> None: ...
 
     def chunk(self, data: bytes, framed: bytes) -> None:
-        """As `data`: plain events, see `plain`. Inside a stream they came as one chunk, which `framed` is."""
+        """As `data`: plain events (see `plain`) that came as one chunk, which `framed` is."""
         self.data(data)
+
+    def whole(self, head: KnownHead, events: bytes) -> None:
+        """A whole answer of plain events that came at once, with a head that is known."""
+        self.head(200, head.headers)
+        self.data(events)
 
     def ended(self) -> None: ...
 
@@ -148,12 +161,8 @@ class Upstream(asyncio.Protocol):
         known = plain.answer(data, self._pool.heads)
         if known is None:
             return False
-        headers, body = known
-        reader = self._reader
-        assert reader is not None
-        reader.head(200, headers)
-        if self._reader is reader:
-            reader.chunk(body, data)
+        assert self._reader is not None
+        self._reader.whole(*known)
         self._keeps = not self._once
         self._end()
         return True
@@ -224,6 +233,12 @@ class Upstream(asyncio.Protocol):
             self._keeps = self._parser.should_keep_alive() and not self._once
 
 
+def is_journalled(headers: Headers) -> bool:
+    """Whether these are the headers of events with a journal among them."""
+    told = dict(headers)
+    return b"x-headgate-journal" in told and told.get(b"content-type", b"").startswith(b"text/event-stream")
+
+
 class Pool:
     """The connections to one worker."""
 
@@ -239,7 +254,7 @@ class Pool:
         self._timeout_s = connect_timeout_s
         self._idle: deque[Upstream] = deque()
         self._closed = False
-        self.heads: dict[bytes, Headers] = {}  # of whole answers in one chunk, but for their ids
+        self.heads: dict[bytes, KnownHead] = {}  # of whole answers, but for their ids
 
     def take(self) -> Upstream | None:
         """A connection that is open and idle, the one used last first."""
@@ -276,7 +291,7 @@ class Pool:
             return
         if len(self.heads) >= MOST_KNOWN_HEADS:
             self.heads.clear()
-        self.heads[plain.answer_head(answer, end)] = headers
+        self.heads[plain.answer_head(answer, end)] = KnownHead(headers, is_journalled(headers))
 
     def forget(self, upstream: Upstream) -> None:
         """An idle connection that has been closed by the worker is not offered again; `take` skips those it still meets."""
