@@ -11,7 +11,7 @@ import pytest
 from headgate.router import hits
 from headgate.router.attempt import JSON, Answered, Lost, Streamed
 from headgate.router.index import Found
-from headgate.router.journal import KEPT_BYTES, Journal
+from headgate.router.journal import Journal
 from headgate.router.router import Router
 from headgate.router.worker import Worker
 from tests.api.live import LiveServer
@@ -36,7 +36,7 @@ def about(word: str, **more: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- from journals
 
 
-@pytest.mark.parametrize("size", [0, 100, 2 * KEPT_BYTES], ids=["short", "middling", "read and thrown away"])
+@pytest.mark.parametrize("size", [0, 100, 2 * Journal.KEPT_BYTES], ids=["short", "middling", "read and thrown away"])
 def test_the_end_of_a_journal_says_what_was_cached(size: int):
     journal = Journal()
     for i in range(size // 20):

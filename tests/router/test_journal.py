@@ -9,7 +9,6 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.router import journal as module
 from headgate.router.attempt import safe_end
 from headgate.router.journal import Journal, splice, unsaid, unveil
 from tests.journal import blocks, resume_of
@@ -43,7 +42,7 @@ def test_36_any_cut_into_pieces_gives_the_same_resume_field(
     answer: bytes, stream: bool, cuts: list[int], kept: int
 ) -> None:
     journal, tail, passed = Journal(), b"", b""
-    before, module.KEPT_BYTES = module.KEPT_BYTES, kept
+    before, Journal.KEPT_BYTES = Journal.KEPT_BYTES, kept
     try:
         edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
         for start, end in pairwise(edges):
@@ -53,7 +52,7 @@ def test_36_any_cut_into_pieces_gives_the_same_resume_field(
             passed, tail = passed + tail[:safe], tail[safe:]
         told = json.loads(journal.resume(streamed=stream))
     finally:
-        module.KEPT_BYTES = before
+        Journal.KEPT_BYTES = before
     assert passed == b"".join(blocks(answer))  # whole blocks, and all of them
     wanted = resume_of(blocks(answer), stream=stream)
     assert by_index(told) == by_index(wanted)
@@ -80,7 +79,7 @@ def test_memory_of_a_long_answer_is_its_tokens_and_not_its_bytes():
     journal = Journal()
     for i in range(10_000):
         journal.feed(b":j 0 1 %d %d\ndata: %b\n\n" % (i, i, b"x" * 500))
-    assert journal._size <= module.KEPT_BYTES + 1000
+    assert journal._size <= Journal.KEPT_BYTES + 1000
     assert journal.tokens == 10_000 and len(journal.choices[0].versions) == 1
 
 

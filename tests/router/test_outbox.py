@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from headgate.router.outbox import LARGE, MOST, Outbox
+from headgate.router.outbox import Outbox
 
 
 class Wire:
@@ -47,7 +47,7 @@ def test_what_is_written_in_a_turn_goes_out_at_its_end_and_together():
 
 def test_what_is_large_goes_out_at_once_after_what_waits():
     async def test() -> None:
-        outbox, wire, large = Outbox(), Wire(), b"x" * LARGE
+        outbox, wire, large = Outbox(), Wire(), b"x" * Outbox.LARGE
         write(outbox, wire, b"a")
         write(outbox, wire, large)
         assert wire.written == [b"a" + large]
@@ -59,10 +59,10 @@ def test_what_is_large_goes_out_at_once_after_what_waits():
 
 def test_a_long_turn_does_not_keep_everybody_waiting():
     async def test() -> None:
-        outbox, wires = Outbox(), [Wire() for _ in range(MOST + 1)]
+        outbox, wires = Outbox(), [Wire() for _ in range(Outbox.MOST + 1)]
         for wire in wires:
             write(outbox, wire, b"a")
-        assert [wire.written for wire in wires] == [[b"a"]] * MOST + [[]]
+        assert [wire.written for wire in wires] == [[b"a"]] * Outbox.MOST + [[]]
         await asyncio.sleep(0)
         assert wires[-1].written == [b"a"]
 

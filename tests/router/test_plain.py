@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -17,6 +18,8 @@ from headgate.router import plain
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import whole_answer
 from headgate.router.journal import Journal
+from headgate.router.outbox import Outbox
+from tests.router.test_outbox import Wire
 
 CHAT = "/v1/chat/completions"
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\naccept: */*\r\n\r\n"
@@ -92,22 +95,94 @@ def test_an_answer_with_a_known_head_is_known_whatever_its_id(native: ModuleType
 @given(
     st.integers(0, 2**32), st.lists(st.sampled_from([b":j 0 0 0 1\n\n", b"data: x\n\n", b":m \n\n", b":+\n", b""]))
 )
-def test_answers_and_chunks_are_read_alike(native: ModuleType, seed: int, parts: list[bytes]):
+def test_answers_are_read_alike(native: ModuleType, seed: int, parts: list[bytes]):
     rng = random.Random(seed)
     data = ANSWER % rng.choice([b"one", b"", b"two"]) + chunked(*parts)
     if rng.random() < 0.5:
         data = damaged(data, rng)
     heads = {plain.answer_head(data, end): "head"} if (end := data.find(b"\r\n\r\n")) >= 0 else {}
     assert native.answer(data, heads) == PYTHON["answer"](data, heads)
-    one = damaged(b"%x\r\n%b\r\n" % (len(b"".join(parts)), b"".join(parts)), rng)
-    assert native.events(one) == PYTHON["events"](one)
 
 
-def test_a_chunk_of_plain_events_is_read(native: ModuleType):
-    for events in (PYTHON["events"], native.events):
-        assert events(b"9\r\ndata: x\n\n\r\n") == events(b"09\r\ndata: x\n\n\r\n") == b"data: x\n\n"
-        assert events(b"9\r\ndata: x\n\n\r\n9\r\n") is None and events(b"9\r\ndata: x\n\n") is None
-        assert events(b"9\r\ndata: x\r\n\r\n") is None and events(b"\r\ndata: x\n\n\r\n") is None
+def piped(pipe: Any, chunks: list[bytes], *, kept: int = 100) -> tuple[Any, ...]:
+    """What comes of chunks that go through a pipe, one turn after another."""
+    journal, outbox, wire = Journal(), Outbox(), Wire()
+    journal.KEPT_BYTES = kept
+    pipe = pipe(journal, outbox, wire)
+    taken, written = [], []
+    for number, data in enumerate(chunks):
+        taken.append(pipe.take(data))
+        if number % 3 == 0:
+            outbox.flush()
+            written.append(len(wire.written))
+    outbox.flush()
+    assert len(b"".join(journal.raw)) <= kept
+    return taken, written, b"".join(wire.written), journal.extent, pipe.heard
+
+
+CHUNKS = [
+    b"%x\r\n%b\r\n" % (len(events), events) for events in (b":j 0 3 9 7,8\n\n", b"data: x\n\n", b"data: y\n\n" * 9)
+]
+
+
+def test_plain_events_go_through_a_pipe_and_into_the_journal(native: ModuleType):
+    async def test() -> None:
+        for pipe in (PYTHON["Pipe"], native.Pipe):
+            taken, _, written, extent, heard = piped(pipe, CHUNKS * 4)
+            assert all(taken) and written == b"".join(CHUNKS * 4) and extent == (8, 9, 0) and heard
+            unusual = [b"data: [DONE]\n\n", b":e 500\ndata: x\n\n", b":m x\n\n", b":+\n\n", b"data: x\n", b""]
+            framed = [b"%x\r\n%b\r\n" % (len(events), events) for events in unusual]
+            assert piped(pipe, [*framed, b"9\r\ndata: x\n\n", b"9\r\ndata: x\n\n\r\n9", b"0\r\n\r\n"])[2:] == (
+                b"",
+                (0, 0, 0),
+                False,
+            )
+            assert piped(pipe, [b"09\r\ndata: x\n\n\r\n", b"9\r\ndata: x\n\n\r\n"])[0] == [True, True]
+
+    asyncio.run(test())
+
+
+def test_a_pipe_writes_as_the_outbox_does(native: ModuleType):
+    async def test() -> None:
+        for pipe in (PYTHON["Pipe"], native.Pipe):
+            outbox, wires = Outbox(), [Wire() for _ in range(Outbox.MOST + 1)]
+            pipes = [pipe(Journal(), outbox, wire) for wire in wires]
+            for each in pipes[:-1]:
+                assert each.take(CHUNKS[0])
+            assert not any(wire.written for wire in wires)
+            pipes[0].take(CHUNKS[1])
+            assert outbox.writes[wires[0]] == CHUNKS[0] + CHUNKS[1]  # type: ignore[index]
+            pipes[-1].take(CHUNKS[0])
+            assert all(wire.written for wire in wires[:-1]), "so many do not wait longer"
+            large = b"data: " + b"x" * Outbox.LARGE + b"\n\n"
+            pipes[0].take(b"%x\r\n%b\r\n" % (len(large), large))
+            assert wires[0].written[-1].endswith(large + b"\r\n")
+
+    asyncio.run(test())
+
+
+@given(st.lists(st.tuples(st.sampled_from(CHUNKS), st.integers(0, 2**32)), max_size=12))
+def test_pipes_take_alike(native: ModuleType, drawn: list[tuple[bytes, int]]):
+    chunks = [damaged(data, random.Random(seed)) if seed % 2 else data for data, seed in drawn]
+
+    async def both() -> list[Any]:
+        return [piped(pipe, chunks) for pipe in (PYTHON["Pipe"], native.Pipe)]
+
+    python, c = asyncio.run(both())
+    assert python == c
+
+
+def test_a_pipe_tells_what_goes_wrong(native: ModuleType):
+    with pytest.raises(AttributeError):
+        native.Pipe(None, None, None)
+    with pytest.raises(TypeError):
+        native.Pipe(Journal())
+    journal, outbox = Journal(), Outbox()
+    pipe = native.Pipe(journal, outbox, Wire())
+    with pytest.raises(TypeError):
+        pipe.take("text")
+    with pytest.raises(RuntimeError):  # there is no event loop in here
+        pipe.take(CHUNKS[0])
 
 
 LINES = [b":j 0 3 0 1,2\n", b":j 0 4 9 7\n", b":f 0 stop eos 64 32 9\n", b"\n", b'data: {"a": ":e 500"}\n\n']
@@ -279,7 +354,7 @@ def test_the_index_is_walked_and_renewed_alike(native: ModuleType, rng: random.R
 
 
 def test_wrong_arguments_are_told(native: ModuleType):
-    wrong: list[tuple[Any, ...]] = [("request", b""), ("answer", "", {}), ("events", None), ("peek", memoryview(b""))]
+    wrong: list[tuple[Any, ...]] = [("request", b""), ("answer", "", {}), ("told", None), ("peek", memoryview(b""))]
     wrong += [("cut_keys", 1, b"", 0), ("cut_keys", 1, "x", 0, ()), ("tail_key", 1, b"", "0", 1), ("runs", {}, {})]
     wrong += [("renew", {}, {}, [1]), ("runs", {}, [], []), ("request", b"", {}, "1"), ("cut_keys", [], b"", 0, ())]
     for name, *arguments in wrong:

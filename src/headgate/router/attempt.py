@@ -92,7 +92,7 @@ class Attempt:
         "_headers",
         "_last",
         "_mode",
-        "_plain",
+        "_pipe",
         "_size",
         "_tail",
         "_taken",
@@ -119,7 +119,7 @@ class Attempt:
         self._before = b""  # and those before them, of somebody else's stream
         self._veiled: list[bytes] = []
         self._vetted = False  # its first tokens have come, and their weights are the fleet's
-        self._plain = False  # `chunk` may pass events on
+        self._pipe: plain.Pipe | None = None
         self._body: list[bytes] = []
         self._size = 0
         self._whole: Answered | None = None  # that came at once
@@ -155,15 +155,6 @@ class Attempt:
         self.heard = True
         self._mode(self, data)
 
-    def chunk(self, data: bytes, framed: bytes) -> None:
-        """In the middle of a stream they go on as they came."""
-        if not self._plain:
-            return self.data(data)
-        exchange = self._exchange
-        self.heard, self._last = True, data
-        exchange.journal.feed(data)
-        return exchange.client.write(framed if exchange.chunked else data)
-
     def whole(self, head: KnownHead, events: bytes) -> None:
         if head.journalled and not self._exchange.ask.stream and self._told_at_once(events):
             return
@@ -185,8 +176,10 @@ class Attempt:
 
     def heard_last_s(self, now_s: float) -> float:
         """When something last came of it, as far as anybody has looked."""
-        if self.heard:
+        if self.heard or (self._pipe is not None and self._pipe.heard):
             self.heard, self.last_s = False, now_s
+            if self._pipe is not None:
+                self._pipe.heard = False
         return self.last_s
 
     def ended(self) -> None:
@@ -210,7 +203,15 @@ class Attempt:
             self._exchange.pass_events(data)
             if self._taken.pending and b"data: " in data:
                 self._taken.first_token()
-        self._plain = self._vetted and not (self._tail or self._taken.pending)
+        self._use_pipe(self._vetted and not (self._tail or self._taken.pending))
+
+    def _use_pipe(self, may_use: bool) -> None:
+        """What comes next, if it is plain, goes to the client without us."""
+        exchange, upstream = self._exchange, self.upstream
+        if self._pipe is None and may_use and exchange.chunked:
+            self._pipe = exchange.client.pipe(exchange.journal)
+        if upstream is not None and upstream.answers(self):
+            upstream.pipe = self._pipe if may_use else None
 
     def _whole_events(self, data: bytes) -> bytes:
         data = self._tail + data

@@ -16,6 +16,7 @@ import httptools
 from headgate.api.errors import RETRIED, RETRY_AFTER_S, error_body
 from headgate.errors import RequestError
 from headgate.router import plain
+from headgate.router.journal import Journal
 from headgate.router.outbox import Outbox
 from headgate.router.upstream import Headers
 
@@ -146,6 +147,10 @@ class Downstream(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         if self._transport is not None:
             self._outbox.write(self._transport, data)
+
+    def pipe(self, journal: Journal) -> plain.Pipe | None:
+        """For events that go to this client as they came."""
+        return None if self._transport is None else plain.Pipe(journal, self._outbox, self._transport)
 
     def finished(self, *, keep_alive: bool = True) -> None:
         """The answer is complete: on to the next request of this connection."""

@@ -14,8 +14,6 @@ from operator import itemgetter
 
 import msgspec
 
-KEPT_BYTES = 16 * 2**10  # raw; more is read and thrown away
-
 # Both begin with a literal, which is searched for many times faster than a `^`.
 TOKENS = re.compile(rb"\n:j (\d+) (-?\d+) (\d+) ([\d,]*)(?=\r?\n)")
 CACHED = re.compile(rb"\n:f \d+ \w+ \w+ (\d{1,12}) (\d{1,12}) \d+(?=\r?\n)")
@@ -47,24 +45,27 @@ class Told:
 
 
 class Journal:
-    _size = 0  # of what is kept as it came
+    KEPT_BYTES = 16 * 2**10  # as they came; more is read and thrown away
+
+    _size = 0
     _unreadable = False
 
     def __init__(self) -> None:
-        self._raw: list[bytes] = []
+        self.raw: list[bytes] = []  # what is kept as it came
         self._choices: dict[int, Told] = {}
 
     def feed(self, events: bytes) -> None:
         """Whole events, as the worker sent them."""
-        self._raw.append(events)
+        self.raw.append(events)
         self._size += len(events)
-        if self._size > KEPT_BYTES:
-            self._read()
+        if self._size > self.KEPT_BYTES:
+            self.read()
 
-    def _read(self) -> None:
-        if not self._raw:
+    def read(self) -> None:
+        if not self.raw:
             return
-        raw, self._raw, self._size = b"\n" + b"".join(self._raw), [], 0
+        raw, self._size = b"\n" + b"".join(self.raw), 0
+        self.raw.clear()
         try:
             self._parse(raw)
         except (ValueError, OverflowError):  # numbers that no worker of ours would write
@@ -86,12 +87,12 @@ class Journal:
     @property
     def unreadable(self) -> bool:
         """Whether the worker wrote what makes no sense: nobody can go on from there."""
-        self._read()
+        self.read()
         return self._unreadable
 
     @property
     def choices(self) -> dict[int, Told]:
-        self._read()
+        self.read()
         return self._choices
 
     @property
@@ -109,7 +110,7 @@ class Journal:
         if choices > 1 or 0 in self._choices:
             told = [told.finish for told in self.choices.values() if told.finish is not None]
             return min(((int(str(finish[2])), int(str(finish[3]))) for finish in told), default=None)
-        last_words = b"\n" + b"".join(self._raw[-3:])
+        last_words = b"\n" + b"".join(self.raw[-3:])
         found = CACHED.search(last_words, last_words.find(b"\n:f "))
         return None if found is None else (int(found[1]), int(found[2]))
 

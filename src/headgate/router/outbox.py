@@ -12,33 +12,34 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-MOST: Final = 64  # connections that are made to wait for it: a turn may be long
-LARGE: Final = 16 * 2**10  # bytes that go out at once: their writer should hear now if the reader is too slow
-
 
 class Outbox:
-    __slots__ = ("_writes",)
+    __slots__ = ("writes",)
+
+    MOST: Final = 64  # connections that are made to wait for it: a turn may be long
+    LARGE: Final = 16 * 2**10  # bytes that go out at once: their writer should hear now if the reader is too slow
 
     def __init__(self) -> None:
-        self._writes: dict[asyncio.WriteTransport, bytes] = {}
+        self.writes: dict[asyncio.WriteTransport, bytes] = {}
 
     def write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
-        writes = self._writes
+        writes = self.writes
         if transport in writes:
             data = writes.pop(transport) + data
-        if len(data) >= LARGE:
+        if len(data) >= self.LARGE:
             return transport.write(data)
         if not writes:
             asyncio.get_running_loop().call_soon(self.flush)
-        elif len(writes) >= MOST:
+        elif len(writes) >= self.MOST:
             self.flush()
-        self._writes[transport] = data
+        writes[transport] = data
         return None
 
     def flush(self) -> None:
         """Now, because somebody is about to close his connection, or because the turn is over."""
-        writes, self._writes = self._writes, {}
-        for transport, data in writes.items():
+        writes = list(self.writes.items())
+        self.writes.clear()
+        for transport, data in writes:
             if transport.is_closing():
                 continue
             try:

@@ -3,8 +3,10 @@
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
 #include <Python.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
 
 typedef struct {
     const char *at, *end;
@@ -191,13 +193,113 @@ static PyObject *told(PyObject *module, PyObject *events) {
     return Py_BuildValue("(LLLN)", version, prompt, cached, bytes_of(answer.at, answer.end));
 }
 
-static PyObject *events(PyObject *module, PyObject *data) {
-    if (!arguments("events", 1, 1, data)) return NULL;
+// ----------------------------------------------------------------------------------------------------- streams
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *raw, *read, *writes, *write, *transport;
+    Py_ssize_t kept, most_kept, most_writes, large;
+    char heard;
+} Pipe;
+
+static int pipe_traverse(Pipe *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->raw);
+    Py_VISIT(self->read);
+    Py_VISIT(self->writes);
+    Py_VISIT(self->write);
+    Py_VISIT(self->transport);
+    return 0;
+}
+
+static int pipe_clear(Pipe *self) {
+    Py_CLEAR(self->raw);
+    Py_CLEAR(self->read);
+    Py_CLEAR(self->writes);
+    Py_CLEAR(self->write);
+    Py_CLEAR(self->transport);
+    return 0;
+}
+
+static void pipe_dealloc(Pipe *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    pipe_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static Py_ssize_t number_of(PyObject *owner, const char *name) {
+    PyObject *number = PyObject_GetAttrString(owner, name);
+    Py_ssize_t size = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    Py_XDECREF(number);
+    return size;
+}
+
+static int pipe_init(Pipe *self, PyObject *args, PyObject *named) {
+    PyObject *journal, *outbox, *transport;
+    if (!PyArg_ParseTuple(args, "OOO:Pipe", &journal, &outbox, &transport)) return -1;
+    pipe_clear(self);
+    self->raw = PyObject_GetAttrString(journal, "raw");
+    self->read = PyObject_GetAttrString(journal, "read");
+    self->most_kept = number_of(journal, "KEPT_BYTES");
+    self->writes = PyObject_GetAttrString(outbox, "writes");
+    self->write = PyObject_GetAttrString(outbox, "write");
+    self->most_writes = number_of(outbox, "MOST");
+    self->large = number_of(outbox, "LARGE");
+    self->transport = Py_NewRef(transport);
+    if (PyErr_Occurred()) return -1;
+    if (PyList_CheckExact(self->raw) && PyDict_CheckExact(self->writes)) return 0;
+    PyErr_SetString(PyExc_TypeError, "a journal keeps a list, and an outbox a dict");
+    return -1;
+}
+
+static int pipe_keep(Pipe *self, Span content) {
+    PyObject *events = bytes_of(content.at, content.end);
+    if (events == NULL || PyList_Append(self->raw, events) < 0) {
+        Py_XDECREF(events);
+        return -1;
+    }
+    Py_DECREF(events);
+    self->kept += content.end - content.at;
+    if (self->kept <= self->most_kept) return 0;
+    self->kept = 0;
+    PyObject *done = PyObject_CallNoArgs(self->read);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static int pipe_send(Pipe *self, PyObject *data) {
+    Py_ssize_t waiting = PyDict_GET_SIZE(self->writes);
+    if (waiting > 0 && waiting < self->most_writes && PyBytes_GET_SIZE(data) < self->large) {
+        int merged = PyDict_Contains(self->writes, self->transport);
+        if (merged < 0) return -1;
+        if (!merged) return PyDict_SetItem(self->writes, self->transport, data);
+    }
+    PyObject *done = PyObject_CallFunctionObjArgs(self->write, self->transport, data, NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static PyObject *pipe_take(Pipe *self, PyObject *data) {
+    if (!arguments("take", 1, 1, data)) return NULL;
     Span framed = span_of(data), content;
     const char *next;
-    if (!chunk(framed.at, framed.end, &content, &next) || next != framed.end || !are_plain(content)) Py_RETURN_NONE;
-    return bytes_of(content.at, content.end);
+    if (!chunk(framed.at, framed.end, &content, &next) || next != framed.end || !are_plain(content)) Py_RETURN_FALSE;
+    if (FIND(content.at, content.end, "[DONE]") || FIND(content.at, content.end, ":e ")) Py_RETURN_FALSE;
+    if (pipe_keep(self, content) < 0 || pipe_send(self, data) < 0) return NULL;
+    self->heard = 1;
+    Py_RETURN_TRUE;
 }
+
+static PyMethodDef PIPE_METHODS[] = {{"take", (PyCFunction)pipe_take, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+static PyMemberDef PIPE_MEMBERS[] = {{"heard", T_BOOL, offsetof(Pipe, heard), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyType_Slot PIPE_SLOTS[] = {
+    {Py_tp_new, PyType_GenericNew},     {Py_tp_init, pipe_init},       {Py_tp_dealloc, pipe_dealloc},
+    {Py_tp_traverse, pipe_traverse},    {Py_tp_clear, pipe_clear},     {Py_tp_methods, PIPE_METHODS},
+    {Py_tp_members, PIPE_MEMBERS},      {0, NULL},
+};
+static PyType_Spec PIPE = {"_headgate_plain.Pipe", sizeof(Pipe), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, PIPE_SLOTS};
 
 // ------------------------------------------------------------------------------------------------------ JSON
 
@@ -504,7 +606,6 @@ static PyObject *renew(PyObject *module, PyObject *const *args, Py_ssize_t count
 static PyMethodDef METHODS[] = {
     {"request", (PyCFunction)(void (*)(void))request, METH_FASTCALL, NULL},
     {"answer", (PyCFunction)(void (*)(void))answer, METH_FASTCALL, NULL},
-    {"events", events, METH_O, NULL},
     {"told", told, METH_O, NULL},
     {"peek", peek, METH_O, NULL},
     {"cut_keys", (PyCFunction)(void (*)(void))cut_keys, METH_FASTCALL, NULL},
@@ -515,6 +616,16 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_headgate_plain", NULL, 0, METHODS, NULL, NULL, NULL, NULL};
+static int prepare(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&PIPE);
+    int failed = type == NULL || PyModule_AddObjectRef(module, "Pipe", type) < 0;
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
+
+static PyModuleDef_Slot MODULE_SLOTS[] = {{Py_mod_exec, prepare}, {0, NULL}};
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_headgate_plain", NULL, 0, METHODS, MODULE_SLOTS, NULL, NULL, NULL,
+};
 
 PyMODINIT_FUNC PyInit__headgate_plain(void) { return PyModuleDef_Init(&MODULE); }

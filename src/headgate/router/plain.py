@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import sysconfig
+from asyncio import WriteTransport
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -23,14 +24,15 @@ from headgate.compiling import (
     fingerprint,
     import_library,
 )
-from headgate.router.journal import BOUND, VEIL
+from headgate.router.journal import BOUND, VEIL, Journal
+from headgate.router.outbox import Outbox
 
 T = TypeVar("T")
 
 FUNCTIONS: Final = (
     "request",
     "answer",
-    "events",
+    "Pipe",
     "told",
     "peek",
     "cut_keys",
@@ -99,15 +101,6 @@ def _unchunked(data: bytes, start: int, end: int) -> bytes | None:
     return b"".join(parts) or None
 
 
-def events(data: bytes) -> bytes | None:
-    """What is in the one chunk that `data` is, if that is plain events."""
-    line = CHUNK_SIZE.match(data)
-    if line is None or len(data) != line.end() + int(line[1], 16) + 2 or data[-2:] != b"\r\n":
-        return None
-    content = data[line.end() : -2]
-    return content if _are_plain(content) else None
-
-
 def told(events: bytes) -> tuple[int, int, int, bytes] | None:
     """Of a journal that ends with an answer told whole: weights, tokens of the prompt, those that were cached, the answer.
 
@@ -119,6 +112,31 @@ def told(events: bytes) -> tuple[int, int, int, bytes] | None:
 def _are_plain(events: bytes) -> bool:
     """Whether they are whole, and none of them is bound to the next, or veiled."""
     return events[-2:] == b"\n\n" and BOUND not in events and VEIL not in events
+
+
+class Pipe:
+    """Takes plain events from a worker's connection to a client's, and into the journal on the way, as they came."""
+
+    __slots__ = ("_feed", "_transport", "_write", "heard")
+
+    def __init__(self, journal: Journal, outbox: Outbox, transport: WriteTransport) -> None:
+        self._feed = journal.feed
+        self._write = outbox.write
+        self._transport = transport
+        self.heard = False  # something has come, since somebody set this
+
+    def take(self, data: bytes) -> bool:
+        """Whether `data` was one chunk of plain events, neither the end of an answer nor the word of its failing."""
+        line = CHUNK_SIZE.match(data)
+        if line is None or len(data) != line.end() + int(line[1], 16) + 2 or data[-2:] != b"\r\n":
+            return False
+        events = data[line.end() : -2]
+        if not _are_plain(events) or b"[DONE]" in events or b":e " in events:
+            return False
+        self._feed(events)
+        self._write(self._transport, data)
+        self.heard = True
+        return True
 
 
 def peek(body: bytes) -> tuple[str | None, bool, bytes, bool, int] | None:

@@ -44,10 +44,6 @@ class Reader(Protocol):
 
     def data(self, data: bytes) -> None: ...
 
-    def chunk(self, data: bytes, framed: bytes) -> None:
-        """As `data`: plain events (see `plain`) that came as one chunk, which `framed` is."""
-        self.data(data)
-
     def whole(self, head: KnownHead, events: bytes) -> None:
         """A whole answer of plain events that came at once, with a head that is known."""
         self.head(200, head.headers)
@@ -84,6 +80,7 @@ class Upstream(asyncio.Protocol):
         self._keeps = False  # the worker takes another request on this connection
         self._open_ended = False  # neither a length nor chunks: the answer ends with the connection
         self._held = False  # nothing is read: its reader's client is full
+        self.pipe: plain.Pipe | None = None  # for what its reader would only pass on
         self.reused = False
         self.idle_since_s = 0.0
 
@@ -105,7 +102,7 @@ class Upstream(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close the connection at once; its reader hears nothing more."""
-        self._reader = None
+        self._reader = self.pipe = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -132,8 +129,8 @@ class Upstream(asyncio.Protocol):
         if self._reader is None:
             self.drop()  # words that nobody asked for
             return None
-        if self._between and (events := plain.events(data)) is not None:
-            return self._reader.chunk(events, data)  # as most of what comes of a stream
+        if self._between and self.pipe is not None and self.pipe.take(data):  # as most of what comes of a stream
+            return None
         rested, self._at_rest = self._at_rest, False
         if rested and self._recognised(data):
             return None
@@ -184,7 +181,7 @@ class Upstream(asyncio.Protocol):
             reader.lost(why)
 
     def _end(self) -> None:
-        reader, self._reader = self._reader, None
+        reader, self._reader, self.pipe = self._reader, None, None
         self._headers, self._head_bytes = [], 0
         if self._keeps and self.usable and not self._open_ended:
             if self._held:
