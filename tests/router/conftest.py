@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headgate.router import plain
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
+from tests.router.compiled import in_c
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,7 +39,5 @@ def servers(weights: list[Path]) -> Iterator[list[LiveServer]]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> Iterator[None]:
     """Routers in here run as in their own process; those of the simulation run in Python alone."""
-    python = {name: getattr(plain, name) for name in plain.FUNCTIONS}
-    assert plain.use_compiled() is None
-    yield
-    vars(plain).update(python)
+    with in_c():
+        yield

@@ -15,6 +15,7 @@ from headgate.testing.sim.kv import STAGES
 from headgate.testing.sim.runner import run_seeds
 from headgate.testing.sim.script import CONTROL, KV_TROUBLE, ROUTERS, TROUBLE, draw
 from headgate.testing.sim.world import simulate
+from tests.router.compiled import in_c
 
 SEEDS_PER_TEST = 25
 
@@ -51,6 +52,12 @@ def test_every_kind_of_trouble_is_drawn_and_so_are_two_routers_and_roles():
 
 def test_every_kind_of_trouble_is_carried_out():
     assert not [what for what in (*TROUBLE, *KV_TROUBLE, *CONTROL) if not hasattr(Deeds, what)]
+
+
+def test_a_run_is_the_same_to_the_byte_when_its_routers_run_in_c():
+    python = [simulate(seed).hash for seed in range(20)]
+    with in_c():
+        assert [simulate(seed).hash for seed in range(20)] == python
 
 
 def test_the_same_seed_is_the_same_run_to_the_byte_in_any_process():
