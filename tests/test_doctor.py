@@ -22,7 +22,7 @@ def test_this_machine_can_serve_and_each_subject_has_one_line(tmp_path, capsys):
     assert last == "This machine can serve."
     assert all(line.split()[0] in ("ok", "note") for line in lines)
     subjects = {line[9:21].strip() for line in lines}
-    assert {"python", "libraries", "cpu", "kernels", "memory", "cache", "port", "open files"} <= subjects
+    assert {"python", "libraries", "cpu", "kernels", "routing", "memory", "cache", "port", "open files"} <= subjects
     assert any(str(tmp_path) in line for line in lines)
 
 
@@ -103,6 +103,22 @@ def test_kernels_are_built_can_be_built_or_need_a_compiler(built, compiler, verd
     if built:
         library.touch()
     finding = doctor.kernels(None, library, compiler)
+    assert finding.verdict == verdict and told in finding.found
+
+
+@pytest.mark.parametrize(
+    ("built", "compiler", "verdict", "told"),
+    [
+        (True, None, "ok", "compiled, in"),
+        (False, "/usr/bin/cc", "ok", "not compiled yet"),
+        (False, None, "note", "no C "),
+    ],
+)
+def test_routing_is_compiled_can_be_compiled_or_needs_a_compiler(built, compiler, verdict, told, tmp_path):
+    library = tmp_path / "routing.so"
+    if built:
+        library.touch()
+    finding = doctor.routing(library, compiler)
     assert finding.verdict == verdict and told in finding.found
 
 

@@ -187,12 +187,14 @@ def _with_torch() -> Iterator[Finding]:
         yield Finding("torch", "problem", f"cannot be imported ({error})", "nothing can be computed without it")
         return
     from headgate.layers.cpu import build
+    from headgate.router import plain
     from headgate.worker.memory import free_in_cgroup, free_on_machine
 
     flags = build.cpu_flags()
     library = build.library_in(build.default_cache())
     yield cpu(flags, build.why_not_here(flags), torch.get_num_threads())
     yield kernels(build.why_not_here(flags), library, shutil.which("g++"))
+    yield routing(plain.library_in(plain.default_cache()), shutil.which("cc"))
     yield from gpus(torch.cuda, version_of("triton")) if torch.cuda.is_available() else no_gpu(torch.__version__)
     yield memory("memory", min(free_on_machine(), free_in_cgroup()))
 
@@ -218,6 +220,18 @@ def kernels(unsupported: str | None, library: Path, compiler: str | None) -> Fin
             "kernels", "ok", f"not built yet, {compiler} is there", "the first start takes half a minute more"
         )
     return Finding("kernels", "note", "not built, no C++ compiler", "install g++, or torch computes instead, slower")
+
+
+def routing(library: Path, compiler: str | None) -> Finding:
+    if library.exists():
+        return Finding("routing", "ok", f"compiled, in {library.parent}", "a router starts with it")
+    if compiler is not None:
+        return Finding(
+            "routing", "ok", f"not compiled yet, {compiler} is there", "the first router does it, in a second"
+        )
+    return Finding(
+        "routing", "note", "not compiled, no C compiler", "install gcc, or routers take twice the CPU time"
+    )
 
 
 def gpus(cuda: Any, triton: str | None) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.compiling import Unavailable, default_cache
+from headgate.compiling import Unavailable
 from headgate.router import plain
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import whole_answer
@@ -30,7 +30,7 @@ PYTHON = {name: getattr(plain, name) for name in plain.FUNCTIONS}  # before anyb
 
 @pytest.fixture(scope="module")
 def native() -> ModuleType:
-    library = plain.load("cc", default_cache() / "router")
+    library = plain.load("cc", plain.default_cache())
     assert not isinstance(library, Unavailable), library
     return library
 

@@ -336,8 +336,9 @@ async def keep(
     """Start the servers, route until a signal comes, then let both end in that order."""
     from headgate.cluster.fleet import Fleet
     from headgate.router.router import Router
-    from headgate.router.server import serving
+    from headgate.router.server import make_fast, serving
 
+    make_fast()
     router = Router(config)
     async with Fleet(launcher, asked.counts, hooks(router), asked.bounds) as fleet:
         await fleet.ready()

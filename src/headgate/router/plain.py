@@ -16,14 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from headgate.compiling import (
-    Unavailable,
-    build_once,
-    compile_with,
-    default_cache,
-    fingerprint,
-    import_library,
-)
+from headgate import compiling
+from headgate.compiling import Unavailable, build_once, compile_with, fingerprint, import_library
 from headgate.router.journal import BOUND, VEIL, Journal
 from headgate.router.outbox import Outbox
 
@@ -208,19 +202,27 @@ def renew(
 
 def use_compiled(compiler: str = "cc", cache: Path | None = None) -> Unavailable | None:
     """From now on, in this process, use what `plain.c` has; compile it first if need be."""
-    library = load(compiler, cache or default_cache() / "router")
+    library = load(compiler, cache or default_cache())
     if isinstance(library, Unavailable):
         return library
     globals().update({name: getattr(library, name) for name in FUNCTIONS})
     return None
 
 
+def default_cache() -> Path:
+    return compiling.default_cache() / "router"
+
+
+def library_in(cache: Path) -> Path:
+    """Where it is, or will be when it is compiled."""
+    return cache / fingerprint([SOURCE], FLAGS, sys.version, sysconfig.get_platform()) / f"{MODULE}.so"
+
+
 @lru_cache
 def load(compiler: str, cache: Path) -> Any:
     """The module, or why there is none."""
-    found = shutil.which(compiler)
+    found, library = shutil.which(compiler), library_in(cache)
     include = sysconfig.get_paths()["include"]
-    library = cache / fingerprint([SOURCE], FLAGS, sys.version, sysconfig.get_platform()) / f"{MODULE}.so"
 
     def build(_: Path, built: Path) -> str | None:
         if found is None:

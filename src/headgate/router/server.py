@@ -34,12 +34,17 @@ Announce = Callable[[str, list[str]], None]
 
 def run_router(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
     """Route until a signal comes."""
+    make_fast()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(route(config, listener, version, announce))
+
+
+def make_fast() -> None:
+    """What a process does once that is there to route."""
     keep_freed_memory()
     missing = plain.use_compiled()
     if missing is not None:
-        log.info("routing in Python alone: %s", missing.reason)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(route(config, listener, version, announce))
+        log.warning("routing in Python alone: %s", missing.reason)
 
 
 async def route(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
