@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src/headgate"
 MAY_IMPORT = {
     "protocol": {"protocol"},
     "core": {"core", "protocol", "errors"},
-    "layers": {"layers", "errors"},
+    "layers": {"layers", "errors", "compiling"},
     "models": {"models", "layers", "errors"},
     "worker": {"worker", "models", "layers", "transfer", "protocol", "errors", "config", "logs", "zoo", "collector"},
     "transfer": {"transfer", "protocol", "errors"},
@@ -37,7 +37,18 @@ MAY_IMPORT = {
         "collector",
     },
     "bench": {"bench", "errors", "httpclient"},
-    "router": {"router", "api", "dashboard", "protocol", "errors", "config", "listening", "collector"},
+    "router": {
+        "router",
+        "api",
+        "dashboard",
+        "protocol",
+        "errors",
+        "config",
+        "listening",
+        "collector",
+        "allocator",
+        "compiling",
+    },
     "cluster": {"cluster", "errors"},
 }
 

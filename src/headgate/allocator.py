@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-TRIM_THRESHOLD: Final = -1  # glibc's numbers for `mallopt`
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers for `mallopt`
 KEPT_BYTES: Final = 16 * 2**20
+LARGEST: Final = 4 * 2**20  # piece that is taken from the heap
 
 
 def keep_freed_memory() -> None:
@@ -17,3 +18,4 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # musl, and others, have none
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(MMAP_THRESHOLD, LARGEST)

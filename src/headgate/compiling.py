@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COMPILE_S = 600.0
-
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
@@ -43,7 +41,9 @@ def fingerprint(sources: Iterable[Path], *settings: object) -> str:
 
 
 def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> Unavailable | None:
-    """Have `build` make the library, in a folder of its own, unless another process has just done so."""
+    """Have `build` make the library, in a folder of its own, unless it is there or another process makes it."""
+    if library.exists():
+        return None
     library.parent.mkdir(parents=True, exist_ok=True)
     with _locked(library.parent / "lock"):
         if library.exists():
@@ -64,17 +64,16 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def compile_with(command: list[str], what: str) -> str | None:
+def compile_with(command: list[str], *, timeout_s: float) -> str | None:
     """Run a compiler; what went wrong, if anything did."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_S)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return f"compiling {what} took more than {COMPILE_S:g} s"
+        return f"it took more than {timeout_s:g} s"
     if done.returncode == 0:
         return None
     lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
-    told = next((line for line in lines if "error" in line), lines[0])
-    return f"compiling {what} failed: {told.strip()}"
+    return next((line for line in lines if "error" in line), lines[0]).strip()
 
 
 def import_library(name: str, library: Path) -> Any:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from headgate.router.attempt import Attempt
+from headgate.router.fleet import Taken
+from headgate.router.router import Router
+from headgate.router.worker import Worker
 from tests.router.client import ask, check, routing, until
 from tests.router.mock import CHAT, Mock
 from tests.router.run import run
@@ -81,3 +87,15 @@ def test_probes_leave_no_connections_behind():
             assert len(mock.connections) <= 2
 
     run(main())
+
+
+def test_when_a_worker_was_heard_is_noted_while_its_client_is_full_too():
+    worker = object()
+    exchange: Any = SimpleNamespace(full=True, request=None)
+    exchange.attempt = attempt = Attempt(exchange, cast(Taken, SimpleNamespace(worker=worker, pending=0)))
+    router: Any = SimpleNamespace(live={"a": exchange}, loop=SimpleNamespace(time=lambda: 60.0))
+    attempt.status, attempt.heard = 200, True
+    Router._look_at(router, exchange, 1.0)
+    assert Router.last_byte_s(router, cast(Worker, worker)) == 1.0
+    attempt.heard = True
+    assert Router.last_byte_s(router, cast(Worker, worker)) == 60.0

@@ -45,6 +45,18 @@ def test_what_is_written_in_a_turn_goes_out_at_its_end_and_together():
     asyncio.run(test())
 
 
+def test_nothing_is_written_to_who_has_gone():
+    async def test() -> None:
+        outbox, wire = Outbox(), Wire()
+        wire.abort()
+        for size in (1, Outbox.LARGE):
+            write(outbox, wire, b"x" * size)
+            await asyncio.sleep(0)
+        assert wire.written == []
+
+    asyncio.run(test())
+
+
 def test_what_is_large_goes_out_at_once_after_what_waits():
     async def test() -> None:
         outbox, wire, large = Outbox(), Wire(), b"x" * Outbox.LARGE

@@ -384,5 +384,23 @@ def test_without_a_compiler_the_router_does_without(tmp_path: Path):
 
 def test_it_is_compiled_once(tmp_path: Path):
     assert not isinstance(plain.load("cc", tmp_path), Unavailable)
+    (lock,) = tmp_path.rglob("lock")
+    lock.unlink()
+    lock.mkdir()  # which nobody can write: a cache that somebody else has filled
     plain.load.cache_clear()
     assert not isinstance(plain.load("false", tmp_path), Unavailable), "it is there"
+
+
+def test_who_has_no_home_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    plain.load.cache_clear()
+    missing = plain.use_compiled()
+    assert isinstance(missing, Unavailable) and "home" in missing.reason
+    monkeypatch.setattr(plain, "SOURCE", tmp_path / "plain.c")
+    missing = plain.use_compiled("cc", tmp_path)
+    assert isinstance(missing, Unavailable) and "plain.c" in missing.reason
+    plain.load.cache_clear()

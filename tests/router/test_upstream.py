@@ -6,14 +6,16 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import cast
 
 import pytest
 
-from headgate.router import upstream
+from headgate.router import plain, upstream
 from headgate.router.disagg import Leg
 from headgate.router.fleet import Taken
+from headgate.router.journal import Journal
+from headgate.router.outbox import Outbox
 from headgate.router.upstream import Headers, NoAnswer, Pool, Reader, Upstream, WorkerLost, call
 from tests.router.client import until
 from tests.router.run import run
@@ -27,6 +29,7 @@ class Noting(Reader):
         self.heads = 0
         self.body = b""
         self.ends: list[str] = []
+        self.pipe: plain.Pipe | None = None
 
     def head(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -269,11 +272,18 @@ def test_connections_are_kept_for_the_next_and_the_one_used_last_is_taken_first(
     run(main())
 
 
-def test_a_connection_whose_last_bytes_found_their_reader_full_reads_again_for_the_next():
+@pytest.mark.parametrize("late", [False, True])
+def test_a_connection_whose_last_bytes_found_their_reader_full_reads_again_for_the_next(late: bool):
     class Full(Noting):
         def data(self, data: bytes) -> None:
             super().data(data)
-            connection.hold()
+            if not late:
+                connection.hold()
+
+        def ended(self) -> None:
+            super().ended()
+            if late:
+                connection.hold()  # which is the pool's by now
 
     async def main() -> None:
         nonlocal connection
@@ -353,11 +363,29 @@ def test_43_a_call_has_an_answer_or_a_reason_in_time():
     run(main())
 
 
+class Tube:
+    """A pipe past its reader, who notes what has gone through."""
+
+    def __init__(self, noting: Noting) -> None:
+        journal = Journal()
+        self._pipe = plain.Pipe(journal, Outbox(), cast(asyncio.Transport, Wire()))
+        self._noting, self._raw = noting, journal.raw
+        self.taken = 0
+
+    def take(self, data: bytes) -> bool:
+        if not self._pipe.take(data):
+            return False
+        self._noting.body += self._raw.pop()
+        self.taken += 1
+        return True
+
+
 async def pieces(*parts: bytes) -> Noting:
-    """What a reader is told of an answer that comes in these pieces."""
+    """What comes of an answer in these pieces, through a pipe or past it."""
     connection, noting = Upstream(Pool("http://127.0.0.1:1", 1.0)), Noting()
     connection.connection_made(cast(asyncio.Transport, Wire()))
     connection.send(b"", noting)
+    connection.pipe = noting.pipe = cast(plain.Pipe, Tube(noting))
     for part in parts:
         if not noting.ends:
             connection.data_received(part)
@@ -372,6 +400,8 @@ async def pieces(*parts: bytes) -> Noting:
         [b"2\r\nok\r\n1", b"\r\n!\r\n", b"0\r\n\r\n"],
         [b"1\r\no\r\n1", b"1\r\nX\r\n", b"12345678901234\r\n", b"0\r\n\r\n"],  # the second piece looks like a chunk
         [b"1\r\no\r\n8;a=", b"1\r\n!\r\n", b"12345\r\n", b"0\r\n\r\n"],
+        [b"1\r\no\r\n1", b"4\r\nX!\n\n\r\n", b"12345678901234\r\n", b"0\r\n\r\n"],
+        [b"3\r\nX\n\n\r\n", b"4\r\nX!\n\n\r\n", b"0\r\n\r\n"],
         [b"2\r\nok\r\n", b"1\r", b"\n!\r\n", b"0\r\n\r\n"],
         [b"2\r\nok\r\n", b"1\r\n!", b"\r\n", b"0\r\n\r\n"],
     ],
@@ -382,14 +412,17 @@ def test_chunks_are_read_alike_however_they_are_cut(parts: list[bytes]):
 
 
 def test_chunks_are_read_alike_in_random_pieces():
-    rng = random.Random(7)
+    rng, taken = random.Random(7), 0
     for _ in range(2000):
         chunks = [rng.choice([b"\r\n", b"1\r\n", b"a", b"\n\n", b"15\r\n0"]) * rng.randint(1, 12) for _ in range(4)]
         data = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
-        cuts = sorted({0, *(rng.randint(0, len(data)) for _ in range(6)), len(data)})
+        edges = [0, *accumulate(len(b"%x" % len(chunk)) + len(chunk) + 4 for chunk in chunks)]
+        cuts = sorted({0, *rng.sample(edges, 3), *(rng.randint(0, len(data)) for _ in range(3)), len(data)})
         parts = [data[a:b] for a, b in pairwise(cuts)]
         noting = asyncio.run(pieces(CHUNKED, *parts))
         assert (noting.body, noting.ends) == (b"".join(chunks), ["ended"]), parts
+        taken += cast(Tube, noting.pipe).taken
+    assert taken > 20
 
 
 @pytest.mark.parametrize("damaged", [b"0\r\nx\r\n", b"2\r\nok!\r\n", b"-1\r\n!\r\n", b"2\r\nok\n\n", b"1\r\n\r\n"])

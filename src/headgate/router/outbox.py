@@ -27,7 +27,7 @@ class Outbox:
         if transport in writes:
             data = writes.pop(transport) + data
         if len(data) >= self.LARGE:
-            return transport.write(data)
+            return None if transport.is_closing() else transport.write(data)
         if not writes:
             asyncio.get_running_loop().call_soon(self.flush)
         elif len(writes) >= self.MOST:

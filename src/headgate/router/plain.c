@@ -33,8 +33,9 @@ static int ends(Span data, const char *with, size_t size) {
 #define STARTS(at, end, with) starts(at, end, with, sizeof(with) - 1)
 #define ENDS(data, with) ends(data, with, sizeof(with) - 1)
 
-static int arguments(const char *name, Py_ssize_t given, Py_ssize_t wanted, PyObject *bytes) {
-    if (given == wanted && PyBytes_CheckExact(bytes)) return 1;
+// Whether there are so many, and that one is bytes.
+static int arguments(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int bytes) {
+    if (given == wanted && PyBytes_CheckExact(args[bytes])) return 1;
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, and bytes among them", name, wanted);
     return 0;
 }
@@ -80,7 +81,7 @@ static int length_line(const char *at, const char *end, Span *line, Py_ssize_t *
 }
 
 static PyObject *request(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    if (!arguments("request", count, 3, args[0])) return NULL;
+    if (!arguments("request", args, count, 3, 0)) return NULL;
     Span data = span_of(args[0]), line;
     Py_ssize_t length, most = PyLong_AsSsize_t(args[2]);
     if (most == -1 && PyErr_Occurred()) return NULL;
@@ -136,7 +137,7 @@ static int are_plain(Span events) {
 }
 
 static PyObject *answer(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    if (!arguments("answer", count, 2, args[0])) return NULL;
+    if (!arguments("answer", args, count, 2, 0)) return NULL;
     Span data = span_of(args[0]);
     const char *gap = FIND(data.at, data.end, "\r\n\r\n");
     if (gap == NULL || !ENDS(data, "0\r\n\r\n") || data.end - gap < 9) Py_RETURN_NONE;
@@ -170,7 +171,7 @@ static const char *behind_word(const char *at, const char *end) {
 }
 
 static PyObject *told(PyObject *module, PyObject *events) {
-    if (!arguments("told", 1, 1, events)) return NULL;
+    if (!arguments("told", &events, 1, 1, 0)) return NULL;
     Span all = span_of(events), answer = {NULL, NULL};
     long long choice, version = -1, prompt = -1, cached = -1, other;
     for (const char *at = all.at, *end; at < all.end; at = end + 1) {
@@ -282,7 +283,8 @@ static int pipe_send(Pipe *self, PyObject *data) {
 }
 
 static PyObject *pipe_take(Pipe *self, PyObject *data) {
-    if (!arguments("take", 1, 1, data)) return NULL;
+    if (!arguments("take", &data, 1, 1, 0)) return NULL;
+    if (self->raw == NULL) return PyErr_Format(PyExc_ValueError, "this pipe leads nowhere");
     Span framed = span_of(data), content;
     const char *next;
     if (!chunk(framed.at, framed.end, &content, &next) || next != framed.end || !are_plain(content)) Py_RETURN_FALSE;
@@ -432,7 +434,7 @@ static Py_ssize_t tokens_in(Span prompt, char first) {
 }
 
 static PyObject *peek(PyObject *module, PyObject *body) {
-    if (!arguments("peek", 1, 1, body)) return NULL;
+    if (!arguments("peek", &body, 1, 1, 0)) return NULL;
     Span found[3] = {{NULL, NULL}, {NULL, NULL}, {NULL, NULL}};
     if (!fields(span_of(body), found)) Py_RETURN_NONE;
     Span stream = found[STREAM - 1], prompt = found[PROMPT - 1];
@@ -480,7 +482,7 @@ static uint64_t hashed(uint64_t key, const char *at, const char *end, uint64_t k
 }
 
 static PyObject *cut_keys(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    if (!arguments("cut_keys", count, 4, args[1])) return NULL;
+    if (!arguments("cut_keys", args, count, 4, 1)) return NULL;
     Py_ssize_t size = PyLong_AsSsize_t(args[2]), start = 0;
     Py_hash_t root = PyObject_Hash(args[0]);
     if (PyErr_Occurred()) return NULL;
@@ -505,7 +507,7 @@ static PyObject *cut_keys(PyObject *module, PyObject *const *args, Py_ssize_t co
 }
 
 static PyObject *tail_key(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    if (!arguments("tail_key", count, 4, args[1])) return NULL;
+    if (!arguments("tail_key", args, count, 4, 1)) return NULL;
     Py_hash_t key = PyObject_Hash(args[0]);
     Py_ssize_t start = PyLong_AsSsize_t(args[2]), end = PyLong_AsSsize_t(args[3]);
     if (PyErr_Occurred()) return NULL;
@@ -543,7 +545,7 @@ static int message_follows(const char *at, const char *end) {
 }
 
 static PyObject *message_end(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    if (!arguments("message_end", count, 2, args[0])) return NULL;
+    if (!arguments("message_end", args, count, 2, 0)) return NULL;
     Span text = span_of(args[0]);
     Py_ssize_t before = PyLong_AsSsize_t(args[1]), size = text.end - text.at;
     if (before == -1 && PyErr_Occurred()) return NULL;

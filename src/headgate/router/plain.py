@@ -1,7 +1,8 @@
 """What nearly every request needs of the router. Whatever is out of the ordinary is None here, and goes the long way.
 
 There are two of each function: these, and the same in C (`plain.c`), which a router's process uses if it can compile them.
-They differ in speed, and in how keys are computed, which nobody but the index of this process sees.
+They differ in speed; in how keys are computed, which nobody but the index of this process sees; and in that C does not look
+whether those parts of a body are JSON that are of no interest here, which is then for a worker to say.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 from asyncio import WriteTransport
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -37,6 +38,7 @@ FUNCTIONS: Final = (
 )
 MODULE: Final = "_headgate_plain"
 SOURCE: Final = Path(__file__).with_name("plain.c")
+COMPILE_S: Final = 60.0
 FLAGS: Final = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: (\d{1,12})(?=\r\n)")
@@ -202,7 +204,7 @@ def renew(
 
 def use_compiled(compiler: str = "cc", cache: Path | None = None) -> Unavailable | None:
     """From now on, in this process, use what `plain.c` has; compile it first if need be."""
-    library = load(compiler, cache or default_cache())
+    library = load(compiler, cache)
     if isinstance(library, Unavailable):
         return library
     globals().update({name: getattr(library, name) for name in FUNCTIONS})
@@ -219,17 +221,20 @@ def library_in(cache: Path) -> Path:
 
 
 @lru_cache
-def load(compiler: str, cache: Path) -> Any:
+def load(compiler: str, cache: Path | None = None) -> Any:
     """The module, or why there is none."""
-    found, library = shutil.which(compiler), library_in(cache)
-    include = sysconfig.get_paths()["include"]
-
-    def build(_: Path, built: Path) -> str | None:
-        if found is None:
-            return f"there is no compiler {compiler!r}"
-        return compile_with([found, *FLAGS, f"-I{include}", str(SOURCE), "-o", str(built)], SOURCE.name)
-
     try:
-        return build_once(library, build) or import_library(MODULE, library)
-    except (OSError, ImportError) as error:
-        return Unavailable(f"cannot build or load {library}: {error}")
+        library = library_in(cache or default_cache())
+        return build_once(library, partial(_build, compiler)) or import_library(MODULE, library)
+    except (OSError, ImportError, RuntimeError) as error:  # the last one: there is no home, and so no cache
+        return Unavailable(f"cannot build or load {MODULE}: {error}")
+
+
+def _build(compiler: str, scratch: Path, library: Path) -> str | None:
+    found = shutil.which(compiler)
+    if found is None:
+        return f"there is no compiler {compiler!r}"
+    include = sysconfig.get_paths()["include"]
+    command = [found, *FLAGS, f"-I{include}", str(SOURCE), "-o", str(library)]
+    why = compile_with(command, timeout_s=COMPILE_S)
+    return None if why is None else f"compiling {SOURCE.name} failed: {why}"

@@ -415,11 +415,14 @@ class Router:
 
     def _look_at(self, exchange: Exchange, now_s: float) -> None:
         attempt = exchange.attempt
-        if attempt is None or attempt.outcome is not None or exchange.full:
+        if attempt is None or attempt.outcome is not None:
+            return
+        heard_s = attempt.heard_last_s(now_s)
+        if exchange.full:
             return
         shows_life = attempt.status or (attempt.worker.kind == "headgate" and exchange.request.path in JOURNALLED)
         limit_s = self.config.idle_timeout_s if shows_life else self.config.first_byte_timeout_s
-        if now_s - attempt.heard_last_s(now_s) > limit_s:
+        if now_s - heard_s > limit_s:
             attempt.fail(f"it has said nothing for {limit_s:g} s")
 
     # -- the end ------------------------------------------------------------------------------

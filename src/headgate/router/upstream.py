@@ -107,7 +107,8 @@ class Upstream(asyncio.Protocol):
             self._transport.abort()
 
     def hold(self) -> None:
-        if self._transport is not None:
+        """Read no more for now; unless its answer has ended, and this is somebody else's connection, or nobody's."""
+        if self._transport is not None and self._reader is not None:
             self._held = True
             self._transport.pause_reading()
 

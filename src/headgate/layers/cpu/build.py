@@ -25,6 +25,7 @@ from headgate.layers.cpu.kernels import Kernels
 
 MODULE = "_headgate_cpu_kernels"
 SOURCES = Path(__file__).parent
+COMPILE_S = 600.0
 NEEDED_CPU_FLAGS = ("avx2", "fma")
 
 # Contraction off: the compiler must not fuse a multiplication and an addition in one instantiation of a template and
@@ -162,4 +163,5 @@ def _link_flags() -> list[str]:
 
 
 def _run(command: list[str]) -> str | None:
-    return compile_with(command, "the CPU kernels")
+    why = compile_with(command, timeout_s=COMPILE_S)
+    return None if why is None else f"compiling the CPU kernels failed: {why}"
