@@ -21,7 +21,7 @@ from headgate.router.index import Match
 from headgate.router.worker import Worker
 
 SMALL_FLEET: Final = 16  # workers that are all looked at
-SAMPLE: Final = 12  # of more; the best of twelve is nearly always among the best quarter
+SAMPLE: Final = 10  # of more; the best of ten is nearly always among the best quarter
 TOKENS_PER_REQUEST: Final = 1024  # of prompt, that weigh as much as one more request
 
 # Where a conversation's prefix is, it stays, unless its worker has more work than the least loaded has by
