@@ -48,7 +48,7 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.timeout(300)
 def test_a_fleet_heals_itself_and_ends_cleanly(model: Path):
-    with up(model, "--prefill", 1, "--decode", 1) as fleet, fleet.client() as http:
+    with up("--model", model, "--prefill", 1, "--decode", 1) as fleet, fleet.client() as http:
         told = workers(http)
         assert [(each["role"], each["state"]) for each in told] == [("decode", "ready"), ("prefill", "ready")]
         assert {each["pid"] for each in told} <= set(descendants(fleet.process.pid))
@@ -95,7 +95,12 @@ def test_what_a_server_says_about_why_it_cannot_start_is_the_one_sentence(model:
 
 @pytest.mark.parametrize(
     ("flags", "about"),
-    [(("--prefill", 1), "--decode N"), (("--mixed", -1), "--mixed"), (("--port", 99999), "--port")],
+    [
+        (("--prefill", 1), "--decode N"),
+        (("--mixed", -1), "--mixed"),
+        (("--port", 99999), "--port"),
+        (("--model", "another"), "--model"),
+    ],
 )
 def test_a_fleet_that_makes_no_sense_is_one_sentence(model: Path, flags: tuple, about: str):
     result = run("up", model, *flags)

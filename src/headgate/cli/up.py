@@ -39,6 +39,7 @@ def add_up(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=up)
     add = command.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id; default: SmolLM2-135M-Instruct")
+    add("--model", dest="named", metavar="MODEL", help="the same, by its name")
     add("--mixed", type=int, metavar="N", help="servers that do all of a request (2, if none is asked)")
     add("--prefill", type=int, metavar="N", help="servers for prompts")
     add("--decode", type=int, metavar="N", help="servers for answers")
@@ -79,6 +80,9 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from headgate.logs import set_up
 
     set_up(options.log_format, options.log_level, "up")
+    if options.model and options.named not in (None, options.model):
+        raise RequestError(f"MODEL and --model are the same, and here they differ: {options.model}, {options.named}")
+    options.model = options.model or options.named
     asked = what_was_asked(options)
     EngineConfig(**{name: getattr(options, name) for name in SERVED})  # refused here rather than by every server
     keys, admin_key = read_keys(options, environ)
