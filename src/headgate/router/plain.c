@@ -521,9 +521,10 @@ static PyObject *tail_key(PyObject *module, PyObject *const *args, Py_ssize_t co
 
 // ------------------------------------------------------------------------------------------------ the index
 
-static int are_dicts(PyObject *young, PyObject *old, PyObject *keys) {
-    if (PyDict_CheckExact(young) && PyDict_CheckExact(old) && PyList_CheckExact(keys)) return 1;
-    PyErr_SetString(PyExc_TypeError, "two dicts and a list of keys are wanted");
+// Whether there are so many, and the first are two dicts and a list of keys.
+static int index_arguments(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted) {
+    if (given == wanted && PyDict_CheckExact(args[0]) && PyDict_CheckExact(args[1]) && PyList_CheckExact(args[2])) return 1;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, and first two dicts and a list of keys", name, wanted);
     return 0;
 }
 
@@ -562,7 +563,7 @@ static PyObject *message_end(PyObject *module, PyObject *const *args, Py_ssize_t
 }
 
 static PyObject *runs(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3 || !are_dicts(args[0], args[1], args[2])) return count == 3 ? NULL : PyErr_Format(PyExc_TypeError, "runs");
+    if (!index_arguments("runs", args, count, 3)) return NULL;
     PyObject *found = PyList_New(0), *run = NULL;
     Py_ssize_t depth = 0, size = PyList_GET_SIZE(args[2]);
     while (found != NULL && depth < size) {
@@ -591,7 +592,7 @@ static PyObject *taken(PyObject *young, PyObject *old, PyObject *key) {
 }
 
 static PyObject *renew(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    if (count != 4 || !are_dicts(args[0], args[1], args[2])) return count == 4 ? NULL : PyErr_Format(PyExc_TypeError, "renew");
+    if (!index_arguments("renew", args, count, 4)) return NULL;
     PyObject *run = NULL, *renewed = NULL;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[2]); i++) {
         PyObject *key = PyList_GET_ITEM(args[2], i), *node = taken(args[0], args[1], key);

@@ -51,12 +51,12 @@ LAST_CHUNK: Final = b"0\r\n\r\n"
 
 def request(data: bytes, heads: Mapping[bytes, T], most: int) -> tuple[T, bytes] | None:
     """The request that `data` is, its body of at most that many bytes, if `heads` has its head but for the length."""
-    end = data.find(b"\r\n\r\n") + 2
-    length = LENGTH.search(data, 0, end)
-    if length is None or len(data) != end + 2 + int(length[1]) or int(length[1]) > most:
+    key = request_head(data)
+    head = None if key is None else heads.get(key)
+    if head is None:
         return None
-    head = heads.get(data[: length.start()] + data[length.end() : end])
-    return None if head is None else (head, data[end + 2 :])
+    body = data[data.find(b"\r\n\r\n") + 4 :]
+    return (head, body) if len(body) <= most else None
 
 
 def request_head(data: bytes) -> bytes | None:
