@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +59,17 @@ class LiveServer:
         client = self.host.replicas[engine].client
         assert client is not None
         return asyncio.run_coroutine_threadsafe(client.ping(60), self.loop).result(60).status
+
+    @contextmanager
+    def stopped(self, engine: int = 0) -> Iterator[None]:
+        """That engine's process does not run while the block does."""
+        pid = self.host.replicas[engine].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def eventually(true: Callable[[], bool], timeout_s: float = 60) -> bool:

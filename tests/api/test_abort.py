@@ -145,15 +145,10 @@ def test_3_when_an_abort_is_answered_blocks_are_free_and_the_client_has_its_end(
 
 def test_3_59_an_abort_whose_time_is_up_says_what_is_still_held(server: LiveServer):
     async def main() -> None:
-        pid = server.host.replicas[0].pid
-        assert pid is not None
         async with streaming(server.url, [asking(LONG, request_id="held")], **ROOT) as (heard,):
             await begun([heard])
-            os.kill(pid, signal.SIGSTOP)
-            try:
+            with server.stopped():
                 told = await abort(server, req_ids=["held"], timeout=0.1)
-            finally:
-                os.kill(pid, signal.SIGCONT)
             assert told.status == 202 and told.body["status"] == "accepted"
             assert told.result["aborted"] == [] and ids(told.result["errors"]) == {"held"}
         assert heard.end == ("abort", "api_abort")
@@ -397,17 +392,16 @@ def test_8_an_abort_without_an_id_is_logged_counted_and_ignored(server: LiveServ
 
 def test_9_new_requests_are_accepted_while_an_abort_waits(server: LiveServer):
     async def main() -> None:
-        pid = server.host.replicas[0].pid
-        assert pid is not None
         async with streaming(server.url, [asking(LONG, request_id="old")], **ROOT) as (old,):
             await begun([old])
-            os.kill(pid, signal.SIGSTOP)
-            aborting = asyncio.create_task(abort(server, abort_all=True, timeout=60))
-            await until(lambda: any(e.event == "end_asked" for r in server.api.ledger.named("old") for e in r.events))
-            fresh = asyncio.create_task(post(server.url, "/v1/completions", asking(request_id="new"), "root"))
-            await until(lambda: bool(server.api.ledger.named("new")))
-            assert not aborting.done()
-            os.kill(pid, signal.SIGCONT)
+            with server.stopped():
+                aborting = asyncio.create_task(abort(server, abort_all=True, timeout=60))
+                await until(
+                    lambda: any(e.event == "end_asked" for r in server.api.ledger.named("old") for e in r.events)
+                )
+                fresh = asyncio.create_task(post(server.url, "/v1/completions", asking(request_id="new"), "root"))
+                await until(lambda: bool(server.api.ledger.named("new")))
+                assert not aborting.done()
             assert ids((await aborting).result["aborted"]) == {"old"}
             assert (await fresh).body["choices"][0]["finish_reason"] == "length"
 

@@ -60,6 +60,7 @@ def clean(server: LiveServer) -> Iterator[None]:
 
 
 async def running_and_idle(server: LiveServer) -> None:
+    await post(server.url, "/v1/wakeup")
     await resume(server)
     await idle(server)
 
@@ -234,9 +235,10 @@ def test_20_a_drain_whose_time_is_up_names_whom_it_forced_out_and_ends_paused(se
 def test_59_a_control_call_whose_time_is_up_is_accepted_and_done_later(server: LiveServer):
     async def main() -> None:
         await pause(server)
-        told = await post(server.url, "/v1/sleep", {"tags": ["kv_cache"], "timeout": 1e-9})
+        with server.stopped():
+            told = await post(server.url, "/v1/sleep", {"tags": ["kv_cache"], "timeout": 0.05})
         assert told.status == 202 and told.body["status"] == "accepted"
-        assert "engine 0 has not answered in 1e-09 s" in told.result["engines"][0]["error"]
+        assert "engine 0 has not answered in 0.05 s" in told.result["engines"][0]["error"]
 
         async def asleep() -> bool:
             return (await is_paused(server))["asleep"] == ["kv_cache"]
