@@ -198,8 +198,8 @@ static PyObject *told(PyObject *module, PyObject *events) {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *raw, *read, *writes, *write, *transport;
-    Py_ssize_t kept, most_kept, most_writes, large;
+    PyObject *raw, *read, *writes, *queue, *transport, *write, *is_closing;
+    Py_ssize_t kept, most_kept;
     char heard;
 } Pipe;
 
@@ -208,8 +208,10 @@ static int pipe_traverse(Pipe *self, visitproc visit, void *arg) {
     Py_VISIT(self->raw);
     Py_VISIT(self->read);
     Py_VISIT(self->writes);
-    Py_VISIT(self->write);
+    Py_VISIT(self->queue);
     Py_VISIT(self->transport);
+    Py_VISIT(self->write);
+    Py_VISIT(self->is_closing);
     return 0;
 }
 
@@ -217,8 +219,10 @@ static int pipe_clear(Pipe *self) {
     Py_CLEAR(self->raw);
     Py_CLEAR(self->read);
     Py_CLEAR(self->writes);
-    Py_CLEAR(self->write);
+    Py_CLEAR(self->queue);
     Py_CLEAR(self->transport);
+    Py_CLEAR(self->write);
+    Py_CLEAR(self->is_closing);
     return 0;
 }
 
@@ -245,10 +249,10 @@ static int pipe_init(Pipe *self, PyObject *args, PyObject *named) {
     self->read = PyObject_GetAttrString(journal, "read");
     self->most_kept = number_of(journal, "KEPT_BYTES");
     self->writes = PyObject_GetAttrString(outbox, "writes");
-    self->write = PyObject_GetAttrString(outbox, "write");
-    self->most_writes = number_of(outbox, "MOST");
-    self->large = number_of(outbox, "LARGE");
+    self->queue = PyObject_GetAttrString(outbox, "write");
     self->transport = Py_NewRef(transport);
+    self->write = PyObject_GetAttrString(transport, "write");
+    self->is_closing = PyObject_GetAttrString(transport, "is_closing");
     if (PyErr_Occurred()) return -1;
     if (PyList_CheckExact(self->raw) && PyDict_CheckExact(self->writes)) return 0;
     PyErr_SetString(PyExc_TypeError, "a journal keeps a list, and an outbox a dict");
@@ -270,14 +274,18 @@ static int pipe_keep(Pipe *self, Span content) {
     return done == NULL ? -1 : 0;
 }
 
+static PyObject *pipe_write(Pipe *self, PyObject *data) {
+    int waits = PyDict_GET_SIZE(self->writes) > 0 ? PyDict_Contains(self->writes, self->transport) : 0;
+    if (waits < 0) return NULL;
+    if (waits) return PyObject_CallFunctionObjArgs(self->queue, self->transport, data, NULL);
+    PyObject *closing = PyObject_CallNoArgs(self->is_closing);
+    if (closing != Py_False) return closing;  // which may be NULL, and an error
+    Py_DECREF(closing);
+    return PyObject_CallOneArg(self->write, data);
+}
+
 static int pipe_send(Pipe *self, PyObject *data) {
-    Py_ssize_t waiting = PyDict_GET_SIZE(self->writes);
-    if (waiting > 0 && waiting < self->most_writes && PyBytes_GET_SIZE(data) < self->large) {
-        int merged = PyDict_Contains(self->writes, self->transport);
-        if (merged < 0) return -1;
-        if (!merged) return PyDict_SetItem(self->writes, self->transport, data);
-    }
-    PyObject *done = PyObject_CallFunctionObjArgs(self->write, self->transport, data, NULL);
+    PyObject *done = pipe_write(self, data);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }

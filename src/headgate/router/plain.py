@@ -111,13 +111,17 @@ def _are_plain(events: bytes) -> bool:
 
 
 class Pipe:
-    """Takes plain events from a worker's connection to a client's, and into the journal on the way, as they came."""
+    """Takes plain events from a worker's connection to a client's, and into the journal on the way, as they came.
 
-    __slots__ = ("_feed", "_transport", "_write", "heard")
+    They do not wait for the end of the turn, unless something else does for the same client: event loops collect writes
+    themselves, and here nothing is won by doing it for them.
+    """
+
+    __slots__ = ("_feed", "_outbox", "_transport", "heard")
 
     def __init__(self, journal: Journal, outbox: Outbox, transport: WriteTransport) -> None:
         self._feed = journal.feed
-        self._write = outbox.write
+        self._outbox = outbox
         self._transport = transport
         self.heard = False  # something has come, since somebody set this
 
@@ -130,7 +134,10 @@ class Pipe:
         if not _are_plain(events) or b"[DONE]" in events or b":e " in events:
             return False
         self._feed(events)
-        self._write(self._transport, data)
+        if self._transport in self._outbox.writes:
+            self._outbox.write(self._transport, data)
+        elif not self._transport.is_closing():
+            self._transport.write(data)
         self.heard = True
         return True
 
