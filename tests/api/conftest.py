@@ -4,8 +4,27 @@ from collections.abc import Iterator
 
 import pytest
 
+from headgate.api import control, dashboard, health, metrics
+from headgate.api.dialects import sglang
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
+
+LOOKS = (
+    (control, "LOOK_TIMEOUT_S"),
+    (dashboard, "LOOK_TIMEOUT_S"),
+    (health, "PING_TIMEOUT_S"),
+    (metrics, "SCRAPE_TIMEOUT_S"),
+    (sglang, "PING_TIMEOUT_S"),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    """Whoever looks at an engine waits for it: this machine may not run it for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in LOOKS:
+            patch.setattr(module, name, 30.0)
+        yield
 
 
 @pytest.fixture(scope="session")

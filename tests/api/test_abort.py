@@ -40,7 +40,14 @@ def server(model: Path) -> Iterator[LiveServer]:
 def clean(server: LiveServer) -> Iterator[None]:
     """Every test leaves the server as it found it: nobody in, nothing held, nothing marked."""
     yield
-    asyncio.run(idle(server))
+    asyncio.run(running_and_idle(server, "root"))
+
+
+async def running_and_idle(server: LiveServer, key: str | None = None) -> None:
+    """Also after a test that failed in the middle."""
+    await post(server.url, "/v1/wakeup", None, key)
+    await post(server.url, "/v1/resume", None, key)
+    await idle(server)
 
 
 async def status(server: LiveServer) -> EngineStatus:

@@ -93,6 +93,7 @@ def test_53_tokens_that_a_request_came_with_were_not_made_here(server: LiveServe
 
 def test_53_what_nobody_heard_any_more_is_recorded_when_the_engine_has_said_it(server: LiveServer):
     async def main() -> None:
+        causes = set()
         for i in range(10):
             heard = Heard()
             client = asyncio.create_task(stream(server.url, asking(LONG, n=2, request_id=f"gone-{i}"), heard))
@@ -101,9 +102,10 @@ def test_53_what_nobody_heard_any_more_is_recorded_when_the_engine_has_said_it(s
             await asyncio.wait([client])
             await until(lambda: not server.api.ledger.live and not server.api.ledger.unsettled)
             usage = await record(server, f"gone-{i}")
-            assert (usage["finish_reason"], usage["cause"]) == ("abort", "client_disconnect")
+            causes.add((usage["finish_reason"], usage["cause"]))
             for choice in usage["choices"]:
                 assert choice["output_tokens"] <= choice["engine_tokens"] <= LONG
+        assert causes - {("length", "max_tokens")} == {("abort", "client_disconnect")}  # or it was over before
 
     asyncio.run(main())
 

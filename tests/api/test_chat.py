@@ -257,12 +257,14 @@ def leave(http: httpx.Client, body: dict[str, Any]) -> None:
 
 
 def test_a_duplicate_of_a_live_request_is_refused(server: LiveServer):
-    server.post("/v1/pause", {"mode": "freeze", "new_requests": "queue"})
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(server.post, PATH, asking(request_id="twin"))
-        assert eventually(lambda: bool(server.api.ledger.named("twin")))
-        refused = server.post(PATH, asking(request_id="twin"))
-        server.post("/v1/resume", None)
+        server.post("/v1/pause", {"mode": "freeze", "new_requests": "queue"})
+        try:
+            first = threads.submit(server.post, PATH, asking(request_id="twin"))
+            assert eventually(lambda: bool(server.api.ledger.named("twin")))
+            refused = server.post(PATH, asking(request_id="twin"))
+        finally:
+            server.post("/v1/resume", None)
         assert error(refused, 409)["code"] == "duplicate_request_id"
         assert first.result(60).status_code == 200
     assert eventually(lambda: idle(server))

@@ -46,6 +46,7 @@ def new(folder: Path) -> Path:
 @pytest.fixture(autouse=True)
 def clean(server: LiveServer) -> Iterator[None]:
     yield
+    server.post("/v1/wakeup", None)
     server.post("/v1/resume", None)
     asyncio.run(idle(server))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headgate.testing.tiny import tiny_model
-from tests.api.serving import Served, serving
+from tests.api.serving import Served, serving, wait_until
 
 STREAMS = 1000
 KINDS = 20  # different questions, so that each answer can be known
@@ -75,7 +75,7 @@ def test_a_thousand_streams_lose_no_chunk_and_get_none_twice(server: Served):
 
     assert asyncio.run(main()) == [expected[i % KINDS] for i in range(STREAMS)]
     assert resident_mb(server.process.pid) - before_mb < 150
-    assert gauges(server) == (0, 0, 0)
+    wait_until(lambda: gauges(server) == (0, 0, 0))
 
 
 def gauges(server: Served) -> tuple[float, float, float]:

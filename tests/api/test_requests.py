@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.clients import Heard, asking, begun, get, post, send, stream, streaming, until
 from tests.api.live import LiveServer, live_server
-from tests.api.test_abort import idle, model, status  # noqa: F401
+from tests.api.test_abort import idle, model, running_and_idle, status  # noqa: F401
 
 LONG = 15000
 
@@ -26,7 +26,7 @@ def server(model: Any) -> Iterator[LiveServer]:  # noqa: F811
 @pytest.fixture(autouse=True)
 def clean(server: LiveServer) -> Iterator[None]:
     yield
-    asyncio.run(idle(server))
+    asyncio.run(running_and_idle(server))
 
 
 async def abort_all(server: LiveServer) -> None:

@@ -14,7 +14,7 @@ from headgate.testing.tiny import tiny_model
 from tests.api.clients import asking, begun, get, post, send, streaming
 from tests.api.live import LiveServer, live_server
 
-LONG = 6000
+LONG = 15000
 
 
 @pytest.fixture(scope="module")

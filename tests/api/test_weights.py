@@ -45,6 +45,7 @@ def clean(server: LiveServer, old: Path) -> Iterator[None]:
     async def main() -> None:
         await pause(server)
         await update(server, old)
+        await post(server.url, "/v1/wakeup")
         assert (await resume(server)).result["state"] == "running"
 
     asyncio.run(main())

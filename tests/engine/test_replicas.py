@@ -34,7 +34,7 @@ async def collect(replicas: Replicas, seed: int, count: int) -> list[int]:
 
 def test_streams_go_on_when_their_engine_is_killed_and_it_comes_back(folder):
     async def main() -> None:
-        async with asyncio.timeout(110), started(folder, CONFIG, count=2) as replicas:
+        async with asyncio.timeout(250), started(folder, CONFIG, count=2) as replicas:
             undisturbed = await asyncio.gather(*(collect(replicas, seed, 450) for seed in range(8)))
             first = replicas.replicas[0]
             killed = first.pid
@@ -78,7 +78,7 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
     new = tiny_model(tmp_path / "new", seed=1)
 
     async def main() -> None:
-        async with asyncio.timeout(110), started(folder, CONFIG, count=2) as replicas:
+        async with asyncio.timeout(250), started(folder, CONFIG, count=2) as replicas:
             first, second = replicas.replicas
             old = await collect(replicas, 0, 20)
             assert await update(replicas, Files(str(new))) == ["ready", "ready"]
@@ -216,7 +216,7 @@ def test_one_that_cannot_be_started_again_leaves_the_others_alone(folder, monkey
 
 def test_43_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(folder):
     async def main() -> None:
-        async with asyncio.timeout(110), started(folder, CONFIG, count=2) as replicas:
+        async with asyncio.timeout(250), started(folder, CONFIG, count=2) as replicas:
             first, second = replicas.replicas
             assert first.pid is not None
             os.kill(first.pid, signal.SIGSTOP)
@@ -245,7 +245,7 @@ def test_43_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(fol
 
 def test_an_engine_that_cannot_start_is_an_error_with_a_reason(tmp_path, capfd):
     async def main() -> None:
-        async with asyncio.timeout(110), started(tmp_path, CONFIG):
+        async with asyncio.timeout(250), started(tmp_path, CONFIG):
             raise AssertionError("started without a model")
 
     with pytest.raises(EngineDead, match="could not start; its reason is above"):
@@ -255,7 +255,7 @@ def test_an_engine_that_cannot_start_is_an_error_with_a_reason(tmp_path, capfd):
 
 def test_leaving_ends_the_engine_processes(folder):
     async def main() -> int:
-        async with asyncio.timeout(110), started(folder, CONFIG) as replicas:
+        async with asyncio.timeout(250), started(folder, CONFIG) as replicas:
             pid = replicas.replicas[0].pid
             assert pid is not None and Path(f"/proc/{pid}").exists()
             return pid

@@ -112,7 +112,7 @@ class Server(Process):
     """`headgate serve`, with its engine: stopped and killed together."""
 
     def __init__(self, name: str, model: Path, folder: Path, *flags: object) -> None:
-        super().__init__("serve", model, "--kv-times", "8,2,10", *flags, log=folder / f"{name}.log")
+        super().__init__("serve", model, *flags, log=folder / f"{name}.log")
         self.name = name
         self.line = Line(self.port)
         self._stopped: list[int] = []
@@ -247,20 +247,6 @@ class PdFleet:
         for worker in self.router.router.fleet:
             worker.trips, worker.open_until_s = 0, 0.0
 
-    @contextmanager
-    def unhurried(self) -> Iterator[None]:
-        """Nobody is given up because this machine did not run it for some seconds."""
-        config = self.router.router.config
-        names = ("ticket_timeout_s", "silence_s", "probe_timeout_s")
-        hurried = {name: getattr(config, name) for name in names}
-        try:
-            for name in names:
-                object.__setattr__(config, name, 60.0)
-            yield
-        finally:
-            for name, value in hurried.items():
-                object.__setattr__(config, name, value)
-
     def assert_home(self) -> None:
         """Nothing is kept for anybody, at servers that live and in the router."""
         router = self.router.router
@@ -368,15 +354,28 @@ def _without_call_ids(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+PATIENT = {"ticket_timeout_s": 60.0, "silence_s": 60.0, "probe_timeout_s": 30.0}  # and "60,60,60" for KV
+HURRIED = {"ticket_timeout_s": 3.0, "silence_s": 2.0, "probe_timeout_s": 1.0}  # and "8,2,10"
+
+
 @contextmanager
 def pd_fleet(
-    folder: Path, *flags: object, decoders: list[tuple[object, ...]], layers: int = 2, **config: Any
+    folder: Path,
+    *flags: object,
+    decoders: list[tuple[object, ...]],
+    kv_times: str = "60,60,60",
+    layers: int = 2,
+    **config: Any,
 ) -> Iterator[PdFleet]:
-    """A prefill server, a decode server for each list of flags, and a router in this process."""
+    """A prefill server, a decode server for each list of flags, and a router in this process.
+
+    Nobody is given up because this machine did not run it for some seconds, unless faults are to be noticed soon.
+    """
+    times = ("--kv-times", kv_times)
     model = tiny_model(folder / "tiny", max_position_embeddings=CONTEXT, num_hidden_layers=layers)
     with ExitStack() as stack:
-        p = Server("p", model, folder, *flags)
-        ds = [Server(f"d{i}", model, folder, *own) for i, own in enumerate(decoders)]
+        p = Server("p", model, folder, *times, *flags)
+        ds = [Server(f"d{i}", model, folder, *times, *own) for i, own in enumerate(decoders)]
         for server in (p, *ds):
             stack.callback(server.close)
             server.start()
@@ -386,8 +385,8 @@ def pd_fleet(
         stack.callback(kv.close)
         urls = [f"http://127.0.0.1:{p.line.port}=prefill"]
         urls += [f"http://127.0.0.1:{d.line.port}=decode" for d in ds]
-        settings: dict[str, Any] = {"disaggregate_tokens": THRESHOLD, "ticket_timeout_s": 3.0, "silence_s": 2.0}
-        router = stack.enter_context(live_router(*urls, **(settings | {"probe_timeout_s": 1.0} | config)))
+        settings = {"disaggregate_tokens": THRESHOLD} | PATIENT | config
+        router = stack.enter_context(live_router(*urls, **settings))
         fleet = PdFleet(router, p, ds, kv, model)
         fleet.watch_tickets()
         yield fleet

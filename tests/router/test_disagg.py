@@ -22,12 +22,14 @@ import pytest
 
 from headgate.router.policy import Ring
 from headgate.testing.tiny import tiny_model
+from tests.api.clients import Missed
 from tests.api.live import eventually
 from tests.api.serving import metric_values, wait_until
 from tests.router.pd import (
     CALL_S,
     CHAT,
     COMPLETIONS,
+    HURRIED,
     THRESHOLD,
     TICKET,
     Asked,
@@ -46,7 +48,15 @@ BLOCKS = ("--kv-blocks", 1024)
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
-    with pd_fleet(tmp_path_factory.mktemp("pd"), *BLOCKS, decoders=[BLOCKS], patience_s=4.0) as fleet:
+    """In which faults are noticed soon."""
+    hurried: dict[str, Any] = HURRIED | {"kv_times": "8,2,10", "patience_s": 4.0}
+    with pd_fleet(tmp_path_factory.mktemp("pd"), *BLOCKS, decoders=[BLOCKS], **hurried) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
+    with pd_fleet(tmp_path_factory.mktemp("patient"), *BLOCKS, decoders=[BLOCKS]) as fleet:
         yield fleet
 
 
@@ -60,21 +70,20 @@ def unequal(fleet: PdFleet, seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.timeout(300)
-def test_36_two_servers_answer_like_one(fleet: PdFleet):
-    before, sent = fleet.d.metric("kv_transfers"), fleet.p.metric("kv_transfer_bytes", direction="sent")
-    with fleet.unhurried():
-        assert unequal(fleet, 1, 60) == []
-    assert fleet.d.metric("kv_transfers") - before > 20
-    assert fleet.p.metric("kv_transfer_bytes", direction="sent") - sent > 20 * 8 * 32 * 512
-    assert fleet.d.metric("kv_transfers_lost") == 0 and fleet.router.router.counters.prefills_lost == 0
-    fleet.assert_home()
+def test_36_two_servers_answer_like_one(patient: PdFleet):
+    before, sent = patient.d.metric("kv_transfers"), patient.p.metric("kv_transfer_bytes", direction="sent")
+    assert unequal(patient, 1, 60) == []
+    assert patient.d.metric("kv_transfers") - before > 20
+    assert patient.p.metric("kv_transfer_bytes", direction="sent") - sent > 20 * 8 * 32 * 512
+    assert patient.d.metric("kv_transfers_lost") == 0 and patient.router.router.counters.prefills_lost == 0
+    patient.assert_home()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_36_two_servers_answer_like_one_five_hundred_times(fleet: PdFleet):
-    assert {seed: unequal(fleet, seed, 100) for seed in range(2, 7)} == {seed: [] for seed in range(2, 7)}
-    fleet.assert_home()
+def test_36_two_servers_answer_like_one_five_hundred_times(patient: PdFleet):
+    assert {seed: unequal(patient, seed, 100) for seed in range(2, 7)} == {seed: [] for seed in range(2, 7)}
+    patient.assert_home()
 
 
 # ---------------------------------------------------------------------------------------- who computes which prompt
@@ -91,22 +100,22 @@ def completion(length: int, **more: Any) -> Asked:
     return COMPLETIONS, {"prompt": "x" * length, "max_tokens": 4, "ignore_eos": True, "seed": 1} | more
 
 
-def test_a_prompt_below_the_threshold_is_computed_where_it_is_answered(fleet: PdFleet):
+def test_a_prompt_below_the_threshold_is_computed_where_it_is_answered(patient: PdFleet):
     size = 4 * THRESHOLD
-    assert moved(fleet, completion(size - 8), "short") == 0
-    assert moved(fleet, completion(size + 8), "long") == 1
+    assert moved(patient, completion(size - 8), "short") == 0
+    assert moved(patient, completion(size + 8), "long") == 1
 
 
-def test_a_prompt_that_its_decoder_knows_is_not_computed_elsewhere(fleet: PdFleet):
-    assert [moved(fleet, completion(2000), "known") for _ in range(3)] == [1, 0, 0]
-    assert moved(fleet, completion(0, prompt="x" * 2000 + "y" * 2000), "known") == 1
+def test_a_prompt_that_its_decoder_knows_is_not_computed_elsewhere(patient: PdFleet):
+    assert [moved(patient, completion(2000), "known") for _ in range(3)] == [1, 0, 0]
+    assert moved(patient, completion(0, prompt="x" * 2000 + "y" * 2000), "known") == 1
 
 
-def test_a_prompt_that_only_the_prefiller_knows_comes_from_there(fleet: PdFleet):
-    fleet.p.post(COMPLETIONS, completion(2000)[1] | {"cache_salt": "theirs"})
-    before = fleet.p.metric("prefix_cache_hits")
-    assert moved(fleet, completion(2000), "theirs") == 1
-    assert fleet.p.metric("prefix_cache_hits") > before
+def test_a_prompt_that_only_the_prefiller_knows_comes_from_there(patient: PdFleet):
+    patient.p.post(COMPLETIONS, completion(2000)[1] | {"cache_salt": "theirs"})
+    before = patient.p.metric("prefix_cache_hits")
+    assert moved(patient, completion(2000), "theirs") == 1
+    assert patient.p.metric("prefix_cache_hits") > before
 
 
 @pytest.mark.parametrize(
@@ -114,9 +123,9 @@ def test_a_prompt_that_only_the_prefiller_knows_comes_from_there(fleet: PdFleet)
     [{"echo": True, "logprobs": 1}, {"n": 2}, {"prompt": ["y" * 2000, "z" * 2000]}],
     ids=["prompt logprobs", "two choices", "two prompts"],
 )
-def test_what_cannot_be_split_is_answered_by_one_server(fleet: PdFleet, more: dict[str, Any]):
-    assert moved(fleet, completion(2000, **more), str(sorted(more))) == 0
-    fleet.assert_home()
+def test_what_cannot_be_split_is_answered_by_one_server(patient: PdFleet, more: dict[str, Any]):
+    assert moved(patient, completion(2000, **more), str(sorted(more))) == 0
+    patient.assert_home()
 
 
 @pytest.mark.parametrize(
@@ -127,23 +136,23 @@ def test_what_cannot_be_split_is_answered_by_one_server(fleet: PdFleet, more: di
         ("/tokenize", {"prompt": "x" * 2000}),
     ],
 )
-def test_other_dialects_are_answered_by_one_server_without_asking_another(fleet: PdFleet, path: str, body: Any):
+def test_other_dialects_are_answered_by_one_server_without_asking_another(patient: PdFleet, path: str, body: Any):
     asked: list[bytes] = []
-    fleet.p.line.to_server = lambda data, _: (asked.append(data), data)[1]
+    patient.p.line.to_server = lambda data, _: (asked.append(data), data)[1]
     try:
-        assert fleet.router.post(path, body).status_code == 200
+        assert patient.router.post(path, body).status_code == 200
     finally:
-        fleet.p.line.heal()
-        fleet.watch_tickets()
+        patient.p.line.heal()
+        patient.watch_tickets()
     assert b"export_kv" not in b"".join(asked)
 
 
-def test_responses_are_split_too(fleet: PdFleet):
+def test_responses_are_split_too(patient: PdFleet):
     body = {"input": "x" * 2000, "max_output_tokens": 16, "temperature": 0}
-    before = fleet.d.metric("kv_transfers")
-    told = [post("/v1/responses", body) for post in (fleet.router.post, fleet.d.post)]
+    before = patient.d.metric("kv_transfers")
+    told = [post("/v1/responses", body) for post in (patient.router.post, patient.d.post)]
     assert told[0].json()["output"][0]["content"] == told[1]["output"][0]["content"]
-    assert fleet.d.metric("kv_transfers") == before + 1
+    assert patient.d.metric("kv_transfers") == before + 1
 
 
 # ---------------------------------------------------------------------------------------- whatever breaks, and whenever
@@ -193,7 +202,9 @@ class Trial:
         self.call.wait()
         for thread in self._acting:
             thread.join(60)
-        assert not self._failed and self.happened.is_set(), f"{self._failed or 'nothing'} happened"
+        assert not self._failed, self._failed
+        if not self.happened.is_set():
+            raise Missed
         return self.call
 
     # -- when ---------------------------------------------------------------------
@@ -299,6 +310,16 @@ def wanted(fleet: PdFleet, asked: Asked) -> Any:
 
 
 def try_it(fleet: PdFleet, case: Case) -> None:
+    """Again, should the stage not have come: who is not run for long enough is given up."""
+    for _ in range(5):
+        try:
+            return try_once(fleet, case)
+        except Missed:
+            pass
+    raise AssertionError("nothing happened, five times")
+
+
+def try_once(fleet: PdFleet, case: Case) -> None:
     right, lost = wanted(fleet, case.asked), fleet.d.metric("kv_transfers_lost")
     try:
         call = Trial(fleet, case).run()
@@ -363,16 +384,32 @@ def test_36_37_38_39_the_whole_matrix(fleet: PdFleet, case: Case):
     try_it(fleet, case)
 
 
+BEGINNING = 8000  # bytes of a stream
+
+
 @pytest.mark.timeout(300)
 def test_when_no_engine_is_left_the_client_has_what_there_is_and_one_error(fleet: PdFleet):
     asked = question(MIDDLE, 1000, stream=True)
     right = wanted(fleet, asked)
 
+    killed = threading.Event()
+
+    def held(data: bytes, offset: int) -> bytes | None:
+        """The end of the stream does not pass before everybody is dead; nothing else that passes is so long."""
+        if offset + len(data) <= BEGINNING:
+            return data
+        if offset < BEGINNING:
+            return data[: BEGINNING - offset]
+        killed.wait(CALL_S)
+        return None
+
     def kill(events: int) -> None:
         if events == 3:
             for server in fleet.servers:
                 server.kill_all()
+            killed.set()
 
+    fleet.d.line.to_client = held
     try:
         call = Call(fleet.router.url, asked, "none", "none", kill)
         call.wait()
@@ -382,6 +419,7 @@ def test_when_no_engine_is_left_the_client_has_what_there_is_and_one_error(fleet
         assert text and right[0][0]["text"].startswith(text)
         fleet.assert_home()
     finally:
+        killed.set()
         fleet.repair()
 
 
@@ -410,7 +448,6 @@ PROMPT, ANSWER = 300, 600
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
     """Two decoders that give back what finds no room."""
     config: dict[str, Any] = {"decode_policy": "session", "preempt_retry_count": 1, "patience_s": 60.0}
-    config |= {"silence_s": 60.0, "probe_timeout_s": 30.0}  # here nobody is broken
     folder = tmp_path_factory.mktemp("narrow")
     with pd_fleet(folder, *PREFILLER, decoders=[SMALL, SMALL], layers=8, **config) as fleet:
         yield fleet
@@ -619,6 +656,17 @@ def exports(server: Server, number: int, length: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def tickets_within(fleet: PdFleet, timeout_s: float) -> Iterator[None]:
+    config = fleet.router.router.config
+    usual_s = config.ticket_timeout_s
+    object.__setattr__(config, "ticket_timeout_s", timeout_s)
+    try:
+        yield
+    finally:
+        object.__setattr__(config, "ticket_timeout_s", usual_s)
+
+
 @pytest.mark.timeout(300)
 def test_30_32_a_prefiller_without_room_is_not_waited_for_and_computes_nothing_later(narrow: PdFleet):
     asked = long_answer("completions", stream=True)
@@ -629,7 +677,7 @@ def test_30_32_a_prefiller_without_room_is_not_waited_for_and_computes_nothing_l
             waits.append(eventually(lambda: narrow.p.metric("num_requests_waiting") == 0, 30.0))
 
     right = ask(narrow.p.url, asked, "alone")
-    with exports(narrow.p, 3, 600):
+    with exports(narrow.p, 3, 600), tickets_within(narrow, 3.0):
         wait_until(lambda: narrow.p.metric("kv_blocks_leased") > 50)
         assert narrow.ask(asked, "no room at P", look) == right
         assert waits == [True] and narrow.router.router.counters.prefills_lost == lost + 1

@@ -251,7 +251,7 @@ def test_39_an_engine_that_shows_something_else_is_not_believed(lie, card):
 
 def connected(p: Peer) -> socket.socket:
     address = parse_address(p.transport.address)
-    return socket.create_connection((address.host, address.port), timeout=5)
+    return socket.create_connection((address.host, address.port), timeout=60)
 
 
 def read_to_the_end(sock: socket.socket) -> bytes:
