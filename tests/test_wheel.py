@@ -45,8 +45,8 @@ def run(command: list[object], **options: object) -> str:
 def test_the_wheel_has_every_source_and_its_version(wheel):
     assert wheel.name.startswith(f"headgate-{__version__}-")
     held = set(zipfile.ZipFile(wheel).namelist())
-    sources = [path for path in (ROOT / "src/headgate").rglob("*.*") if path.is_file() and path.suffix != ".pyc"]
-    wanted = {str(path.relative_to(ROOT / "src")) for path in sources}
+    sources = [path for path in (ROOT / "src/headgate").rglob("*.*") if "__pycache__" not in path.parts]
+    wanted = {str(path.relative_to(ROOT / "src")) for path in sources if path.is_file()}
     assert {"headgate/py.typed", "headgate/layers/cpu/bind.cpp"} <= wanted
     assert wanted - held == set()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from headgate.worker.weights import SafetensorsFolder
 from tests.api.clients import Missed, unless_missed, until
 from tests.api.live import LiveServer, live_server
 from tests.api.test_abort import idle
+from tests.ports import own_port
 
 LONG = 15000
 
@@ -286,9 +286,7 @@ def test_vllm_token_ids_in_and_out(server: LiveServer):
 
 
 def free_place() -> tuple[str, int]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()
+    return "127.0.0.1", own_port()
 
 
 def greedy(server: LiveServer) -> list[int]:

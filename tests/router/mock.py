@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import httptools
 
+from tests.ports import own_port
+
 MODEL = "mock"
 WORDS = (
     "a",
@@ -301,10 +303,10 @@ class Mock:
         return [asked for asked in self.asked if not (asked.done or asked.left)]
 
     async def start(self) -> Mock:
+        self.port = self.port or own_port()
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=1024)
         return self

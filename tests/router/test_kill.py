@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from tests.api.clients import Missed, unless_missed
 from tests.api.serving import clean_environment, command, wait_until
 from tests.api.test_journal_live import NUMBERS, TOOL, add_up
 from tests.api.test_moved import rounded
+from tests.ports import own_port
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 START_S = 90.0
@@ -33,9 +33,7 @@ class Process:
     """One of our commands on a port that stays its own when it is started again."""
 
     def __init__(self, *arguments: object, log: Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self.port = taken.getsockname()[1]
+        self.port = own_port()
         self._command = command(*arguments, "--port", self.port, "--log-level", "info")
         self._log = log
         self.process: subprocess.Popen[bytes] | None = None

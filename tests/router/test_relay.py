@@ -216,7 +216,7 @@ def test_43_a_worker_that_is_stuck_delays_an_answer_by_its_timeout_and_no_more()
         async with (
             Mock(lambda _: Fault("mute")) as stuck,
             Mock() as fine,
-            routing(stuck, fine, idle_timeout_s=1.0) as (_, url),
+            routing(stuck, fine, idle_timeout_s=1.0, retries=20) as (_, url),
         ):
             began_s = asyncio.get_running_loop().time()
             bodies = [BODY | {"seed": seed, "stream": seed % 2 == 0} for seed in range(20)]

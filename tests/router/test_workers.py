@@ -70,13 +70,18 @@ def test_what_is_no_worker_is_refused(router: LiveRouter, body: dict, param: str
 def test_a_file_of_workers_with_a_line_that_is_none_is_followed_again_when_it_is_right(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    file = tmp_path / "workers"
-    file.write_text("http://127.0.0.1:1\n")
+    file, draft = tmp_path / "workers", tmp_path / "draft"
+
+    def write(text: str) -> None:
+        draft.write_text(text)
+        draft.replace(file)  # nobody reads half of it
+
+    write("http://127.0.0.1:1\n")
     with live_router(ready=0, workers_file=file) as router:
-        file.write_text("http://127.0.0.1:1\nhttp://10.0.0.1:80000\n")
+        write("http://127.0.0.1:1\nhttp://10.0.0.1:80000\n")
         wait_until(lambda: "http://10.0.0.1:80000" in caplog.text)
         assert [*router.states()] == ["http://127.0.0.1:1"]
-        file.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2\n# no more\n")
+        write("http://127.0.0.1:1\nhttp://127.0.0.1:2\n# no more\n")
         wait_until(lambda: [*router.states()] == ["http://127.0.0.1:1", "http://127.0.0.1:2"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,12 +81,6 @@ def driving(model: Path, **options: object) -> Iterator[Driver]:
         yield driver
     finally:
         driver.engine.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 TRAINER = """

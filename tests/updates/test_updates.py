@@ -19,7 +19,8 @@ from headgate.weights import publish, send_weights
 from headgate.worker import supply
 from headgate.worker.group import GroupWeights
 from headgate.worker.weights import SafetensorsFolder, load_weights
-from tests.updates.driver import PROMPTS, TOKENS, Driver, driving, free_port, trainer
+from tests.ports import own_port
+from tests.updates.driver import PROMPTS, TOKENS, Driver, driving, trainer
 
 NORM = "model.layers.1.input_layernorm.weight"
 IDS = tuple(PROMPTS)
@@ -251,7 +252,7 @@ def test_a_folder_may_name_checksums_of_its_files(old, new):
 
 
 def address() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
+    return f"tcp://127.0.0.1:{own_port()}"
 
 
 def test_25_weights_from_a_trainer_process_answer_like_their_checkpoint(old, new, renewed):

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 START_S = 180.0
 DRAIN_S = 5.0
 ASK_S = 10.0
+PATIENCE_S = 60.0
 LOOK_EVERY_S = 0.1
 NOBODY = (OSError, EOFError, TimeoutError, ValueError, HttpFailure)  # answers, or nothing that could be read
 
@@ -82,8 +83,16 @@ async def get(url: str, path: str) -> bytes:
 
 
 async def metrics(url: str) -> dict[str, float]:
-    """Samples by name and labels, as they are written."""
-    page = (await get(url, "/metrics")).decode()
+    """Samples by name and labels, as they are written; of somebody who lives, though this machine may not run him."""
+    until_s = clock() + PATIENCE_S
+    while True:
+        try:
+            page = (await get(url, "/metrics")).decode()
+            break
+        except NOBODY:
+            if clock() > until_s:
+                raise
+            await asyncio.sleep(LOOK_EVERY_S)
     lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
@@ -228,9 +237,14 @@ class ChaosFleet:
     def note_processes(self) -> None:
         self.seen |= set(self.processes().values())
 
-    def left_over(self) -> list[int]:
-        """Processes of ours that have outlived the fleet."""
-        return [pid for pid in sorted(self.seen) if vitals(pid) is not None and _is_ours(pid)]
+    async def left_over(self) -> list[int]:
+        """Processes of ours that have outlived the fleet; an engine ends by itself when it is run again."""
+        until_s = clock() + PATIENCE_S
+        while True:
+            left = [pid for pid in sorted(self.seen) if vitals(pid) is not None and _is_ours(pid)]
+            if not left or clock() > until_s:
+                return left
+            await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _is_ours(pid: int) -> bool:

@@ -123,7 +123,7 @@ class Run:
             self.say(f"starting {self.settings.servers} servers and a router")
             async with fleet:
                 await self._try(fleet, judge, models, items, report)
-            report.left_over = [f"process {pid} has outlived the fleet" for pid in fleet.left_over()]
+            report.left_over = [f"process {pid} has outlived the fleet" for pid in await fleet.left_over()]
             self.say(f"comparing {len(judge.spliced)} answers that several sets of weights have made")
             await judge.look_at_spliced()
         report.take(judge)
