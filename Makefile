@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve up test test-all test-gpu test-clients test-ray check coverage fuzz fuzz-inputs audit simulate mutants chaos soak docs wheel clean
+.PHONY: serve up test test-all test-gpu test-clients test-ray check coverage kernels fuzz fuzz-inputs audit simulate mutants chaos soak docs wheel clean
 
 # A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
@@ -16,11 +16,11 @@ up: $(READY)
 
 # Tests of one file run one after another, files side by side; then two minutes of load, after which nothing may have grown.
 TOGETHER := -n auto --maxprocesses 4 --dist loadfile
-test: check coverage
+test: check coverage kernels
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TOGETHER)
 	$(MAKE) soak MINUTES=2
 
-test-all: check coverage
+test-all: check coverage kernels
 	$(BIN)/python -m pytest -m "not gpu" $(TOGETHER)
 
 # Other people's clients, in an environment of their own.
@@ -38,6 +38,10 @@ test-ray: $(READY)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(PLACE)")')" > $$($(RAY)/bin/python -c "$(PLACE)")/ours.pth
 	$(RAY)/bin/python -m pip install -q 'ray>=2.40'
 	$(RAY)/bin/python -m pytest tests/cluster/test_ray.py
+
+# Compiled first: whoever waits for a server in a test would have to wait for them, too.
+kernels: $(READY)
+	$(BIN)/python -c "from headgate.layers.cpu.build import load_kernels; print(load_kernels())"
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu

@@ -1,4 +1,4 @@
-"""What is written in one turn of the event loop goes out at its end, one write after another.
+"""Requests and answers that are written in one turn of the event loop go out at its end, one write after another.
 
 Whoever reads it, on another core, is then woken once and stays awake. A write now and another one a little later would wake
 it each time, and waking is what a write costs most.
