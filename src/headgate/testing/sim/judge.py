@@ -161,8 +161,8 @@ def _content(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
 
 
 def _was_given_back(ask: Ask, choice: Choice, seen: Circumstances) -> bool:
-    """Such a choice has ids and no text (34), also if its request is aborted before anybody has gone on with it."""
-    given_back = seen.reschedules and choice.finish == "abort" and choice.cause == "api_abort"
+    """Such a choice has ids and no text (34), also if its request is aborted or overdue before anybody has gone on."""
+    given_back = seen.reschedules and choice.finish == "abort" and choice.cause in ("api_abort", "deadline")
     return given_back and not choice.text and not ask.stream
 
 
