@@ -82,7 +82,7 @@ class Fleet:
         self.wanted_version: int | None = None  # of the weights; what an update through us has set
         self._connect_timeout_s = connect_timeout_s
         self._workers: dict[str, Worker] = {}
-        self._leaving: set[Worker] = set()  # removed, and still at work; an address may have left more than once
+        self._leaving: dict[Worker, None] = {}  # removed, and still at work; an address may have left more than once
         self._pools: dict[Worker, Pool] = {}
         self._candidates: dict[tuple[Half, str | None], tuple[Worker, ...]] = {}
         self._random = random.Random(seed)
@@ -127,7 +127,7 @@ class Fleet:
     def remove(self, worker: Worker) -> None:
         """Send it nothing more; what it has may finish."""
         if self._workers.pop(worker.url, None) is not None:
-            self._leaving.add(worker)
+            self._leaving[worker] = None
             self.set_state(worker, "draining")
             self._given_back(worker)
 
@@ -147,7 +147,7 @@ class Fleet:
         if worker.in_flight or worker.state != "draining":
             return
         if worker in self._leaving:
-            self._leaving.remove(worker)
+            del self._leaving[worker]
             self._pools.pop(worker).close()
             log.info("%s has left", worker.name)
         self._changed()  # somebody may wait for its last request

@@ -45,7 +45,7 @@ class Follower:
     async def _look_for_others(self) -> None:
         """A paused worker that runs again without having been away was resumed by somebody else; that holds for all."""
         controls = self._controls
-        for worker in tuple(controls.paused):
+        for worker in [worker for worker in self._fleet if worker in controls.paused]:
             if worker.state in ("down", "starting"):
                 controls.paused.discard(worker)
             elif worker.state in ("ready", "outdated") and await self._runs(worker):
