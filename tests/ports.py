@@ -1,22 +1,42 @@
-"""Ports of which nobody else is given one by the system while their owner is not there."""
+"""Ports that are nobody else's while their owner is away: neither the system nor other tests give them to anybody."""
 
 from __future__ import annotations
 
-import os
 import socket
-from contextlib import suppress
+from functools import cache
 from itertools import count
 
-FIRST, MANY = 10_000, 200  # ports of a process that runs tests; far below those that the system gives away
+FIRST, BLOCKS, MANY = 10_000, 100, 200  # far below what the system gives away
 _NEXT = count()
 
 
 def own_port() -> int:
     """For somebody who comes to this address later, or again and again."""
-    for _ in range(MANY):
-        port = FIRST + os.getpid() % 100 * MANY + next(_NEXT) % MANY
-        with suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
+    first = _block().getsockname()[1] + 1
+    for _ in range(MANY - 1):
+        port = first + next(_NEXT) % (MANY - 1)
+        if (probe := _bound(port, again=True)) is not None:
+            probe.close()
             return port
-    raise OSError(f"all ports from {FIRST + os.getpid() % 100 * MANY} on are taken")
+    raise OSError(f"all ports from {first} on are taken")
+
+
+@cache
+def _block() -> socket.socket:
+    """Keeps its port, and with it those that follow, for this process."""
+    for number in range(BLOCKS):
+        if (guard := _bound(FIRST + number * MANY, again=False)) is not None:
+            return guard
+    raise OSError("there are too many tests on this machine")
+
+
+def _bound(port: int, *, again: bool) -> socket.socket | None:
+    """`again`: also where connections of a former owner have not quite ended."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
+    try:
+        found.bind(("127.0.0.1", port))
+    except OSError:
+        found.close()
+        return None
+    return found

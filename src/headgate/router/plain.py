@@ -113,8 +113,8 @@ def _are_plain(events: bytes) -> bool:
 class Pipe:
     """Takes plain events from a worker's connection to a client's, and into the journal on the way, as they came.
 
-    They do not wait for the end of the turn, unless something else does for the same client: event loops collect writes
-    themselves, and here nothing is won by doing it for them.
+    They do not wait for the end of the turn, unless something else does for the same client: of a single chunk, waiting
+    costs more than it saves.
     """
 
     __slots__ = ("_feed", "_outbox", "_transport", "heard")
