@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import threading
-import time
 from itertools import zip_longest
 from pathlib import Path
 
@@ -167,15 +166,23 @@ def test_one_bad_prompt_among_good_ones_aborts_the_call_and_nothing_stays(llm):
 
 
 def test_ctrl_c_ends_the_call_and_leaves_nothing_behind(llm):
+    over = threading.Event()
+
     def press() -> None:
         while llm.engine.loop.idle:  # before, a shell that runs us in the background may have it ignored
-            time.sleep(0.01)
+            if over.wait(0.01):
+                return
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=press, daemon=True).start()
+    pressing = threading.Thread(target=press)
+    pressing.start()
     long = SamplingParams(max_tokens=500, ignore_eos=True)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["Hello"] * 1000, long, progress=False)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["Hello"] * 1000, long, progress=False)
+    finally:
+        over.set()
+        pressing.join(60)
     assert llm.engine.loop.idle
     llm.engine.scheduler.check()
     assert llm.generate("Hello", GREEDY, progress=False)[0].token_ids

@@ -128,6 +128,7 @@ def test_a_client_that_leaves_between_two_pipelined_requests_leaves_nothing_behi
                     await asyncio.sleep(0)
                 wire.close()
             await until(lambda: not router.live and not len(router.connections))
+            assert mock.asked and all(worker.in_flight == 0 for worker in router.fleet)
 
     run(main())
 

@@ -1,7 +1,7 @@
 """Requests and answers that are written in one turn of the event loop go out at its end, one write after another.
 
-Whoever reads it, on another core, is then woken once and stays awake. A write now and another one a little later would wake
-it each time, and waking is what a write costs most.
+Whoever reads them, on another core, is then woken once and stays awake. A write now and another one a little later would
+wake it each time, and waking is what a write costs most.
 """
 
 from __future__ import annotations
