@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SENTENCES = range(1, 61)
+SENTENCES = range(1, 61)  # each has a row; those after them may have one
+LAST = 80
 
 ROW = re.compile(r"^\| (\d+) \| .* \| (.*) \|$", re.MULTILINE)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
@@ -28,7 +29,7 @@ def functions_in(path: str) -> set[str]:
 
 
 def test_every_sentence_has_a_row():
-    assert set(rows()) == set(SENTENCES)
+    assert set(SENTENCES) <= set(rows()) <= set(range(1, LAST + 1))
 
 
 @pytest.mark.parametrize(("number", "tests"), rows().items())

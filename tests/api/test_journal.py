@@ -442,7 +442,7 @@ def test_53_the_record_of_a_resumed_answer_tells_of_all_its_choices(model: Path)
         assert client.status == 200
 
     asyncio.run(main())
-    usage = app.state.api.ledger.past("moved")
+    usage = app.state.api.ledger.past("moved").usage
     told = [(choice.finish_reason, choice.cause, choice.output_tokens) for choice in usage.choices]
     assert told == [("stop", "eos", 1), ("stop", "stop_string", 2), ("length", "max_tokens", 3)]
 

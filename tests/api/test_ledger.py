@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from contextlib import suppress
 
 import pytest
@@ -63,7 +64,7 @@ async def test_a_finished_request_is_accounted_with_its_times_and_tokens(ledger,
     assert ledger.metrics.tokens == {"prompt": 10, "cached": 4, "output": 3}
     assert sum(ledger.metrics.between_tokens.counts) == 2
     assert ledger.metrics.between_tokens.sum == pytest.approx(0.4)
-    assert ledger.past("a") is usage and ledger.in_flight == 0 and not ledger.live
+    assert ledger.past("a").usage is usage and ledger.in_flight == 0 and not ledger.live
 
 
 async def test_choices_have_their_own_pace(ledger, clock):
@@ -153,15 +154,25 @@ async def test_a_duplicate_of_a_live_id_is_409_and_a_later_one_is_fine(ledger):
         assert ledger.named("a")
 
 
-async def test_tenants_may_use_the_same_id_and_keep_their_own_records(ledger):
+async def test_tenants_may_use_the_same_id_and_keep_their_own_records(ledger, clock):
     async with ledger.admit(tenant="alice", label="a", kind="chat") as alices:
+        clock.now_s += 1
         async with ledger.admit(tenant="bob", label="a", kind="chat") as bobs:
             assert ledger.named("a", "alice") == [alices] and ledger.named("a", "bob") == [bobs]
             assert ledger.named("a") == [alices, bobs] and ledger.named("a", "carol") == []
             finish(bobs, output_tokens=7)
         assert ledger.named("a") == [alices] and ledger.past("a", "alice") is None
-    assert ledger.past("a", "bob") is bobs.usage and ledger.past("a", "alice") is alices.usage
-    assert ledger.past("a") is bobs.usage  # the latest
+    assert ledger.past("a", "bob").usage is bobs.usage and ledger.past("a", "alice").usage is alices.usage
+    assert ledger.past("a").usage is bobs.usage  # the latest
+
+
+async def test_80_which_request_of_a_name_is_the_latest_does_not_depend_on_the_wall_clock(ledger, clock, monkeypatch):
+    for tenant, wall_s in (("alice", 2e9), ("bob", 1e9)):  # set back by thirty years between the two
+        monkeypatch.setattr(time, "time", lambda wall_s=wall_s: wall_s)
+        clock.now_s += 1
+        async with ledger.admit(tenant=tenant, label="a", kind="chat") as record:
+            finish(record)
+    assert ledger.past("a").usage.tenant == "bob"
 
 
 async def test_a_refusal_that_is_heard_of_twice_counts_once(ledger):

@@ -84,7 +84,7 @@ def judge(server: LiveServer, heard: dict[str, Heard], gone: set[str]) -> None:
     assert {each.end for each in stayed} <= {("abort", "api_abort"), ("length", "max_tokens")}
     assert sum(each.end == ("abort", "api_abort") for each in stayed) > 0.9 * len(stayed)
     assert all(each.done for each in stayed) and all(len(each.ends) <= 1 for each in heard.values())
-    usages = [usage for id in heard if (usage := ledger.past(id))]
+    usages = [past.usage for id in heard if (past := ledger.past(id))]
     assert len(usages) >= COUNT - len(gone), "who left before being accepted has none"
     for usage in usages:
         told = heard[usage.request_id]

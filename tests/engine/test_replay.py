@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -110,6 +111,13 @@ def test_an_engine_that_dies_again_and_again_does_not_fill_the_disk(tmp_path):
     for _ in range(40):
         last = write_private(tmp_path, b"{}")
     assert len(list(tmp_path.iterdir())) == evidence_module.FILES and last.exists()
+
+
+def test_80_the_last_crash_is_kept_although_the_wall_clock_was_set_back(tmp_path):
+    for number in range(evidence_module.FILES + 1):
+        last = write_private(tmp_path, b"{}")
+        os.utime(last, (2e9 - number, 2e9 - number))  # each seems to be older than the one before
+    assert last.exists() and write_private(tmp_path, b"{}").exists() and last.exists()
 
 
 # -- plans that make no sense ----------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -99,3 +100,8 @@ def test_when_a_worker_was_heard_is_noted_while_its_client_is_full_too():
     assert Router.last_byte_s(router, cast(Worker, worker)) == 1.0
     attempt.heard = True
     assert Router.last_byte_s(router, cast(Worker, worker)) == 60.0
+
+
+def test_80_a_worker_of_which_nothing_has_come_is_silent_for_ever_and_not_since_the_machine_was_started():
+    router: Any = SimpleNamespace(live={}, loop=SimpleNamespace(time=lambda: 3.0))
+    assert Router.last_byte_s(router, cast(Worker, object())) == -math.inf

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.errors import Forbidden
-from headgate.api.ledger import Ledger, Record, UsageRecord
+from headgate.api.ledger import Ledger, Past, Record
 from headgate.api.schema import Tags, convert, read_object
 from headgate.api.state import Api, ChunkStream, api_of
 from headgate.errors import RequestError
@@ -149,11 +149,11 @@ def find_live(ledger: Ledger, scope: Scope, name: str) -> list[Target]:
     return []
 
 
-def find_past(ledger: Ledger, scope: Scope, name: str) -> UsageRecord | None:
+def find_past(ledger: Ledger, scope: Scope, name: str) -> Past | None:
     for label, choice in readings(name):
-        usage = ledger.past(label, scope.whose)
-        if usage and (choice is None or choice < len(usage.choices)):
-            return usage
+        past = ledger.past(label, scope.whose)
+        if past and (choice is None or choice < len(past.usage.choices)):
+            return past
     return None
 
 

@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import groupby
+from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -107,7 +108,7 @@ class WholeJournal:
         self._answers = {job.index: Piece() for job in jobs}
         self._lines = b""
         self._clock = asyncio.get_running_loop().time
-        self._sent_s = 0.0
+        self._sent_s = -inf
         self._veiled = False
 
     async def tell(self, job: Job, piece: Piece) -> None:

@@ -25,7 +25,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 from weakref import WeakSet
 
 import msgspec
@@ -97,6 +97,13 @@ class UsageRecord(msgspec.Struct, frozen=True):
     @property
     def engine_tokens(self) -> int:
         return sum(choice.engine_tokens for choice in self.choices)
+
+
+class Past(NamedTuple):
+    """A request that has ended, and when it arrived by the ledger's clock: wall clocks are set, and order nothing."""
+
+    arrived_s: float
+    usage: UsageRecord
 
 
 Listener = Callable[[UsageRecord], None]
@@ -315,7 +322,7 @@ class Ledger:
         self.live: dict[Key, Record] = {}
         self.unsettled: set[Record] = set()  # closed, but an engine is still to say how many tokens it made
         self._listeners = listeners
-        self._history: OrderedDict[Key, UsageRecord] = OrderedDict()
+        self._history: OrderedDict[Key, Past] = OrderedDict()
         self._tenants: dict[str, None] = {}  # that were ever in: no more than there are keys
         self._counted: WeakSet[Exception] = WeakSet()  # refusals
         self._longest = history
@@ -350,10 +357,10 @@ class Ledger:
         """The live request of that name: one tenant's, or, without a tenant, those of all of them."""
         return [record for key in self._keys(label, tenant) if (record := self.live.get(key))]
 
-    def past(self, label: str, tenant: str | None = None) -> UsageRecord | None:
+    def past(self, label: str, tenant: str | None = None) -> Past | None:
         """What became of the latest request of that name, one tenant's or anybody's, if it is not too long ago."""
-        found = [usage for key in self._keys(label, tenant) if (usage := self._history.get(key))]
-        return max(found, key=lambda usage: usage.arrived, default=None)
+        found = [past for key in self._keys(label, tenant) if (past := self._history.get(key))]
+        return max(found, key=lambda past: past.arrived_s, default=None)
 
     def _keys(self, label: str, tenant: str | None) -> list[Key]:
         return [(name, label) for name in (self._tenants if tenant is None else (tenant,))]
@@ -417,6 +424,7 @@ class Ledger:
             return
         record.usage = _usage(record, error, record.age_s)
         self._account(record.usage)
+        self._remember(record)
         self._await_last_words(record)
 
     def _await_last_words(self, record: Record) -> None:
@@ -432,8 +440,9 @@ class Ledger:
         before, record.usage = record.usage, _with_engine_tokens(record)
         if made := record.usage.engine_tokens:
             self.metrics.tokens["engine"] += made
-        if self._history.get(record.key) is before:  # and not a later request of that name
-            self._history[record.key] = record.usage
+        past = self._history.get(record.key)
+        if past is not None and past.usage is before:  # and not a later request of that name
+            self._history[record.key] = Past(record.arrived_s, record.usage)
         for listener in self._listeners:
             listener(record.usage)
 
@@ -446,12 +455,11 @@ class Ledger:
                 metrics.aborts[choice.cause] += 1
         for kind in ("prompt", "cached", "output"):
             metrics.tokens[kind] += getattr(usage, f"{kind}_tokens")
-        self._remember(usage)
 
-    def _remember(self, usage: UsageRecord) -> None:
-        key = usage.tenant, usage.request_id
-        self._history[key] = usage
-        self._history.move_to_end(key)
+    def _remember(self, record: Record) -> None:
+        assert record.usage is not None
+        self._history[record.key] = Past(record.arrived_s, record.usage)
+        self._history.move_to_end(record.key)
         while len(self._history) > self._longest:
             self._history.popitem(last=False)
 

@@ -19,7 +19,7 @@ from headgate.api.abort import (
     scope_of,
 )
 from headgate.api.errors import NotFound
-from headgate.api.ledger import Event, Ledger, Record, UsageRecord
+from headgate.api.ledger import Event, Ledger, Past, Record, UsageRecord
 from headgate.api.state import Api, ChunkStream, api_of
 from headgate.engine.replicas import Place
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, Look, Seen, Sighted
@@ -58,6 +58,7 @@ class RequestDetails(msgspec.Struct, kw_only=True):
     request_id: str
     status: str  # in_flight, finished
     events: list[Event]
+    age_s: float  # since its arrival, also after its end
     request: InFlight | None = None
     usage: UsageRecord | None = None
 
@@ -80,12 +81,19 @@ async def show_request(request: Request) -> Response:
                     request_id=record.label,
                     status="in_flight",
                     events=record.events,
+                    age_s=round(record.age_s, 6),
                     request=in_flight(record, seen),
                 )
             )
-    usage = _past(api.ledger, scope, name)
+    arrived_s, usage = _past(api.ledger, scope, name)
     return _json(
-        RequestDetails(request_id=usage.request_id, status="finished", events=list(usage.events), usage=usage)
+        RequestDetails(
+            request_id=usage.request_id,
+            status="finished",
+            events=list(usage.events),
+            age_s=round(api.ledger.clock() - arrived_s, 6),
+            usage=usage,
+        )
     )
 
 
@@ -98,9 +106,9 @@ async def delete_request(request: Request) -> Response:
     return answer(request, result, done=not result.errors)
 
 
-def _past(ledger: Ledger, scope: Scope, name: str) -> UsageRecord:
-    if usage := find_past(ledger, scope, name):
-        return usage
+def _past(ledger: Ledger, scope: Scope, name: str) -> Past:
+    if past := find_past(ledger, scope, name):
+        return past
     raise _unknown(name)
 
 

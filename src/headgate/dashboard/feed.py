@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from math import inf
 
 import msgspec
 
@@ -41,7 +42,7 @@ class Feed:
         self._meter = Meter()
         self._history: deque[Point] = deque(maxlen=HISTORY)
         self._number = 0  # of the last look
-        self._looked_s = float("-inf")
+        self._looked_s = -inf
         self._glance: Glance | None = None
         self._point: Point | None = None
         self._lock = asyncio.Lock()

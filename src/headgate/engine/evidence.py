@@ -95,13 +95,20 @@ class Recorder:
 
 def write_private(folder: Path, content: bytes) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in sorted(folder.glob("crash-*.json"), key=lambda path: path.stat().st_mtime_ns)[: 1 - FILES]:
+    kept = sorted(folder.glob("crash-*.json"), key=_number)
+    for old in kept[: 1 - FILES]:
         old.unlink(missing_ok=True)
-    path = folder / f"crash-{os.getpid()}-{time.time_ns()}.json"
+    path = folder / f"crash-{_number(kept[-1]) + 1 if kept else 1}-{os.getpid()}.json"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     return path
+
+
+def _number(path: Path) -> int:
+    """Files are numbered, since the times of files are those of a wall clock."""
+    number = path.stem.split("-")[1]
+    return int(number) if number.isdecimal() else 0
 
 
 def read_evidence(path: str | Path) -> Evidence:

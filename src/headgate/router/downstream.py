@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any, Protocol, cast
 
 import httptools
@@ -130,7 +131,7 @@ class Downstream(asyncio.Protocol):
         self._since_s = self._loop.time()  # that nothing of a request, or only a part of it, has come
         self._in_head = True
         self._full = False  # the client reads too slowly
-        self._full_since_s = 0.0
+        self._full_since_s = -inf
         self._refusal: BadHttp | None = None
 
     # -- for whoever answers ----------------------------------------------------------

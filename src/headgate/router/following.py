@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,7 +70,7 @@ class Follower:
             for worker in self._fleet
             if worker.kind == "headgate"
             and worker.state in ("ready", "outdated", "paused")
-            and now_s >= self._not_before_s.get(worker, 0.0)
+            and now_s >= self._not_before_s.get(worker, -inf)
             and (self._is_unpaused(worker) or self._is_outdated(worker))
         ]
 

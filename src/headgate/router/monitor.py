@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -87,7 +88,7 @@ class Monitor:
 
     def _silence_s(self, worker: Worker) -> float:
         """Since anything at all came from it."""
-        heard_s = max(self._heard_s.get(worker, 0.0), self._router.last_byte_s(worker))
+        heard_s = max(self._heard_s.get(worker, -inf), self._router.last_byte_s(worker))
         return self._fleet.clock() - heard_s
 
     async def _ask(self, worker: Worker) -> WorkerState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -47,8 +48,8 @@ async def show_request(router: Router, scope: Scope, asking: Asking, name: str) 
     story = [to_builtins(stage) for stage in _stages(router, scope, exchange, name, replies, prompts)]
     if exchange is not None and not exchange.cut and not any(each["status"] == "in_flight" for each in told):
         entry = _entry(exchange, router)
-        here = {"request_id": entry["request_id"], "status": "in_flight", "events": [], "request": entry}
-        return {**here, "stages": story}
+        here = {"request_id": entry["request_id"], "status": "in_flight", "events": [], "age_s": entry["age_s"]}
+        return {**here, "request": entry, "stages": story}
     if not told:
         raise _unknown(name, replies)
     last = max(told, key=_latest)
@@ -87,7 +88,7 @@ def _stages(
 
 def _latest(told: dict[str, Any]) -> tuple[bool, float]:
     """Of an answer that has moved, the last worker's word."""
-    return told["status"] == "in_flight", (told.get("usage") or {}).get("arrived", 0.0)
+    return told["status"] == "in_flight", -told.get("age_s", inf)
 
 
 def _unknown(name: str, replies: list[Reply]) -> NotFound:

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 from headgate.api.keys import Caller, Keys, is_loopback
@@ -385,7 +386,7 @@ class Router:
                 for exchange in self.live.values()
                 if exchange.attempt is not None and exchange.attempt.worker is worker and exchange.attempt.status
             ),
-            default=0.0,
+            default=-inf,
         )
 
     # -- time -------------------------------------------------------------------------------

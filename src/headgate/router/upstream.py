@@ -10,6 +10,7 @@ import asyncio
 import ssl
 import time
 from collections import deque
+from math import inf
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -82,7 +83,7 @@ class Upstream(asyncio.Protocol):
         self._held = False  # nothing is read: its reader's client is full
         self.pipe: plain.Pipe | None = None  # for what its reader would only pass on
         self.reused = False
-        self.idle_since_s = 0.0
+        self.idle_since_s = -inf
 
     # -- for whoever sends --------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal, get_args
 
 Role = Literal["mixed", "prefill", "decode"]
@@ -73,14 +74,14 @@ class Worker:
         self.total_blocks = 0
         self.max_running = 0
         self.version: int | None = None  # of its weights
-        self.horizon_s = float("-inf")  # our clock: prefixes last used before this have left its cache
+        self.horizon_s = -inf  # our clock: prefixes last used before this have left its cache
         self.generation = 0  # grows when it restarts
         self.life: str | None = None  # what it calls this life of its; another one after a restart
         # The circuit.
         self.failures = 0  # in a row
         self.successes = 0  # in a row, after failures
         self.trips = 0  # times it went down without an answer in between
-        self.open_until_s = 0.0
+        self.open_until_s = -inf
         self.errors = 0
         # Prompts of answers that tell: all their tokens, those we expected in its cache, and those that were there.
         self.prompt_tokens = 0

@@ -23,6 +23,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import msgspec
@@ -48,7 +49,7 @@ class Door:
     shown: bytes
     shelf: Opened
     users: int = 0
-    left_s: float = 0.0  # by the last of them
+    left_s: float = -inf  # by the last of them
 
 
 class Table:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 from uuid import uuid4
 
@@ -110,7 +111,7 @@ class Agent:
         self._remotes: dict[bytes, Remote] = {}
         self._reads: set[Read] = set()
         self._given_up: set[Read] = set()
-        self._stirred_s = 0.0
+        self._stirred_s = -inf
         self.sent_bytes = self.received_bytes = 0
 
     def _register(self, slots: Slots) -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -86,7 +87,7 @@ class TcpTransport:
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._post: Post = lambda _: None
-        self._next_tick_s = 0.0
+        self._next_tick_s = -inf
         self._received = self._sent = 0
         self._seconds = 0.0
         self._failures: Counter[str] = Counter()
