@@ -51,4 +51,4 @@ def shown(body: bytes) -> bytes:
 def unveiled(body: bytes) -> bytes:
     """What a client gets in the end if nobody goes on."""
     lines = [line.removeprefix(b":m ") for line in body.split(b"\n") if line.startswith(b":m ")]
-    return b"".join(line + b"\n" for line in lines if not line.startswith(b":j "))
+    return b"".join(line + b"\n" for line in lines if not line.startswith((b":j ", b":f ")))

@@ -274,6 +274,7 @@ def test_an_end_that_nobody_wished_for_is_veiled_and_without_the_veil_it_is_what
     expected = plain if body.get("stream") else b"data: " + plain + b"\n\n"
     assert same_but_time(shown(told) + unveiled(told)) == same_but_time(expected)
     assert told.count(b":m :j 0 ") == bool(body.get("stream"))  # the last tokens, for whoever takes the veil away
+    assert told.count(b":m :f 0 %b %b " % (reason.encode(), cause.encode())) == 1  # 73: the truth, strict or not
 
 
 @pytest.mark.parametrize(("path", "body"), KINDS)
@@ -310,7 +311,7 @@ def test_a_choice_that_ends_veiled_leaves_the_others_as_they_are_and_veils_the_c
         return client
 
     told = asyncio.run(main()).body
-    assert b":f 1 length max_tokens " in told and b":f 0 " not in told
+    assert b":f 1 length max_tokens " in told and b"\n:f 0 " not in told and b":m :f 0 abort pause " in told
     closing = blocks(told)[-1]
     assert shown(closing) == b"" and (b"[DONE]" in unveiled(closing)) == stream
     assert texts(shown(told) + unveiled(told)) == {0: "abc", 1: "defghi"}

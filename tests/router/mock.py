@@ -253,13 +253,16 @@ class Answer:
 
     def _veiled_end(self, pending: list[Saying], cause: str) -> Iterator[bytes]:
         reason = "pd_reschedule" if cause == "pd_reschedule" else "abort"
+        cause = "preempted" if cause == "pd_reschedule" else cause
+        ends = [b":m :f %d %b %b 5 0 %d\n" % (s.index, reason.encode(), cause.encode(), s.at) for s in pending]
+        shown = "length" if self.asked.header("x-openai-strict") == "true" else reason
         if self.stream:
-            for saying in pending:
-                event = self._event(saying.index, "", False, reason).replace(b'": "', b'":"')
-                yield b":m " + event.removesuffix(b"\n") + b":m \n\n"
+            for saying, end in zip(pending, ends, strict=True):
+                event = self._event(saying.index, "", False, shown).replace(b'": "', b'":"')
+                yield end + b":m " + event.removesuffix(b"\n") + b":m \n\n"
             yield b":m data: [DONE]\n:m \n\n"
         else:
-            yield b":m data: " + self.whole(reason).replace(b'": "', b'":"') + b"\n:m \n\n"
+            yield b"".join(ends) + b":m data: " + self.whole(shown).replace(b'": "', b'":"') + b"\n:m \n\n"
 
 
 # --------------------------------------------------------------------------------------------------------- how it says it

@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
+from headgate.api import wire
 from headgate.api.abort import AbortRequest
+from headgate.api.errors import cut_short, error_body
+from headgate.api.generation import Finish
+from headgate.errors import HeadgateError
 from headgate.router.abort import Scope, abort
+from headgate.router.ending import as_aborted
 from headgate.router.fanout import Asking
 from headgate.router.fleet import FAILURES, FIRST_BREAK_S
 from tests.router.client import Wire, ask, check, routing, until
@@ -480,6 +485,60 @@ def test_35_an_answer_is_rescheduled_so_many_times_and_the_worker_that_had_no_ro
                 assert one.mistakes == two.mistakes == []
 
     run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_73_a_strict_client_is_rescheduled_as_often_as_any_other(stream: bool):
+    async def main() -> None:
+        fault = Fault("veiled", at=2, cause="pd_reschedule")
+        one, two = Mock(lambda _: fault), Mock(lambda _: fault)
+        async with one, two, routing(one, two, policy="round_robin", preempt_retry_count=3) as (router, url):
+            router.fleet.set_role(router.fleet.find(one.url), "prefill")
+            router.fleet.set_role(router.fleet.find(two.url), "decode")
+            counts = []
+            for headers in ({}, {"X-OpenAI-Strict": "true"}):
+                before = len(one.asked), len(two.asked)
+                answer = await ask(url, CHAT, BODY | {"stream": stream, "max_tokens": 30}, headers)
+                counts.append((len(one.asked) - before[0], len(two.asked) - before[1]))
+                assert answer.status == 200 and (b"length" if headers else b"pd_reschedule") in answer.body
+            assert counts == [(0, 4), (0, 4)]
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_73_the_routers_own_end_has_strict_words_for_a_strict_client(stream: bool):
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            router.hold(queue=True)
+            body = BODY | {"stream": stream, "deadline_ms": 50, "n": 2}
+            answer = await ask(url, CHAT, body, {"X-OpenAI-Strict": "true"})
+            assert answer.status == 200 and b"abort" not in answer.body
+            assert answer.body.count(b'"finish_reason":"length","cause":"deadline"') == 2
+            assert answer.body.count(b'"error":{"message":"the answer was cut short after 0 tokens (deadline)"') == (
+                2 if stream else 1
+            )
+            router.release()
+
+    run(main())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_73_an_end_that_was_asked_for_since_keeps_the_clients_words(strict: bool):
+    def told(reason: str, cause: str, problem: str) -> bytes:
+        return (
+            b'data: {"choices":[{"finish_reason":"%b","cause":"%b"}]}\n\n' % (reason.encode(), cause.encode())
+        ) + (b"data: %b\n\n" % problem.encode() if strict else b"")
+
+    before = told("length" if strict else "pd_reschedule", "preempted", error_body(elsewhere(3)).decode())
+    after = told("length" if strict else "abort", "api_abort", error_body(cut_short(3, "api_abort")).decode())
+    assert as_aborted(before, "api_abort", strict=strict) == after
+
+
+def elsewhere(tokens: int) -> HeadgateError:
+    error = wire.cut_short(Finish("pd_reschedule", "preempted", 5, 0, tokens))
+    assert error is not None
+    return error
 
 
 @pytest.mark.parametrize("stream", [True, False])

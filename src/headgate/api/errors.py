@@ -13,7 +13,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from headgate.errors import EngineDead, HeadgateError, RequestError
+from headgate.errors import EngineDead, HeadgateError, RequestError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,11 @@ def _problem(error: BaseException, kind: str, request_id: str) -> Problem:
 
 
 _HTTP_CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed"}
+
+
+def cut_short(tokens: int, cause: str) -> RequestError:
+    """What a client that knows no `finish_reason: abort` reads instead."""
+    return Unavailable(f"the answer was cut short after {tokens} tokens ({cause})", code=cause)
 
 
 def error_response(error: BaseException, request_id: str = "") -> Response:

@@ -5,12 +5,13 @@ It is written in comments between the events, which clients skip, so a router ca
     :j INDEX VERSION CHARS ID,ID,...   tokens of a choice, and how many characters of it the client has with this block
     :f INDEX REASON CAUSE PROMPT_TOKENS CACHED_TOKENS OUTPUT_TOKENS   a choice has ended
     :e STATUS                          the answer has failed; the status that this would have had at its beginning
-    :m LINE                            veiled: a line that the client gets if nobody goes on, or one of the above about it
+    :m LINE                            withheld: a line for the client if no server goes on, or one of the above about it
     :+                                 this block is none without the next one
 
 A block, up to its empty line, is the unit: whoever reads the journal passes it on whole or, if its end never comes, not
 at all.
-The end of a choice that nobody wished for is veiled. docs/decisions/0006-the-journal.md has the reasons.
+The end of a choice that was not asked for is withheld. Its `:f` line names the true reason, whatever the client's own
+words for it are (`X-OpenAI-Strict`). docs/decisions/0006-the-journal.md has the reasons.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class StreamJournal:
         if movable(piece.finish):
             # The last tokens go unsaid with it: whoever goes on makes them again, and their event.
             self._veiled = True
-            await self._reply.send_event(veil(token_lines(job, piece, chars) + event))
+            await self._reply.send_event(veil(token_lines(job, piece, chars) + finish_line(job, piece) + event))
             return
         if block := token_lines(job, piece, chars) + self._finish(job, piece, event):
             await self._reply.send_event(block if event else block + b"\n")
@@ -109,7 +110,7 @@ class WholeJournal:
         self._lines = b""
         self._clock = asyncio.get_running_loop().time
         self._sent_s = -inf
-        self._veiled = False
+        self._withheld = b""  # ends that are not final, as `:f` lines
 
     async def tell(self, job: Job, piece: Piece) -> None:
         self._answers[job.index].add(piece)
@@ -117,7 +118,7 @@ class WholeJournal:
             return
         self._lines += token_lines(job, piece, 0)
         if movable(piece.finish):
-            self._veiled = True
+            self._withheld += finish_line(job, piece)
         else:
             self._lines += finish_line(job, piece)
         now_s = self._clock()
@@ -127,7 +128,7 @@ class WholeJournal:
 
     async def close(self) -> None:
         answer = b"data: " + self._dialect.whole(self._jobs, list(self._answers.values())) + b"\n\n"
-        await self._reply.end(veil(answer) if self._veiled else answer)
+        await self._reply.end(veil(self._withheld + answer) if self._withheld else answer)
 
     async def fail(self, error: HeadgateError) -> None:
         if self._lines:

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headgate.api import errors
 from headgate.api.errors import ErrorBody, Problem, error_body
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.schema import Sampled
 from headgate.api.usage import Usage, VersionSpan, version_spans
-from headgate.errors import HeadgateError, PdError, Unavailable
+from headgate.errors import HeadgateError, PdError
 
 encode = msgspec.json.Encoder().encode
 
@@ -60,11 +61,7 @@ def cut_short(finish: Finish) -> HeadgateError | None:
     """What a client that knows no `abort` is told about one."""
     if finish.reason == "pd_reschedule":
         return PdError(f"the answer must go on elsewhere after {finish.output_tokens} tokens ({finish.cause})")
-    if finish.reason != "abort":
-        return None
-    return Unavailable(
-        f"the answer was cut short after {finish.output_tokens} tokens ({finish.cause})", code=finish.cause
-    )
+    return errors.cut_short(finish.output_tokens, finish.cause) if finish.reason == "abort" else None
 
 
 def cut_problem(finishes: Iterable[Finish]) -> Problem | UnsetType:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headgate.router import plain
-from headgate.router.journal import BOUND, VEIL
+from headgate.router.journal import BOUND, VEIL, WITHHELD
 from headgate.router.upstream import Headers, KnownHead, Upstream
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ DONES = DONE, b"data: [DONE]\r\n\r\n"
 VERSION = re.compile(rb":j \d+ (\d{1,18}) ")
 LATER_VERSION = re.compile(rb"\n:j \d+ (\d{1,18}) ")
 FAILED = re.compile(rb"^:e ([45]\d\d)$", re.MULTILINE)
-RESCHEDULED = b'"finish_reason":"pd_reschedule"'  # cannot stand inside a JSON string, which would escape its quotes
 
 
 class Answered(msgspec.Struct, frozen=True, gc=False):  # one per request, and cheaper to make than a dataclass
@@ -72,6 +71,7 @@ class Streamed(msgspec.Struct, frozen=True, gc=False):
 class Veiled:
     rescheduled: bool  # by a worker that had no room for it
     ending: bytes
+    cause: str = ""  # of the first choice that was ended; empty if the worker has ended none and reports an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Attempt:
             return Lost("its answer ended inside an event")
         if self._veiled:
             ending = b"".join(self._veiled)
-            return Veiled(RESCHEDULED in ending, ending)
+            return withheld(ending)
         if self._mode is Attempt._collect:
             return Answered(self.status, self._headers, b"".join(self._body))
         if self._mode is Attempt._collect_journal:
@@ -325,6 +325,13 @@ class Attempt:
         upstream.send(request, self)
         if self._exchange.full:
             upstream.hold()
+
+
+def withheld(ending: bytes) -> Veiled:
+    """An end that is not final, by the journal: what the client would read depends on its headers."""
+    ends = WITHHELD.findall(ending)
+    rescheduled = any(reason == b"pd_reschedule" for reason, _ in ends)
+    return Veiled(rescheduled, ending, ends[0][1].decode() if ends else "")
 
 
 def safe_end(data: bytes) -> int:

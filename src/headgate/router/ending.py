@@ -7,11 +7,12 @@ is that it is over: `finish_reason: abort`, for every choice that has not finish
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from headgate.api.errors import cut_short, error_body
 from headgate.errors import RequestError
 from headgate.router.ask import UNREADABLE
 from headgate.router.journal import Journal
@@ -22,6 +23,7 @@ CAUSE, DEADLINE = "api_abort", "deadline"
 WORKERS_END = re.compile(
     rb'"finish_reason":"(?:abort|length|pd_reschedule)","cause":"(?:shutdown|pause|engine_lost|preempted)"'
 )
+CUT_SHORT = re.compile(rb'\{"message":"[^"\\]* after (\d+) tokens \(\w+\)","type":"\w+","param":null,"code":"\w+"\}')
 encode = msgspec.json.Encoder().encode
 
 
@@ -37,13 +39,14 @@ def last_words(
     id: str,
     created: int,
     model: str,
-    choices: Collection[int],
+    choices: Mapping[int, int],
     *,
     stream: bool,
     usage: Usage | None,
     cause: str = CAUSE,
+    strict: bool = False,
 ) -> bytes:
-    """Events, or a whole answer; raises `Ended` where only an error can say it."""
+    """The end of `choices` (each with its tokens), in events or whole; raises `Ended` where only an error can say it."""
     words = _WORDS.get(path)
     if words is None:
         if cause == DEADLINE:
@@ -51,20 +54,31 @@ def last_words(
         raise Ended("this request was aborted before a worker had it")
     kind, prefix, streamed, whole = words
     common: dict[str, Any] = {"id": prefix + id.removeprefix("req-"), "created": created, "model": model}
+    reason = "length" if strict else "abort"
+    errors = {i: error_body(cut_short(tokens, cause)) for i, tokens in choices.items()} if strict else {}
     if not stream:
-        return encode(
-            {**common, "object": kind, "choices": [_choice(i, whole, cause) for i in choices], "usage": usage}
-        )
+        answer = {**common, "object": kind, "choices": [_choice(i, whole, reason, cause) for i in choices]}
+        error = msgspec.json.decode(next(iter(errors.values()))) if errors else {}
+        return encode({**answer, "usage": usage, **error})
     kind += ".chunk" if kind == "chat.completion" else ""
-    events = [encode({**common, "object": kind, "choices": [_choice(i, streamed, cause)]}) for i in choices]
+    events: list[bytes] = []
+    for i in choices:
+        events.append(encode({**common, "object": kind, "choices": [_choice(i, streamed, reason, cause)]}))
+        events += [errors[i]] if strict else []
     if usage is not None:
         events.append(encode({**common, "object": kind, "choices": [], "usage": usage}))
     return b"".join(b"data: %b\n\n" % event for event in [*events, b"[DONE]"])
 
 
-def as_aborted(ending: bytes, cause: str = CAUSE) -> bytes:
+def as_aborted(ending: bytes, cause: str = CAUSE, *, strict: bool = False) -> bytes:
     """What a worker told when it ended an answer for reasons of its own, as the end that was asked for since."""
-    return WORKERS_END.sub(b'"finish_reason":"abort","cause":"%b"' % cause.encode(), ending)
+    reason = b"length" if strict else b"abort"
+    ending = WORKERS_END.sub(b'"finish_reason":"%b","cause":"%b"' % (reason, cause.encode()), ending)
+    return CUT_SHORT.sub(lambda found: _problem(int(found[1]), cause), ending) if strict else ending
+
+
+def _problem(tokens: int, cause: str) -> bytes:
+    return error_body(cut_short(tokens, cause)).removeprefix(b'{"error":').removesuffix(b"}")
 
 
 def usage_told(journal: Journal) -> Usage:
@@ -83,8 +97,8 @@ def wants_usage(body: bytes) -> bool:
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
-def _choice(index: int, content: dict[str, Any], cause: str) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": "abort", "cause": cause}
+def _choice(index: int, content: dict[str, Any], reason: str, cause: str) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason, "cause": cause}
 
 
 # path -> object, prefix of its id, what a choice says in a stream and in a whole answer

@@ -21,6 +21,7 @@ FINISH = re.compile(rb"\n:f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)(?=\r?\n)")
 VEIL = b":m "
 BOUND = b":+\n"  # this event is none without the next one
 UNSAID = VEIL + b":j "
+WITHHELD = re.compile(rb"^:m :f \d+ (\w+) (\w+) ", re.MULTILINE)  # reason and cause
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ def splice(body: bytes, name: str, value: bytes) -> bytes:
 def unveil(veiled: bytes) -> bytes:
     """What a worker would have told a client, had there been nobody to ask another worker."""
     lines = [line for line in veiled.splitlines(keepends=True) if line.startswith((VEIL, b":e "))]
-    return b"".join(line.removeprefix(VEIL) for line in lines if not line.startswith(UNSAID))
+    return b"".join(line.removeprefix(VEIL) for line in lines if not line.startswith((UNSAID, VEIL + b":f ")))
 
 
 def unsaid(veiled: bytes) -> bytes:

@@ -207,11 +207,15 @@ class Exchange:
     def _tell_end(self) -> None:
         """Tell the client that it is over, and what there is."""
         told = self.journal.choices
-        unfinished = [i for i in range(min(self.ask.n, MOST_CHOICES)) if i not in told or told[i].finish is None]
+        unfinished = {
+            i: len(told[i].tokens) if i in told else 0
+            for i in range(min(self.ask.n, MOST_CHOICES))
+            if i not in told or told[i].finish is None
+        }
         self.cut = bool(unfinished) or not self.ask.stream  # or else all that is missing is the end of the stream
         if (last := self._unshown()) is not None:
             self.journal.feed(unsaid(last[1].ending))
-            return self._show(last[0], as_aborted(unveil(last[1].ending), self.cause))
+            return self._show(last[0], as_aborted(unveil(last[1].ending), self.cause, strict=self._strict))
         if self.journal.choices and not self.ask.stream:
             what = "was aborted" if self.cause == CAUSE else "has met its deadline"
             raise WorkersFailed(f"this request {what} after its worker was lost, and with it what there was")
@@ -219,9 +223,8 @@ class Exchange:
         stream = self.ask.stream
         usage = usage_told(self.journal) if not stream or wants_usage(self.request.body) else None
         path = self.request.path
-        words = last_words(
-            path, self.id, self.created, model, unfinished, stream=stream, usage=usage, cause=self.cause
-        )
+        about = path, self.id, self.created, model, unfinished
+        words = last_words(*about, stream=stream, usage=usage, cause=self.cause, strict=self._strict)
         if not stream:
             return self._tell(None, Answered(200, JSON, words))
         self.begin_stream(None, STREAM_HEADERS)
@@ -233,11 +236,16 @@ class Exchange:
         if self.course is None or self.course.last is None:
             return None
         worker, ending = self.course.last
-        if not isinstance(ending, Veiled):
+        if not isinstance(ending, Veiled) or not ending.cause:
             return None
         if self.ask.stream and (ending.rescheduled or self.journal.extent != self.course.extent):
             return None
         return worker, ending
+
+    @property
+    def _strict(self) -> bool:
+        """Whether the client reads only OpenAI's finish reasons: applied to what the router itself says last."""
+        return (self.request.header(b"x-openai-strict") or b"").lower() == b"true"
 
     @property
     def _is_late(self) -> bool:
