@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "src/headgate"
 # package -> what of ours it may import
 MAY_IMPORT = {
     "protocol": {"protocol"},
-    "core": {"core", "protocol", "errors"},
+    "core": {"core", "protocol", "errors", "shares"},
     "layers": {"layers", "errors", "compiling"},
     "models": {"models", "layers", "errors"},
     "worker": {"worker", "models", "layers", "transfer", "protocol", "errors", "config", "logs", "zoo", "collector"},
@@ -35,6 +35,7 @@ MAY_IMPORT = {
         "httpclient",
         "listening",
         "collector",
+        "shares",
     },
     "bench": {"bench", "errors", "httpclient"},
     "router": {

@@ -22,6 +22,7 @@ from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
 from headgate.api.server import HttpServer
+from headgate.api.sharing import Sharing
 from headgate.api.state import Api, ApiSettings
 from headgate.config import EngineConfig
 from headgate.engine.replicas import Replicas, started
@@ -103,7 +104,7 @@ def live_server(
 
     async def run(engines: Replicas) -> None:
         metrics = Metrics()
-        ledger = Ledger(metrics, limit=limit)
+        ledger = Ledger(metrics, limit=limit, sharing=Sharing((keys or Keys()).tenants))
         api = Api(
             engines=engines,
             ledger=ledger,

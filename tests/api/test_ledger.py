@@ -1,18 +1,20 @@
-"""Admission and accounting: everyone who gets in is counted once on the way out (sentences 46, 47, 53)."""
+"""Admission and accounting: everyone who gets in is counted once on the way out (sentences 46, 47, 53, 63)."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
 from headgate.api.errors import QueueFull
 from headgate.api.ledger import Ledger, UsageRecord
 from headgate.api.metrics import Metrics
+from headgate.api.sharing import Sharing
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
+from headgate.shares import Shares
 
 pytestmark = pytest.mark.anyio
 
@@ -244,3 +246,64 @@ async def test_the_oldest_request_without_progress_shows(ledger, clock):
         assert ledger.oldest_without_progress_s == 3
         record.tokens(1)
         assert ledger.oldest_without_progress_s == 0
+
+
+async def test_63_one_tenant_cannot_take_the_last_places_while_there_may_be_others():
+    ledger = Ledger(Metrics(), limit=100, sharing=Sharing(["greedy", "polite"]))
+    async with AsyncExitStack() as stack:
+        for _ in range(80):
+            await stack.enter_async_context(ledger.admit(tenant="greedy", kind="chat"))
+        with pytest.raises(QueueFull, match="you have 80 of 100 places, and the rest is kept for others"):
+            await stack.enter_async_context(ledger.admit(tenant="greedy", kind="chat"))
+        await stack.enter_async_context(ledger.admit(tenant="polite", kind="chat", choices=10))
+        assert ledger.in_flight == 90
+    assert ledger.in_flight == 0
+
+
+async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
+    ledger = Ledger(Metrics(), limit=4)
+    async with ledger.admit(share=ledger.sharing.name("", "10.0.0.1"), kind="chat", choices=4):
+        pass
+    ledger.sharing.name("", "10.0.0.2")
+    async with ledger.admit(share="10.0.0.1", kind="chat", choices=3):
+        with pytest.raises(QueueFull):
+            await ledger.admit(share="10.0.0.1", kind="chat").__aenter__()
+        async with ledger.admit(share="10.0.0.2", kind="chat"):
+            assert ledger.in_flight == 4
+
+
+@pytest.mark.parametrize(
+    ("tenants", "asked", "several"),
+    [
+        ([], [("", "10.0.0.1"), ("", "10.0.0.1")], False),
+        ([], [("", "10.0.0.1"), ("", "10.0.0.2")], True),
+        ([], [("", "2001:db8::1"), ("", "2001:db8::2")], False),  # of one network
+        ([], [("", "2001:db8::1"), ("", "2001:db8:0:1::1")], True),
+        ([], [("alice", "127.0.0.1")], True),  # named by a router, which has more of them
+        (["alice"], [("alice", "10.0.0.1"), ("alice", "10.0.0.2")], False),
+        (["alice", "bob"], [], True),
+    ],
+)
+def test_63_places_are_shared_once_there_may_be_others(
+    tenants: list[str], asked: list[tuple[str, str]], several: bool
+):
+    sharing = Sharing(tenants)
+    for tenant, peer in asked:
+        sharing.name(tenant, peer)
+    assert sharing.several is several
+
+
+def test_63_whatever_tenants_take_one_that_has_nothing_finds_a_place():
+    draw = random.Random(63)
+    for _ in range(200):
+        shares, held = Shares(draw.randrange(8, 300)), []
+        for _ in range(400):
+            tenant, count = f"t{draw.randrange(5)}", draw.choice((1, 1, 1, 4))
+            if held and draw.random() < 0.3:
+                shares.give_back(*held.pop(draw.randrange(len(held))))
+            elif shares.may_take(tenant, count, several=True):
+                shares.take(tenant, count)
+                held.append((tenant, count))
+            assert 0 <= shares.taken <= shares.total
+            assert shares.may_take("newcomer", several=True) or shares.free == 0
+            assert all(count <= 0.8 * shares.total + 1 for count in shares.held.values())

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from headgate.api.prompts import chat_prompt
+from headgate.api.prompts import chat_prompt, text_prompt
 from headgate.api.schema import ChatRequest, Message
-from headgate.api.state import Api
-from headgate.errors import RequestError
+from headgate.api.sharing import Sharing
+from headgate.api.state import LONG_TEXT, Api
+from headgate.errors import ContextTooLong, RequestError
 from headgate.text.template import ChatTemplate
-from headgate.text.tokenizer import Tokenizer
-from tests.text.conftest import byte_level
+from headgate.text.tokenizer import PIECE_CHARS, Tokenizer
+from tests.text.conftest import byte_fallback, byte_level, word_piece
 
 USER = {"role": "user", "content": "hi"}
 LONG = "a" * 10_000
+CONTEXT = 8192
 
 
 class WhereFrom(Tokenizer):
@@ -33,7 +36,7 @@ class WhereFrom(Tokenizer):
 def made_on_the_loop(**body: Any) -> bool:
     asked = msgspec.convert({"messages": [USER]} | body, ChatRequest)
     tokenizer = WhereFrom(byte_level().backend)
-    none = cast(Any, SimpleNamespace())
+    none = cast(Any, SimpleNamespace(info=SimpleNamespace(max_context=CONTEXT), sharing=Sharing()))
     template = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}")
     api = Api(engines=none, ledger=none, model_name="m", created=0, tokenizer=tokenizer, template=template)
     asyncio.run(chat_prompt(api, asked.messages, tools=asked.tools, variables=asked.chat_template_kwargs))
@@ -68,10 +71,110 @@ def test_a_prompt_with_anything_long_is_made_in_a_thread(body: dict[str, Any]) -
 
 
 def test_a_message_that_is_refused_in_a_thread_is_refused_to_the_caller() -> None:
-    none = cast(Any, SimpleNamespace())
+    none = cast(Any, SimpleNamespace(info=SimpleNamespace(max_context=CONTEXT), sharing=Sharing()))
     tokenizer, template = byte_level(), ChatTemplate("")
     api = Api(engines=none, ledger=none, model_name="m", created=0, tokenizer=tokenizer, template=template)
     with pytest.raises(RequestError) as raised:
         asyncio.run(chat_prompt(api, [Message(role="user", content=LONG), Message(role="user")]))
     assert raised.value.param == "messages[1].content"
     api.pool.shutdown()
+
+
+# ------------------------------------------------------------------------------------- what a prompt may cost (64)
+
+
+class Counting(Tokenizer):
+    """Counts the characters that it is asked to encode."""
+
+    encoded = 0
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        self.encoded += len(text)
+        return super().encode(text, add_special=add_special)
+
+
+def counting_api(tokenizer: Tokenizer | None = None) -> tuple[Api, Counting]:
+    counting = Counting((tokenizer or byte_level()).backend)
+    host = cast(Any, SimpleNamespace(info=SimpleNamespace(max_context=CONTEXT), sharing=Sharing()))
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return Api(engines=host, ledger=host, model_name="m", created=0, tokenizer=counting, template=template), counting
+
+
+def test_64_a_text_that_cannot_fit_is_refused_before_any_of_it_is_tokenised() -> None:
+    api, tokenizer = counting_api()
+    assert tokenizer.longest is not None
+    text = "a" * (CONTEXT * tokenizer.longest + 1)
+    with pytest.raises(ContextTooLong, match="prompt has at least 8193 tokens; this model takes 8192"):
+        asyncio.run(text_prompt(api, text))
+    with pytest.raises(ContextTooLong, match="at least 8193 tokens"):
+        asyncio.run(chat_prompt(api, [Message(role="user", content=text)]))
+    assert tokenizer.encoded == 0
+    api.pool.shutdown()
+
+
+def test_64_a_text_that_could_fit_by_its_length_alone_is_counted_in_pieces() -> None:
+    api, tokenizer = counting_api()
+    assert tokenizer.longest is not None
+    text = "q7" * (CONTEXT * tokenizer.longest // 2)  # no token has more than one of these characters
+    with pytest.raises(ContextTooLong, match="at least 65472 tokens"):
+        asyncio.run(text_prompt(api, text))
+    assert tokenizer.encoded == PIECE_CHARS < len(text)
+    api.pool.shutdown()
+
+
+@pytest.mark.parametrize("make", [byte_fallback, word_piece], ids=["byte_fallback", "word_piece"])
+def test_64_tokenizers_that_swallow_text_are_asked_for_a_bounded_part_of_it(make: Callable[[], Tokenizer]) -> None:
+    api, tokenizer = counting_api(make())
+    with pytest.raises(ContextTooLong):
+        asyncio.run(text_prompt(api, "q7 " * 10_000_000))
+    assert tokenizer.encoded == 0
+    spaces = asyncio.run(text_prompt(api, "a" + " " * 200_000 + "b")) if make is word_piece else None
+    assert spaces is None or len(spaces.token_ids) < 10  # it can fit, and does
+    api.pool.shutdown()
+
+
+def test_64_token_ids_are_refused_from_their_number() -> None:
+    api, _ = counting_api()
+    with pytest.raises(ContextTooLong, match="at least 8193 tokens; this model takes 8192"):
+        asyncio.run(text_prompt(api, [1] * (CONTEXT + 1)))
+    api.pool.shutdown()
+
+
+def test_63_threads_for_texts_are_shared_among_tenants() -> None:
+    """One tenant's texts take one of two threads, so that another's is read at once."""
+
+    async def main() -> None:
+        api, _ = counting_api()
+        api.ledger.sharing.several = True
+        go = threading.Event()
+        crowd = [asyncio.ensure_future(api.off_loop("greedy", LONG_TEXT, go.wait)) for _ in range(5)]
+        try:
+            async with asyncio.timeout(30):
+                assert await api.off_loop("polite", LONG_TEXT, lambda: 1) == 1
+            assert not any(task.done() for task in crowd)
+        finally:
+            go.set()
+        await asyncio.gather(*crowd)
+        assert (api.turns.in_flight, api.turns.waiting) == (0, 0)
+        api.pool.shutdown()
+
+    asyncio.run(main())
+
+
+def test_63_a_thread_keeps_its_place_when_its_caller_leaves() -> None:
+    async def main() -> None:
+        api, _ = counting_api()
+        go = threading.Event()
+        leaving = asyncio.ensure_future(api.off_loop("a", LONG_TEXT, go.wait))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert api.turns.in_flight == 1
+        go.set()
+        async with asyncio.timeout(30):
+            await api.off_loop("a", LONG_TEXT, lambda: None)
+            while api.turns.in_flight:
+                await asyncio.sleep(0)
+        api.pool.shutdown()
+
+    asyncio.run(main())

@@ -77,19 +77,20 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def prepare(api: Api, body: ChatRequest, call: Call) -> tuple[list[Job], Dialect]:
-    return await chat_jobs(api, body), ChatDialect(api, body, call)
+    return await chat_jobs(api, body, call.share), ChatDialect(api, body, call)
 
 
-async def chat_jobs(api: Api, body: ChatRequest) -> list[Job]:
+async def chat_jobs(api: Api, body: ChatRequest, share: str) -> list[Job]:
     sampling = sampling_params(
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=_asked_logprobs(body),
-        grammar=await grammar_for(api, body),
+        grammar=await grammar_for(api, body, share),
     )
     prompt = await chat_prompt(
         api,
         body.messages,
+        share,
         tools=body.tools if body.tool_choice != "none" else None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
@@ -104,7 +105,7 @@ def _asked_logprobs(body: ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-async def grammar_for(api: Api, body: ChatRequest) -> str | None:
+async def grammar_for(api: Api, body: ChatRequest, share: str) -> str | None:
     if body.response_format is None and body.tools is None and body.tool_choice is None:
         return None
     constrain = partial(
@@ -115,7 +116,7 @@ async def grammar_for(api: Api, body: ChatRequest) -> str | None:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         format=api.tool_format,
     )
-    return await api.off_loop(LONG_TEXT, constrain)  # a schema may take a while, however short
+    return await api.off_loop(share, LONG_TEXT, constrain)  # a schema may take a while, however short
 
 
 class ChatDialect:

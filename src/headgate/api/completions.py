@@ -70,7 +70,9 @@ async def prepare(
 ) -> tuple[list[Job], Dialect]:
     grammar = None
     if body.response_format is not None:
-        grammar = await api.off_loop(LONG_TEXT, partial(constraint_for, response_format=body.response_format))
+        grammar = await api.off_loop(
+            call.share, LONG_TEXT, partial(constraint_for, response_format=body.response_format)
+        )
     sampling = sampling_params(
         body,
         max_tokens=body.max_tokens or max(DEFAULT_MAX_TOKENS, body.min_tokens or 0),
@@ -79,7 +81,8 @@ async def prepare(
         grammar=grammar,
     )
     add_special = body.add_special_tokens is not False
-    read = [await text_prompt(api, prompt, add_special=add_special, echo=bool(body.echo)) for prompt in prompts]
+    make = partial(text_prompt, api, share=call.share, add_special=add_special, echo=bool(body.echo))
+    read = [await make(prompt) for prompt in prompts]
     return make_jobs(body, read, sampling, body.n or 1), CompletionDialect(api, body, call)
 
 

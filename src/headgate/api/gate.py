@@ -15,9 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headgate.api.errors import BodyTooLarge, error_response, status_of
+from headgate.api.bodies import Bodies, Charge
+from headgate.api.errors import error_response, status_of
 from headgate.api.host import host_of
 from headgate.api.keys import Headers, Keys
+from headgate.api.sharing import Sharing
 from headgate.errors import HeadgateError, RequestError
 
 log = logging.getLogger(__name__)
@@ -27,23 +29,26 @@ LONGEST_REQUEST_ID = 256
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, sharing: Sharing, max_body_bytes: int) -> None:
         self._app = app
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._sharing = sharing
+        self._bodies = Bodies(sharing, max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no lifespan, no web sockets
         state = scope.setdefault("state", {})
         state["request_id"] = f"req-{secrets.token_hex(12)}"
-        answer = _Answer(state, send)
+        answer, charge = _Answer(state, send), None
         try:
             headers: Headers = scope["headers"]
             state["request_id"] = _given_id(headers) or state["request_id"]
             caller = self._keys.caller(scope["path"], headers)
             state["tenant"], state["admin"] = caller.tenant, caller.admin
-            await self._app(scope, self._bounded(headers, receive), answer.send)
+            state["share"] = share = self._sharing.name(caller.tenant, (scope.get("client") or ("",))[0])
+            state["charge"] = charge = self._bodies.charge(share)
+            await self._app(scope, self._bounded(headers, receive, charge), answer.send)
         except ClientDisconnect:
             log.debug("%s: the client has gone", state["request_id"])
         except asyncio.CancelledError:
@@ -51,26 +56,18 @@ class Gate:
             log.debug("%s: broken off", state["request_id"])
         except Exception as error:
             await self._explain(error, answer, scope, receive)
+        finally:
+            if charge is not None:
+                charge.release()
 
-    def _bounded(self, headers: Headers, receive: Receive) -> Receive:
+    def _bounded(self, headers: Headers, receive: Receive, charge: Charge) -> Receive:
         """`receive`, but a body beyond the limit is refused: at once if its length is told, as it comes if not."""
-        most = self._max_body_bytes
         length = next((value for name, value in headers if name == b"content-length"), b"0")
-        if length.isdigit() and int(length) > most:
-            raise BodyTooLarge(f"the body has {int(length)} bytes; at most {most} are taken")
+        if length.isdigit():
+            charge.announced(int(length))
         if not any(name == b"transfer-encoding" for name, _ in headers):
             return receive  # the HTTP parser holds the body to its length
-        taken = 0
-
-        async def bounded() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > most:
-                raise BodyTooLarge(f"the body has more than {most} bytes")
-            return message
-
-        return bounded
+        return charge.counted(receive)
 
     async def _explain(self, error: Exception, answer: _Answer, scope: Scope, receive: Receive) -> None:
         if answer.started:

@@ -262,7 +262,7 @@ async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
     if job.resumed is not None and await _replay(api, record, job, speech, tell):
         return
     try:
-        async with api.engines.generate(job.rest) as stream:
+        async with api.engines.generate(_of(api, record, job.rest)) as stream:
             record.begin(job.index, stream)
             await _listen(stream, speech, record, job, tell)
     except EngineDead:
@@ -270,12 +270,17 @@ async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
         raise
 
 
+def _of(api: Api, record: Record, request: GenerateRequest) -> GenerateRequest:
+    """`request` as an engine gets it that shares its places among tenants."""
+    return structs.replace(request, tenant=record.share) if api.ledger.sharing.several else request
+
+
 async def _replay(api: Api, record: Record, job: Job, speech: Speech, tell: Tell) -> bool:
     """Tell what another server has said of a choice; whether that is all of it."""
     resumed = job.resumed
     assert resumed is not None
     replay = partial(speech.replay, resumed, api.engines.info.eos_token_ids)
-    told, rest = await api.off_loop(len(resumed.token_ids), replay)
+    told, rest = await api.off_loop(record.share, len(resumed.token_ids), replay)
     await tell(job, told)
     last = told if rest is None else rest
     if last.finish is None:

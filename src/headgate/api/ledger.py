@@ -12,7 +12,8 @@ records together have as many as the engines have told, as long as no engine die
 From the moment it is admitted a record can be asked to end. A choice that no engine has heard of yet is then ended when it
 would have been sent to one.
 
-Limits count choices, because each is a sequence in an engine: `limit` is what the engines run at once plus the queue.
+Limits count choices, because each is a sequence in an engine: `limit` is what the engines run at once plus the queue. These
+places are shared among tenants (`headgate.shares`): none of them can take the last ones while there may be others.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from starlette.requests import ClientDisconnect
 
 from headgate.api.errors import QueueFull
 from headgate.api.metrics import Metrics
+from headgate.api.sharing import Sharing
 from headgate.api.sse import ClientGone
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
 from headgate.protocol.output import Cause
+from headgate.shares import Shares
 
 if TYPE_CHECKING:
     from headgate.api.state import ChunkStream
@@ -131,6 +134,7 @@ class Record:
         "label",
         "open",
         "progress_s",
+        "share",
         "streams",
         "tags",
         "tenant",
@@ -138,9 +142,10 @@ class Record:
     )
 
     def __init__(
-        self, ledger: Ledger, tenant: str, label: str, kind: str, choices: int, tags: Mapping[str, str]
+        self, ledger: Ledger, tenant: str, share: str, label: str, kind: str, choices: int, tags: Mapping[str, str]
     ) -> None:
         self.tenant = tenant
+        self.share = share  # whose places it takes
         self.label = label
         self.kind = kind
         self.choices = choices
@@ -310,14 +315,15 @@ class Ledger:
         metrics: Metrics,
         *,
         limit: int,
+        sharing: Sharing | None = None,
         listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.perf_counter,
         history: int = HISTORY,
     ) -> None:
         self.metrics = metrics
-        self.limit = limit
+        self.sharing = sharing or Sharing()
         self.clock = clock
-        self.in_flight = 0  # choices
+        self._places = Shares(limit)
         self.closing = False
         self.live: dict[Key, Record] = {}
         self.unsettled: set[Record] = set()  # closed, but an engine is still to say how many tokens it made
@@ -337,13 +343,24 @@ class Ledger:
         self,
         *,
         tenant: str = "",
+        share: str | None = None,
         label: str | None = None,
         kind: str,
         choices: int = 1,
         tags: Mapping[str, str] | None = None,
     ) -> Record:
         """A place for a request, taken on entering it. `label` is the client's name for it, or one is made up."""
-        return Record(self, tenant, label or f"req-{secrets.token_hex(12)}", kind, choices, tags or {})
+        named = label or f"req-{secrets.token_hex(12)}"
+        return Record(self, tenant, tenant if share is None else share, named, kind, choices, tags or {})
+
+    @property
+    def limit(self) -> int:
+        return self._places.total
+
+    @property
+    def in_flight(self) -> int:
+        """Choices."""
+        return self._places.taken
 
     def close(self) -> None:
         """Refuse everyone from now on."""
@@ -388,7 +405,7 @@ class Ledger:
         self.live[record.key] = record
         record.open = True
         record.note("accepted")
-        self.in_flight += record.choices
+        self._places.take(record.share, record.choices)
         self._empty.clear()
         log.debug("%s: accepted (%s, %d choices)", record.label, record.kind, record.choices)
 
@@ -397,12 +414,14 @@ class Ledger:
             raise Unavailable("the server is shutting down; ask another one", code="shutting_down")
         if record.key in self.live:
             raise DuplicateId(f"a request with the id {record.label!r} is still running", param="request_id")
-        # One that alone is more than the limit must not wait for ever: it gets in when nobody else is there.
-        if self.in_flight and self.in_flight + record.choices > self.limit:
-            raise QueueFull(
-                f"the queue is full: {self.in_flight} of {self.limit} places are taken; try again later",
-                self._retry_after_s(record.choices),
-            )
+        if not self._places.may_take(record.share, record.choices, several=self.sharing.several):
+            raise QueueFull(self._why_full(record), self._retry_after_s(record.choices))
+
+    def _why_full(self, record: Record) -> str:
+        if self.in_flight + record.choices > self.limit:
+            return f"the queue is full: {self.in_flight} of {self.limit} places are taken; try again later"
+        held = self._places.held[record.share]
+        return f"you have {held} of {self.limit} places, and the rest is kept for others; try again later"
 
     def _retry_after_s(self, choices: int) -> int:
         """When that many places should be free, if requests go on ending as quickly as of late."""
@@ -414,7 +433,7 @@ class Ledger:
     def _close(self, record: Record, error: BaseException | None) -> None:
         del self.live[record.key]
         record.open = False
-        self.in_flight -= record.choices
+        self._places.give_back(record.share, record.choices)
         if not self.live:
             self._empty.set()
         self._ends_s.append(self.clock())

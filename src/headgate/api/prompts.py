@@ -1,8 +1,13 @@
-"""Messages and texts to prompts: what a client sends, checked, rendered by the model's template and tokenised."""
+"""Messages and texts to prompts: what a client sends, checked, rendered by the model's template and tokenised.
+
+What cannot fit the context is refused from its length, before it is rendered or tokenised. `share` names the tenant whose
+share of the threads is used.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +16,7 @@ from headgate.api.jobs import Prompt
 from headgate.api.schema import Message, Object, Part
 from headgate.api.state import LONG_TEXT, Api
 from headgate.errors import RequestError
+from headgate.text.tokenizer import too_long
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -18,16 +24,20 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 async def chat_prompt(
     api: Api,
     messages: Sequence[Message],
+    share: str = "",
     *,
+    most: int | None = None,
     tools: Sequence[Object] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     variables: Object | None = None,
 ) -> Prompt:
-    """The prompt that the model's chat template makes of `messages`."""
+    """The prompt that the model's chat template makes of `messages`; it has at most about `most` tokens."""
     template, tokenizer = api.template, api.words
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", code="no_chat_template")
+    limit = most or api.engines.info.max_context
+    tokenizer.check_length(_least_chars(messages), limit)
     goes_on = bool(continue_final_message)
     options: dict[str, Any] = {
         "add_generation_prompt": not goes_on if add_generation_prompt is None else add_generation_prompt,
@@ -37,9 +47,20 @@ async def chat_prompt(
     def render() -> tuple[int, ...]:
         plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         text = template.render(plain, tools=tools or None, **_own(variables, options), **options)
-        return tuple(tokenizer.encode(text, add_special=False))
+        return tuple(tokenizer.encode_within(text, limit, add_special=False))
 
-    return Prompt(await api.off_loop(_size([messages, tools, variables]), render))
+    return Prompt(await api.off_loop(share, _size([messages, tools, variables]), render))
+
+
+def _least_chars(messages: Sequence[Message]) -> int:
+    """Characters that a template writes at least. It may trim texts and leave out what an assistant has said."""
+    return sum(_stripped(message.content) for message in messages if message.role != "assistant")
+
+
+def _stripped(content: str | Sequence[Part] | None) -> int:
+    if isinstance(content, str):
+        return len(content.strip())
+    return sum(len((part.text or "").strip()) for part in content or ())
 
 
 def _size(value: Any) -> int:
@@ -101,12 +122,22 @@ def _part_text(part: Part, where: str) -> str:
 
 
 async def text_prompt(
-    api: Api, prompt: str | Sequence[int], *, add_special: bool = True, echo: bool = False
+    api: Api,
+    prompt: str | Sequence[int],
+    share: str = "",
+    *,
+    most: int | None = None,
+    add_special: bool = True,
+    echo: bool = False,
 ) -> Prompt:
-    """A prompt given as text or token ids."""
+    """A prompt given as text or token ids; of a text it makes at most about `most` tokens."""
+    limit = most or api.engines.info.max_context
     if isinstance(prompt, str):
         tokenizer = api.words
-        ids = await api.off_loop(len(prompt), lambda: tuple(tokenizer.encode(prompt, add_special=add_special)))
-        return Prompt(ids, prompt if echo else None)
+        tokenizer.check_length(len(prompt), limit)  # before it waits for a thread
+        encode = partial(tokenizer.encode_within, prompt, limit, add_special=add_special)
+        return Prompt(tuple(await api.off_loop(share, len(prompt), encode)), prompt if echo else None)
+    if len(prompt) > limit:
+        raise too_long(len(prompt), limit)
     text = api.words.decode(prompt, skip_special=False) if echo else None
     return Prompt(tuple(prompt), text)

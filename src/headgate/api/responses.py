@@ -87,7 +87,7 @@ async def responses(request: Request) -> Response:
 
 async def prepare(api: Api, body: ResponsesRequest, call: Call) -> tuple[list[Job], Dialect]:
     chat = as_chat(body)
-    return await chat_jobs(api, chat), ResponsesDialect(api, body, chat, call)
+    return await chat_jobs(api, chat, call.share), ResponsesDialect(api, body, chat, call)
 
 
 class ResponsesDialect:

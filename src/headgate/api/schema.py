@@ -13,8 +13,9 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
+from headgate.api.state import api_of
 from headgate.api.tickets import KvTicket, Version
-from headgate.errors import RequestError
+from headgate.errors import ContextTooLong, RequestError
 from headgate.protocol.output import Cause, FinishReason
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -251,13 +252,36 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 T = TypeVar("T")
 
+LARGE_BYTES = 1 << 18  # of a body that is looked at before it is decoded
+VALUES_PER_TOKEN = 8  # of context, that a body may have
+MORE_VALUES = 1 << 16  # for all else
+
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    return decode(await request.body(), kind)
+    body = b"".join([chunk async for chunk in request.stream()])  # which, unlike `body()`, keeps no copy
+    if len(body) > LARGE_BYTES:
+        _check_values(body, api_of(request).engines.info.max_context)
+    return decode(body, kind)
+
+
+def _check_values(body: bytes, context: int) -> None:
+    """Refuse a body of more values than a prompt of `context` tokens can have: each would be built on the event loop.
+
+    A value is followed by a comma, a bracket or the end, so commas bound their number; those of texts do not count.
+    """
+    most = VALUES_PER_TOKEN * context + MORE_VALUES
+    if body.count(b",") <= most:
+        return
+    fields = [bytes(raw) for raw in decode(body, dict[str, msgspec.Raw]).values()]
+    values = body.count(b",") - sum(raw.count(b",") for raw in fields if raw[:1] == b'"')
+    if values > most:
+        raise ContextTooLong(
+            f"the body has more than {most} values; this model takes {context} tokens", param="prompt"
+        )
 
 
 def decode(body: bytes, kind: type[T]) -> T:

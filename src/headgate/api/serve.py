@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.bodies import Charge
 from headgate.api.errors import NotFound
 from headgate.api.export import ExportDialect
 from headgate.api.generation import Job, Piece, collect, run_all
@@ -37,6 +38,8 @@ class Call:
     """Who asks, under which name, and how."""
 
     tenant: str
+    share: str  # whose places it takes
+    charge: Charge  # for its body
     request_id: str
     stream: bool
     strict: bool  # only values that OpenAI has
@@ -78,6 +81,8 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         raise RequestError(f"resume needs the header {HEADER}", param="resume", code="unknown_parameter")
     call = Call(
         request.state.tenant,
+        request.state.share,
+        request.state.charge,
         request.state.request_id,
         stream=bool(body.stream),
         strict=request.headers.get("x-openai-strict", "").lower() == "true",
@@ -113,9 +118,15 @@ def check_model(api: Api, name: str | None) -> None:
 async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare, reply: Reply) -> None:
     try:
         async with api.ledger.admit(
-            tenant=call.tenant, label=call.request_id, kind=kind, choices=choices, tags=call.tags
+            tenant=call.tenant,
+            share=call.share,
+            label=call.request_id,
+            kind=kind,
+            choices=choices,
+            tags=call.tags,
         ) as record:
             jobs, dialect = await prepare(call)
+            call.charge.release()
             if jobs[0].request.export_kv:
                 await _stream(api, record, jobs, ExportDialect(), reply)
             elif call.journal and (not call.stream or isinstance(dialect, Resumable)):

@@ -28,6 +28,7 @@ from headgate.api.keys import Keys, is_loopback
 from headgate.api.ledger import Ledger, UsageRecord
 from headgate.api.metrics import Metrics
 from headgate.api.registration import Heartbeats
+from headgate.api.sharing import Sharing
 from headgate.api.state import Api
 from headgate.api.traces import tracing
 from headgate.collector import spare_the_collector
@@ -95,7 +96,12 @@ async def _serve(
     log.info("starting %d engine%s for %s", config.replicas, "s" * (config.replicas > 1), config.model_name)
     with tracing(config.otlp_endpoint, config.model_name, version) as trace:
         async with _engines(config) as engines:
-            ledger = Ledger(Metrics(), limit=config.most_choices, listeners=[log_usage, *filter(None, [trace])])
+            ledger = Ledger(
+                Metrics(),
+                limit=config.most_choices,
+                sharing=Sharing(keys.tenants),
+                listeners=[log_usage, *filter(None, [trace])],
+            )
             api = Api(
                 engines=engines,
                 ledger=ledger,

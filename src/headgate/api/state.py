@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from headgate.api.admission import Admission
 from headgate.engine.client import Chunk
 from headgate.engine.replicas import Place
 from headgate.errors import HeadgateError, RequestError
@@ -32,6 +33,8 @@ T = TypeVar("T")
 
 # Shorter inputs are tokenised on the event loop: that takes less time than going to a thread and back.
 LONG_TEXT = 4096
+TEXT_THREADS = 2
+TEXT_QUEUE = 1024  # texts that may wait for a thread
 
 
 class ChunkStream(Protocol):
@@ -91,7 +94,13 @@ class Api:
     template: ChatTemplate | None = None
     tool_format: ToolFormat = ToolFormat.HERMES  # how the model writes tool calls
     settings: ApiSettings = ApiSettings()
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text"))
+    pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+    )
+    turns: Admission = field(init=False)  # who may use the pool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", Admission(TEXT_THREADS, TEXT_QUEUE, self.ledger.sharing))
 
     @property
     def words(self) -> Tokenizer:
@@ -100,11 +109,23 @@ class Api:
             raise RequestError("this model has no tokenizer; send and ask for token ids")
         return self.tokenizer
 
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Do `work` on `size` characters or tokens: at once if they are few, in a thread if they are many."""
+    async def off_loop(self, share: str, size: int, work: Callable[[], T]) -> T:
+        """Do `work` on `size` characters or tokens: at once if they are few, in a thread if they are many.
+
+        Threads are shared among tenants as places are; `share` is the caller's.
+        """
         if size < LONG_TEXT:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+        await self.turns.enter(share)
+        working = asyncio.get_running_loop().run_in_executor(self.pool, work)
+        working.add_done_callback(lambda done: self._leave(share, done))
+        # A caller that leaves does not stop a thread, which keeps its place until it is done.
+        return await asyncio.shield(working)
+
+    def _leave(self, share: str, done: asyncio.Future[T]) -> None:
+        self.turns.leave(share)
+        if not done.cancelled():
+            done.exception()  # is the caller's to hear, if it is still there
 
 
 def api_of(request: Request) -> Api:

@@ -112,6 +112,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
     export_kv: bool = False  # compute the tokens' KV for another engine: answer with a ticket, sample nothing
     ticket: Ticket | None = None
     moved: bool = False  # from an engine that had accepted it: no new request
+    tenant: str = ""  # whose share of the engine it takes; empty if there is only one
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -17,10 +17,10 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
+from headgate.api.admission import Admission
 from headgate.api.keys import Caller, Keys, is_loopback
 from headgate.config import RouteConfig
 from headgate.errors import DuplicateId, RequestError, Unavailable
-from headgate.router.admission import Admission
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
 from headgate.router.course import Course

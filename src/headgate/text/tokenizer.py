@@ -19,12 +19,18 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from headgate.errors import BrokenCheckpoint, HeadgateError, UnsupportedModel
+from headgate.errors import BrokenCheckpoint, ContextTooLong, HeadgateError, UnsupportedModel
+from headgate.text.bounds import longest_token
 from headgate.text.gguf import byte_level_backend
 from headgate.zoo.gguf import GGUFFile, read_gguf
 
 # Any one of these says that a folder without tokenizer.json has a tokenizer that `transformers` can build.
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+
+PIECE_CHARS = 1 << 16  # of a text that is counted piece by piece: tenths of a second and some tens of megabytes
+USUAL_CHARS = 4  # of text per token; a text with more for each token that fits is counted before it is encoded
+UNBOUNDED_CHARS = 256  # of text per token that are read at most where a token can stand for any amount of text
+CUT_TOKENS = 64  # that cutting a text in two can add
 
 
 class Tokenizer:
@@ -43,6 +49,7 @@ class Tokenizer:
         self.eos_id = None if eos_token is None else backend.token_to_id(eos_token)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.longest = longest_token(backend)
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.vocab_size} tokens, bos {self.bos_id}, eos {self.eos_id}>"
@@ -57,8 +64,38 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
 
+    def encode_within(self, text: str, most: int, *, add_special: bool = True) -> list[int]:
+        """Ids of `text`. Raises ContextTooLong if it must have more than `most`, before much has been spent on it."""
+        self.check_length(len(text), most)
+        if len(text) > max(most * USUAL_CHARS, PIECE_CHARS):
+            self._count(text, most)
+        return self.encode(text, add_special=add_special)
+
+    def check_length(self, chars: int, most: int) -> None:
+        """Refuse a text that cannot have as few as `most` tokens, by its length alone."""
+        if chars <= most * (self.longest or UNBOUNDED_CHARS):
+            return
+        if self.longest is not None:
+            raise too_long(-(-chars // self.longest), most)
+        raise ContextTooLong(
+            f"prompt has {chars} characters; at most {most * UNBOUNDED_CHARS} are read for {most} tokens",
+            param="prompt",
+        )
+
+    def _count(self, text: str, most: int) -> None:
+        """Refuse `text` as soon as the tokens of its first pieces are too many."""
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            tokens += len(self.encode(text[start : start + PIECE_CHARS], add_special=False)) - CUT_TOKENS
+            if tokens > most:
+                raise too_long(tokens, most)
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special)
+
+
+def too_long(tokens: int, most: int) -> ContextTooLong:
+    return ContextTooLong(f"prompt has at least {tokens} tokens; this model takes {most}", param="prompt")
 
 
 def load_tokenizer(model: Path) -> Tokenizer | None:

@@ -142,7 +142,9 @@ async def _prepare(
 ) -> tuple[list[Job], Dialect]:
     grammar = None
     if body.response_format is not None:
-        grammar = await api.off_loop(LONG_TEXT, partial(constraint_for, response_format=body.response_format))
+        grammar = await api.off_loop(
+            call.share, LONG_TEXT, partial(constraint_for, response_format=body.response_format)
+        )
     start = asked.logprob_start_len
     scores_prompt = asked.return_logprob and start is not None and start >= 0
     sampling = sampling_params(
@@ -152,7 +154,7 @@ async def _prepare(
         prompt_logprobs=0 if scores_prompt else None,
         grammar=grammar,
     )
-    read = [await text_prompt(api, prompt) for prompt in prompts]
+    read = [await text_prompt(api, prompt, call.share) for prompt in prompts]
     return make_jobs(body, read, sampling, body.n or 1), GenerateDialect(api, asked, call)
 
 

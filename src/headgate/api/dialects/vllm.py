@@ -165,7 +165,7 @@ def _completion(asked: TokensRequest) -> CompletionRequest:
 async def _prepare(api: Api, body: CompletionRequest, call: Call) -> tuple[list[Job], Dialect]:
     sampling = sampling_params(body, max_tokens=body.max_tokens or 16, logprobs=body.logprobs)
     assert isinstance(body.prompt, list)
-    prompt = await text_prompt(api, body.prompt)
+    prompt = await text_prompt(api, body.prompt, call.share)
     return make_jobs(body, [prompt], sampling, body.n or 1), TokensDialect(api, body, call)
 
 

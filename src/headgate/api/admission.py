@@ -1,24 +1,27 @@
 """How many requests are in flight at once, and who is next when there is room.
 
 Beyond the limit a request waits; beyond the queue it is refused at once. Room goes to the tenant that has the least in
-flight. A full queue takes a newcomer only in place of somebody of a tenant that has more waiting.
+flight. A full queue takes a newcomer only in place of a request of a tenant that has more waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from headgate.api.errors import QueueFull
+from headgate.api.sharing import Sharing
+from headgate.shares import Shares
 
 
 class Admission:
-    def __init__(self, limit: int | None, queue: int) -> None:
+    def __init__(self, limit: int | None, queue: int, sharing: Sharing | None = None) -> None:
         self._limit = limit
         self._queue = queue
-        self._in_flight: Counter[str] = Counter()
+        self._shares = Shares(limit or 0)
+        self._sharing = sharing or Sharing()
         self.in_flight = 0
         self.waited = 0  # requests that had to
         self.waited_s = 0.0
@@ -29,16 +32,19 @@ class Admission:
         return sum(map(len, self._waiting.values()))
 
     def try_enter(self, tenant: str) -> bool:
-        """Take a place if one is free and nobody waits for it."""
-        if self._limit is not None and (self._waiting or self.in_flight >= self._limit):
+        """Take a place if there is one. Requests that wait cannot: each was given its place as soon as it was free."""
+        if self._limit is not None and not self._has_place(tenant):
             return False
         self._take(tenant)
         return True
 
+    def _has_place(self, tenant: str) -> bool:
+        return self._shares.may_take(tenant, several=self._sharing.several)
+
     def _take(self, tenant: str) -> None:
         self.in_flight += 1
         if self._limit is not None:
-            self._in_flight[tenant] += 1
+            self._shares.take(tenant)
 
     async def enter(
         self, tenant: str, show_life: Callable[[], None] = lambda: None, every_s: float | None = None
@@ -94,16 +100,18 @@ class Admission:
         self.in_flight -= 1
         if self._limit is None:
             return
-        self._in_flight[tenant] -= 1
-        if not self._in_flight[tenant]:
-            del self._in_flight[tenant]
-        while self._waiting and self.in_flight < self._limit:
-            least = min(self._waiting, key=lambda name: self._in_flight[name])
+        self._shares.give_back(tenant)
+        while (least := self._next()) is not None:
             place = self._waiting[least][0]
             self._forget(least, place)
             if not place.done():
                 self._take(least)
                 place.set_result(None)
+
+    def _next(self) -> str | None:
+        """The tenant whose turn it is: the one with the least in flight among those that may have more."""
+        able = [tenant for tenant in self._waiting if self._has_place(tenant)]
+        return min(able, key=self._shares.held.__getitem__, default=None)
 
     def _forget(self, tenant: str, place: asyncio.Future[None]) -> None:
         queue = self._waiting.get(tenant)

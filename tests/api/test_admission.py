@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
+from headgate.api.admission import Admission
 from headgate.api.errors import QueueFull
-from headgate.router.admission import Admission
 from tests.router.run import run
 
 

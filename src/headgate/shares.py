@@ -1,0 +1,48 @@
+"""A fixed number of places that tenants share. No tenant can take the last of them from the others.
+
+A tenant may take places as long as it then holds at most `FACTOR` times what is left free. One greedy tenant gets four
+fifths of all places, two get four ninths each, and a tenant that holds nothing finds a place at once. While there is only
+one tenant, nothing is kept back.
+
+Rules: no clock, no I/O, one thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+FACTOR = 4
+
+
+class Shares:
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.taken = 0
+        self.held: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<Shares {self.taken} of {self.total} taken by {len(self.held)}>"
+
+    @property
+    def free(self) -> int:
+        return self.total - self.taken
+
+    def may_take(self, tenant: str, count: int = 1, *, several: bool) -> bool:
+        """Whether `count` places are left for `tenant`; `several` says that there are other tenants."""
+        left = self.total - self.taken - count
+        if not self.taken:
+            return True  # more than all places are given to a request that is alone: it must not wait for ever
+        if left < 0 or not several:
+            return left >= 0
+        held = self.held[tenant]
+        return (count == 1 and not held) or held + count <= FACTOR * left
+
+    def take(self, tenant: str, count: int = 1) -> None:
+        self.taken += count
+        self.held[tenant] += count
+
+    def give_back(self, tenant: str, count: int = 1) -> None:
+        self.taken -= count
+        self.held[tenant] -= count
+        if not self.held[tenant]:
+            del self.held[tenant]
