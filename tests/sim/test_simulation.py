@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from headgate.cli import main
+from headgate.testing.sim import hostile
 from headgate.testing.sim.deeds import Deeds
 from headgate.testing.sim.kv import STAGES
 from headgate.testing.sim.runner import run_seeds
@@ -50,8 +51,18 @@ def test_every_kind_of_trouble_is_drawn_and_so_are_two_routers_and_roles():
     assert {deed.via for plan in plans for deed in plan.deeds} == {*ROUTERS}
 
 
+def test_about_half_of_all_plans_have_hostile_actors_and_every_deed_of_theirs_is_drawn():
+    pairs = [(draw(seed), hostile.draw(seed)) for seed in range(300)]
+    with_actors = [theirs for plain, theirs in pairs if repr(plain) != repr(theirs)]
+    assert 100 < len(with_actors) < 200
+    assert {*hostile.DEEDS} - {"lie", "squat", "pause_and_crash"} <= {
+        deed.what for plan in with_actors for deed in plan.deeds
+    }
+    assert any(plan.tenants for plan in with_actors)
+
+
 def test_every_kind_of_trouble_is_carried_out():
-    assert not [what for what in (*TROUBLE, *KV_TROUBLE, *CONTROL) if not hasattr(Deeds, what)]
+    assert not [what for what in (*TROUBLE, *KV_TROUBLE, *CONTROL, *hostile.DEEDS) if not hasattr(Deeds, what)]
 
 
 def test_a_run_is_the_same_to_the_byte_when_its_routers_run_in_c():

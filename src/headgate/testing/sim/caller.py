@@ -40,15 +40,18 @@ class Reply:
 
 
 class _Reader(asyncio.Protocol):
-    def __init__(self, reply: Reply, done: asyncio.Future[None], slow_s: float) -> None:
+    def __init__(self, reply: Reply, done: asyncio.Future[None], manners: Manners) -> None:
         self._reply = reply
         self._done = done
-        self._slow_s = slow_s
+        self._slow_s = manners.slow_s
+        self._stalls = manners.stalls
         self._parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        if self._stalls:
+            self.transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
         assert self.transport is not None
@@ -90,6 +93,7 @@ class Manners:
 
     leaves_after_s: float | None = None
     slow_s: float = 0.0  # between two looks at what has come
+    stalls: bool = False  # it reads nothing at all
     patience_s: float = 600.0
 
 
@@ -111,7 +115,7 @@ async def call(
     try:
         async with asyncio.timeout(limit_s):
             done: asyncio.Future[None] = loop.create_future()
-            transport, _ = await loop.create_connection(lambda: _Reader(reply, done, manners.slow_s), *address)
+            transport, _ = await loop.create_connection(lambda: _Reader(reply, done, manners), *address)
             transport.write(_request(address[0], method, path, body, headers or {}))
             await done
     except TimeoutError:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.protocol.request import Ticket
 from headgate.testing.sim.engine import EngineProcess
+from headgate.testing.sim.hostile_deeds import HostileDeeds
 from headgate.testing.sim.hosts import SimServer
 from headgate.testing.sim.loop import Host
 from headgate.testing.sim.network import Damage
@@ -25,7 +26,7 @@ def _lives(server: SimServer, host: Host) -> bool:
     return server.alive and server.host is host
 
 
-class Deeds:
+class Deeds(HostileDeeds):
     def __init__(self, world: World) -> None:
         self._world = world
         self._loop, self._network, self._processes = world.loop, world.network, world.processes

@@ -7,12 +7,12 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from headgate.api.app import App, build_app
 from headgate.api.host import Host as ApiHost
@@ -36,6 +36,7 @@ from headgate.testing.sim import kv, words
 from headgate.testing.sim.engine import SimClientChannel
 from headgate.testing.sim.loop import Host, SimLoop
 from headgate.testing.sim.network import SimSocket
+from headgate.text.tokenizer import Tokenizer
 from headgate.worker.stamps import Stamps
 
 EPOCH_S = 1_800_000_000.0
@@ -124,10 +125,21 @@ class ServerSettings:
 class SimServer(SimHost):
     """`headgate serve`."""
 
-    def __init__(self, loop: SimLoop, name: str, settings: ServerSettings, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        loop: SimLoop,
+        name: str,
+        settings: ServerSettings,
+        config: EngineConfig,
+        tenants: Mapping[str, str],
+        on_text: Callable[[str], None],
+    ) -> None:
         super().__init__(loop, name)
         self._settings = settings
         self._config = config
+        self._tenants = tenants
+        self._on_text = on_text
+        self.lie: Callable[[str, bytes], bytes] | None = None  # what it says instead of its control answers
         self.app: App | None = None  # while it serves
         self.ledger: Ledger | None = None
         self.engines: Replicas | None = None
@@ -142,13 +154,15 @@ class SimServer(SimHost):
                 ledger=ledger,
                 model_name=MODEL,
                 created=int(EPOCH_S),
-                tokenizer=words.tokenizer(),
+                tokenizer=WatchedTokenizer(words.tokenizer(), self._on_text),
                 template=words.template(),
                 settings=ApiSettings(keep_alive_s=settings.keep_alive_s),
             )
-            self.app = build_app(api, ApiHost("0", MODEL, engines.replicas, ledger), Keys(admin=KEY), 1 << 20)
+            self.app = build_app(
+                api, ApiHost("0", MODEL, engines.replicas, ledger), Keys(self._tenants, admin=KEY), 1 << 20
+            )
             self.app.state.replays = Replays(self.loop.time)
-            self.http = HttpServer(self.app, cast(Any, SimSocket(*self.address)), lambda: None)
+            self.http = HttpServer(cast(Any, Liar(self, self.app)), cast(Any, SimSocket(*self.address)), lambda: None)
             self.http.server_state.connections = cast(Any, OrderedSet())
             self.ledger, self.engines = ledger, engines
             drain = Drain(self.http, ledger, engines, settings.drain_s)
@@ -160,33 +174,96 @@ class SimServer(SimHost):
         return Ledger(metrics, limit=self._settings.most_choices, clock=self.loop.time)
 
 
-class WatchedRouter(Router):
-    """Says to whom it gives what, in the moment it does."""
+class WatchedTokenizer(Tokenizer):
+    """Says what it is given to encode."""
 
-    on_place: Callable[[Exchange], None]
+    def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], None]) -> None:
+        vars(self).update(vars(tokenizer))
+        self._on_text = on_text
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        self._on_text(text)
+        return super().encode(text, add_special=add_special)
+
+
+class Liar:
+    """An application whose control answers are those of its server's `lie`, while there is one."""
+
+    PATHS = (
+        "/v1/abort_requests",
+        "/v1/pause",
+        "/v1/resume",
+        "/v1/is_paused",
+        "/v1/flush_cache",
+        "/v1/update_weights",
+        "/v1/requests",
+        "/get_world_size",
+    )
+
+    def __init__(self, server: SimServer, app: Any) -> None:
+        self._server = server
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self._server.lie is None or scope["type"] != "http" or scope["path"] not in self.PATHS:
+            await self._app(scope, receive, send)
+            return
+        start: dict[str, Any] = {}
+        body = bytearray()
+
+        async def keep(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            else:
+                body.extend(message.get("body", b""))
+
+        await self._app(scope, receive, keep)
+        lie = self._server.lie
+        said = bytes(body) if lie is None or start["status"] >= 300 else lie(scope["path"], bytes(body))
+        headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+        await send({**start, "headers": [*headers, (b"content-length", b"%d" % len(said))]})
+        await send({"type": "http.response.body", "body": said})
+
+
+class WatchedRouter(Router):
+    """Says to whom it gives what, and what it had when it was paused, in the moment it does."""
+
+    on_place: Callable[[Exchange, str], None]
+    on_hold: Callable[[tuple[Exchange, ...]], None]
+
+    def hold(self, *arguments: Any, **named: Any) -> Any:
+        self.on_hold(tuple(self.live.values()))
+        return super().hold(*arguments, **named)
 
     def choose(self, exchange: Exchange, course: Course | None = None) -> Placement | None:
         placement = super().choose(exchange, course)
         if placement is not None:
-            self.on_place(exchange)
+            self.on_place(exchange, placement.worker.url)
         return placement
+
+
+class Watch(Protocol):
+    """What hears of a router's decisions."""
+
+    def placed(self, router: str, exchange: Exchange, url: str) -> None: ...
+
+    def held(self, router: str, live: tuple[Exchange, ...]) -> None: ...
 
 
 class SimRouter(SimHost):
     """`headgate route`."""
 
-    def __init__(
-        self, loop: SimLoop, name: str, config: RouteConfig, seed: int, on_place: Callable[[str, Exchange], None]
-    ) -> None:
+    def __init__(self, loop: SimLoop, name: str, config: RouteConfig, seed: int, watch: Watch) -> None:
         super().__init__(loop, name)
         self._config = config
         self._seed = seed
-        self._on_place = on_place
+        self._watch = watch
         self.router: Router | None = None
 
     async def _live(self) -> None:
         self.router = WatchedRouter(self._config, seed=self._seed)
-        self.router.on_place = lambda exchange: self._on_place(self.name, exchange)
+        self.router.on_place = lambda exchange, url: self._watch.placed(self.name, exchange, url)
+        self.router.on_hold = lambda live: self._watch.held(self.name, live)
         async with serving(self.router, cast(Any, SimSocket(*self.address)), "0"):
             await self.signals.first()
             await self.router.drain()

@@ -68,6 +68,7 @@ class Told:
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     done: bool = False
+    odd: list[str] = field(default_factory=list)  # what a strict client must not see
 
 
 def judge(ask: Ask, seen: Circumstances) -> list[str]:
@@ -76,6 +77,8 @@ def judge(ask: Ask, seen: Circumstances) -> list[str]:
 
 def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
     reply = ask.reply
+    if ask.manners.stalls:
+        return  # it has read nothing that could be judged
     if reply.broken and not reply.left:
         excused = ask.disturbed or (seen.trouble and not ask.routed)
         if not excused:
@@ -88,6 +91,9 @@ def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
     if reply.status != 200:
         yield from _refused(ask, seen)
         return
+    if ask.giant:
+        yield "64: a prompt that fits no context was answered"
+        return
     told = read(ask)
     yield from _content(ask, told, seen)
     if not (reply.left or reply.broken):
@@ -95,6 +101,8 @@ def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
 
 
 def _refused(ask: Ask, seen: Circumstances) -> Iterator[str]:
+    if ask.giant and ask.reply.status in (400, 413):
+        return
     try:
         error = ask.reply.json()["error"]
     except (ValueError, KeyError, TypeError):
@@ -117,21 +125,37 @@ def read(ask: Ask) -> Told:
     if not ask.reply.streamed:
         body = ask.reply.json()
         told.usage, told.done = body["usage"], True
-        for choice in body["choices"]:
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            _add(told, choice, text)
-        return told
-    for event in ask.reply.events():
-        if event is None:
-            told.done = True
-        elif "error" in event:
-            told.error = event["error"]
-        else:
-            told.usage = event.get("usage") or told.usage
-            for choice in event["choices"]:
-                text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-                _add(told, choice, text or "")
+        errors = [body["error"]] if "error" in body else []
+        parts = body["choices"]
+    else:
+        events = ask.reply.events()
+        told.done = None in events
+        errors = [event["error"] for event in events if event is not None and "error" in event]
+        parts = [part for event in events if event is not None for part in event.get("choices", ())]
+        told.usage = next((event["usage"] for event in reversed(events) if event and event.get("usage")), None)
+    if ask.strict:
+        errors = _read_strictly(told, parts, errors)
+    for part in parts:
+        message = part.get("message") or part.get("delta")
+        _add(told, part, part["text"] if message is None else message.get("content") or "")
+    told.error = errors[-1] if errors else None
     return told
+
+
+def _read_strictly(told: Told, parts: list[Any], errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put our finish reasons in the place of OpenAI's (57); the errors that remain are those that no choice explains."""
+    said = {error.get("code") for error in errors}
+    explained = set()
+    for part in parts:
+        finish, cause = part.get("finish_reason"), part.get("cause")
+        if finish in ("abort", "pd_reschedule"):
+            told.odd.append(f"a strict client was told {finish}")
+        elif finish == "length" and cause != "max_tokens":
+            part["finish_reason"] = "abort" if cause in said else "pd_reschedule"
+            explained |= {cause if cause in said else "pd_error"}
+            if cause not in said and "pd_error" not in said:
+                told.odd.append(f"choice {part['index']} was cut short by {cause}, and no error says so")
+    return [error for error in errors if error.get("code") not in explained]
 
 
 def _add(told: Told, part: dict[str, Any], text: str) -> None:
@@ -153,6 +177,7 @@ def _add(told: Told, part: dict[str, Any], text: str) -> None:
 
 
 def _content(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
+    yield from told.odd
     if told.choices.keys() - set(range(ask.n)):
         yield f"choices {sorted(told.choices)} of {ask.n}"
     for index, choice in told.choices.items():
@@ -318,6 +343,14 @@ def judge_abort(ask: Ask, tokens: int) -> list[str]:
     if ask.tells_ids and made != tokens:
         return [f"{ask.name}: it was said to be aborted after {tokens} tokens, and told {made}"]
     return []
+
+
+def code_of(ask: Ask) -> str | None:
+    """The code with which it was refused or cut; None if it was neither."""
+    if ask.reply.status != 200:
+        return str(ask.reply.json()["error"]["code"])
+    told = read(ask)
+    return None if told.error is None else str(told.error.get("code"))
 
 
 def tally(asks: list[Ask]) -> Counter[str]:

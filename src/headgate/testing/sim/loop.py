@@ -40,6 +40,8 @@ class Host:
         self.name = name
         self.alive = True
         self.stopped = False
+        self._stopped_s = 0.0  # when that began
+        self._away_s = 0.0  # how long it was stopped before
         self.held: deque[asyncio.Handle] = deque()  # work that waits until it goes on
         self.children: list[Host] = []
         self.on_end: list[Callable[[], None]] = []  # what dies with it
@@ -58,12 +60,18 @@ class Host:
     def stop(self) -> None:
         """As SIGSTOP does, children included."""
         for host in self.family():
-            host.stopped = True
+            if not host.stopped:
+                host.stopped, host._stopped_s = True, self.loop.time()
 
     def go_on(self) -> None:
         for host in self.family():
-            host.stopped = False
+            host._away_s, host.stopped = host.away_s, False
             self.loop.take_back(host.held)
+
+    @property
+    def away_s(self) -> float:
+        """How long it has been stopped so far, in all."""
+        return self._away_s + (self.loop.time() - self._stopped_s if self.stopped else 0.0)
 
     def kill(self) -> None:
         """End it between two callbacks: nothing it does from now on reaches anybody."""

@@ -87,6 +87,7 @@ class SimTransport(asyncio.Transport):
         self._waiting: deque[bytes | None] = deque()  # arrived, and not taken yet
         self._unread = 0  # bytes of ours that the peer has not taken
         self._full = False
+        self._moved_s = 0.0  # while it is full: when the peer last took something, or that began
         self._closing = False
         self._reading = True
         self._high = network.weather.high_water
@@ -136,7 +137,7 @@ class SimTransport(asyncio.Transport):
             self._unread += len(piece)
             self.peer.receive(piece)
         if self._unread > self._high and not self._full:
-            self._full = True
+            self._full, self._moved_s = True, self._working_s()
             assert self.protocol is not None
             self.protocol.pause_writing()
 
@@ -198,9 +199,19 @@ class SimTransport(asyncio.Transport):
 
     def taken(self, size: int) -> None:
         self._unread -= size
+        self._moved_s = self._working_s()
         if self._full and self._unread <= self._high // 4:
             self._full = False
             self.network.loop.call_soon(self._drained, context=self.context)
+
+    def _working_s(self) -> float:
+        """A clock that stands while our host is stopped."""
+        return self.network.loop.time() - self.host.away_s
+
+    @property
+    def stuck_s(self) -> float:
+        """How long it has been full without the peer taking anything."""
+        return self._working_s() - self._moved_s if self._full else 0.0
 
     def _drained(self) -> None:
         if not self.lost and not self._full and self.protocol is not None:

@@ -39,9 +39,21 @@ class Ask:
     disturbed: bool = False  # its own connection was broken by the network, or its router died
     floor: int = 0  # whoever it asked must not let weights older than these answer it
     retries: bool = False  # with its Idempotency-Key, when no whole answer has come
+    tenant: str = ""  # whose key it has, in a fleet that has keys
+    giant: bool = False  # its prompt fits no context
+    away_s: float = 0.0  # how long the process that it asked was stopped meanwhile
 
     def __repr__(self) -> str:
         return f"<{self.name} to {self.to}, {self.path}, {self.body}>"
+
+    @property
+    def id(self) -> str:
+        """Its name on the wire, which a request of another tenant may have too."""
+        return str(self.headers.get("x-request-id") or self.body.get("request_id") or self.name)
+
+    @property
+    def strict(self) -> bool:
+        return "x-openai-strict" in self.headers
 
     @property
     def n(self) -> int:
@@ -81,6 +93,11 @@ class Deed:
         match self.what:
             case "abort_all":
                 return True
+            case "stop_across":
+                asked = self.more["call"]
+                return bool(asked == "abort_all" or (asked == "abort" and ask.id in self.more["req_ids"]))
+            case "pry":
+                return bool(ask.tenant == self.more["tenant"])
             case "abort" | "abort_and_kill":
                 return ask.name in self.more["req_ids"]
             case "abort_tags":
@@ -103,6 +120,8 @@ class Plan:
     routers: int = 1
     roles: tuple[str, ...] = ()  # of the servers; none: all are mixed
     kv: KvSettings | None = None  # how KV moves between engines, if it does
+    tenants: tuple[str, ...] = ()  # with a key each, on routers and servers; none: requests need no key
+    stall_s: float = 6.0  # how long a client may not read
 
     @property
     def calm(self) -> bool:

@@ -13,7 +13,7 @@ import random
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,26 @@ from typing import Any
 
 from headgate.config import EngineConfig, RouteConfig
 from headgate.router.relay import Exchange
-from headgate.testing.sim import home
+from headgate.testing.sim import home, hostile, promises
 from headgate.testing.sim.caller import Manners, Reply, call
 from headgate.testing.sim.deeds import Deeds
 from headgate.testing.sim.engine import Processes
 from headgate.testing.sim.hosts import KEY, SimHost, SimRouter, SimServer, simulated, workers
-from headgate.testing.sim.judge import Circumstances, judge, judge_abort, tally
+from headgate.testing.sim.judge import Circumstances, code_of, judge, judge_abort, tally
 from headgate.testing.sim.loop import HOST, Host, Hung, SimLoop
 from headgate.testing.sim.network import Network
-from headgate.testing.sim.script import DEADLY, KV_TROUBLE, MADE_UP_FOR, ROUTERS, TROUBLE, WINDOW_S, Ask, Plan, draw
+from headgate.testing.sim.script import (
+    DEADLY,
+    KV_TROUBLE,
+    MADE_UP_FOR,
+    ROUTERS,
+    TROUBLE,
+    WINDOW_S,
+    Ask,
+    Deed,
+    Plan,
+    draw,
+)
 from headgate.worker.stamps import Stamps
 
 UP_S = 30.0  # for the fleet to come up
@@ -99,6 +110,12 @@ class World:
         self._paused = False  # somebody has asked for that
         self._aborted: dict[str, int] = {}  # what callers of an abort were told
         self._calls = 0
+        self.liars: dict[str, None] = {}  # servers that have lied
+        self._ids = Counter(ask.id for ask in plan.asks)
+        self._placements: dict[tuple[str, str], list[str]] = {}  # addresses of workers, by router and id
+        self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # by router: what it had at each pause
+        self._before_pause: dict[str, set[str]] = {}  # by router: ids that it had accepted before it was paused
+        self._pausers: set[str] = set()  # processes that were asked for a pause
 
     # -- for everybody --------------------------------------------------------------------
 
@@ -106,6 +123,9 @@ class World:
         self.report.trace.append((self.loop.time(), host.name if host else "-", what))
 
     def fail(self, what: str) -> None:
+        if what[:4] in promises.PENDING:
+            self.note(None, what)
+            return
         self.report.failures.append(what)
         self.note(None, f"WRONG: {what}")
 
@@ -165,22 +185,42 @@ class World:
         await asyncio.sleep(SETTLE_S)
         await self._until(self._all_ready, FOLLOW_S, "every worker gets requests again")
         await self._until(lambda: not any(home.kv_left(self)), KV_HOME_S, "no KV is kept for anybody", home.kv_left)
-        for complaint in home.left_behind(self):
+        for complaint in (*home.left_behind(self), *promises.moved_counters(self)):
             self.fail(complaint)
         self._count()
 
     def _judge(self) -> None:
         for ask in self.plan.asks:
-            for complaint in judge(ask, self._circumstances(ask)):
+            for complaint in (*judge(ask, self._circumstances(ask)), *self._broken_promises(ask)):
                 self.fail(complaint)
-            if ask.name in self._aborted:
+            if ask.name in self._aborted and not self._was_at_a_liar(ask):
                 for complaint in judge_abort(ask, self._aborted[ask.name]):
                     self.fail(complaint)
+
+    def _broken_promises(self, ask: Ask) -> Iterator[str]:
+        if ask.routed or not self._in_trouble(ask):
+            yield from promises.missed_deadline(ask, ask.away_s)
+        waited = ask.id in self._before_pause.get(ask.to, ()) and self._ids[ask.id] == 1
+        if waited and self._pausers <= {ask.to} and not self.report.deeds["roll"]:
+            yield from self._refused_in_pause(ask)
+
+    def _refused_in_pause(self, ask: Ask) -> Iterator[str]:
+        """71."""
+        if ask.reply.whole and not ask.retries and f"{code_of(ask)}" == "paused":
+            yield f"71: {ask.name} was accepted before the fleet was paused, and refused as paused"
+
+    def _was_at_a_liar(self, ask: Ask) -> bool:
+        lying = {self.hosts[name].url for name in self.liars}
+        return not lying.isdisjoint(self._placements.get((ask.to, ask.id), ()))
 
     def _build(self) -> None:
         plan, kv = self.plan, self.plan.kv
         engine = [EngineConfig(kv_listen=None) if kv is None else kv.config(i) for i in range(plan.servers)]
-        self.servers = [SimServer(self.loop, f"server{i}", plan.settings, engine[i]) for i in range(plan.servers)]
+        keys = {tenant: f"key-of-{tenant}" for tenant in plan.tenants}
+        self.servers = [
+            SimServer(self.loop, f"server{i}", plan.settings, engine[i], keys, self._tokenised)
+            for i in range(plan.servers)
+        ]
         config = RouteConfig(
             workers=workers(self.servers, self.roles),
             policy=plan.policy,
@@ -188,13 +228,13 @@ class World:
             max_queue=plan.max_queue,
             disaggregate_tokens=256 if kv is None else kv.disaggregate_tokens,
             ticket_timeout_s=10.0 if kv is None else kv.ticket_timeout_s,
+            api_keys=keys,
+            write_timeout_s=plan.stall_s,
             admin_key=KEY,
             worker_key=KEY,
         )
         names = ROUTERS[: plan.routers]
-        self.routers = [
-            SimRouter(self.loop, name, config, self._seed + i, self._placed) for i, name in enumerate(names)
-        ]
+        self.routers = [SimRouter(self.loop, name, config, self._seed + i, self) for i, name in enumerate(names)]
         self.hosts: dict[str, SimHost] = {host.name: host for host in (*self.routers, *self.servers)}
         self._deeds = Deeds(self)
 
@@ -230,16 +270,31 @@ class World:
 
     # -- what must not happen on the way ----------------------------------------------------
 
-    def _placed(self, router: str, exchange: Exchange) -> None:
-        if exchange.ending or exchange.id in self.asked_to_end[router]:
+    def placed(self, router: str, exchange: Exchange, url: str) -> None:
+        self._placements.setdefault((router, exchange.id), []).append(url)
+        if exchange.ending or (exchange.id in self.asked_to_end[router] and self._ids[exchange.id] == 1):
             self.fail(f"{exchange.id} goes to another worker, although somebody has asked for its end")
 
     def told_aborted(self, router: str, tokens: dict[str, int]) -> None:
         """What the caller of an abort was told. Another router's requests may have gone on before it heard."""
         asked = {ask.name: ask.to for ask in self.plan.asks}
-        here = {name: count for name, count in tokens.items() if asked.get(name) == router}
+        here = {name: count for name, count in tokens.items() if asked.get(name) == router and self._ids[name] == 1}
         self._aborted |= here
         self.asked_to_end[router] |= here.keys()
+
+    def _tokenised(self, text: str) -> None:
+        if len(text) > promises.LONGEST_TEXT:
+            self.fail(f"64: {len(text)} characters were tokenised, which no context holds")
+
+    def held(self, router: str, live: tuple[Exchange, ...]) -> None:
+        """A router is paused now, and has these requests."""
+        self._held_live.setdefault(router, []).append(live)
+        self._before_pause.setdefault(router, set()).update(exchange.id for exchange in live)
+
+    def alone_in_trouble(self, deed: Deed) -> bool:
+        """Whether nothing but this deed stops, ends or pauses a process of this run."""
+        kinds = (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.STOPS, "pause", "pause_one", "update", "roll", "remove")
+        return not any(other.what in kinds for other in self.plan.deeds if other is not deed)
 
     async def _until(
         self,
@@ -266,7 +321,13 @@ class World:
         self.note(host, f"asks {ask.to}: {ask.path} {ask.body}")
         address = self.hosts[ask.to].address
         ask.floor = self._floor(ask.to)
+        asked = self.hosts[ask.to].host
+        ask.away_s = -asked.away_s
+        if ask.manners.stalls:
+            assert host is not None
+            host.spawn(self._check_stalled(ask, host))
         await call(address, "POST", ask.path, ask.body, ask.headers, ask.manners, ask.reply)
+        ask.away_s += asked.away_s
         self.note(host, f"got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
         if ask.reply.left and self.plan.calm and "idempotency-key" not in ask.headers:
             await self._check_gone(ask)
@@ -280,6 +341,17 @@ class World:
                 names.discard(ask.name)  # this one is another
             ask.reply = await call(address, "POST", ask.path, ask.body, ask.headers)
             self.note(host, f"asked again and got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
+
+    async def _check_stalled(self, ask: Ask, host: Host) -> None:
+        """62: the connection of a client that reads nothing is given up in time."""
+        while not ask.reply.ended_s:
+            await asyncio.sleep(0.5)
+            ends = [transport.peer for transport in self.network.transports if transport.host is host]
+            if any(promises.is_stuck(end, self.plan.stall_s) for end in ends):
+                self.fail(
+                    f"62: {ask.to} still holds {ask.name}, whose client has read nothing for {ends[0].stuck_s:g} s"
+                )
+                return
 
     async def _check_gone(self, ask: Ask) -> None:
         """Nobody works for a client that has left."""
@@ -332,7 +404,7 @@ class World:
             self._jobs.append(self.operator.spawn(self._deeds.do(deed)))
         await asyncio.sleep(max(began_s + WINDOW_S - self.loop.time(), 0))
 
-    async def control(self, to: str, method: str, path: str, body: Any = None) -> Reply:
+    async def control(self, to: str, method: str, path: str, body: Any = None, tenant: str | None = None) -> Reply:
         """A control call; one to a router that is up is always answered."""
         self._calls += 1
         self._paused |= path == "/v1/pause"
@@ -341,7 +413,11 @@ class World:
         self.report.controls[f"{method} {path.partition('?')[0]}"] += 1
         number, address = self._calls, self.hosts[to].address
         self.note(self.operator, f"call {number} to {to}: {method} {path} {body or ''}")
-        headers = {"authorization": f"Bearer {KEY}"}
+        headers = {"authorization": f"Bearer {KEY}"} if tenant is None else self._key(tenant)
+        called, began_s, holds = self.hosts[to].host, self.loop.time(), len(self._held_live.get(to, ()))
+        resumes, away_s = self.resumes, called.away_s
+        if path == "/v1/pause":
+            self._pausers.add(to)
         reply = await call(address, method, path, body, headers, Manners(patience_s=CALL_S))
         self.note(self.operator, f"call {number}: {reply.status} {bytes(reply.body)[:300]!r} {reply.broken}")
         if reply.broken.startswith("no end"):
@@ -349,8 +425,13 @@ class World:
         self.resumes += path in ("/v1/resume", "/v1/update_weights")
         if reply.broken and to in ROUTERS and not self.report.deeds["kill_router"]:
             self.fail(f"{method} {path}: the router hung up: {reply.broken}")
+        if not reply.broken:
+            self._check_answer(to, path, body, reply, called.away_s - away_s)
         if path == "/v1/pause" and reply.status == 200:
             self._check_paused()
+            held = self._held_live.get(to, [])[holds:]
+            if resumes == self.resumes and body and body.get("mode", "abort") == "abort":
+                self._check_obeyed(held, began_s)
         if reply.status >= 500 and reply.status not in (502, 503, 504):
             self.fail(f"{method} {path} to {to} answered {reply.status}: {bytes(reply.body)!r}")
         return reply
@@ -363,6 +444,36 @@ class World:
             begun = [seq for seq in engine.loop.scheduler.sequences.values() if seq.started_s is not None]
             if begun:
                 self.fail(f"{engine.host.name} is paused, and still has {begun}")
+
+    def _key(self, tenant: str) -> dict[str, str]:
+        return hostile.key_of(tenant if self.plan.tenants else "")
+
+    def _check_answer(self, to: str, path: str, body: Any, reply: Reply, away_s: float) -> None:
+        """What holds of every control answer, whatever has happened."""
+        complaints: list[str] = []
+        if not (path == "/v1/update_weights" and body and "strategy" in body):
+            complaints += promises.late_answer(f"{path} to {to}", reply, promises.timeout_of(path, body), away_s)
+        if reply.status == 200 and to in ROUTERS and not self.liars:
+            result = reply.json().get("result")
+            complaints += promises.lists_twice(path, result, self._ids)
+            if path == "/v1/pause" and not any(deed.what in hostile.ASKING for deed in self.plan.deeds):
+                complaints += promises.overcounts(result, self.plan.asks, reply.began_s)
+        if to in ROUTERS and self.liars and not self._other_trouble():
+            others = [server.url for server in self.servers if server.name not in self.liars]
+            complaints += promises.slanders(_result_of(reply), others)
+        for complaint in complaints:
+            self.fail(complaint)
+
+    def _other_trouble(self) -> bool:
+        return any(deed.what not in (*hostile.HARMLESS, *MADE_UP_FOR) for deed in self.plan.deeds)
+
+    def _check_obeyed(self, held: list[tuple[Exchange, ...]], began_s: float) -> None:
+        """71: what a router had accepted when it was paused by aborting is over when the pause is said to be done."""
+        if len(held) != 1:
+            return  # another pause at the same time
+        stalled = {ask.id for ask in self.plan.asks if ask.manners.stalls}
+        if going_on := [exchange.id for exchange in held[0] if not exchange.over and exchange.id not in stalled]:
+            self.fail(f"71: the fleet is paused by aborting, and {going_on} have not ended")
 
     def restart(self, server: SimHost) -> None:
         if not server.alive:
@@ -455,8 +566,8 @@ class World:
         """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
         removed = {deed.who for deed in self.plan.deeds if deed.what == "remove"}
         if ask.routed and self.plan.servers > max(len(removed), 1):
-            return any(name not in MADE_UP_FOR for name in self.report.deeds)
-        return any(name in (*TROUBLE, *DEADLY, "remove", "roll") for name in self.report.deeds)
+            return any(name not in (*MADE_UP_FOR, *hostile.HARMLESS) for name in self.report.deeds)
+        return any(name in (*TROUBLE, *DEADLY, *hostile.STOPS, "remove", "roll") for name in self.report.deeds)
 
     def _count(self) -> None:
         counts = self.report.counts
@@ -508,6 +619,12 @@ class World:
             await asyncio.wait(waiting)
 
 
+def _result_of(reply: Reply) -> Any:
+    """Of an answer or of an error."""
+    told = reply.json() if reply.whole else {}
+    return told.get("result") or told.get("error", {}).get("result") if isinstance(told, dict) else None
+
+
 class _listening:  # noqa: N801 - reads as `with _listening(log)`
     """Logs of ours, uvicorn's and asyncio's go to one handler alone."""
 
@@ -532,9 +649,9 @@ class _listening:  # noqa: N801 - reads as `with _listening(log)`
             logger.propagate = propagate
 
 
-def simulate(seed: int, *, chatty: bool = False, only: tuple[str, ...] | None = None) -> Report:
-    """Run one seed."""
+def simulate(seed: int, *, chatty: bool = False, only: tuple[str, ...] | None = None, actors: bool = True) -> Report:
+    """Run one seed; without `actors`, as it was before there were hostile ones."""
     # Always the same folder: its name is in what is sent, and that must not differ from run to run.
     folder = Path(tempfile.gettempdir()) / f"headgate-simulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return World(seed, draw(seed, only), chatty=chatty, folder=folder).run()
+    return World(seed, hostile.draw(seed, only) if actors else draw(seed, only), chatty=chatty, folder=folder).run()

@@ -1,0 +1,343 @@
+"""Actors beside the plan of a seed: slow, hostile or strict clients, other tenants, lying workers, badly timed stops.
+
+They are drawn from a random stream of their own and added to the plan of the seed, so that the rest of it keeps its
+meaning. About half of all plans have none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headgate.testing.sim import script, words
+from headgate.testing.sim.caller import Manners, Reply
+from headgate.testing.sim.hosts import MODEL
+from headgate.testing.sim.script import ROUTERS, WINDOW_S, Ask, Deed, Plan
+
+NONE = 0.5  # share of plans without any of these actors
+STREAM = "actors 1558"  # a number with which the seeds of earlier reports of failures draw none
+ANN, BOB = "ann", "bob"  # tenants: the requests of the plan are ann's
+TENANTS = (ANN, BOB)
+GIANT = 20_000  # characters of a prompt; the context holds 160 tokens
+
+# What is done on behalf of hostile clients, and of operators who meet stopped processes. See `deeds`.
+HARMLESS = ("squat", "forge", "probe_salts", "pry", "ask_politely", "lie")  # no other client may notice
+STOPS = ("stop_across", "pause_and_crash")  # trouble, as any process that stops or dies
+DEEDS = (*HARMLESS, *STOPS)
+ASKING = ("squat", "forge", "probe_salts", "ask_politely")  # deeds that ask for answers, beside the plan's requests
+
+LIES: tuple[bytes, ...] = (
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[]",
+    b"null",
+    b"7",
+    b'"done"',
+    b"{}",
+    b'{"result":null}',
+    b'{"result":[]}',
+    b'{"result":7}',
+    b'{"result":{}}',
+    b'{"result":{"aborted":5,"not_found":6,"already_finished":7,"errors":8}}',
+    b'{"result":{"aborted":[{"request_id":5}],"not_found":{},"already_finished":[[]],"errors":[3]}}',
+    b'{"result":{"aborted":[{}],"not_found":[null],"already_finished":[{}],"errors":[{"odd":1}]}}',
+    b'{"result":{"state":5,"engines":[7],"mode":[],"asleep":3,"aborted":"many","finished":[],"forced":5,"blocks":"x"}}',
+    b'{"result":{"state":[],"engines":[{"odd":1}],"aborted":1e999,"finished":null,"weight_version":"new"}}',
+    b'{"result":{"state":"asleep","engines":{},"aborted":-5,"finished":-7,"forced":[5],"blocks":null}}',
+    b'{"requests":5,"result":{"requests":[7]},"data":3,"world_size":"many"}',
+)
+
+
+@dataclass
+class Draft:
+    """A plan that actors are being added to."""
+
+    plan: Plan
+    asks: list[Ask]
+    deeds: list[Deed]
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def servers(self) -> list[str]:
+        return [f"server{i}" for i in range(self.plan.servers)]
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        return ROUTERS[: self.plan.routers]
+
+
+def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
+    """The plan of a seed, with the actors of that seed; `only` leaves out all deeds but those of these kinds."""
+    plan = script.draw(seed, only)
+    rng = random.Random(f"{STREAM} {seed}")
+    if rng.random() < NONE:
+        return plan
+    draft = Draft(plan, list(plan.asks), list(plan.deeds))
+    if rng.random() < 0.6:
+        _give_keys(draft)
+    actors = rng.sample(ACTORS, min(rng.randint(1, 3), len(ACTORS)))
+    if _burst in actors:  # whose requests are all of one tenant but for a few
+        actors = [actor for actor in actors if actor not in (_twins, _pry)]
+    for actor in actors:
+        actor(rng, draft)
+    deeds = [deed for deed in draft.deeds if only is None or deed.what in only]
+    deeds.sort(key=lambda deed: deed.at_s)
+    return replace(plan, asks=draft.asks, deeds=deeds, **draft.changes)
+
+
+def _give_keys(draft: Draft) -> None:
+    """All requests of the plan are from now on those of one tenant."""
+    draft.changes["tenants"] = TENANTS
+    for ask in draft.asks:
+        belong(ask, ask.tenant or ANN)
+
+
+def _with_keys(draft: Draft) -> None:
+    if "tenants" not in draft.changes:
+        _give_keys(draft)
+
+
+def belong(ask: Ask, tenant: str) -> None:
+    ask.tenant = tenant
+    ask.headers = {**ask.headers, **key_of(tenant)}
+
+
+def key_of(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{tenant}"} if tenant else {}
+
+
+# -------------------------------------------------------------------------------------------------------------- actors
+
+
+def _ask(rng: random.Random, draft: Draft, name: str, at_s: float, tenant: str = "", **body: Any) -> Ask:
+    """A completion of random ids, through a router."""
+    prompt = body.pop("prompt_ids", None) or tuple(
+        rng.randrange(1, words.VOCABULARY) for _ in range(rng.randint(4, 30))
+    )
+    asked: dict[str, Any] = {"model": MODEL, "prompt": list(prompt), "max_tokens": 20, "seed": rng.randrange(2**31)}
+    asked |= {"return_token_ids": True, "return_weight_versions": True, "tags": {"run": "c"}, **body}
+    ask = Ask(
+        name=name,
+        at_s=at_s,
+        to=rng.choice(draft.routers),
+        path="/v1/completions",
+        body=asked,
+        prompt=prompt,
+        manners=Manners(),
+        headers={"x-request-id": name},
+    )
+    if "tenants" in draft.changes:
+        belong(ask, tenant or BOB)
+    draft.asks.append(ask)
+    return ask
+
+
+def _stalled_readers(rng: random.Random, draft: Draft) -> None:
+    """Clients that ask for much and read nothing."""
+    at_s = rng.uniform(0, WINDOW_S / 2)
+    for i in range(rng.randint(1, 3)):
+        body: dict[str, Any] = {
+            "n": rng.choice((1, 4, 8)),
+            "stream": rng.random() < 0.8,
+            "max_tokens": 100,
+            "ignore_eos": True,
+        }
+        ask = _ask(rng, draft, f"stalled-{i}", at_s + rng.uniform(0, 0.2), **body)
+        ask.manners = Manners(stalls=True, leaves_after_s=draft.plan.stall_s * 4)
+        ask.to = rng.choice((*draft.routers, *draft.servers))
+    if rng.random() < 0.5:
+        what, more = rng.choice((("abort_all", {}), ("pause", {"mode": "abort", "timeout": 5.0})))
+        deed = Deed(at_s=at_s + 1.0, what=what, via=draft.routers[0], back=draft.routers[0], lasts_s=0.5, more=more)
+        draft.deeds.append(deed)
+
+
+def _giant_prompts(rng: random.Random, draft: Draft) -> None:
+    """Prompts that no context holds, which must be refused before they are tokenised."""
+    at_s = rng.uniform(0, WINDOW_S)
+    for i in range(rng.randint(1, 3)):
+        ask = _ask(rng, draft, f"giant-{i}", at_s)
+        ask.to = rng.choice((*draft.routers, *draft.servers))
+        ask.body["prompt"], ask.giant = "fox " * (GIANT // 4), True
+        if rng.random() < 0.3:
+            ask.path = "/v1/chat/completions"
+            ask.body["messages"] = [{"role": "user", "content": ask.body.pop("prompt")}]
+
+
+def _twins(rng: random.Random, draft: Draft) -> None:
+    """Another tenant whose requests have the same ids, at about the same time."""
+    _with_keys(draft)
+    named = {name for deed in draft.deeds for name in deed.more.get("req_ids", ())}
+    free = [ask for ask in draft.asks if ask.tenant == ANN and ask.name not in named]
+    for ask in rng.sample(free, min(len(free), rng.randint(2, 5))):
+        twin = deepcopy(ask)
+        twin.name, twin.reply = f"{ask.name}@{BOB}", Reply()
+        twin.headers = {name: value for name, value in ask.headers.items() if name != "idempotency-key"}
+        twin.retries, twin.manners = False, Manners()
+        twin.headers["x-request-id"] = ask.id
+        twin.at_s = max(ask.at_s + rng.choice((-0.01, 0.0, 0.01, 0.1)), 0.0)
+        belong(twin, BOB)
+        draft.asks.append(twin)
+    if rng.random() < 0.5:
+        _pry(rng, draft)
+
+
+def _pry(rng: random.Random, draft: Draft) -> None:
+    """A tenant that lists and ends requests which are not its own."""
+    _with_keys(draft)
+    names = [ask.id for ask in draft.asks if ask.tenant == ANN]
+    for _ in range(rng.randint(1, 2)):
+        more = {"tenant": BOB, "req_ids": rng.sample(names, min(len(names), 4))}
+        draft.deeds.append(_deed(rng, draft, "pry", more))
+
+
+def _squatter(rng: random.Random, draft: Draft) -> None:
+    """A client that takes the ids which it expects to be given to others."""
+    draft.deeds.append(_deed(rng, draft, "squat", {"tries": rng.randint(2, 6), "aborts": rng.random() < 0.5}))
+
+
+def _burst(rng: random.Random, draft: Draft) -> None:
+    """More requests of one tenant than there are places, and one request at a time of another."""
+    _with_keys(draft)
+    at_s = rng.uniform(0, WINDOW_S / 2)
+    # The requests of the plan would be a second burst of the polite tenant.
+    for ask in draft.asks:
+        belong(ask, BOB)
+    for i in range(rng.randint(15, 25)):
+        _ask(rng, draft, f"burst-{i}", at_s + rng.uniform(0, 0.05), max_tokens=30, ignore_eos=True)
+    for ask in draft.asks:
+        ask.to = draft.routers[0] if ask.routed else ask.to
+    polite = _deed(rng, draft, "ask_politely", {"times": rng.randint(2, 5)})
+    draft.deeds.append(replace(polite, at_s=at_s + rng.uniform(0, 0.3), via=draft.routers[0]))
+    draft.changes["settings"] = replace(draft.plan.settings, most_choices=rng.choice((8, 8, 64)))
+    if rng.random() < 0.5:
+        draft.changes |= {"max_in_flight": 3, "max_queue": rng.choice((2, 8))}
+
+
+def _strict(rng: random.Random, draft: Draft) -> None:
+    """Clients that know only OpenAI's finish reasons."""
+    for ask in draft.asks:
+        if rng.random() < 0.6:
+            ask.headers = {**ask.headers, "x-openai-strict": "true"}
+
+
+def _liar(rng: random.Random, draft: Draft) -> None:
+    """A worker whose control answers have the wrong shape, or tell of requests that it does not have."""
+    who = rng.choice(draft.servers)
+    at_s = rng.uniform(0, WINDOW_S - 1)
+    ids = [ask.id for ask in rng.sample(draft.asks, min(len(draft.asks), 3))]
+    more = {"lie": rng.randrange(len(LIES)) if rng.random() < 0.8 else None, "ids": ids}
+    draft.deeds.append(replace(_deed(rng, draft, "lie", more), at_s=at_s, who=who, lasts_s=rng.choice((1.0, 3.0))))
+    for what in rng.sample(("abort_all", "abort", "pause", "flush", "look", "update"), rng.randint(2, 4)):
+        call = script._deed(rng, what, draft.servers, draft.plan.asks, draft.routers)
+        draft.deeds.append(replace(call, at_s=at_s + rng.uniform(0.1, 0.9), lasts_s=rng.choice((0.05, 0.5))))
+
+
+def _stopped_across(rng: random.Random, draft: Draft) -> None:
+    """A process that is stopped just when a control call reaches it."""
+    for _ in range(rng.randint(1, 2)):
+        more = {
+            "whole": rng.random() < 0.5,
+            "which": rng.random(),
+            "after_s": rng.choice((0.0, 0.0, 0.001, 0.01)),
+            "call": rng.choice(("pause", "pause", "abort_all", "abort", "flush", "is_paused", "requests")),
+            "mode": rng.choice(("abort", "drain", "freeze")),
+            "timeout": rng.choice((0.5, 2.0)),
+            "direct": rng.random() < 0.3,
+            "req_ids": [ask.id for ask in rng.sample(draft.asks, min(len(draft.asks), 3))],
+        }
+        draft.deeds.append(replace(_deed(rng, draft, "stop_across", more), lasts_s=rng.choice((3.0, 8.0, 20.0))))
+
+
+def _pause_while_waiting(rng: random.Random, draft: Draft) -> None:
+    """A pause while prompts wait for their tickets, and requests for a place in the router."""
+    at_s, via = rng.uniform(0, WINDOW_S / 2), draft.routers[0]
+    for i in range(rng.randint(3, 6)):
+        prompt = tuple(rng.randrange(1, words.VOCABULARY) for _ in range(rng.randint(20, 60)))
+        body = {"stream": rng.random() < 0.5, "ignore_eos": True, "prompt_ids": prompt}
+        _ask(rng, draft, f"waiting-{i}", at_s + rng.uniform(0, 0.01), ANN, **body).to = via
+    more = {"mode": rng.choice(("abort", "drain", "freeze")), "new_requests": rng.choice(("reject", "queue"))}
+    pause = Deed(
+        at_s=at_s + rng.choice((0.002, 0.01, 0.03, 0.1)),
+        what="pause",
+        via=via,
+        back=via,
+        lasts_s=rng.choice((0.05, 0.5, 2.0)),
+        more=more | {"timeout": 5.0},
+    )
+    draft.deeds.append(pause)
+    if rng.random() < 0.5:
+        draft.changes["max_in_flight"] = 2
+    if rng.random() < 0.3:
+        draft.deeds.append(
+            Deed(at_s=at_s, what="stop_engine", who="server0", lasts_s=0.5, more={"which": rng.random()})
+        )
+
+
+def _deadlines(rng: random.Random, draft: Draft) -> None:
+    """Requests that must end soon, with engines or servers that are stopped meanwhile."""
+    at_s = rng.uniform(0, WINDOW_S / 2)
+    for i in range(rng.randint(2, 5)):
+        body: dict[str, Any] = {"deadline_ms": rng.choice((300, 1000, 2000)), "stream": rng.random() < 0.5}
+        ask = _ask(rng, draft, f"hasty-{i}", at_s + rng.uniform(0, 0.5), **body)
+        if rng.random() < 0.2:
+            ask.to = rng.choice(draft.servers)
+    for server in rng.sample(draft.servers, rng.randint(1, len(draft.servers))):
+        what = rng.choice(("stop_engine", "stop_engine", "stall_engine", "stop_server", "cut"))
+        more = {} if what in ("stop_server", "cut") else {"which": rng.random()}
+        lasts_s = rng.choice((3.0, 8.0, 15.0))
+        via = rng.choice(draft.routers)
+        draft.deeds.append(
+            Deed(at_s=at_s + rng.uniform(0, 0.2), what=what, who=server, via=via, lasts_s=lasts_s, more=more)
+        )
+
+
+def _forger(rng: random.Random, draft: Draft) -> None:
+    """A client that claims to have been told what no engine has made."""
+    for _ in range(rng.randint(1, 3)):
+        draft.deeds.append(_deed(rng, draft, "forge", {"kind": rng.randrange(4), "direct": rng.random() < 0.3}))
+
+
+def _salts(rng: random.Random, draft: Draft) -> None:
+    """A tenant that looks for the prompts of another in the cache."""
+    _with_keys(draft)
+    draft.deeds.append(_deed(rng, draft, "probe_salts", {"ids": [rng.randrange(1, 200) for _ in range(24)]}))
+
+
+def _crash_in_pause(rng: random.Random, draft: Draft) -> None:
+    """An engine or a server dies while it follows a pause, and must be paused when it is back."""
+    more = {
+        "mode": rng.choice(("abort", "drain", "drain", "freeze")),
+        "whole": rng.random() < 0.4,
+        "which": rng.random(),
+        "after_s": rng.choice((0.0, 0.002, 0.02, 0.1)),
+    }
+    draft.deeds.append(replace(_deed(rng, draft, "pause_and_crash", more), lasts_s=rng.choice((0.3, 1.0))))
+
+
+def _deed(rng: random.Random, draft: Draft, what: str, more: dict[str, Any]) -> Deed:
+    return Deed(
+        at_s=script._moment(rng, draft.plan.asks),
+        what=what,
+        who=rng.choice(draft.servers),
+        via=rng.choice(draft.routers),
+        back=rng.choice(draft.routers),
+        lasts_s=0.5,
+        more=more,
+    )
+
+
+ACTORS: tuple[Callable[[random.Random, Draft], None], ...] = (
+    _giant_prompts,
+    _burst,
+    _strict,
+    _stopped_across,
+    _pause_while_waiting,
+    _deadlines,
+    _forger,
+    _salts,
+    _pry,
+)

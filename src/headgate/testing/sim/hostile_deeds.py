@@ -1,0 +1,225 @@
+"""What hostile clients do in a run, and what happens to processes in the middle of a control call, as in `deeds`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headgate.testing.sim.caller import Reply, call
+from headgate.testing.sim.hostile import ANN, BOB, LIES, key_of
+from headgate.testing.sim.hosts import MODEL, SimServer
+from headgate.testing.sim.script import Deed
+
+if TYPE_CHECKING:
+    from headgate.testing.sim.engine import EngineProcess
+    from headgate.testing.sim.loop import Host
+    from headgate.testing.sim.world import World
+
+HUGE = 2**31 - 1
+NAME_DIGITS = 8  # of the part of a generated id that all ids of one router share, if they share any
+FORGERIES: tuple[dict[str, Any], ...] = (
+    {"index": 0, "token_ids": [3, 4], "finish": ["stop", "eos", HUGE, HUGE, HUGE]},
+    {"index": 0, "token_ids": [3, 4], "versions": [[0, 2]], "finish": ["length", "max_tokens", 5, 3, HUGE]},
+    {"index": 0, "token_ids": [], "finish": ["abort", "api_abort", 1, HUGE, 1]},
+    {"index": 0, "token_ids": [3], "delivered_chars": HUGE},
+)
+
+
+class HostileDeeds:
+    _world: World
+    _engine: Callable[[Deed], EngineProcess | None]
+    _come_back_paused: Any
+
+    # -- workers that lie -----------------------------------------------------------------
+
+    async def lie(self, deed: Deed) -> None:
+        server = self._world.hosts[deed.who]
+        assert isinstance(server, SimServer)
+        self._world.liars[server.name] = None
+        which, ids = deed.more["lie"], deed.more["ids"]
+        server.lie = partial(claim, ids) if which is None else partial(malformed, which)
+        await asyncio.sleep(deed.lasts_s)
+        server.lie = None
+
+    # -- processes that stop or die in the middle of a control call ---------------------------
+
+    async def stop_across(self, deed: Deed) -> None:
+        world, more = self._world, deed.more
+        engine = self._engine(deed)
+        if engine is None:
+            return
+        host = world.hosts[deed.who].host if more["whole"] else engine.host
+        stopping = world.operator.spawn(self._stop_for(host, more["after_s"], deed.lasts_s))
+        to = deed.who if more["direct"] and not more["whole"] else deed.via
+        timeout = {"timeout": more["timeout"]}
+        match more["call"]:
+            case "pause":
+                await world.control(to, "POST", "/v1/pause", {"mode": more["mode"], **timeout})
+            case "abort_all":
+                await world.control(to, "POST", "/v1/abort_requests", {"abort_all": True, **timeout})
+            case "abort":
+                await world.control(to, "POST", "/v1/abort_requests", {"req_ids": more["req_ids"], **timeout})
+            case "flush":
+                await world.control(to, "POST", "/v1/flush_cache")
+            case path:
+                await world.control(to, "GET", f"/v1/{path}")
+        await stopping
+        if more["call"] == "pause":
+            await world.control(to, "POST", "/v1/resume")
+
+    async def _stop_for(self, host: Host, after_s: float, lasts_s: float) -> None:
+        await asyncio.sleep(after_s)
+        host.stop()
+        await asyncio.sleep(lasts_s)
+        host.go_on()
+
+    async def pause_and_crash(self, deed: Deed) -> None:
+        """75: a process dies while it follows a pause, and must be paused when it is back."""
+        world, more = self._world, deed.more
+        resumes, server = world.resumes, world.hosts[deed.who]
+        engine, body = self._engine(deed), {"mode": more["mode"], "timeout": 2}
+        pausing = world.operator.spawn(world.control(deed.via, "POST", "/v1/pause", body))
+        await asyncio.sleep(more["after_s"])
+        if more["whole"]:
+            server.host.kill()
+        elif engine is not None:
+            engine.end(-9)
+        reply = await pausing
+        if more["whole"]:
+            await asyncio.sleep(deed.lasts_s)
+            world.restart(server)
+        if world.alone_in_trouble(deed):
+            if reply.status not in (200, 202) and not more["whole"]:
+                world.fail(
+                    f"75: a pause in which an engine crashed was answered {reply.status}: {reply.body[:200]!r}"
+                )
+            await self._come_back_paused(deed, lambda: world.resumes != resumes)
+        await world.control(deed.via, "POST", "/v1/resume")
+
+    # -- clients ------------------------------------------------------------------------------
+
+    async def _generate(self, to: str, tenant: str, headers: dict[str, str] | None = None, **body: Any) -> Reply:
+        asked = {"model": MODEL, "prompt": [3, 4, 5, 6], "max_tokens": 4, "seed": 1, "ignore_eos": True, **body}
+        address, keys = self._world.hosts[to].address, key_of(tenant if self._world.plan.tenants else "")
+        return await call(address, "POST", "/v1/completions", asked, {**keys, **(headers or {})})
+
+    async def squat(self, deed: Deed) -> None:
+        """65: ids that were not given by the client cannot be guessed, taken or used against it."""
+        world, more = self._world, deed.more
+        first = await self._generate(deed.via, BOB)
+        guesses = next_ids(first.headers.get("x-request-id", ""), more["tries"])
+        spawn = world.operator.spawn
+        squatting = (
+            []
+            if more["aborts"]
+            else [spawn(self._generate(deed.via, BOB, request_id=guess, max_tokens=60)) for guess in guesses]
+        )
+        await asyncio.sleep(0.05)
+        victims = [spawn(self._generate(deed.via, ANN, max_tokens=40)) for _ in range(more["tries"] + 1)]
+        if more["aborts"] and guesses:
+            await asyncio.sleep(0.05)
+            await world.control(deed.via, "POST", "/v1/abort_requests", {"req_ids": guesses}, tenant=BOB)
+        for victim in victims:
+            self._check_victim(await victim)
+        await asyncio.gather(*squatting)
+
+    def _check_victim(self, reply: Reply) -> None:
+        world = self._world
+        if reply.status == 409:
+            world.fail(f"65: a client that has named no id got 409: {bytes(reply.body)!r}")
+        ended = any(deed.what in ("abort_all", "stop_across") for deed in world.plan.deeds)
+        if reply.status == 200 and reply.whole and not ended:
+            causes = [choice.get("cause") for choice in reply.json()["choices"]]
+            if "api_abort" in causes:
+                world.fail("65: a client that guessed the id of a request has ended it")
+
+    async def ask_politely(self, deed: Deed) -> None:
+        """63: a tenant with one request at a time is never refused because of another's."""
+        for i in range(deed.more["times"]):
+            reply = await self._generate(deed.via, ANN, prompt=[3 + i, 4, 5])
+            if reply.status == 429:
+                self._world.fail(f"63: a tenant with one request at a time was refused: {bytes(reply.body)[:200]!r}")
+
+    async def forge(self, deed: Deed) -> None:
+        """68: what a client claims to have been told is refused or recomputed. The counters are looked at in the end."""
+        to = deed.who if deed.more["direct"] else deed.via
+        headers = {"x-headgate-journal": "1800000000"} if deed.more["direct"] else {}
+        resume = {"choices": [FORGERIES[deed.more["kind"]]]}
+        reply = await self._generate(to, BOB, headers, resume=resume, return_token_ids=True)
+        if reply.status >= 500 and reply.status not in (502, 503, 504):
+            self._world.fail(f"68: a forged resume was answered {reply.status}: {bytes(reply.body)!r}")
+
+    async def probe_salts(self, deed: Deed) -> None:
+        """66: no cache hit shows what another tenant has asked."""
+        ids, via = deed.more["ids"], deed.via
+        first = await self._generate(via, ANN, prompt=ids, max_tokens=1)
+        if first.status != 200 or not first.whole:
+            return
+        for salt in (None, f"{ANN}:", ANN, f"{ANN}:{ANN}:", f":{ANN}", f"{BOB}:{ANN}:"):
+            await self._probe_salt(via, ids, salt)
+
+    async def _probe_salt(self, via: str, ids: list[int], salt: str | None) -> None:
+        before = self._moves(via)
+        reply = await self._generate(via, BOB, prompt=ids, max_tokens=1, cache_salt=salt)
+        if reply.status != 200 or not reply.whole or self._moves(via) != before:
+            return
+        details = reply.json()["usage"].get("prompt_tokens_details") or {}
+        if hits := details.get("cached_tokens"):
+            self._world.fail(f"66: with cache_salt {salt!r} a tenant saw that {hits} tokens of another's are cached")
+
+    def _moves(self, via: str) -> tuple[int, int]:
+        router = next(host.router for host in self._world.routers if host.name == via)
+        return (0, 0) if router is None else (router.counters.retries, router.counters.resumes)
+
+    async def pry(self, deed: Deed) -> None:
+        """65: a tenant neither sees nor ends what is not its own."""
+        world, tenant, names = self._world, deed.more["tenant"], deed.more["req_ids"]
+        own = {ask.id for ask in world.plan.asks if ask.tenant == tenant}
+        foreign = [name for name in names if name not in own]
+        listed = await world.control(deed.via, "GET", "/v1/requests", tenant=tenant)
+        shown = [name for name in foreign if f'"{name}"'.encode() in bytes(listed.body)]
+        if shown:
+            world.fail(f"65: {tenant} is shown {shown}, which are another tenant's")
+        ended = await world.control(deed.via, "POST", "/v1/abort_requests", {"req_ids": names}, tenant=tenant)
+        if ended.status == 200:
+            result = ended.json()["result"]
+            told = [*(each["request_id"] for each in result["aborted"]), *result["already_finished"]]
+            if wrong := [name for name in told if name in foreign]:
+                world.fail(f"65: {tenant} is told of {wrong}, which are another tenant's")
+        for name in foreign[:1]:
+            reply = await world.control(deed.via, "GET", f"/v1/requests/{name}", tenant=tenant)
+            if reply.status == 200:
+                world.fail(f"65: {tenant} is shown {name}, which is another tenant's")
+
+
+def next_ids(id: str, tries: int) -> list[str]:
+    """What ids that are counted would be next."""
+    prefix, digits = id[: len("req-") + NAME_DIGITS], id[len("req-") + NAME_DIGITS :]
+    try:
+        number = int(digits, 16)
+    except ValueError:
+        return []
+    return [f"{prefix}{number + i:x}" for i in range(1, tries + 1)]
+
+
+def malformed(which: int, path: str, body: bytes) -> bytes:
+    return LIES[which]
+
+
+def claim(ids: list[str], path: str, body: bytes) -> bytes:
+    """A worker's answer, with claims about requests that it may not have."""
+    told = msgspec.json.decode(body)
+    result = told.get("result") if isinstance(told, dict) else None
+    if not isinstance(result, dict):
+        return body
+    if path == "/v1/abort_requests":
+        known = {each["request_id"] for each in result["aborted"]}
+        result["aborted"] += [{"request_id": id, "output_token_count": 999} for id in ids if id not in known]
+        result["not_found"] += ids
+    elif path == "/v1/pause":
+        result["forced"] = ids
+    return msgspec.json.encode(told)
