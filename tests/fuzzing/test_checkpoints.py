@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from headgate.errors import BrokenCheckpoint, ModelError
+from headgate.config import EngineConfig
+from headgate.errors import BrokenCheckpoint, HeadgateError, ModelError, OutOfMemory
+from headgate.testing.tiny import tiny_config, tiny_model
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
+from headgate.worker.build import build_worker, read_model_spec, refuse_oversized
 from headgate.worker.gguf import GGUFWeights
 from headgate.worker.weights import SafetensorsFiles
 from headgate.zoo.gguf import hub_config, hub_tensors, read_gguf
-from tests.fuzzing.properties import damaged, fuzzed, replaced
+from tests.fuzzing.properties import bounded, damaged, fuzzed, replaced
 from tests.zoo.files import write_gguf
 
 HEADER = {
@@ -99,6 +102,85 @@ def test_a_header_nested_too_deep_is_refused(tmp_path: Path):
     assert "corrupt header" in refusal(len(packed).to_bytes(8, "little") + packed, tmp_path)
 
 
+# ------------------------------------------------------------------------------------------------------- config.json
+
+NUMBERS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "eos_token_id",
+    "sliding_window",
+    "max_window_layers",
+    "rope_theta",
+    "partial_rotary_factor",
+)
+OF_ROPE = ("rope_theta", "factor", "low_freq_factor", "original_max_position_embeddings", "beta_fast", "mscale")
+absurd = st.one_of(
+    st.sampled_from(
+        (0, -1, 10**9, 10**12, 10**18, 10**400, 2**31, 2**63, math.inf, -math.inf, math.nan, 1e308, 0.0, 1e-320)
+    ),
+    st.integers(2**25, 2**64),
+    st.lists(st.integers(-(2**70), 2**70), max_size=3),
+)
+ENGINE = EngineConfig(device="cpu", backend="torch", kv_blocks=16, max_running=2)
+
+
+def tiny_folder(folder: Path, architecture: str, claims: dict[str, Any]) -> Path:
+    """A model whose config says something else than its weights."""
+    tiny_model(folder, architecture)
+    (folder / "config.json").write_text(json.dumps(tiny_config(architecture, "float32") | claims))
+    return folder
+
+
+@st.composite
+def claims(draw: Any) -> tuple[str, dict[str, Any]]:
+    architecture = draw(st.sampled_from(("llama", "mistral", "qwen2", "qwen3")))
+    claimed = draw(st.dictionaries(st.sampled_from(NUMBERS), absurd, min_size=1, max_size=2))
+    if draw(st.booleans()):
+        kind = draw(st.sampled_from(("default", "linear", "llama3", "yarn")))
+        scaling = draw(st.dictionaries(st.sampled_from(OF_ROPE), absurd, max_size=2))
+        usual = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        claimed["rope_parameters"] = {"rope_type": kind, **usual, **scaling}
+    return architecture, claimed | draw(st.sampled_from(({}, {"use_sliding_window": True})))
+
+
+@fuzzed(claims(), few=40)
+def test_whatever_numbers_a_config_claims_it_is_served_or_refused(drawn: tuple[str, dict[str, Any]]) -> None:
+    with tempfile.TemporaryDirectory() as folder, suppress(HeadgateError):
+        build_worker(tiny_folder(Path(folder), *drawn), ENGINE).executor.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "claimed"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", 10**12),
+        ("max_position_embeddings", 10**18),
+        ("head_dim", 2**40),
+        ("num_hidden_layers", 4000),
+        ("vocab_size", 2_000_000),
+        ("intermediate_size", 1_000_000),
+    ],
+)
+def test_an_absurd_number_of_a_config_is_refused_by_its_name_before_anything_is_built(
+    field: str, claimed: int, tmp_path: Path
+):
+    with bounded(), pytest.raises(ModelError, match=f"{field} (is )?"):
+        build_worker(tiny_folder(tmp_path, "llama", {field: claimed}), ENGINE)
+
+
+def test_positions_that_memory_cannot_hold_are_refused_before_the_tables_are_made(tmp_path: Path):
+    folder = tiny_folder(tmp_path, "llama", {"max_position_embeddings": 2**24})
+    with pytest.raises(OutOfMemory, match="max_position_embeddings is 16777216"):
+        refuse_oversized(read_model_spec(folder), folder, free=2**30)
+
+
 # --------------------------------------------------------------------------------------------------------------- GGUF
 
 
@@ -117,6 +199,11 @@ NAMES = (
     b"llama.attention.head_count",
     b"llama.attention.head_count_kv",
     b"llama.embedding_length",
+    b"llama.block_count",
+    b"llama.context_length",
+    b"llama.feed_forward_length",
+    b"llama.attention.key_length",
+    b"llama.attention.layer_norm_rms_epsilon",
     b"llama.rope.freq_base",
     b"llama.rope.dimension_count",
     b"llama.expert_count",
@@ -140,6 +227,8 @@ VALUES = (
     b"\x09\0\0\0" + b"\x04\0\0\0" + (2).to_bytes(8, "little") + b"\x01\0\0\0" * 2,
     b"\x09\0\0\0" + b"\x08\0\0\0" + (2**60).to_bytes(8, "little"),
     b"\x0a\0\0\0" + b"\xff" * 8,
+    b"\x04\0\0\0" + (4000).to_bytes(4, "little"),
+    b"\x0a\0\0\0" + (10**12).to_bytes(8, "little"),
 )
 
 
@@ -171,10 +260,21 @@ def test_a_gguf_file_is_read_or_refused(head: bytes) -> None:
             for named in hub_tensors(file_):
                 assert named.stored.size <= size and math.prod(named.stored.shape) <= 2 * size
             GGUFWeights(path).metadata()
+            refuse_oversized(read_model_spec(path), path, free=2**40)
         with suppress(ModelError):
             load_tokenizer(path)
         with suppress(ModelError):
             load_template(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "claimed", "named"),
+    [("block_count", 2**31, "num_hidden_layers is"), ("block_count", 4000, "num_hidden_layers 4000")],
+)
+def test_an_absurd_number_in_a_gguf_file_is_refused(field: str, claimed: int, named: str, tmp_path: Path):
+    path = write_gguf(tmp_path / "m.gguf", **{f"llama.{field}": claimed})
+    with bounded(), pytest.raises(ModelError, match=named):
+        build_worker(path, ENGINE)
 
 
 # ---------------------------------------------------------------------------------------------- tokenizers and templates

@@ -21,6 +21,22 @@ from headgate.models.spec import ModelSpec
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# Several times what any published model has. A larger number is a mistake or an attack, and is refused before anything is
+# allocated or counted up to it; `ModelSpec.num_parameters` is compared with the files besides.
+LARGEST = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**12,
+    "vocab_size": 2**23,
+    "max_position_embeddings": 2**24,
+    "original_max_position_embeddings": 2**24,
+    "sliding_window": 2**31 - 1,
+}
+MOST_EOS_IDS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -39,10 +55,16 @@ class Config:
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
-        return int(self._required(key, self.get(key, int, default)))
+        value = int(self._required(key, self.get(key, int, default)))
+        if value > LARGEST.get(key, value):
+            raise UnsupportedModel(f"{self.name}: {key} is {value!r:.24}; at most {LARGEST[key]} is taken")
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        return float(self._required(key, self.get(key, (int, float), default)))
+        value = self._required(key, self.get(key, (int, float), default))
+        if not abs(value) < 1e300:  # nor infinite, nor not a number
+            raise UnsupportedModel(f"{self.name}: {key} is {value!r:.40}, which we cannot compute with")
+        return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.get(key, bool, default))
@@ -91,7 +113,7 @@ def dense_spec(
     refuse_quantised(config)
     refuse_activation(config)
     layers, heads, hidden = (config.whole(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=architecture,
         hidden=hidden,
         layers=layers,
@@ -112,6 +134,8 @@ def dense_spec(
         tied=config.flag("tie_word_embeddings"),
         eos_ids=eos_ids(config),
     )
+    refuse_angles(config, spec)
+    return spec
 
 
 def refuse_quantised(config: Config) -> None:
@@ -137,7 +161,10 @@ def checkpoint_dtype(config: Config) -> torch.dtype:
 
 def eos_ids(config: Config) -> tuple[int, ...]:
     ids = config.get("eos_token_id", (int, list), [])
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    ids = ids if isinstance(ids, list) else [ids]
+    if len(ids) > MOST_EOS_IDS or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
+        raise UnsupportedModel(f"{config.name}: eos_token_id is {ids!r:.100}, which are no tokens")
+    return tuple(ids)
 
 
 def rope(config: Config) -> Rope:
@@ -167,6 +194,18 @@ def refuse_rope(config: Config, stated: Config, kind: str) -> None:
     fraction = stated.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if fraction != 1:
         raise UnsupportedModel(f"partial_rotary_factor {fraction} is not supported; heads turn as a whole")
+
+
+def refuse_angles(config: Config, spec: ModelSpec) -> None:
+    """Base and scaling may each be a number and together make none."""
+    try:
+        usable = bool(spec.rope.frequencies(spec.head_dim).isfinite().all())
+    except (ArithmeticError, ValueError):
+        usable = False
+    if not usable:
+        raise UnsupportedModel(
+            f"{config.name}: rope_theta or rope_scaling makes angles that are no numbers: {spec.rope}"
+        )
 
 
 def llama3_scaling(stated: Config, original: int) -> Llama3Scaling:

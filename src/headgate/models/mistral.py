@@ -11,6 +11,6 @@ def mistral(config: Config) -> ModelSpec:
     if config.get("layer_types", list) is not None:
         raise UnsupportedModel("Mistral with layer_types is not supported; one sliding_window for all layers is")
     # Null says no window; an absent key says the window of the first Mistral.
-    window = config.get("sliding_window", int, None if "sliding_window" in config.values else 4096)
+    window = None if config.values.get("sliding_window", 0) is None else config.whole("sliding_window", 4096)
     windows = (window,) * config.whole("num_hidden_layers")
     return dense_spec(config, "MistralForCausalLM", windows=windows)

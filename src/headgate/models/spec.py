@@ -39,6 +39,8 @@ class ModelSpec:
             value = getattr(self, field.name)
             if field.type == "int" and value < 1:
                 raise UnsupportedModel(f"a model with {field.name} = {value} makes no sense; it must be at least 1")
+        if not 0 <= self.rms_eps < 1:
+            raise UnsupportedModel(f"a model with rms_norm_eps = {self.rms_eps} makes no sense")
         if self.heads % self.kv_heads:
             raise UnsupportedModel(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
@@ -47,3 +49,10 @@ class ModelSpec:
             raise UnsupportedModel("a sliding window shorter than one token sees nothing")
         if len(self.windows) != self.layers:
             raise UnsupportedModel(f"{len(self.windows)} layer types are given for {self.layers} layers")
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all matrices."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        layer = attention + 3 * self.intermediate * self.hidden
+        return self.layers * layer + (1 if self.tied else 2) * self.vocab * self.hidden

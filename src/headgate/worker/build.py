@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headgate.config import EngineConfig
-from headgate.errors import ModelError, OutOfMemory, RequestError
+from headgate.errors import BrokenCheckpoint, ModelError, OutOfMemory, RequestError
 from headgate.layers.backend import KV, Fp8
 from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, refuse_uneven, spec_of
 from headgate.protocol.command import Files
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 # A step of a CPU is long: fewer tokens keep running streams flowing, and there is nothing to hide behind it.
 CPU_BATCH_TOKENS, CPU_RUN_AHEAD = 512, 1
 GPU_BATCH_TOKENS, GPU_RUN_AHEAD = 8192, 2
+
+LEAST_BITS = 8  # parameters that a byte of a file may hold: one bit for each, fewer than any format takes
+USUAL_POSITIONS = 2**18  # whose tables are small beside any weights
+ROTARY_TABLES = 4  # of float32 that exist at once while they are computed
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,7 @@ class Loaded:
 def build_worker(path: Path, config: EngineConfig, wanted: Wanted | None = None) -> Worker:
     """A worker for the model in `path`, a folder or a GGUF file, with its weights or the wanted ones loaded."""
     spec = read_model_spec(path)
+    refuse_oversized(spec, path, free_bytes(torch.device("cpu")))
     refuse_uneven(spec, config.tensor_parallel)
     with ExitStack() as undo:
         crew = gather_crew(path, config, wanted)
@@ -180,6 +185,23 @@ def read_model_spec(path: Path) -> ModelSpec:
     return spec_of(Config(str(path), hub_config(read_gguf(path)))) if path.is_file() else read_spec(path)
 
 
+def refuse_oversized(spec: ModelSpec, path: Path, free: int) -> None:
+    """A config may claim any size; nothing is allocated for a claim that the files or the memory do not bear out."""
+    held = sum(file.stat().st_size for file in weight_files(path)) * LEAST_BITS
+    if held and spec.num_parameters > held:
+        raise BrokenCheckpoint(
+            f"{path} describes {spec.num_parameters} parameters (num_hidden_layers {spec.layers}, hidden_size "
+            f"{spec.hidden}, intermediate_size {spec.intermediate}, num_attention_heads {spec.heads}, "
+            f"head_dim {spec.head_dim}, vocab_size {spec.vocab}), and its weights have room for at most {held}"
+        )
+    tables = ROTARY_TABLES * 4 * spec.head_dim * spec.max_positions
+    if tables > free and spec.max_positions > USUAL_POSITIONS:
+        raise OutOfMemory(
+            f"max_position_embeddings is {spec.max_positions}: its rotary tables need {tables / GIB:.2f} GiB, and "
+            f"{free / GIB:.2f} GiB are free"
+        )
+
+
 def weight_files(path: Path) -> list[Path]:
     return [path] if path.is_file() else list(path.glob("*.safetensors"))
 
@@ -236,4 +258,5 @@ def size_kv(model: DenseModel, free: int, config: EngineConfig) -> tuple[int, in
             f"a context of {wanted} tokens needs {need / GIB:.2f} GiB of KV cache, and there is room for {fits} tokens "
             f"({num_blocks * block_bytes / GIB:.2f} GiB); lower max_context, or raise kv_blocks or memory_fraction"
         )
-    return num_blocks, min(wanted, fits)
+    rows_fit = usable // (4 * config.max_running)  # the ids of all rows, four bytes each
+    return num_blocks, wanted if config.max_context else min(wanted, fits, max(rows_fit, config.block_size))
