@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,13 +31,14 @@ from typing import Any
 
 import torch
 
+from headgate import scratch
 from headgate.errors import RequestError
 from headgate.protocol.command import Backend, Files, Group, Shared
 from headgate.worker import ipc
 from headgate.worker.group import BUCKET, Circle, offer, raw
 from headgate.worker.weights import DTYPES, OpenFile
 
-SHARED_MEMORY = Path("/dev/shm")  # in a folder of its own, by `mkdtemp`  # nosec B108
+SHARED_MEMORY = Path("/dev/shm")  # in a folder of its own, by `scratch.folder`  # nosec B108
 
 
 @contextmanager
@@ -55,13 +54,10 @@ def publish(
     It lies in shared memory unless `folder` says otherwise. `checksum` has engines verify every byte.
     """
     parent = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-    own = Path(tempfile.mkdtemp(prefix="headgate-weights-", dir=parent))
-    path = own / ("weights.safetensors" if version is None else f"weights-{version}.safetensors")
-    try:
+    with scratch.folder("weights-", parent) as own:
+        path = own / ("weights.safetensors" if version is None else f"weights-{version}.safetensors")
         write_safetensors(path, tensors)
         yield Files(str(path), {path.name: OpenFile(path).sha256()} if checksum else None)
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

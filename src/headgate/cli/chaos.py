@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headgate import scratch
 from headgate.cli.exits import FAILED
 from headgate.errors import HeadgateError
 
@@ -84,7 +84,7 @@ async def run(settings: Settings, environ: Mapping[str, str]) -> Report | None:
     def say(sentence: str) -> None:
         print(sentence, flush=True)
 
-    with StopSignals() as signals, tempfile.TemporaryDirectory(prefix="headgate-chaos-") as folder:
+    with StopSignals() as signals, scratch.folder("chaos-") as folder:
         one = Run(settings, environ, say)
         task = asyncio.current_task()
         assert task is not None
@@ -96,7 +96,7 @@ async def run(settings: Settings, environ: Mapping[str, str]) -> Report | None:
 
         signals.on_stop = stop
         try:
-            return await one.run(Path(folder))
+            return await one.run(folder)
         except asyncio.CancelledError:
             if not signals.seen:
                 raise

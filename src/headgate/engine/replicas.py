@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from headgate import scratch
 from headgate.config import EngineConfig
 from headgate.engine.client import CALL_TIMEOUT_S, MOST_IDS, Chunk, EngineClient, TokenStream, connected
 from headgate.engine.start import CANNOT_START, EngineStart
@@ -520,9 +520,9 @@ async def started(
     log_format: LogFormat = "text",
 ) -> AsyncIterator[Replicas]:
     """`count` engines for `model`, all of them ready; raises if one cannot start."""
-    with lone_errors(), tempfile.TemporaryDirectory(prefix="headgate-") as folder:
+    with lone_errors(), scratch.folder() as folder:
         start = EngineStart(str(model), "", config, log_level, log_format)
-        replicas = Replicas(start, count, client, Path(folder))
+        replicas = Replicas(start, count, client, folder)
         async with asyncio.TaskGroup() as tasks:
             starts = [asyncio.get_running_loop().create_future() for _ in replicas.replicas]
             keepers = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from headgate import logs
+from headgate import logs, scratch
 from headgate.config import EngineConfig
 from headgate.errors import RequestError
 from headgate.layers.ranks import ALONE, Ranks
@@ -139,8 +138,8 @@ def gather_crew(model: Path, config: EngineConfig, wanted: Wanted | None) -> Cre
     choose_device(config.device, size - 1)
     with ExitStack() as undo:
         threads = share_threads(size, undo)
-        with tempfile.TemporaryDirectory(prefix="headgate-ranks-") as folder:
-            store = Path(folder) / "store"
+        with scratch.folder("ranks-") as folder:
+            store = folder / "store"
             starts = [follower_start(model, config, wanted, rank, store, threads) for rank in range(1, size)]
             followers = Followers(starts)
             undo.callback(followers.close)

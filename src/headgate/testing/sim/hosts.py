@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from headgate import scratch
 from headgate.api.app import App, build_app
 from headgate.api.host import Host as ApiHost
 from headgate.api.idempotency import Replays
@@ -282,7 +282,7 @@ def simulated(loop: SimLoop, rng: Any, stamps: Callable[[str | Path], Stamps]) -
         (time, "monotonic", loop.time),
         (secrets, "token_hex", lambda size=16: rng.randbytes(size).hex()),
         (secrets, "randbits", rng.getrandbits),
-        (tempfile, "TemporaryDirectory", lambda **_: nullcontext(f"/simulated/{next(folders)}")),
+        (scratch, "folder", lambda *_: nullcontext(Path(f"/simulated/{next(folders)}"))),
         (engine_client, "ClientChannel", SimClientChannel),
         (replicas, "stamps", stamps),
         *kv.replaced(),
