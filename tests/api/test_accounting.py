@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.testing.tiny import tiny_model
-from tests.api.clients import Heard, asking, begun, get, post, stream, streaming, until
+from tests.api.clients import COMPLETIONS, Heard, asking, begun, get, post, stream, streaming, until
 from tests.api.live import LiveServer, live_server
 from tests.api.serving import wait_until
 
@@ -73,6 +73,29 @@ def test_53_each_of_several_choices_has_its_own(server: LiveServer):
         async with streaming(server.url, [body]):
             pass
         assert [c["engine_tokens"] for c in (await record(server, "three"))["choices"]] == [30, 30, 30]
+
+    asyncio.run(main())
+
+
+def test_69_a_deadline_holds_while_the_engines_are_stopped_and_their_late_words_count_once(server: LiveServer):
+    async def main() -> None:
+        bodies = [asking(LONG, n=2, deadline_ms=2000, request_id=f"held-{i}") for i in range(4)]
+        async with streaming(server.url, bodies) as heard:
+            await begun(heard)
+            whole = asyncio.create_task(post(server.url, COMPLETIONS, asking(LONG, deadline_ms=1000)))
+            with server.stopped(0), server.stopped(1):
+                async with asyncio.timeout(15):
+                    told = await whole
+                    await until(lambda: all(each.done for each in heard))
+        assert told.status == 200 and told.body["choices"][0]["finish_reason"] == "abort"
+        assert told.body["choices"][0]["cause"] == "deadline"
+        assert told.body["usage"]["completion_tokens"] == len(told.body["choices"][0]["completion_token_ids"])
+        for i, each in enumerate(heard):
+            assert each.ends == [("abort", "deadline")] * 2 and each.usage is not None
+            assert each.usage["completion_tokens"] == len(each.tokens)
+            await until(lambda: not server.api.ledger.unsettled)
+            choices = (await record(server, f"held-{i}"))["choices"]
+            assert sum(choice["output_tokens"] for choice in choices) == len(each.tokens)
 
     asyncio.run(main())
 

@@ -262,7 +262,7 @@ async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
     if job.resumed is not None and await _replay(api, record, job, speech, tell):
         return
     try:
-        async with api.engines.generate(_of(api, record, job.rest)) as stream:
+        async with api.engines.generate(_of(api, record, _in_time(job.rest, record))) as stream:
             record.begin(job.index, stream)
             await _listen(stream, speech, record, job, tell)
     except EngineDead:
@@ -273,6 +273,13 @@ async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
 def _of(api: Api, record: Record, request: GenerateRequest) -> GenerateRequest:
     """`request` as an engine gets it that shares its places among tenants."""
     return structs.replace(request, tenant=record.share) if api.ledger.sharing.several else request
+
+
+def _in_time(request: GenerateRequest, record: Record) -> GenerateRequest:
+    """A deadline counts from the arrival of the request, not from the end of its tokenising."""
+    if request.timeout_s is None:
+        return request
+    return structs.replace(request, timeout_s=max(request.timeout_s - record.age_s, 1e-3))
 
 
 async def _replay(api: Api, record: Record, job: Job, speech: Speech, tell: Tell) -> bool:

@@ -69,6 +69,7 @@ class TokenStream:
         self.on_settled: Callable[[], None] | None = None
         self.cause: Cause = "client_disconnect"  # what leaving early will be called
         self.done = False  # the terminal output, a refusal or the engine's end has been heard
+        self._left = False  # its reader waits no longer
         self._resumed = resumed  # tokens that the request came with
         self._chunk = Chunk()
         self._failure: Exception | None = None
@@ -79,7 +80,7 @@ class TokenStream:
 
     async def __anext__(self) -> Chunk:
         while not self._ready():
-            if self.done:
+            if self.done or self._left:
                 if self._failure is not None:
                     raise self._failure
                 raise StopAsyncIteration
@@ -122,6 +123,11 @@ class TokenStream:
         self._failure = error
         self.done = True
         self._settle()
+        self._wake()
+
+    def leave(self) -> None:
+        """End the iteration after what has come; the engine's last word still settles the stream."""
+        self._left = True
         self._wake()
 
     def _settle(self) -> None:

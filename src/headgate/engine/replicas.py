@@ -58,6 +58,7 @@ RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 PING_TIMEOUT_S = 30.0
 STOP_MARGIN_S = 1.0  # for the answer to come, after the engine has given up waiting
 MOST_MOVES = 2  # without a token in between: a request that kills its engine must not go through the whole fleet
+DEADLINE_GRACE_S = 0.3  # after a deadline, for the engine's own terminal output
 MOVE_TIMEOUT_S = 30.0  # how long a stream waits for an engine to go on in
 
 
@@ -124,6 +125,12 @@ class MovingStream:
         if self.at is not None:
             client, stream = self.at
             client.abort(stream.id, cause)
+
+    def overdue(self) -> None:
+        """Its deadline has passed and the engine has not ended it: the reader is not kept waiting any longer."""
+        self._leave("deadline")
+        if self.at is not None:
+            self.at[1].leave()
 
     def end_at(self, cause: Cause) -> Place | None:
         """The same, but telling its engine is left to the caller; None if no engine has it."""
@@ -215,6 +222,7 @@ class Replicas:
                 async with client.generate(resumed) as stream:
                     answer.parts.append(stream)
                     answer.at, answer.place = (client, stream), Place(replica.index, stream.id)
+                    timer = _in(timeout_s, answer.overdue)
                     try:
                         async for chunk in _without_scores(stream, scored):
                             tokens += chunk.tokens
@@ -222,6 +230,8 @@ class Replicas:
                             yield chunk
                     finally:
                         answer.at, answer.place, stream.cause = None, None, answer.cause
+                        if timer is not None:
+                            timer.cancel()
                     return
             except EngineDead as error:
                 if answer.ending:
@@ -466,6 +476,13 @@ def _left(timeout_s: float | None, began_s: float) -> float | None:
     if timeout_s is None:
         return None
     return max(timeout_s - (asyncio.get_running_loop().time() - began_s), 1e-3)
+
+
+def _in(timeout_s: float | None, call: Callable[[], None]) -> asyncio.TimerHandle | None:
+    """Have `call` called if the engine lets a request's time pass."""
+    if timeout_s is None:
+        return None
+    return asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, call)
 
 
 async def _without_scores(stream: TokenStream, told: int) -> AsyncIterator[Chunk]:
