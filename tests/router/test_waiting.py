@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from headgate.router import disagg
 from headgate.router.router import Router
 from headgate.router.upstream import Pool
 from tests.router.client import Wire, ask, check, routing, until
-from tests.router.mock import CHAT, FINE, Fault, Mock
+from tests.router.mock import CHAT, FINE, Fault, FaultKind, Mock, text_of
 from tests.router.run import run
 
 BODY = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 20}
@@ -109,6 +110,64 @@ def test_58_a_deadline_ends_what_has_lost_its_worker_with_what_there_is():
             assert b'"content"' in answer.body
             assert_overdue(answer, stream=True)
             wire.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fault", ["mute", "stall"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_69_a_deadline_holds_while_the_worker_is_silent(fault: FaultKind, stream: bool, plain: bool):
+    async def main() -> None:
+        async with Mock(lambda _: Fault(fault, at=6), plain=plain) as mock, routing(mock) as (_, url):
+            async with asyncio.timeout(20):
+                answer = await ask(url, CHAT, BODY | {"stream": stream, "deadline_ms": 300})
+            assert_overdue(answer, stream=stream)
+            await until(lambda: mock.asked[0].left)  # the end of its connection tells the worker
+
+    run(main())
+
+
+def test_69_what_a_stream_has_said_by_its_deadline_is_said_once_and_counted():
+    async def main() -> None:
+        async with Mock(lambda _: Fault("stall", at=6)) as mock, routing(mock) as (_, url):
+            options = {"stream": True, "deadline_ms": 300, "stream_options": {"include_usage": True}}
+            answer = await ask(url, CHAT, BODY | options)
+            assert_overdue(answer, stream=True)
+            events = [json.loads(line[6:]) for line in answer.body.split(b"\n") if line.startswith(b"data: {")]
+            said = "".join(e["choices"][0]["delta"].get("content", "") for e in events if e["choices"])
+            assert said and text_of(BODY).startswith(said)
+            tokens = sum(line.count(b",") + 1 for line in answer.body.split(b"\n") if line.startswith(b":j "))
+            assert events[-1]["usage"]["completion_tokens"] == tokens > 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_69_another_worker_ends_what_a_silent_one_has_begun(stream: bool):
+    """It gets the journal and no time: it knows the usage, and the text of tokens that were told without theirs."""
+
+    async def main() -> None:
+        async with Mock(lambda _: Fault("stall", at=6)) as one, Mock() as other, routing(one, other) as (router, url):
+            router.fleet.set_state(router.fleet.find(other.url), "paused")
+            asking = asyncio.ensure_future(ask(url, CHAT, BODY | {"stream": stream, "deadline_ms": 300}))
+            await until(lambda: one.asked)
+            other.state = "running"
+            router.fleet.set_state(router.fleet.find(other.url), "ready")
+            answer = await asking
+            assert answer.status == 200 and answer.complete and one.asked[0].left
+            (asked,) = other.asked
+            assert asked.body["deadline_ms"] <= 0.001 and asked.body["resume"]["choices"][0]["token_ids"]
+            assert other.mistakes == []
+
+    run(main())
+
+
+def test_69_a_deadline_that_is_kept_leaves_no_timer():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            assert check(BODY, await ask(url, CHAT, BODY | {"deadline_ms": 60_000})) is None
+            assert router.live == {} and mock.asked[0].body["deadline_ms"] <= 60_000
 
     run(main())
 

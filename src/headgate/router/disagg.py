@@ -95,7 +95,7 @@ async def prefilled(exchange: Exchange, worker: Worker) -> AsyncIterator[bytes |
     """A ticket for the KV of the prompt, which `worker` computes as long as we are here; None if it cannot."""
     leg = exchange.leg = Leg(exchange.router.fleet.taking(worker, exchange.ask.tokens))
     try:
-        ticket = await exchange.in_time(_ticket(exchange, worker, leg))
+        ticket = await _ticket(exchange, worker, leg)
         if ticket is None:
             leg.leave()  # now, not when the answer ends: it may be waiting for its turn
         yield ticket

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from headgate.api.errors import error_body
 from headgate.errors import RequestError, Unavailable
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # Of a request these are ours to write, and everything that begins with x-headgate.
 # Nobody is asked to compress: an answer that breaks off inside an event must be seen to.
 OWN = HOP_BY_HOP | {b"accept-encoding", b"host", b"content-length", b"content-type", b"expect", b"x-request-id"}
@@ -60,6 +57,7 @@ WHOLE = (
 MOST_MEMOS = 64  # ways to ask workers, remembered of one head
 LAST_CHUNK = b"0\r\n\r\n"
 MOST_CHOICES = 1024  # that are told of an end which no worker tells
+DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
 
 
 class NoWorker(Unavailable):
@@ -69,10 +67,6 @@ class NoWorker(Unavailable):
 class WorkersFailed(RequestError):
     status = 502
     code = "worker_lost"
-
-
-class Overdue(Exception):
-    """Its deadline has passed while it waited here."""
 
 
 @lru_cache(64)
@@ -98,6 +92,8 @@ class Exchange:
     ending = False  # somebody has asked for its end: no other worker goes on with it
     cut = False  # and it was the router that ended it
     cause = CAUSE  # of an end that the router tells
+    _timer: asyncio.TimerHandle | None = None  # of its deadline
+    _graces = 0  # given to workers since the deadline
     _begun = False  # the client has the head of a stream
     _admitted = False
     _task: asyncio.Task[None] | None = None
@@ -212,13 +208,15 @@ class Exchange:
             for i in range(min(self.ask.n, MOST_CHOICES))
             if i not in told or told[i].finish is None
         }
-        self.cut = bool(unfinished) or not self.ask.stream  # or else all that is missing is the end of the stream
+        # Or else all that is missing is the end of the stream, or nobody has asked for this end.
+        self.cut = self.cause != DEADLINE and (bool(unfinished) or not self.ask.stream)
         if (last := self._unshown()) is not None:
             self.journal.feed(unsaid(last[1].ending))
             return self._show(last[0], as_aborted(unveil(last[1].ending), self.cause, strict=self._strict))
         if self.journal.choices and not self.ask.stream:
-            what = "was aborted" if self.cause == CAUSE else "has met its deadline"
-            raise WorkersFailed(f"this request {what} after its worker was lost, and with it what there was")
+            if self.cause != DEADLINE:
+                raise WorkersFailed("this request was aborted after its worker was lost, and with it what there was")
+            self.journal, unfinished = Journal(), dict.fromkeys(range(self.ask.n), 0)  # the client gets nothing of it
         model = self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
         stream = self.ask.stream
         usage = usage_told(self.journal) if not stream or wants_usage(self.request.body) else None
@@ -247,15 +245,44 @@ class Exchange:
         """Whether the client reads only OpenAI's finish reasons: applied to what the router itself says last."""
         return (self.request.header(b"x-openai-strict") or b"").lower() == b"true"
 
+    # -- its deadline -------------------------------------------------------------------
+
     @property
-    def _is_late(self) -> bool:
+    def _left_s(self) -> float | None:
+        """Until its deadline; negative after it."""
         due_ms = self.ask.deadline_ms
-        return due_ms is not None and self.router.loop.time() >= self.began_s + due_ms / 1000
+        return None if due_ms is None else self.began_s + due_ms / 1000 - self.router.loop.time()
 
     def _overdue(self) -> None:
-        self.ending, self.cause = True, DEADLINE
-        self._cancelled()
-        self.cut = False  # by nobody who has asked for it
+        """The deadline has passed. What no worker has ends here and now.
+
+        A worker that has the request gets a grace, because it knows the usage and the text that it holds back. So does
+        another worker after it, which can make both from the journal.
+        """
+        attempt = self.attempt
+        if attempt is None or self._graces > 1 or (self._graces and not self._leave_to_another(attempt)):
+            return self._end_late()
+        self._graces += 1
+        self._timer = self.router.loop.call_later(DEADLINE_GRACE_S, self._overdue)
+        return None
+
+    def _leave_to_another(self, attempt: Attempt) -> bool:
+        """Take it from a worker that has not ended it; False if there is no other to do that."""
+        if attempt.outcome is not None:
+            return True
+        ours = (worker for worker in self.router.fleet if worker.available and worker.kind == "headgate")
+        if self.ending or self.full or self.router.holding or all(worker is attempt.worker for worker in ours):
+            return False
+        attempt.fail("it has not ended a request at its deadline")
+        return True
+
+    def _end_late(self) -> None:
+        self._note_late()
+        self.cancel()
+
+    def _note_late(self) -> None:
+        if not self.ending:
+            self.ending, self.cause = True, DEADLINE
 
     def _cancelled(self) -> None:
         """Its task was ended: by its client, by somebody who asked for that, or because the router closes."""
@@ -274,6 +301,8 @@ class Exchange:
 
     def begin(self) -> None:
         """Ask a worker at once if nothing has to be waited for."""
+        if (left_s := self._left_s) is not None:
+            self._timer = self.router.loop.call_later(left_s, self._overdue)
         try:
             asked = self._ask_at_once()
         except Exception:
@@ -326,29 +355,18 @@ class Exchange:
         router = self.router
         try:
             if not self._admitted:
-                await self.in_time(router.admit(self))
+                await router.admit(self)
                 self._admitted = True
             await self._carry(tried, fresh=fresh)
         except RequestError as error:
             router.failed(self, error)
             self.fail(error)
-        except Overdue:
-            self._overdue()
         except asyncio.CancelledError:
             self._cancelled()
         except Exception:
             self._mistaken()
         finally:
             self._leave()
-
-    async def in_time(self, waiting: Awaitable[T]) -> T:
-        """What it waits for while no worker has it, who would look at the deadline."""
-        due_ms = self.ask.deadline_ms
-        try:
-            async with asyncio.timeout_at(None if due_ms is None else self.began_s + due_ms / 1000):
-                return await waiting
-        except TimeoutError:
-            raise Overdue from None
 
     def _mistaken(self) -> None:
         log.exception("%s: the router made a mistake", self.id)
@@ -374,6 +392,8 @@ class Exchange:
         if self.over:
             return
         self.over = True
+        if self._timer is not None:
+            self._timer.cancel()
         self.attempt = self.course = None  # which know this exchange: freed at once, and no collector has to come
         if self._placement is not None:
             self._placement.give_back()
@@ -409,7 +429,7 @@ class Exchange:
             if self.ending:
                 return self._tell_end()
             placement, self._placement = self._placement, None
-            placement = placement or await self.in_time(self.router.place(self, course))
+            placement = placement or await self.router.place(self, course)
             if placement is None:
                 return self._tell_last(course)
             tried = placement.worker, await self._try(placement, fresh=fresh)
@@ -419,9 +439,11 @@ class Exchange:
         if course.last is None:
             raise self.router.nobody()
         worker, outcome = course.last
-        if isinstance(outcome, Answered) and outcome.status == 503 and self._is_late:
-            raise Overdue  # which says more than that a worker was paused
-        self._conclude(worker, outcome)
+        refused = isinstance(outcome, Lost) or (isinstance(outcome, Answered) and outcome.status == 503)
+        if refused and self._left_s is not None and self._left_s <= 0:
+            self._note_late()  # which says more than that a worker was paused, or lost
+            return self._tell_end()
+        return self._conclude(worker, outcome)
 
     async def _try(self, placement: Placement, *, fresh: bool) -> Outcome:
         with placement:
@@ -448,7 +470,7 @@ class Exchange:
             if self.course is not None:
                 self.course.asked_again(placement.worker)
         try:
-            upstream = await self.in_time(pool.connect())
+            upstream = await pool.connect()
         except WorkerLost as error:
             return Lost(str(error))
         return await self._ask(Attempt(self, placement), upstream, request)
@@ -468,9 +490,8 @@ class Exchange:
             return self.request_to(worker, body)
         if self.moves:
             body = self._going_on(body)
-        if self.ask.deadline_ms is not None:
-            left_ms = self.ask.deadline_ms - 1000 * (self.router.loop.time() - self.began_s)
-            body = splice(body, "deadline_ms", b"%.3f" % max(left_ms, 0.001))
+        if (left_s := self._left_s) is not None:
+            body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
         if ticket is not None:
             body = splice(body, "kv_ticket", ticket)
         return self.request_to(worker, body, b"x-headgate-journal: %d\r\n" % self.created)
