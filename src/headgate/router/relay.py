@@ -216,7 +216,8 @@ class Exchange:
         if self.journal.choices and not self.ask.stream:
             if self.cause != DEADLINE:
                 raise WorkersFailed("this request was aborted after its worker was lost, and with it what there was")
-            self.journal, unfinished = Journal(), dict.fromkeys(range(self.ask.n), 0)  # the client gets nothing of it
+            # The client gets nothing of it, and the usage says so.
+            self.journal, unfinished = Journal(), dict.fromkeys(range(min(self.ask.n, MOST_CHOICES)), 0)
         model = self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
         stream = self.ask.stream
         usage = usage_told(self.journal) if not stream or wants_usage(self.request.body) else None
