@@ -35,7 +35,7 @@ def adds_up(server: LiveServer) -> Iterator[None]:
     wait_until(lambda: all(not (status.running or status.waiting) for status in map(server.status, range(2))))
     statuses = [server.status(index) for index in range(2)]
     told = sum(status.output_tokens for status in statuses)
-    assert told and sum(usage.engine_tokens for usage in ledger._history.values()) == told
+    assert told and sum(past.usage.engine_tokens for past in ledger._history.values()) == told
     assert ledger.metrics.tokens["engine"] == told
 
 
