@@ -553,6 +553,35 @@ def test_36_an_answer_that_one_worker_ended_and_another_lost_goes_back_to_the_on
     run(main())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_36_an_answer_that_one_worker_lost_and_another_refused_goes_back_to_the_one_that_lost_it(stream: bool):
+    """The refusal came last, and the client was told of it, although the other worker was well."""
+
+    async def main() -> None:
+        script = first(Fault("cut", at=3), Fault("status", status=503))
+        async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
+            body = BODY | {"stream": stream}
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert sorted((len(one.asked), len(two.asked))) == [1, 2]
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_18_an_answer_that_a_pause_ended_and_another_worker_refused_is_told_as_the_pause_left_it(stream: bool):
+    """The client got an error, and lost the part of its answer that the first worker had handed over."""
+
+    async def main() -> None:
+        script = first(Fault("veiled", at=3), Fault("status", status=503))
+        async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
+            answer = await ask(url, CHAT, BODY | {"stream": stream})
+            assert answer.status == 200 and b'"error"' not in answer.body
+            assert answer.body.count(b'"finish_reason":"abort"') == 1
+            assert len(one.asked) == len(two.asked) == 1
+
+    run(main())
+
+
 def test_45_the_worker_that_failed_is_left_out_of_the_next_attempt():
     async def main() -> None:
         async with Mock(lambda _: Fault("close")) as bad, Mock() as good, routing(bad, good) as (_, url):

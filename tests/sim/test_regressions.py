@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headgate.testing.sim.caller import Manners
+from headgate.testing.sim.engine import Pace
 from headgate.testing.sim.kv import KvSettings
+from headgate.testing.sim.network import Weather
 from headgate.testing.sim.world import simulate
 from tests.sim.plans import HASTY, ask, deed
 
@@ -186,3 +188,104 @@ def test_58_a_refusal_that_comes_after_the_deadline_is_told_as_the_deadline():
 def test_a_router_does_not_hold_a_fleet_for_a_pause_that_nobody_could_follow():
     """Its engine died while it was asked; somebody resumed the fleet through the other router, and this one went on."""
     assert not simulate(3543, actors=False).failures
+
+
+def test_29_what_a_rolling_update_cuts_goes_on_at_the_worker_it_has_updated(carry_out):
+    """There was no other worker, and its client was told of a pause. Found by seed 1008076."""
+    report, _ = carry_out([ask("a")], deed(0.2, "roll"), servers=1, pace=Pace(step_s=0.05))
+    assert not report.failures
+    assert report.ends == {"max_tokens": 1} and report.counts["resumes"] == 1
+
+
+def test_18_an_answer_whose_connection_breaks_waits_for_a_fleet_that_others_have_paused(carry_out):
+    """One worker drained for an update, the other was paused; its client was told that a worker was lost (1004056)."""
+    asks = [ask(name, to="router1") for name in "ab"]
+    pause = deed(0.7, "pause_one", "server1", mode="abort", new_requests="reject", timeout=1.0)
+    broken = deed(1.5, "reset", between=["router1", "server0"])
+    report, _ = carry_out(asks, deed(0.2, "roll"), pause, broken, pace=Pace(step_s=0.05), routers=2)
+    assert not report.failures
+    assert report.ends == {"max_tokens": 1, "pause": 1}
+
+
+def test_36_an_answer_goes_back_to_the_worker_that_lost_it_if_the_other_has_old_weights(carry_out):
+    """The refusal of that one came last, and was what its client was told. Found by seed 1004957."""
+    asks = [ask("a", 1.0), ask("b", 1.0)]
+    broken = deed(1.8, "reset", between=["router", "server1"])
+    report, _ = carry_out(asks, deed(0.1, "roll"), deed(1.0, "return_old", which=0.0), broken)
+    assert not report.failures
+    assert report.ends == {"max_tokens": 2}
+
+
+def test_55_a_request_waits_for_another_worker_when_its_own_comes_back_with_old_weights(carry_out):
+    """It was refused, although whoever came a moment later waited. Found by seed 1008916."""
+    lost = [deed(0.8, "return_old", "server1", which=0.0), deed(1.8, "return_old", "server0", which=0.0)]
+    report, _ = carry_out([ask("a", 1.8, max_tokens=12)], deed(0.8, "roll"), *lost)
+    assert not report.failures
+    assert report.ends == {"max_tokens": 1}
+
+
+def test_24_a_worker_that_joins_again_during_a_pause_is_seen_to_be_resumed_through_another_router(carry_out):
+    """As a worker of the fleet it was a new one, and was paused again, and so for ever. Found by seed 1000112."""
+    away = deed(1.0, "stop_server", lasts_s=8.0)
+    pause = deed(1.0, "pause", back="router1", mode="freeze", new_requests="queue", timeout=0.2)
+    report, _ = carry_out([], away, pause, deed(4.0, "remove"), servers=1, routers=2)
+    assert not report.failures
+
+
+def test_24_a_pause_that_a_worker_has_followed_after_a_restart_is_seen_to_be_resumed(carry_out):
+    """Its restart was noticed after the resume, and it was paused again; the answer had not named the new process."""
+    short = deed(1.0, "kill_server", "server1", lasts_s=0.05)
+    pause = deed(1.2, "pause", lasts_s=0.05, back="router1", mode="freeze", new_requests="queue", timeout=0.2)
+    gone = deed(1.35, "lose_machine", "server0", lasts_s=8.0)
+    report, _ = carry_out([], short, pause, gone, routers=2)
+    assert not report.failures
+
+
+@pytest.mark.parametrize("tags", [{}, {"tags": {"run": "a"}}], ids=["by name", "by tags"])
+def test_2_an_abort_is_told_by_the_worker_that_has_the_answer_now(carry_out, tags):
+    """Another worker still made it for its key, since its connection had broken, and had come to other tokens (1001790)."""
+    keyed = ask("a", headers={"idempotency-key": "k"})
+    abort = deed(1.0, "abort_tags", **tags) if tags else deed(1.0, "abort", req_ids=["a"])
+    broken = deed(0.3, "reset", between=["router", "server1"])
+    slow = deed(0.3, "slow_engine", "server1", times=2.0)
+    report, _ = carry_out([keyed], broken, slow, abort, pace=Pace(step_s=0.03))
+    assert not report.failures
+    assert report.ends == {"api_abort": 1} and report.counts["resumes"] == 1
+    assert report.counts["tokens"] < 80  # no worker has gone on to its sixty
+
+
+@pytest.mark.parametrize("at_s", [0.58, 0.62], ids=["before the abort has come", "after it"])
+def test_5_the_client_of_an_aborted_answer_gets_it_though_the_connection_to_its_worker_breaks_then(carry_out, at_s):
+    """It was told that a worker was lost, and with it what there was, which the router knew (1008649)."""
+    cut = ask("a", stream=False)
+    broken = deed(at_s, "reset", between=["router", "server1"])
+    report, _ = carry_out([cut], deed(0.5, "abort", req_ids=["a"]), broken, weather=Weather(delay_s=0.05))
+    assert not report.failures
+    assert report.ends == {"api_abort": 1} and cut.reply.json()["choices"][0]["text"]
+
+
+def test_49_an_abort_of_a_try_that_its_client_has_left_says_nothing_of_the_next_try(carry_out):
+    """The judge took what was said of the first for the second, which had begun meanwhile. Found by seed 778730."""
+    first = ask("a", headers={"idempotency-key": "k"})
+    first.retries = True
+    first.manners = Manners(leaves_after_s=0.5)
+    report, _ = carry_out([first], deed(0.55, "abort_all"), weather=Weather(delay_s=0.03), servers=1)
+    assert not report.failures
+    assert report.counts["asked again"] == 1
+
+
+def test_49_an_abort_of_what_is_made_for_a_key_says_nothing_of_the_answer_that_its_client_has(carry_out):
+    """Another worker had answered since; the judge took the one that was aborted for it. Found by seed 1003056."""
+    keyed = ask("a", headers={"idempotency-key": "k"})
+    broken, slow = deed(0.3, "reset", between=["router", "server1"]), deed(0.3, "slow_engine", "server1", times=30.0)
+    report, _ = carry_out([keyed], broken, slow, deed(2.0, "abort_all"), pace=Pace(step_s=0.02))
+    assert not report.failures
+    assert report.ends == {"max_tokens": 1}
+
+
+def test_25_a_server_whose_update_broke_off_refuses_requests(carry_out):
+    """The judge wanted an answer of an engine that had no whole weights. Found by seed 1006994."""
+    asks = [ask(name, 1.0, to=f"server{i}") for i, name in enumerate("abcd")]
+    report, _ = carry_out(asks, deed(0.3, "update", mode="abort"), update_breaks=1.0, servers=4)
+    assert not report.failures
+    assert report.ends["503 engine_lost"] == 1

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.abort import Seconds
-from headgate.api.host import Host
+from headgate.api.host import BOOT_HEADER, Host, host_of
 from headgate.api.ledger import Record
 from headgate.api.metrics import look_at_all
 from headgate.api.schema import convert, read_object
@@ -409,7 +409,8 @@ async def resume(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
-    return json_response(ControlAnswer(request.state.request_id, "success", await controls_of(request).look()))
+    told = ControlAnswer(request.state.request_id, "success", await controls_of(request).look())
+    return _signed(request, json_response(told))
 
 
 async def update_weights(request: Request) -> Response:
@@ -459,7 +460,14 @@ def answer(request: Request, result: FleetResult) -> Response:
     """200 if all is done, 202 if an engine is still to follow."""
     id, done = request.state.request_id, all(engine.error is UNSET for engine in result.engines)
     log.info("%s: %s leaves the engines %s", id, request.url.path, result.state)
-    return json_response(ControlAnswer(id, "success" if done else "accepted", result), 200 if done else 202)
+    told = ControlAnswer(id, "success" if done else "accepted", result)
+    return _signed(request, json_response(told, 200 if done else 202))
+
+
+def _signed(request: Request, response: Response) -> Response:
+    """With the boot id of this process: a router that has not noticed a restart must not take this for the old one."""
+    response.headers[BOOT_HEADER] = host_of(request).life
+    return response
 
 
 def json_response(body: Any, status: int = 200) -> Response:

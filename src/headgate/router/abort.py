@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +90,9 @@ async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking
         targets, unknown = _named(router, scope, body.req_ids)
     began_s = router.loop.time()
     ended_here = _end_here(targets)
+    homes = {target.name: target.exchange.worker for target in targets}
     calls = _calls(router, body, targets, unknown)
-    merged = Merged(await fan_out(router, calls, asking, body.timeout + SLACK_S))
+    merged = Merged(await fan_out(router, calls, asking, body.timeout + SLACK_S), homes)
     if body.req_ids is None:
         left_s = max(body.timeout - (router.loop.time() - began_s), 1.0)
         again = _again(body, _untold(targets, merged), left_s)
@@ -154,6 +155,9 @@ def _calls(
         which = {"abort_all": True} if body.tags is None else {"tags": body.tags}
         return dict.fromkeys(everybody, _call(plain | which))
     names = _by_worker(targets)
+    for target in targets:
+        for worker in _left_behind(router, target.exchange):
+            names[worker].append(target.name)
     for worker in everybody if unknown else ():
         names[worker] += unknown
     return {worker: _call(plain | {"req_ids": asked}) for worker, asked in names.items()}
@@ -166,6 +170,14 @@ def _by_worker(targets: Iterable[Target]) -> defaultdict[Worker, list[str]]:
         if worker is not None and worker.kind == "headgate":
             names[worker].append(target.name)
     return names
+
+
+def _left_behind(router: Router, exchange: Exchange) -> list[Worker]:
+    """Workers that may still make an answer which has moved: for an `Idempotency-Key` they do, though nothing reads it."""
+    if not exchange.departures or exchange.request.header(b"idempotency-key") is None:
+        return []
+    urls = {each.worker for each in exchange.departures}
+    return [worker for worker in router.fleet if worker.url in urls and worker is not exchange.worker]
 
 
 def _untold(targets: Iterable[Target], merged: Merged) -> list[Target]:
@@ -202,9 +214,10 @@ async def _ended(targets: Sequence[Target], timeout_s: float) -> None:
 
 
 class Merged:
-    """What the workers have said, by name."""
+    """What the workers have said, by name; of a request that has moved, only the worker that has it now counts."""
 
-    def __init__(self, replies: Sequence[Reply]) -> None:
+    def __init__(self, replies: Sequence[Reply], homes: Mapping[str, Worker | None]) -> None:
+        self._homes = homes
         self.workers: dict[str, AbortOutcome] = {}
         self.silent: list[Reply] = []
         self.aborted: dict[str, int] = {}
@@ -229,11 +242,14 @@ class Merged:
             self.workers[reply.worker.url] = AbortOutcome(status=reply.status or UNSET, error=reply.error)
             return
         self.workers[reply.worker.url] = AbortOutcome(status=reply.status)
-        self.aborted |= {each["request_id"]: each["output_token_count"] for each in told["aborted"]}
-        self.finished |= set(told["already_finished"])
-        self.unknown |= set(told["not_found"])
-        self.errors |= {each["request_id"]: Trouble(**each) for each in told["errors"]}
-        self.accepted |= dict.fromkeys(told.get("accepted", ()))
+        away = {name for name, home in self._homes.items() if home is not reply.worker}
+        aborted = {each["request_id"]: each["output_token_count"] for each in told["aborted"]}
+        errors = {each["request_id"]: Trouble(**each) for each in told["errors"]}
+        self.aborted |= {name: aborted[name] for name in aborted if name not in away}
+        self.finished |= set(told["already_finished"]) - away
+        self.unknown |= set(told["not_found"]) - away
+        self.errors |= {name: errors[name] for name in errors if name not in away}
+        self.accepted |= {name: None for name in told.get("accepted", ()) if name not in away}
 
     def result(
         self, body: AbortRequest, targets: Sequence[Target], unknown: Collection[str], ended_here: set[str]

@@ -4,18 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
+from headgate.router.attempt import FAILED, Answered, Lost, Outcome, Streamed, Veiled
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
     from headgate.router.relay import Exchange
 
 ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may do better
+PASSING = frozenset((409, 500, 502, 504))  # the same worker may do better the next time
+ENGINE_LOST = b'"code":"engine_lost"'  # in a 503: not a pause, which the client should hear of
 
 
 def is_final(outcome: Outcome) -> bool:
     """Whether it is what the client should have, though nobody else was asked."""
     return isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and outcome.status not in ELSEWHERE)
+
+
+def _may_pass(outcome: Outcome) -> bool:
+    """Whether what failed may succeed at the same worker."""
+    match outcome:
+        case Lost():
+            return True
+        case Veiled(rescheduled, ending):
+            return rescheduled or ENGINE_LOST in ending
+        case Answered(status, _, body):
+            return status in PASSING or (status == 503 and ENGINE_LOST in body)
+    return False
+
+
+def _is_refusal(outcome: Outcome) -> bool:
+    """Whether the worker would answer the same until its state changes."""
+    match outcome:
+        case Veiled(rescheduled):
+            return not rescheduled
+        case Answered(status):
+            return status in (429, 503)
+    return False
 
 
 class Course:
@@ -25,7 +49,8 @@ class Course:
         self._exchange = exchange
         self._config = exchange.router.config
         self.excluded: set[Worker] = set()
-        self._unwilling: dict[Worker, int] = {}  # who ended it for reasons of its own, and in which of its states
+        self._unwilling: dict[Worker, int] = {}  # workers that ended or refused it themselves, and in which state
+        self._failed: set[Worker] = set()  # workers whose failure may pass
         self.fruitless = 0  # attempts in a row that brought no token
         self.last: tuple[Worker, Outcome] | None = None  # what the client is told if nobody does better
         self.extent = (0, 0, 0)  # of what it had been told by then
@@ -39,7 +64,7 @@ class Course:
         if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(worker, outcome)):
             self.last = worker, outcome
             return True
-        if not (self._was_full and isinstance(outcome, Answered) and outcome.status == 503):
+        if not self._tells_less(outcome):
             self.last = worker, outcome
         self.extent = self._exchange.journal.extent
         self._count(worker, outcome)
@@ -58,12 +83,21 @@ class Course:
         asked_before = self.last is not None or worker in self._tried
         return answer.status in ELSEWHERE or (answer.status == 409 and asked_before)
 
+    def _tells_less(self, outcome: Outcome) -> bool:
+        """Whether the client is better told what came before: its part of the answer, or that a worker was full."""
+        if self.was_full:
+            return isinstance(outcome, Answered) and outcome.status == 503
+        unchanged = self._exchange.journal.extent == self.extent
+        failed = FAILED.search(outcome.ending) if isinstance(outcome, Veiled) else True
+        return self.was_cut and unchanged and bool(failed)
+
     def _count(self, worker: Worker, outcome: Outcome) -> None:
         tokens = self._exchange.journal.tokens
         if tokens > self._tokens:
             self.fruitless, self._tokens = 0, tokens
             self.excluded.clear()
             self._unwilling.clear()
+            self._failed.clear()
         self.fruitless += 1
         refused = isinstance(outcome, Answered) and outcome.status == 409
         self.left_behind = worker if refused and worker in self._tried else None
@@ -72,8 +106,11 @@ class Course:
         self._reschedules += rescheduled
         if not rescheduled or self._config.preempt_retry_exclude_decode:
             self.excluded.add(worker)
-        if isinstance(outcome, Veiled) and not rescheduled:
+        (self._failed.add if _may_pass(outcome) else self._failed.discard)(worker)
+        if _is_refusal(outcome):
             self._unwilling[worker] = worker.changes
+        else:
+            self._unwilling.pop(worker, None)
 
     @property
     def rescheduled(self) -> bool:
@@ -82,11 +119,11 @@ class Course:
 
     @property
     def unwilling(self) -> set[Worker]:
-        """Who ended it for reasons of its own, and has not been in another state since."""
+        """Workers that ended or refused it, and have not been in another state since."""
         return {worker for worker, changes in self._unwilling.items() if worker.changes == changes}
 
     @property
-    def _was_full(self) -> bool:
+    def was_full(self) -> bool:
         """Whether a worker had too much to do: that is the reason, and not who else is paused."""
         return self.last is not None and isinstance(self.last[1], Answered) and self.last[1].status == 429
 
@@ -95,16 +132,13 @@ class Course:
         return self.last is not None and isinstance(self.last[1], Veiled)
 
     @property
+    def was_lost(self) -> bool:
+        return self.last is not None and isinstance(self.last[1], Lost)
+
+    @property
     def may_return(self) -> bool:
         """Whether a worker that failed may be asked again, if there is no other."""
-        if self.last is None:
-            return False
-        match self.last[1]:
-            case Lost() | Veiled(rescheduled=True):
-                return True
-            case Answered(status):
-                return status in (409, 500, 502, 504)
-        return False
+        return bool(self._failed)
 
     @property
     def backoff_s(self) -> float:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.requests import Request
 
+from headgate.api.host import BOOT_HEADER
 from headgate.router.upstream import Headers, WorkerLost, call
 from headgate.router.worker import Worker
 
@@ -110,9 +111,11 @@ async def _call(router: Router, worker: Worker, one: Call, asking: Asking, timeo
     headers: Headers = router.credentials(worker, list(asking.headers), asking.tenant)
     try:
         pool = router.fleet.pool(worker)
-        status, _, body = await call(pool, one.method, one.path, one.body, headers=headers, timeout_s=timeout_s)
+        status, told, body = await call(pool, one.method, one.path, one.body, headers=headers, timeout_s=timeout_s)
     except (WorkerLost, KeyError) as error:  # KeyError: it has left meanwhile
         return Reply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
+    if (boot := told.get(BOOT_HEADER)) is not None:
+        router.fleet.set_life(worker, boot)
     return Reply(worker, status, body, life=worker.life)
 
 

@@ -40,8 +40,18 @@ class Follower:
         while True:
             await self._router.fleet_changed(LOOK_EVERY_S)
             if self._controls.at_rest:
+                await self._note_paused()
                 await self._look_for_others()
                 await asyncio.gather(*(self._catch_up(worker) for worker in self._late()))
+
+    async def _note_paused(self) -> None:
+        """A worker of a held fleet that is paused has followed, whether or not its answer has come here."""
+        controls = self._controls
+        for worker in [worker for worker in self._fleet if worker.state == "paused"]:
+            if controls.pause_asked is None or worker in controls.paused:
+                continue
+            if await self._state_of(worker) == "paused" and controls.pause_asked is not None:
+                controls.paused.add(worker)
 
     async def _look_for_others(self) -> None:
         """A paused worker that runs again without having been away was resumed by somebody else; that holds for all."""
@@ -55,13 +65,17 @@ class Follower:
                 return
 
     async def _runs(self, worker: Worker) -> bool:
-        """By its own word, asked now: a probe may be older than the pause. And it must be who was paused, still."""
+        state = await self._state_of(worker)
+        return state == "running" and worker in self._controls.paused
+
+    async def _state_of(self, worker: Worker) -> str | None:
+        """By its own word, asked now: a probe may be older than the pause. None unless it is the same process still."""
         controls = self._controls
         reply = await self._ask(worker, Call("GET", "/v1/is_paused"), controls.patience_s)
-        result, errors = reply.json().get("result") or {}, worker.errors
+        result, errors, life = reply.json().get("result") or {}, worker.errors, worker.life
         await controls.probe(worker)
-        same = worker in controls.paused and worker.errors == errors
-        return reply.ok and result.get("state") == "running" and controls.at_rest and same
+        same = (worker.errors, worker.life) == (errors, life)
+        return str(result.get("state")) if reply.ok and same and controls.at_rest else None
 
     def _late(self) -> list[Worker]:
         now_s = self._router.loop.time()

@@ -79,6 +79,12 @@ class Journal:
         for finished, reason, cause, *counts in FINISH.findall(raw):
             self._told(int(finished)).finish = [reason.decode(), cause.decode(), *map(int, counts)]
 
+    def end(self, choices: int, cause: str) -> None:
+        """End what has not ended, where it is. How long the prompt is, only a worker knows."""
+        self.read()
+        for told in map(self._told, range(choices)):
+            told.finish = told.finish or ["abort", cause, 0, 0, len(told.tokens)]
+
     def _told(self, index: int) -> Told:
         told = self._choices.get(index)
         if told is None:

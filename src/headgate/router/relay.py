@@ -358,7 +358,7 @@ class Exchange:
             if not self._admitted:
                 await router.admit(self)
                 self._admitted = True
-            await self._carry(tried, fresh=fresh)
+            await self._carry_through(tried, fresh=fresh)
         except RequestError as error:
             router.failed(self, error)
             self.fail(error)
@@ -413,6 +413,17 @@ class Exchange:
             self._ends += (end,)
         return end
 
+    async def _carry_through(self, tried: tuple[Worker, Outcome] | None, *, fresh: bool) -> None:
+        try:
+            return await self._carry(tried, fresh=fresh)
+        except asyncio.CancelledError:
+            gone = self.client.gone or self.router.draining or not self.ending
+            if gone or self.course is None or not self._has_words_to_find(self.course):
+                raise
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()  # it was aborted between two workers, and its words are still to be found
+        return await self._carry(None, fresh=False)
+
     async def _carry(self, tried: tuple[Worker, Outcome] | None, *, fresh: bool) -> None:
         """Attempt after attempt, until the client has its answer or nobody is left to ask."""
         course = self.course = Course(self)
@@ -427,7 +438,7 @@ class Exchange:
                 self.router.counters.moved(self)
                 if course.left_behind is not None:
                     await end_former(self, course.left_behind)
-            if self.ending:
+            if self.ending and not self._has_words_to_find(course):
                 return self._tell_end()
             placement, self._placement = self._placement, None
             placement = placement or await self.router.place(self, course)
@@ -435,6 +446,19 @@ class Exchange:
                 return self._tell_last(course)
             tried = placement.worker, await self._try(placement, fresh=fresh)
             fresh = False
+
+    def _has_words_to_find(self, course: Course) -> bool:
+        """Whether a worker is there to tell the end of a whole answer that was aborted, and whose own worker was lost.
+
+        The tokens are known here and the text is not. No worker goes on with it: in its journal all choices have ended.
+        """
+        unknown = not self.ask.stream and bool(self.journal.choices) and self._unshown() is None
+        if not unknown or self.ask.logprobs or self.router.holding:
+            return False
+        self.journal.end(min(self.ask.n, MOST_CHOICES), self.cause)
+        self.cut = True
+        self._placement = self._placement or self.router.choose(self, course)
+        return self._placement is not None
 
     def _tell_last(self, course: Course) -> None:
         if course.last is None:

@@ -56,6 +56,7 @@ RELAYED = frozenset(
 JOURNALLED = frozenset(("/v1/chat/completions", "/v1/completions"))  # our workers show life while they compute these
 EXPORTING = JOURNALLED | {"/v1/responses"}  # and take `export_kv` and `kv_ticket` with these
 KEEP_ALIVE_S = 10.0
+AWAITED = ("starting", "stopping", "down", "outdated", "ready")  # states of workers that are worth waiting for
 LONGEST_ID = 256
 KEPT_KEYS = 10_000  # Idempotency-Keys, each with the worker that has its answer
 
@@ -256,13 +257,15 @@ class Router:
 
     def _worth_waiting(self, course: Course) -> bool:
         """A worker may come up; one that is paused says so, and the client should hear it."""
+        if self.fleet.rolling and not course.was_full:
+            return True  # the worker that is being updated is back in a moment
         if course.last is not None and not course.may_return:
-            # An answer that its worker broke off is worth more than that: somebody else may be back in a moment.
+            # A part of an answer is worth more than that: another worker may be back in a moment.
             others = (worker for worker in self.fleet if worker not in course.excluded)
             return course.was_cut and any(worker.state in ("starting", "stopping", "down") for worker in others)
-        if self.fleet.rolling:
-            return True
-        return any(worker.state in ("starting", "stopping", "down", "outdated", "ready") for worker in self.fleet)
+        # An answer whose worker was lost has nothing to tell of a pause, which others may be in.
+        awaited = (*AWAITED, "paused") if course.was_lost else AWAITED
+        return any(worker.state in awaited for worker in self.fleet)
 
     def choose(self, exchange: Exchange, course: Course | None = None) -> Placement | None:
         """Somebody who is there, of whose load this request is a part from now on; `course`: after what was tried."""
@@ -298,12 +301,9 @@ class Router:
         workers = self._able(half, model, course.excluded, going_on)
         if not workers and not course.rescheduled:
             workers = self._able("any", model, course.excluded, going_on)  # rather than back to who has failed
-        if not workers and course.may_return:
-            workers = self._able(half, model, (), going_on)
-        if not workers and course.was_cut:
-            workers = self._able(
-                half, model, course.unwilling, going_on
-            )  # who failed, or was paused, may be well again
+        if not workers and (course.may_return or course.was_cut or self.fleet.rolling):
+            # Workers that failed, or that were paused then, may be well again.
+            workers = self._able(half, model, course.unwilling, going_on)
         return workers
 
     def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from headgate.protocol.request import Ticket
@@ -11,7 +11,7 @@ from headgate.testing.sim.engine import EngineProcess
 from headgate.testing.sim.hostile_deeds import HostileDeeds
 from headgate.testing.sim.hosts import SimServer
 from headgate.testing.sim.loop import Host
-from headgate.testing.sim.network import Damage
+from headgate.testing.sim.network import Damage, SimTransport
 from headgate.testing.sim.script import ROUTERS, Deed
 
 if TYPE_CHECKING:
@@ -147,17 +147,24 @@ class Deeds(HostileDeeds):
     async def reset(self, deed: Deed) -> None:
         world = self._world
         asks = {f"clients/{ask.name}": ask for ask in world.plan.asks}
-        for which in deed.more["which"]:
-            transports = [t for t in self._network.transports if t.host is not world.operator]
-            transports = [t for t in transports if t.peer.host is not world.operator]
-            if not transports:
-                return
-            transport = transports[int(which * len(transports))]
+        for transport in self._to_reset(deed):
             for host in (transport.host, transport.peer.host):
                 if host.name in asks:
                     asks[host.name].disturbed = True
             world.note(transport.host, f"loses its connection to {transport.peer.host.name}")
             transport.break_off()
+
+    def _to_reset(self, deed: Deed) -> Iterator[SimTransport]:
+        """Connections that a plan draws, one after the other; or all from one host to another that it names."""
+        if "between" in deed.more:
+            named = [t for t in self._network.transports if [t.host.name, t.peer.host.name] == deed.more["between"]]
+            yield from named
+            return
+        for which in deed.more["which"]:
+            transports = [t for t in self._network.transports if t.host is not self._world.operator]
+            transports = [t for t in transports if t.peer.host is not self._world.operator]
+            if transports:
+                yield transports[int(which * len(transports))]
 
     # -- KV on its way ----------------------------------------------------------------------
 
@@ -227,13 +234,13 @@ class Deeds(HostileDeeds):
             self._world.restart(server)
 
     async def _abort(self, via: str, body: dict[str, Any]) -> None:
-        world = self._world
+        world, asked_s = self._world, self._loop.time()
         reply = await world.control(via, "POST", "/v1/abort_requests", body)
         if reply.status not in (200, 202):
             return
         result = reply.json()["result"]
         told = {each["request_id"]: each["output_token_count"] for each in result["aborted"]}
-        world.told_aborted(via, told)
+        world.told_aborted(via, asked_s, told)
         for each in result["errors"]:
             if each["code"] == "not_told":  # it was found, and has been asked to end
                 world.asked_to_end[via].add(each["request_id"])

@@ -109,6 +109,7 @@ class World:
         self._jobs: list[asyncio.Task[None]] = []  # of operators
         self._paused = False  # somebody has asked for that
         self._aborted: dict[str, int] = {}  # what callers of an abort were told
+        self._asked_again: dict[str, float] = {}  # requests with a key, and when their clients have tried again
         self._calls = 0
         self.liars: dict[str, None] = {}  # servers that have lied
         self._ids = Counter(ask.id for ask in plan.asks)
@@ -272,15 +273,26 @@ class World:
 
     def placed(self, router: str, exchange: Exchange, url: str) -> None:
         self._placements.setdefault((router, exchange.id), []).append(url)
+        if exchange.cut:
+            return  # it has ended, and a worker is asked for its words
         if exchange.ending or (exchange.id in self.asked_to_end[router] and self._ids[exchange.id] == 1):
             self.fail(f"{exchange.id} goes to another worker, although somebody has asked for its end")
 
-    def told_aborted(self, router: str, tokens: dict[str, int]) -> None:
+    def told_aborted(self, router: str, asked_s: float, tokens: dict[str, int]) -> None:
         """What the caller of an abort was told. Another router's requests may have gone on before it heard."""
-        asked = {ask.name: ask.to for ask in self.plan.asks}
-        here = {name: count for name, count in tokens.items() if asked.get(name) == router and self._ids[name] == 1}
-        self._aborted |= here
-        self.asked_to_end[router] |= here.keys()
+        here = {ask.name for ask in self.plan.asks if ask.to == router and self._is_meant(ask, asked_s)}
+        told = {name: count for name, count in tokens.items() if name in here}
+        self._aborted |= told
+        self.asked_to_end[router] |= told.keys()
+
+    def _is_meant(self, ask: Ask, asked_s: float) -> bool:
+        """Whether an abort of then can only have met this request as its client knows it.
+
+        One with a key may have been asked once more since, or have been answered while a worker still made it for the key.
+        """
+        answered = ask.reply.whole and ask.reply.ended_s <= asked_s and "idempotency-key" in ask.headers
+        again_s = self._asked_again.get(ask.name, -1.0)
+        return again_s < asked_s and not answered and self._ids[ask.name] == 1
 
     def _tokenised(self, text: str) -> None:
         if len(text) > promises.LONGEST_TEXT:
@@ -337,6 +349,8 @@ class World:
             # What was begun the first time may be told now, by the weights of then.
             if ask.reply.broken.startswith("no connection"):
                 ask.floor = self._floor(ask.to)
+            self._asked_again[ask.name] = self.loop.time()
+            self._aborted.pop(ask.name, None)
             for names in self.asked_to_end.values():
                 names.discard(ask.name)  # this one is another
             ask.reply = await call(address, "POST", ask.path, ask.body, ask.headers)
@@ -567,6 +581,8 @@ class World:
         removed = {deed.who for deed in self.plan.deeds if deed.what == "remove"}
         if ask.routed and self.plan.servers > max(len(removed), 1):
             return any(name not in (*MADE_UP_FOR, *hostile.HARMLESS) for name in self.report.deeds)
+        if self.processes.broken_updates:
+            return True  # an engine whose update broke off answers nothing until another one succeeds
         return any(name in (*TROUBLE, *DEADLY, *hostile.STOPS, "remove", "roll") for name in self.report.deeds)
 
     def _count(self) -> None:
