@@ -140,7 +140,7 @@ def test_what_waits_is_told_from_what_computes():
         waiting = SimpleNamespace(
             began_s=began_s, moves=0, told_raw=False, journal=SimpleNamespace(tokens=0), worker=worker, leg=None
         )
-        router.live["a"] = waiting  # type: ignore[assignment]
+        router.live["", "a", 0] = waiting  # type: ignore[assignment]
         load = load_of(router, "mixed")
         assert (load.queue_s, load.kv_usage, load.busy) == (0, 0.75, 0.25)  # a long prompt, and nobody waits there
         worker.waiting = 1

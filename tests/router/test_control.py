@@ -437,15 +437,17 @@ def test_7_an_abort_in_the_moment_of_the_last_word_adds_nothing(router: LiveRout
     with router.client() as http, ThreadPoolExecutor(1) as threads:
         body = {"prompt": "x", "stream": True, "request_id": "last", **LONG}
         answer = threads.submit(http.post, "/v1/completions", json=body)
-        wait_until(lambda: "last" in router.router.live and router.router.live["last"].journal.tokens > 3)
-        exchange = router.router.live["last"]
+        last = "", "last", 0
+        wait_until(lambda: last in router.router.live and router.router.live[last].journal.tokens > 3)
+        exchange = router.router.live[last]
 
-        def race() -> set[str]:
+        def race() -> bool:
             exchange.attempt.leave()
             exchange.attempt._finish(Streamed())
-            return _end_here([Target("last", exchange)])
+            _end_here([Target("last", exchange)])
+            return exchange.cut
 
-        assert router.do(race) == set()
+        assert not router.do(race)
         assert answer.result(60).status_code == 200 and "api_abort" not in answer.result().text
 
 
@@ -455,7 +457,7 @@ def test_a_request_at_somebody_elses_server_is_ended_by_hanging_up(fakes: list[F
     with live_router(foreign.url) as router, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(router.post, "/v1/completions", {"prompt": "x", "request_id": "there"})
         wait_until(lambda: router.states() and router.router.fleet.find(foreign.url).in_flight)
-        wait_until(lambda: router.router.live["there"].worker is not None)
+        wait_until(lambda: router.router.live["", "there", 0].worker is not None)
         assert Fleet(router.url).requests()[0]["worker"] == foreign.url
         assert Fleet(router.url).abort("there").aborted == {"there": 0}
         assert asked.result(60).json()["choices"][0]["finish_reason"] == "abort"

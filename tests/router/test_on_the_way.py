@@ -41,7 +41,9 @@ def test_21_an_abort_of_all_ends_a_request_that_has_not_reached_its_worker(body:
         telling(fake)
         request = {"prompt": "x", "request_id": "way", "tags": {"run": "7"}}
         asked = threads.submit(router.post, COMPLETIONS, request)
-        wait_until(lambda: "way" in router.router.live and router.router.live["way"].worker is not None)
+        wait_until(
+            lambda: ("", "way", 0) in router.router.live and router.router.live["", "way", 0].worker is not None
+        )
         told = router.post(ABORT, body | {"timeout": 60}).json()["result"]
         assert told["aborted"] == [{"request_id": "way", "output_token_count": 0}] and told["errors"] == []
         assert asked.result(60).json()["choices"][0]["finish_reason"] == "abort"
@@ -56,7 +58,9 @@ def test_what_a_worker_has_told_of_is_not_asked_again():
     with fake_worker(slow=COMPLETIONS) as fake, live_router(fake.url) as router, ThreadPoolExecutor(1) as threads:
         telling(fake, "there")
         asked = threads.submit(router.post, COMPLETIONS, {"prompt": "x", "request_id": "there"})
-        wait_until(lambda: "there" in router.router.live and router.router.live["there"].worker is not None)
+        wait_until(
+            lambda: ("", "there", 0) in router.router.live and router.router.live["", "there", 0].worker is not None
+        )
         told = router.post(ABORT, {"abort_all": True, "timeout": 0.2}).json()["result"]
         assert told["aborted"] == [{"request_id": "there", "output_token_count": 3}]
         assert len(fake.asked(ABORT)) == 1
@@ -75,7 +79,7 @@ def test_49_an_answer_with_a_key_goes_on_at_the_server_that_still_makes_it_for_n
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(keyed(router.url, body, heard))
                 await asyncio.wait_for(heard.begun.wait(), 60)
-                await asyncio.to_thread(router.do, lambda: router.router.live["keyed"].attempt.fail("a test"))
+                await asyncio.to_thread(router.do, lambda: router.router.live["", "keyed", 0].attempt.fail("a test"))
             return heard
 
         heard = asyncio.run(asyncio.wait_for(main(), 100))

@@ -364,9 +364,9 @@ def test_2_an_abort_that_comes_when_all_but_the_end_of_the_stream_was_told_says_
         body = BODY | {"stream": True, "max_tokens": 1, "request_id": "told"}
         async with Mock(lambda _: Fault("stall", at=1)) as mock, routing(mock) as (router, url):
             asked = asyncio.ensure_future(ask(url, CHAT, body))
-            await until(lambda: "told" in router.live and router.live["told"].journal.choices)
+            await until(lambda: ("", "told", 0) in router.live and router.live["", "told", 0].journal.choices)
             aborting = asyncio.ensure_future(abort(router, AbortRequest(req_ids=["told"]), Scope("", True), Asking()))
-            await until(lambda: router.live["told"].ending)
+            await until(lambda: router.live["", "told", 0].ending)
             mock.kill()
             assert (await aborting).already_finished == ["told"] and not (await aborting).aborted
             answer = await asked
@@ -387,8 +387,8 @@ def test_5_what_one_worker_left_unsaid_and_another_has_said_is_not_told_again_by
         ):
             one.pace_s = two.pace_s = 0.02
             asked = asyncio.ensure_future(ask(url, COMPLETIONS, body))
-            await until(lambda: "tale" in router.live and router.live["tale"].moves)
-            exchange = router.live["tale"]
+            await until(lambda: ("", "tale", 0) in router.live and router.live["", "tale", 0].moves)
+            exchange = router.live["", "tale", 0]
             tokens = exchange.journal.tokens
             await until(lambda: exchange.journal.tokens > tokens + 4)
             exchange.end()
@@ -407,10 +407,10 @@ def test_7_the_client_of_an_aborted_request_that_is_not_utf_8_is_told_so():
         async with Mock() as mock, routing(mock) as (router, url):
             router.hold(queue=True)
             asked = asyncio.ensure_future(ask(url, CHAT, body))
-            await until(lambda: "odd" in router.live)
+            await until(lambda: ("", "odd", 0) in router.live)
             told = await abort(router, AbortRequest(tags={"a": "b"}), Scope("", True), Asking())
             assert not told.aborted and not told.errors  # nor does it disturb others' aborts
-            router.live["odd"].end()
+            router.live["", "odd", 0].end()
             assert b'"cause":"api_abort"' in (await asked).body
             router.release()
 
@@ -427,8 +427,8 @@ def test_whatever_goes_wrong_while_an_end_is_told_the_client_hears_of_it(monkeyp
         async with Mock() as mock, routing(mock) as (router, url):
             router.hold(queue=True)
             asked = asyncio.ensure_future(ask(url, CHAT, BODY | {"request_id": "one"}))
-            await until(lambda: "one" in router.live)
-            router.live["one"].end()
+            await until(lambda: ("", "one", 0) in router.live)
+            router.live["", "one", 0].end()
             assert (await asked).error["code"] == "internal_error"
             router.release()
 

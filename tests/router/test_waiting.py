@@ -104,7 +104,7 @@ def test_58_a_deadline_ends_what_has_lost_its_worker_with_what_there_is():
         async with Mock(lambda _: Fault("stall", at=6)) as mock, routing(mock) as (router, url):
             wire = await Wire.open(url)
             wire.post(CHAT, BODY | {"stream": True, "deadline_ms": 5000, "request_id": "one"})
-            await until(lambda: "one" in router.live and router.live["one"].journal.tokens)
+            await until(lambda: ("", "one", 0) in router.live and router.live["", "one", 0].journal.tokens)
             mock.kill()
             answer = await wire.response()
             assert b'"content"' in answer.body

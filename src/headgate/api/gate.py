@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headgate.api.bodies import Bodies, Charge
 from headgate.api.errors import error_response, status_of
 from headgate.api.host import host_of
+from headgate.api.ids import Ids
 from headgate.api.keys import Headers, Keys
 from headgate.api.sharing import Sharing
 from headgate.errors import HeadgateError, RequestError
@@ -34,12 +34,13 @@ class Gate:
         self._keys = keys
         self._sharing = sharing
         self._bodies = Bodies(sharing, max_body_bytes)
+        self._ids = Ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no lifespan, no web sockets
         state = scope.setdefault("state", {})
-        state["request_id"] = f"req-{secrets.token_hex(12)}"
+        state["request_id"] = self._ids.draw()
         answer, charge = _Answer(state, send), None
         try:
             headers: Headers = scope["headers"]

@@ -350,7 +350,7 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
     ) -> Record:
         """A place for a request, taken on entering it. `label` is the client's name for it, or one is made up."""
-        named = label or f"req-{secrets.token_hex(12)}"
+        named = label or f"req-{secrets.token_hex(16)}"
         return Record(self, tenant, tenant if share is None else share, named, kind, choices, tags or {})
 
     @property

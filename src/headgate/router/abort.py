@@ -50,6 +50,10 @@ class Scope:
     def sees(self, exchange: Exchange) -> bool:
         return self.admin or exchange.tenant == self.tenant
 
+    def tenants(self, router: Router) -> Collection[str]:
+        """The tenants by whose names to look: the admin's word is for all that have requests here."""
+        return dict.fromkeys(e.tenant for e in router.live.values()) if self.admin else (self.tenant,)
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -73,12 +77,13 @@ class _Tagged(msgspec.Struct):
     tags: dict[str, str] = {}
 
 
-def find(router: Router, scope: Scope, name: str) -> Target | None:
+def find(router: Router, tenants: Collection[str], name: str) -> list[Target]:
+    """One, or none; several only if several of these tenants use the same name."""
     for label, choice in readings(name):
-        exchange = router.live.get(label)
-        if exchange is not None and scope.sees(exchange) and (choice is None or choice < exchange.ask.n):
-            return Target(name, exchange, choice)
-    return None
+        named = [e for tenant in tenants if (e := router.live.get((tenant, label, 0))) is not None]
+        if found := [Target(name, e, choice) for e in named if choice is None or choice < e.ask.n]:
+            return found
+    return []
 
 
 async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking) -> RouterAbortResult:
@@ -89,23 +94,25 @@ async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking
     else:
         targets, unknown = _named(router, scope, body.req_ids)
     began_s = router.loop.time()
-    ended_here = _end_here(targets)
-    homes = {target.name: target.exchange.worker for target in targets}
+    _end_here(targets)
+    homes = _homes(targets)
     calls = _calls(router, body, targets, unknown)
     merged = Merged(await fan_out(router, calls, asking, body.timeout + SLACK_S), homes)
     if body.req_ids is None:
         left_s = max(body.timeout - (router.loop.time() - began_s), 1.0)
         again = _again(body, _untold(targets, merged), left_s)
         merged.add(await fan_out(router, again, asking, left_s + SLACK_S))
-    ended_here |= _end_unheard(targets, merged.unknown)
+    _end_unheard(targets, merged.unknown)
     if body.wait:
         await _ended(targets, body.timeout - (router.loop.time() - began_s))
-    return merged.result(body, targets, unknown, ended_here)
+    return merged.result(body, targets, unknown)
 
 
 def _named(router: Router, scope: Scope, names: Iterable[str]) -> tuple[list[Target], list[str]]:
-    found = {name: find(router, scope, name) for name in names}
-    return [target for target in found.values() if target], [name for name, target in found.items() if not target]
+    tenants = scope.tenants(router)
+    found = {name: find(router, tenants, name) for name in names}
+    unknown = [name for name, targets in found.items() if not targets]
+    return [target for targets in found.values() for target in targets], unknown
 
 
 def _matching(router: Router, scope: Scope, tags: Any) -> list[Target]:
@@ -122,27 +129,21 @@ def _tags(exchange: Exchange) -> dict[str, str]:
         return {}
 
 
-def _end_here(targets: Iterable[Target]) -> set[str]:
-    """End what no worker could be asked about; the names of those. The others go on nowhere else."""
-    ended = set()
+def _end_here(targets: Iterable[Target]) -> None:
+    """End what no worker could be asked about. The others go on nowhere else."""
     for target in targets:
         exchange, whole = target.exchange, target.choice is None or target.exchange.ask.n == 1
         exchange.ending = exchange.ending or whole
         if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
             exchange.end()
-            ended.add(target.name)
-    return ended
 
 
-def _end_unheard(targets: Iterable[Target], unknown: Collection[str]) -> set[str]:
+def _end_unheard(targets: Iterable[Target], unknown: Collection[str]) -> None:
     """End what its worker does not know: the request is on its way there, and the abort was faster."""
-    ended = set()
     for target in targets:
         exchange = target.exchange
         if target.name in unknown and exchange.ending and not exchange.over:
             exchange.end()
-            ended.add(target.name)
-    return ended
 
 
 def _calls(
@@ -170,6 +171,14 @@ def _by_worker(targets: Iterable[Target]) -> defaultdict[Worker, list[str]]:
         if worker is not None and worker.kind == "headgate":
             names[worker].append(target.name)
     return names
+
+
+def _homes(targets: Iterable[Target]) -> dict[str, set[Worker | None]]:
+    """The workers that have requests of each name now."""
+    homes: defaultdict[str, set[Worker | None]] = defaultdict(set)
+    for target in targets:
+        homes[target.name].add(target.exchange.worker)
+    return homes
 
 
 def _left_behind(router: Router, exchange: Exchange) -> list[Worker]:
@@ -216,11 +225,11 @@ async def _ended(targets: Sequence[Target], timeout_s: float) -> None:
 class Merged:
     """What the workers have said, by name; of a request that has moved, only the worker that has it now counts."""
 
-    def __init__(self, replies: Sequence[Reply], homes: Mapping[str, Worker | None]) -> None:
+    def __init__(self, replies: Sequence[Reply], homes: Mapping[str, set[Worker | None]]) -> None:
         self._homes = homes
         self.workers: dict[str, AbortOutcome] = {}
         self.silent: list[Reply] = []
-        self.aborted: dict[str, int] = {}
+        self.aborted: dict[str, list[int]] = {}  # tokens; several if tenants use the same name
         self.finished: set[str] = set()
         self.unknown: set[str] = set()  # to those who were asked
         self.errors: dict[str, Trouble] = {}
@@ -242,31 +251,34 @@ class Merged:
             self.workers[reply.worker.url] = AbortOutcome(status=reply.status or UNSET, error=reply.error)
             return
         self.workers[reply.worker.url] = AbortOutcome(status=reply.status)
-        away = {name for name, home in self._homes.items() if home is not reply.worker}
-        aborted = {each["request_id"]: each["output_token_count"] for each in told["aborted"]}
+        away = {name for name, homes in self._homes.items() if reply.worker not in homes}
         errors = {each["request_id"]: Trouble(**each) for each in told["errors"]}
-        self.aborted |= {name: aborted[name] for name in aborted if name not in away}
+        for each in told["aborted"]:
+            if each["request_id"] not in away:
+                self.aborted.setdefault(each["request_id"], []).append(each["output_token_count"])
         self.finished |= set(told["already_finished"]) - away
         self.unknown |= set(told["not_found"]) - away
         self.errors |= {name: errors[name] for name in errors if name not in away}
         self.accepted |= {name: None for name in told.get("accepted", ()) if name not in away}
 
-    def result(
-        self, body: AbortRequest, targets: Sequence[Target], unknown: Collection[str], ended_here: set[str]
-    ) -> RouterAbortResult:
+    def result(self, body: AbortRequest, targets: Sequence[Target], unknown: Collection[str]) -> RouterAbortResult:
         result = RouterAbortResult(workers=self.workers)
         if not body.wait:
             return self._accepted(result, targets, unknown)
-        here = {target.name: target for target in targets}
-        for name in dict.fromkeys([*here, *unknown, *self.aborted, *self.errors]):
-            self._judge(result, name, here.get(name), name in ended_here)
+        for target in {(target.exchange.tenant, target.name): target for target in targets}.values():
+            self._judge(result, target.name, target)
+        here = {target.name for target in targets}
+        for name in dict.fromkeys([*unknown, *self.aborted, *self.errors]):
+            if name not in here:
+                self._judge(result, name, None)
         return result
 
-    def _judge(self, result: RouterAbortResult, name: str, target: Target | None, ended_here: bool) -> None:
+    def _judge(self, result: RouterAbortResult, name: str, target: Target | None) -> None:
         if target is not None and target.exchange.cut:  # its worker may have made more, which nobody was told
             result.aborted.append(Aborted(name, target.exchange.journal.tokens))
         elif name in self.aborted:
-            result.aborted.append(Aborted(name, self.aborted[name]))
+            counts = self.aborted[name]
+            result.aborted.append(Aborted(name, counts.pop(0) if len(counts) > 1 else counts[0]))
         elif name in self.errors:
             result.errors.append(self.errors[name])
         elif name in self.finished:

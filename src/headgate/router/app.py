@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from headgate.api.abort import AbortRequest, Seconds, read_abort
 from headgate.api.control import ControlBody, MemoryRequest, PauseRequest
 from headgate.api.dashboard import show_page, watched
 from headgate.api.errors import RETRY_AFTER_S, NotFound, error_body, error_response
+from headgate.api.ids import Ids
 from headgate.api.openapi import ERRORS, POSTED
 from headgate.api.openapi import describe as describe_server
 from headgate.api.schema import convert, read_object
@@ -337,9 +337,10 @@ class App(Starlette):
 class Gate:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._ids = Ids()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        id = _given_id(scope) or f"req-{secrets.token_hex(12)}"
+        id = _given_id(scope) or self._ids.draw()
         scope["state"]["request_id"] = id
 
         async def named(message: Message) -> None:

@@ -70,7 +70,7 @@ class Visit:
             "http_version": self._request.head.version,
             "method": self._request.head.method,
             "scheme": "http",
-            "path": path.decode("latin-1"),
+            "path": self._request.path,
             "raw_path": path,
             "root_path": "",
             "query_string": query,

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 
 TICKET = re.compile(rb'^data: \{"kv_ticket":(\{.*\})\}\r?$', re.MULTILINE)
 MOST_BYTES = 2**20
-LONGEST_NAME = 240  # of a request, to which a word is added
+PREFILL = "#prefill"  # ends no id of a client: the router refuses those
+LONGEST_NAME = 240  # of a request, to which that is added
 
 
 class NoTicket(Exception):
@@ -106,7 +108,10 @@ async def prefilled(exchange: Exchange, worker: Worker) -> AsyncIterator[bytes |
 
 def prefill_name(id: str) -> str:
     """Its own: the worker may yet be asked for the answer, before it has noticed that nobody wants its KV."""
-    return f"{id[:LONGEST_NAME]}-prefill"
+    if len(id) > LONGEST_NAME:
+        digest = blake2b(id.encode(), digest_size=16).hexdigest()
+        id = f"{id[: LONGEST_NAME - len(digest)]}{digest}"
+    return id + PREFILL
 
 
 def _request(exchange: Exchange, worker: Worker) -> bytes:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol, cast
+from urllib.parse import unquote
 
 import httptools
 
@@ -264,7 +265,8 @@ class Downstream(asyncio.Protocol):
         if self._parser.should_upgrade():
             raise BadHttp(400, "upgrade_refused", "this server speaks HTTP/1.1 alone")
         head.method = self._parser.get_method().decode("ascii")
-        head.path = head.target.partition(b"?")[0].decode("latin-1")
+        path = head.target.partition(b"?")[0].decode("latin-1")
+        head.path = unquote(path) if "%" in path else path
         head.version = self._parser.get_http_version()
         head.keep_alive = self._parser.should_keep_alive()
         length = head.first.get(b"content-length")

@@ -80,7 +80,7 @@ class Exchange:
 
     # How every one begins; in the class, because there are thousands a second.
     id = ""
-    key = ""  # under which the router has it
+    key = "", "", 0  # in `Router.live`
     attempt: Attempt | None = None
     leg: Leg | None = None  # while another worker computes its prompt
     course: Course | None = None

@@ -31,14 +31,19 @@ async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[st
     told: list[dict[str, Any]] = []
     for reply in replies:
         told += [{**entry, "worker": reply.worker.url} for entry in reply.json().get("data", ()) if reply.ok]
-    known = {entry["request_id"] for entry in told}
-    here = [_entry(e, router) for e in router.live.values() if scope.sees(e) and e.id not in known]
+    known = {_name(router, entry.get("tenant", ""), entry["request_id"]) for entry in told}
+    mine = [exchange for exchange in router.live.values() if scope.sees(exchange)]
+    here = [_entry(e, router) for e in mine if _name(router, e.tenant, e.id) not in known]
     return {"object": "list", "data": told + here, "unreachable": [r.worker.url for r in replies if not r.ok]}
 
 
+def _name(router: Router, tenant: str, id: str) -> tuple[str, str]:
+    """What tells one request from another; a router without keys does not know the tenants of its workers."""
+    return (tenant if router.config.api_keys or router.config.admin_key else "", id)
+
+
 async def show_request(router: Router, scope: Scope, asking: Asking, name: str) -> dict[str, Any]:
-    target = find(router, scope, name)
-    exchange = None if target is None else target.exchange
+    exchange = next((target.exchange for target in find(router, scope.tenants(router), name)), None)
     ours = of_kind(router.fleet, ("headgate",))
     replies, prompts = await asyncio.gather(
         _ask(router, asking, [worker for worker in ours if _may_know(worker, exchange)], name),
@@ -80,8 +85,8 @@ def _stages(
     words += [(reply.worker, "answer", reply.json()) for reply in replies if reply.ok]
     if exchange is not None:
         return stages(words, exchange.departures, began(exchange))
-    moved = router.moved.get(name)
-    if moved is None or not words or not (scope.admin or scope.tenant == moved.tenant):
+    moved = router.moved.get(name, None if scope.admin else scope.tenant)
+    if moved is None or not words:
         return stages(words)
     return stages(words, moved.departures, moved.began)
 

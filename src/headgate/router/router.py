@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,12 +17,14 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from headgate.api.admission import Admission
+from headgate.api.ids import Ids
 from headgate.api.keys import Caller, Keys, is_loopback
 from headgate.config import RouteConfig
 from headgate.errors import DuplicateId, RequestError, Unavailable
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
 from headgate.router.course import Course
+from headgate.router.disagg import PREFILL
 from headgate.router.downstream import Answering, Connections, Downstream, HttpRequest, error_answer
 from headgate.router.fleet import Fleet, Half, Taken
 from headgate.router.hits import note as note_hits
@@ -58,6 +59,8 @@ EXPORTING = JOURNALLED | {"/v1/responses"}  # and take `export_kv` and `kv_ticke
 KEEP_ALIVE_S = 10.0
 AWAITED = ("starting", "stopping", "down", "outdated", "ready")  # states of workers that are worth waiting for
 LONGEST_ID = 256
+
+Key = tuple[str, str, int]  # tenant, id, and the number of a retry that attaches to the running request; else 0
 KEPT_KEYS = 10_000  # Idempotency-Keys, each with the worker that has its answer
 
 
@@ -133,7 +136,7 @@ class Router:
         self.admission = Admission(config.max_in_flight, config.max_queue)
         self.retry_budget = RetryBudget()
         self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
-        self.live: dict[str, Exchange] = {}
+        self.live: dict[Key, Exchange] = {}
         self.moved = Memory()
         self.counters = Counters()
         self.connections = Connections(self.handle, config.max_body_bytes, config.write_timeout_s, self.fleet.outbox)
@@ -146,9 +149,9 @@ class Router:
             "prefill": POLICIES[config.prefill_policy](),
             "decode": POLICIES[config.decode_policy](),
         }
-        self._name = secrets.token_hex(4)
-        self._numbers = count(1)
-        self._keyed: OrderedDict[bytes, Worker] = OrderedDict()  # by Idempotency-Key
+        self._ids = Ids()
+        self._retries = count(1)
+        self._keyed: OrderedDict[tuple[str, bytes], Worker] = OrderedDict()  # by tenant and Idempotency-Key
         self._changed = asyncio.Event()
         self.bridge: Bridge | None = None
         self.monitor: Monitor | None = None
@@ -185,14 +188,15 @@ class Router:
         return exchange
 
     def _register(self, exchange: Exchange) -> None:
-        """Give it an id of its own, in this fleet."""
+        """Enter it under its tenant and its id, which is drawn if the client gave none."""
         id = exchange.ask.request_id or _id_header(exchange.request)
-        exchange.id = checked_id(id) if id is not None else f"req-{self._name}{next(self._numbers):x}"
-        key = exchange.id
+        exchange.id = self._ids.draw() if id is None else checked_id(id)
+        key = exchange.tenant, exchange.id, 0
         if key in self.live:
             if exchange.request.header(b"idempotency-key") is None:
-                raise DuplicateId(f"a request with the id {key!r} is running", param="request_id")
-            key = f"{key}#{next(self._numbers)}"  # a retry that its worker will attach to the running one
+                raise DuplicateId(f"a request with the id {exchange.id!r} is running", param="request_id")
+            # A retry, which its worker will attach to the running request.
+            key = exchange.tenant, exchange.id, next(self._retries)
         exchange.key = key
         self.live[key] = exchange
 
@@ -278,7 +282,8 @@ class Router:
         if not workers:
             return None
         path, match = self._look_up(ask, half)
-        key = exchange.request.header(b"idempotency-key")
+        given = exchange.request.header(b"idempotency-key")
+        key = None if given is None else (exchange.tenant, given)
         worker, reason = None if key is None else self._keyed_worker(key, workers), "idempotency_key"
         if worker is None:
             worker = (
@@ -320,12 +325,12 @@ class Router:
             return tuple(worker for worker in workers if worker.kind == "headgate")
         return workers
 
-    def _keyed_worker(self, key: bytes, workers: tuple[Worker, ...]) -> Worker | None:
+    def _keyed_worker(self, key: tuple[str, bytes], workers: tuple[Worker, ...]) -> Worker | None:
         """Who has the answer of an Idempotency-Key, or makes it."""
         worker = self._keyed.get(key)
         return worker if worker in workers else None
 
-    def _note_key(self, key: bytes, worker: Worker) -> None:
+    def _note_key(self, key: tuple[str, bytes], worker: Worker) -> None:
         """Now, not when it has answered: a client that leaves may ask again while its answer is being made."""
         self._keyed[key] = worker
         if len(self._keyed) > KEPT_KEYS:
@@ -505,4 +510,6 @@ def checked_id(id: str) -> str:
     """It becomes part of a header."""
     if not (0 < len(id) <= LONGEST_ID and id.isascii() and id.isprintable()):
         raise RequestError(f"must be 1 to {LONGEST_ID} printable ASCII characters", param="request_id")
+    if id.endswith(PREFILL):
+        raise RequestError(f"must not end with {PREFILL}, which names the prefill of a request", param="request_id")
     return id

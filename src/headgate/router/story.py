@@ -35,7 +35,6 @@ class Departure(msgspec.Struct, frozen=True):
 class Moved(msgspec.Struct, frozen=True):
     """What is remembered of a request that has moved, and ended."""
 
-    tenant: str
     began: float  # seconds since 1970
     departures: tuple[Departure, ...]
 
@@ -79,15 +78,18 @@ class Memory:
     """Requests that have moved, for those who ask later."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Moved] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Moved] = OrderedDict()  # by tenant and id
 
     def keep(self, exchange: Exchange) -> None:
-        self._kept[exchange.id] = Moved(exchange.tenant, began(exchange), exchange.departures)
+        self._kept[exchange.tenant, exchange.id] = Moved(began(exchange), exchange.departures)
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
 
-    def get(self, id: str) -> Moved | None:
-        return self._kept.get(id)
+    def get(self, id: str, tenant: str | None) -> Moved | None:
+        """One tenant's request of that id; without a tenant, the latest of all tenants'."""
+        if tenant is not None:
+            return self._kept.get((tenant, id))
+        return next((moved for key, moved in reversed(self._kept.items()) if key[1] == id), None)
 
 
 def stages(words: Iterable[Word], departures: Sequence[Departure] = (), began: float | None = None) -> list[Stage]:

@@ -379,7 +379,7 @@ class World:
             if server.ledger.named(ask.name):
                 self.fail(f"{server.name} still works for {ask.name}, {GONE_S:g} s after its client has left")
         for router in self.routers:
-            if router.router is not None and ask.name in router.router.live:
+            if router.router is not None and any(ask.name == id for _, id, _ in router.router.live):
                 self.fail(f"{router.name} still has {ask.name}, {GONE_S:g} s after its client has left")
 
     def _keyed(self) -> list[str]:

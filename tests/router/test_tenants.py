@@ -1,0 +1,178 @@
+"""What belongs to one tenant of a router is nothing to another: ids, Idempotency-Keys, and the rights at workers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from headgate.client import Fleet
+from headgate.router.disagg import PREFILL, prefill_name
+from tests.api.live import LiveServer
+from tests.api.serving import wait_until
+from tests.router.client import Wire, ask, check, routing, until
+from tests.router.fleets import LiveRouter, live_router
+from tests.router.mock import CHAT, Fault, Mock
+from tests.router.run import run
+
+KEYS = {"api_keys": {"alice": "ka", "bob": "kb"}, "admin_key": "root"}
+ALICE, BOB = {"Authorization": "Bearer ka"}, {"Authorization": "Bearer kb"}
+BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+LONG = {"max_tokens": 30000, "temperature": 0, "ignore_eos": True}
+ODD_IDS = ["with a space", "a/b", "a/b/", "100%", "%2F", "a%20b", "a?b#c", "..", "é".encode().hex() + ";x=1&y"]
+
+
+@pytest.fixture
+def keyed(servers: list[LiveServer]) -> Iterator[LiveRouter]:
+    with live_router(*(server.url for server in servers), **KEYS) as router:
+        yield router
+        router.post("/v1/abort_requests", {"abort_all": True}, key="root")
+
+
+# ----------------------------------------------------------------------------------------------------------------- ids
+
+
+def test_65_two_tenants_run_requests_of_the_same_id_and_each_ends_its_own(keyed: LiveRouter):
+    alice, bob, root = (Fleet(keyed.url, key) for key in ("ka", "kb", "root"))
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(fleet.generate, "x", request_id="tale", **LONG) for fleet in (alice, bob)]
+        wait_until(lambda: sum(each["output_tokens"] > 3 for each in root.requests()) == 2)
+        assert sorted((e["tenant"], e["request_id"]) for e in root.requests()) == [("alice", "tale"), ("bob", "tale")]
+        assert [each["tenant"] for each in bob.requests()] == ["bob"]
+        assert set(bob.abort("tale").aborted) == {"tale"}
+        assert asked[1].result(60).cut and not asked[0].done()
+        told = keyed.get("/v1/requests/tale", key="ka").json()
+        assert (told["status"], told["request"]["tenant"]) == ("in_flight", "alice")
+        assert keyed.get("/v1/requests/tale", key="kb").json()["usage"]["tenant"] == "bob"
+        assert set(alice.abort("tale-0").aborted) == {"tale-0"}  # a choice is its tenant's too
+        assert asked[0].result(60).cut
+
+
+def test_65_72_the_admin_ends_both_requests_of_one_id_and_hears_of_each(keyed: LiveRouter):
+    with ThreadPoolExecutor(2) as threads:
+        fleets = [Fleet(keyed.url, key) for key in ("ka", "kb")]
+        asked = [threads.submit(fleet.generate, "x", request_id="tale", **LONG) for fleet in fleets]
+        wait_until(lambda: sum(e["output_tokens"] > 3 for e in Fleet(keyed.url, "root").requests()) == 2)
+        told = keyed.post("/v1/abort_requests", {"req_ids": ["tale"]}, key="root").json()["result"]
+        assert [each["request_id"] for each in told["aborted"]] == ["tale", "tale"]
+        tokens = sorted(len(each.result(60).token_ids) for each in asked)
+        assert sorted(each["output_token_count"] for each in told["aborted"]) == tokens
+
+
+def test_65_generated_ids_have_128_random_bits_and_cannot_be_occupied():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock, **KEYS) as (_, url):
+            ids = [(await ask(url, CHAT, BODY, ALICE)).header("x-request-id") or "" for _ in range(40)]
+            assert all(re.fullmatch("req-[0-9a-f]{32}", id) for id in ids) and len(set(ids)) == 40
+            bits = [int(id[4:], 16) for id in ids]
+            # Every bit is drawn: in 39 pairs of neighbours each differs at least once (but for 2^-32).
+            differing = 0
+            for one, other in pairwise(bits):
+                differing |= one ^ other
+            assert differing == 2**128 - 1
+
+    run(main())
+
+
+def test_65_ids_of_a_server_have_128_random_bits(servers: list[LiveServer]):
+    with servers[0].http as http:
+        ids = [http.get("/live").headers["x-request-id"] for _ in range(3)]
+    assert all(re.fullmatch("req-[0-9a-f]{32}", id) for id in ids) and len(set(ids)) == 3
+
+
+def test_65_a_retry_never_takes_the_place_of_another_live_request():
+    """The router once kept a retry of `A` as `A#2`, whatever else had that name."""
+
+    async def main() -> None:
+        async with Mock(lambda _: Fault("stall", at=1)) as mock, routing(mock, **KEYS) as (router, url):
+            body = BODY | {"stream": True}
+            wires = [await Wire.open(url) for _ in range(12)]
+            first, retry, *others = wires
+            for number, wire in enumerate(others):
+                wire.post(CHAT, body | {"request_id": f"A#{number}"}, BOB)
+            first.post(CHAT, body | {"request_id": "A"}, ALICE | {"Idempotency-Key": "k"})
+            await until(lambda: len(router.live) == 11)
+            retry.post(CHAT, body | {"request_id": "A"}, ALICE | {"Idempotency-Key": "k"})
+            await until(lambda: len(router.live) == 12)
+            assert all(router.live["bob", f"A#{number}", 0].tenant == "bob" for number in range(10))
+            for wire in wires:
+                wire.close()
+
+    run(main())
+
+
+def test_65_an_idempotency_key_of_another_tenant_decides_nothing():
+    async def main() -> None:
+        async with Mock() as one, Mock() as two, routing(one, two, policy="round_robin", **KEYS) as (router, url):
+            chosen = router.counters.chosen
+            for who, expected in ((ALICE, 0), (BOB, 0), (ALICE, 1), (BOB, 2)):
+                assert check(BODY, await ask(url, CHAT, BODY, who | {"Idempotency-Key": "same"})) is None
+                assert chosen["idempotency_key"] == expected
+
+    run(main())
+
+
+def test_65_the_name_of_a_prefill_is_no_name_that_a_client_can_give():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (_, url):
+            for sent in (
+                await ask(url, CHAT, BODY | {"request_id": prefill_name("x")}),
+                await ask(url, CHAT, BODY, {"X-Request-Id": prefill_name("x")}),
+            ):
+                assert (sent.status, sent.error["param"]) == (400, "request_id")
+            assert check(BODY, await ask(url, CHAT, BODY | {"request_id": "x-prefill"})) is None
+        long = [prefill_name("x" * 255 + last) for last in "ab"]
+        assert len(set(long)) == 2 and all(len(name) <= 256 and name.endswith(PREFILL) for name in long)
+
+    run(main())
+
+
+# -------------------------------------------------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("id", ODD_IDS)
+def test_65_ids_in_paths_are_percent_decoded_by_server_and_router(servers: list[LiveServer], id: str):
+    body = {"prompt": "x", "max_tokens": 1}
+    with live_router(servers[0].url) as router, router.client() as ours, servers[0].http as theirs:
+        for http in (ours, theirs):
+            assert http.post("/v1/completions", json=body, headers={"X-Request-Id": id}).status_code == 200
+            where = f"/v1/requests/{quote(id, safe='')}"
+            told = raw_get(http, where)
+            assert (told["request_id"], told["status"]) == (id, "finished")
+
+
+def raw_get(http: Any, path: str) -> Any:
+    """Without a client library that normalises the path."""
+
+    async def get() -> Any:
+        wire = await Wire.open(str(http.base_url).rstrip("/"))
+        try:
+            wire.send(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
+            return (await wire.response()).json
+        finally:
+            wire.close()
+
+    return asyncio.run(get())
+
+
+def test_65_an_odd_id_is_aborted_by_its_path_through_a_router(servers: list[LiveServer]):
+    with live_router(servers[0].url) as router, ThreadPoolExecutor(1) as threads:
+        id = "50 % of a/b"
+        headers = {"X-Request-Id": id}
+        asked = threads.submit(router.post, "/v1/completions", {"prompt": "x", **LONG}, headers=headers)
+        wait_until(lambda: any(each["output_tokens"] > 3 for each in Fleet(router.url).requests()))
+        told = router.delete(f"/v1/requests/{quote(id, safe='')}").json()["result"]
+        assert [each["request_id"] for each in told["aborted"]] == [id]
+        assert asked.result(60).json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_percent_encoded_path_has_the_rights_of_what_it_names(servers: list[LiveServer]):
+    with live_router(servers[0].url, **KEYS) as router:
+        assert router.post("/v1/%70ause", {}, key="ka").status_code == 403
+        assert router.post("/v1/pause%2F", {}, key="ka").status_code == 403
