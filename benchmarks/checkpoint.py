@@ -36,13 +36,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         "tie_word_embeddings": False,
     },
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": False,
+    },
 }
+
+
+def family_of(shape: str) -> str:
+    return shape.partition("-")[0]
 
 
 def checkpoint(shape: str, folder: Path) -> Path:
     """The folder, made if it is not there yet."""
     if not (folder / "config.json").exists():
-        tiny_model(folder, "qwen3", dtype="bfloat16", tokenizer=False, **SHAPES[shape])
+        tiny_model(folder, family_of(shape), dtype="bfloat16", tokenizer=False, **SHAPES[shape])
     return folder
 
 

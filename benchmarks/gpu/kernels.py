@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from headgate.layers.backend import KV, Heads, Matrix
 from headgate.layers.batch import Batch
 from headgate.layers.torch_backend import TorchBackend
-from headgate.layers.triton.attention import Scratch, Tile, decode, prefill
+from headgate.layers.triton.attention import Program, Scratch, Tile, decode, prefill
 from headgate.layers.triton.elementwise import silu_mul
 from headgate.layers.triton.matmul import Cut, invariant_cut, small_linear, vector_linear
 
@@ -270,14 +270,11 @@ def bench_decode(results: list[dict[str, Any]]) -> None:
             "floor_us": sum(contexts) * 4096 / 4.29e6,
         }
         scratch = Scratch(CUDA)
-        splits_tried = (4, 8, 16) if batch_size == 1 else (2, 4, 8) if batch_size == 8 else (1, 2, 4)
-        for splits, keys, warps, stages in product(splits_tried, (32, 64, 128), (2, 4), (2, 3)):
-            if (keys, warps) in ((32, 2), (32, 4), (128, 2)) and batch_size > 8:
-                continue
-            if not mine():
-                continue
-            tile = Tile(16, keys, warps, stages)
-            bench_one_decode(results, row | {"splits": splits}, q, kvs, batch, heads, scratch, tile, expected)
+        splits_tried = (4, 16, 64) if batch_size == 1 else (2, 4, 16) if batch_size == 8 else (1, 2, 4)
+        for splits, warps, stages in product(splits_tried, (1, 2, 4), (2, 3, 4, 6)):
+            if mine():
+                program = Program(warps, stages)
+                bench_one_decode(results, row | {"splits": splits}, q, kvs, batch, heads, scratch, program, expected)
 
 
 def bench_one_decode(
@@ -288,21 +285,23 @@ def bench_one_decode(
     batch: Batch,
     heads: Heads,
     scratch: Scratch,
-    tile: Tile,
+    program: Program,
     expected: torch.Tensor,
 ) -> None:
     splits = row["splits"]
 
     def run(kv: KV) -> torch.Tensor:
-        return decode(q, kv, batch, heads.size**-0.5, None, heads, scratch, splits=splits, tile=tile)
+        return decode(q, kv, batch, heads.size**-0.5, None, heads, scratch, splits=splits, program=program)
 
     try:
         out = run(kvs[0])
         us = time_us([lambda kv=kv: run(kv) for kv in kvs], 10)
         again = run(kvs[0])
-        results.append(row | {"cut": str(tile), "us": us, "error": max(error(out, expected), error(again, expected))})
+        results.append(
+            row | {"cut": str(program), "us": us, "error": max(error(out, expected), error(again, expected))}
+        )
     except Exception as failure:
-        results.append(row | {"cut": str(tile), "failure": repr(failure)[:200]})
+        results.append(row | {"cut": str(program), "failure": repr(failure)[:200]})
 
 
 def bench_prefill(results: list[dict[str, Any]]) -> None:

@@ -19,8 +19,8 @@ from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 LOG2E = 1.4426950408889634
 SPLITS = (1, 2, 4, 16, 64)
-# Keys that make a split worth its while, and programs that keep the device busy.
-SPLIT_KEYS, BUSY = 64, 768
+# Keys that make a split worth its while, and programs that keep the device busy, by bytes of a stored number.
+SPLIT_KEYS, BUSY = 32, {1: 1024, 2: 768, 4: 768}
 LONG = 1024
 # How many slices of one query are taken to be among longer ones.
 FEW = 32
@@ -36,14 +36,28 @@ class Tile:
     stages: int
 
 
-def decode_tile(size: int, dtype: torch.dtype, max_context: int, roomy: bool) -> Tile:
-    """The fastest on an H200, by `benchmarks/gpu/kernels.py`; `roomy` devices have its shared memory."""
-    if dtype == torch.float32:
-        return Tile(16, 32, 4, 1)
-    if size > 128 or not roomy:
-        return Tile(16, 32, 4, 2)
-    # Long and uneven contexts want large tiles, short ones more programs at once.
-    return Tile(16, 128, 4, 3) if max_context > LONG else Tile(16, 64, 2, 3)
+@dataclass(frozen=True, slots=True)
+class Program:
+    """How a program of the decode kernel runs; it reads one block of the cache at a time."""
+
+    warps: int
+    stages: int
+
+
+LARGE_BLOCK = 16 * 2**10  # bytes of keys, beyond which few programs would fit a multiprocessor
+STAGES = 6  # blocks of keys and values that a program has in flight
+
+
+def decode_program(rows: int, block: torch.Tensor, roomy: bool) -> Program:
+    """The fastest on an H200, by `benchmarks/gpu/kernels.py`; `roomy` devices have its shared memory.
+
+    One warp for every 16 rows and 128 columns: warps that share a tile wait for each other, programs do not.
+    """
+    if block.dtype == torch.float32:
+        return Program(4, 1)
+    warps = max(1, rows // 16) * -(-block.shape[1] // 128)
+    large = block.numel() * block.dtype.itemsize > LARGE_BLOCK
+    return Program(warps, STAGES if roomy and not large else 2)
 
 
 def prefill_tile(size: int, dtype: torch.dtype) -> Tile:
@@ -52,9 +66,9 @@ def prefill_tile(size: int, dtype: torch.dtype) -> Tile:
     return Tile(64, 64, 4, 2) if size <= 128 else Tile(64, 32, 8, 2)
 
 
-def splits_for(batch: int, kv_heads: int, max_context: int) -> int:
+def splits_for(batch: int, kv_heads: int, max_context: int, itemsize: int) -> int:
     """Into how many runs to cut each sequence: a power of two, one when there are sequences enough."""
-    most = min(-(-max_context // SPLIT_KEYS), max(1, BUSY // (batch * kv_heads)))
+    most = min(-(-max_context // SPLIT_KEYS), max(1, BUSY[itemsize] // (batch * kv_heads)))
     # Few kinds, for each is compiled.
     return max(splits for splits in SPLITS if splits <= most)
 
@@ -101,18 +115,19 @@ def decode(
     *,
     among: torch.Tensor | None = None,
     splits: int | None = None,
-    tile: Tile | None = None,
+    program: Program | None = None,
 ) -> torch.Tensor:
     """`[T, heads * size]` for one query per slice; of slices that are `among` longer ones, into the rows for them."""
     slices = len(batch.context_lens)
     # Among longer slices nobody waits for these, and one way to cut them is compiled once.
     likely, reach = (slices, batch.max_context) if among is None else (FEW, LONG + 1)
-    splits = splits or splits_for(likely, heads.kv, reach)
-    tile = tile or decode_tile(heads.size, q.dtype, reach, scratch.roomy)
+    splits = splits or splits_for(likely, heads.kv, reach, kv.k.dtype.itemsize)
+    group = heads.query // heads.kv
+    rows = max(16, triton.next_power_of_2(group))
+    program = program or decode_program(rows, kv.k[0, 0], scratch.roomy)
     if splits > 1:
         scratch.reserve(slices, heads, splits)
     out = q.new_empty(slices, heads.query * heads.size) if among is None else among
-    group = heads.query // heads.kv
     launch(
         decode_kernel,
         (heads.kv, splits, slices),
@@ -137,14 +152,13 @@ def decode(
         SPLITS=splits,
         KV_HEADS=heads.kv,
         GROUP=group,
-        ROWS=max(tile.rows, triton.next_power_of_2(group)),
+        ROWS=rows,
         SIZE=heads.size,
         PADDED=triton.next_power_of_2(heads.size),
         BLOCK_SIZE=kv.k.shape[2],
-        KEYS=tile.keys,
         PRECISION="ieee",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_warps=program.warps,
+        num_stages=program.stages,
         **overlap(q),
     )
     return out
@@ -218,6 +232,31 @@ def as_computed(query, cache):
     return query
 
 
+@triton.jit
+def load_block(at, seen, column, MASKED: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """One block of keys or values, zeros where nothing is seen."""
+    if MASKED:
+        return tl.load(at, mask=seen[:, None] & (column < SIZE)[None, :], other=0.0)
+    if SIZE < PADDED:
+        return tl.load(at, mask=(column < SIZE)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def attend(query, keys, values, seen, best, total, acc, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """The running maximum, sum and average of a softmax, after some more keys."""
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
+    if MASKED:
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_best[:, None])
+    fade = tl.exp2(best - new_best)
+    total = total * fade + tl.sum(weights, 1)
+    values = values.to(query.dtype)
+    acc = acc * fade[:, None] + tl.dot(weights.to(query.dtype), values, input_precision=PRECISION)
+    return new_best, total, acc
+
+
 # What varies from step to step must not make another kernel.
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
@@ -249,7 +288,6 @@ def decode_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -268,12 +306,12 @@ def decode_kernel(
     first = 0
     if WINDOWED:
         first = tl.maximum(context - window, 0)
-    first_tile, last_tile = first // KEYS, tl.cdiv(context, KEYS)
-    per_split = tl.cdiv(last_tile - first_tile, SPLITS)
-    begin = first_tile + split * per_split
-    end = tl.minimum(begin + per_split, last_tile)
+    first_block, last_block = first // BLOCK_SIZE, tl.cdiv(context, BLOCK_SIZE)
+    per_split = tl.cdiv(last_block - first_block, SPLITS)
+    begin = first_block + split * per_split
+    end = tl.minimum(begin + per_split, last_block)
 
-    row, column = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    row, column, key = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, BLOCK_SIZE)
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
     q_at = q + token * q_stride + (head * GROUP + row)[:, None] * SIZE + column[None, :]
     query = as_computed(tl.load(q_at, mask=inside, other=0.0), k)
@@ -281,23 +319,22 @@ def decode_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
     table = tables + sequence * table_stride
-    for tile in range(begin, end):
-        position = tile * KEYS + tl.arange(0, KEYS)
-        seen = position < context
-        at = key_rows(table, position, head, seen, KV_HEADS, BLOCK_SIZE, SIZE)
-        if WINDOWED:
-            seen = seen & (position >= first)
-        keys = tl.load(k + at[None, :] + column[:, None], mask=seen[None, :] & (column < SIZE)[:, None], other=0.0)
-        values = tl.load(v + at[:, None] + column[None, :], mask=seen[:, None] & (column < SIZE)[None, :], other=0.0)
-        scores = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_best[:, None])
-        fade = tl.exp2(best - new_best)
-        total = total * fade + tl.sum(weights, 1)
-        values = values.to(query.dtype)
-        acc = acc * fade[:, None] + tl.dot(weights.to(query.dtype), values, input_precision=PRECISION)
-        best = new_best
+    within = key[:, None] * SIZE + column[None, :]
+    # Blocks that are seen whole need no mask; most contexts end inside a block, and a window begins inside one.
+    whole = end if WINDOWED else tl.minimum(end, context // BLOCK_SIZE)
+    for block in range(begin, whole):
+        at = (tl.load(table + block).to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * SIZE)
+        position = block * BLOCK_SIZE + key
+        seen = (position >= first) & (position < context)
+        keys = load_block(k + at + within, seen, column, WINDOWED, SIZE, PADDED)
+        values = load_block(v + at + within, seen, column, WINDOWED, SIZE, PADDED)
+        best, total, acc = attend(query, keys, values, seen, best, total, acc, scale, WINDOWED, PRECISION)
+    if (begin <= whole) & (whole < end):
+        at = (tl.load(table + whole).to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * SIZE)
+        seen = whole * BLOCK_SIZE + key < context
+        keys = load_block(k + at + within, seen, column, True, SIZE, PADDED)
+        values = load_block(v + at + within, seen, column, True, SIZE, PADDED)
+        best, total, acc = attend(query, keys, values, seen, best, total, acc, scale, True, PRECISION)
 
     out_at = out + (token * KV_HEADS + head) * GROUP * SIZE
     if SPLITS == 1:
