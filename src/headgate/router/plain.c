@@ -42,21 +42,23 @@ static int arguments(const char *name, PyObject *const *args, Py_ssize_t given, 
 
 static PyObject *bytes_of(const char *at, const char *end) { return PyBytes_FromStringAndSize(at, end - at); }
 
-// Both with a new reference to the second, and ours to the first.
+// Both, whose references it takes; NULL if there is no second.
 static PyObject *pair(PyObject *known, PyObject *made) {
-    if (made == NULL) return NULL;
-    PyObject *both = PyTuple_Pack(2, known, made);
-    Py_DECREF(made);
+    PyObject *both = made == NULL ? NULL : PyTuple_Pack(2, known, made);
+    Py_DECREF(known);
+    Py_XDECREF(made);
     return both;
 }
 
-// What `heads` has under these bytes without what is between `from` and `to`. Borrowed; NULL without an error if nothing.
+// What `heads` has under these bytes without what is between `from` and `to`, as a new reference: whatever is allocated after
+// this may run other code, which may empty `heads`. NULL without an error if nothing is there.
 static PyObject *known_head(PyObject *heads, const char *at, const char *from, const char *to, const char *end) {
     PyObject *key = PyBytes_FromStringAndSize(NULL, (from - at) + (end - to));
     if (key == NULL) return NULL;
     memcpy(PyBytes_AS_STRING(key), at, (size_t)(from - at));
     memcpy(PyBytes_AS_STRING(key) + (from - at), to, (size_t)(end - to));
     PyObject *found = PyDict_GetItemWithError(heads, key);
+    Py_XINCREF(found);
     Py_DECREF(key);
     return found;
 }
@@ -150,45 +152,67 @@ static PyObject *answer(PyObject *module, PyObject *const *args, Py_ssize_t coun
         Py_RETURN_NONE;
     }
     PyObject *body = unchunked(gap + 4, data.end - 5);
-    if (body == NULL || body == Py_None) return body;
-    if (are_plain(span_of(body))) return pair(headers, body);
+    if (body == NULL || (body != Py_None && are_plain(span_of(body)))) return pair(headers, body);
+    Py_DECREF(headers);
     Py_DECREF(body);
     Py_RETURN_NONE;
 }
 
-// A number and the space behind it; NULL unless it has 1 to `most` digits.
-static const char *number(const char *at, const char *end, int most, long long *told) {
+// Behind a number of 1 to `most` digits; NULL if there is none, or `at` is.
+static const char *digits(const char *at, const char *end, int most, long long *number) {
     const char *first = at;
-    *told = 0;
-    while (at < end && at - first < most && *at >= '0' && *at <= '9') *told = 10 * *told + (*at++ - '0');
-    return at > first && at < end && (*at == ' ' || *at == '\n') ? at + 1 : NULL;
+    if (at == NULL) return NULL;
+    for (*number = 0; at < end && at - first < most && *at >= '0' && *at <= '9'; at++) *number = 10 * *number + (*at - '0');
+    return at > first ? at : NULL;
 }
 
-// Behind the next space on this line.
-static const char *behind_word(const char *at, const char *end) {
-    const char *space = memchr(at, ' ', (size_t)(end - at));
-    return space == NULL || space == at ? NULL : space + 1;
+// Behind one or more letters, digits and underscores; NULL if there are none, or `at` is.
+static const char *word_of(const char *at, const char *end) {
+    const char *first = at;
+    if (at == NULL) return NULL;
+    while (at < end && (((*at | 32) >= 'a' && (*at | 32) <= 'z') || (*at >= '0' && *at <= '9') || *at == '_')) at++;
+    return at > first ? at : NULL;
+}
+
+static const char *space(const char *at, const char *end) {
+    return at != NULL && at < end && *at == ' ' ? at + 1 : NULL;
+}
+
+// Whether this is a whole line of tokens of the first choice: `:j 0 VERSION CHARS ID,ID`.
+static int tokens_line(const char *at, const char *end, long long *version) {
+    long long other;
+    if (!STARTS(at, end, ":j 0 ")) return 0;
+    at = space(digits(at + 5, end, 18, version), end);
+    at = space(digits(at, end, 12, &other), end);
+    for (int more = at != NULL && at < end; more; at += more) {
+        if ((at = digits(at, end, 9, &other)) == NULL) return 0;
+        more = at < end && *at == ',';
+    }
+    return at == end;
+}
+
+// Whether this is a whole line of the end of the first choice: `:f 0 REASON CAUSE PROMPT CACHED OUTPUT`.
+static int finish_line(const char *at, const char *end, long long *prompt, long long *cached) {
+    long long other;
+    if (!STARTS(at, end, ":f 0 ")) return 0;
+    at = space(word_of(at + 5, end), end);
+    at = space(word_of(at, end), end);
+    at = space(digits(at, end, 12, prompt), end);
+    at = space(digits(at, end, 12, cached), end);
+    return digits(at, end, 12, &other) == end;
 }
 
 static PyObject *told(PyObject *module, PyObject *events) {
     if (!arguments("told", &events, 1, 1, 0)) return NULL;
     Span all = span_of(events), answer = {NULL, NULL};
-    long long choice, version = -1, prompt = -1, cached = -1, other;
+    long long version = -1, prompt = -1, cached = -1, other;
+    if (!ENDS(all, "\n\n")) Py_RETURN_NONE;
     for (const char *at = all.at, *end; at < all.end; at = end + 1) {
-        if ((end = memchr(at, '\n', (size_t)(all.end - at))) == NULL) Py_RETURN_NONE;
-        if (end == at) continue;
-        if (STARTS(at, end, ":j ")) {
-            if ((at = number(at + 3, end, 9, &choice)) == NULL || choice != 0) Py_RETURN_NONE;
-            if (number(at, end, 18, version < 0 ? &version : &other) == NULL) Py_RETURN_NONE;
-        } else if (STARTS(at, end, ":f ")) {
-            if (prompt >= 0 || (at = number(at + 3, end, 9, &choice)) == NULL || choice != 0) Py_RETURN_NONE;
-            if ((at = behind_word(at, end)) == NULL || (at = behind_word(at, end)) == NULL) Py_RETURN_NONE;
-            if ((at = number(at, end, 12, &prompt)) == NULL || number(at, end, 12, &cached) == NULL) Py_RETURN_NONE;
-        } else if (STARTS(at, end, "data: ") && answer.at == NULL) {
-            answer = (Span){at + 6, end};
-        } else {
-            Py_RETURN_NONE;
-        }
+        end = memchr(at, '\n', (size_t)(all.end - at));
+        if (end == at || tokens_line(at, end, version < 0 ? &version : &other)) continue;
+        if (prompt < 0 && finish_line(at, end, &prompt, &cached)) continue;
+        if (answer.at != NULL || !STARTS(at, end, "data: ")) Py_RETURN_NONE;
+        answer = (Span){at + 6, end};
     }
     if (version < 0 || prompt < 0 || answer.at == NULL) Py_RETURN_NONE;
     return Py_BuildValue("(LLLN)", version, prompt, cached, bytes_of(answer.at, answer.end));
@@ -241,22 +265,40 @@ static Py_ssize_t number_of(PyObject *owner, const char *name) {
     return size;
 }
 
-static int pipe_init(Pipe *self, PyObject *args, PyObject *named) {
-    PyObject *journal, *outbox, *transport;
-    if (!PyArg_ParseTuple(args, "OOO:Pipe", &journal, &outbox, &transport)) return -1;
-    pipe_clear(self);
-    self->raw = PyObject_GetAttrString(journal, "raw");
-    self->read = PyObject_GetAttrString(journal, "read");
-    self->most_kept = number_of(journal, "KEPT_BYTES");
-    self->writes = PyObject_GetAttrString(outbox, "writes");
-    self->queue = PyObject_GetAttrString(outbox, "write");
-    self->transport = Py_NewRef(transport);
-    self->write = PyObject_GetAttrString(transport, "write");
-    self->is_closing = PyObject_GetAttrString(transport, "is_closing");
-    if (PyErr_Occurred()) return -1;
-    if (PyList_CheckExact(self->raw) && PyDict_CheckExact(self->writes)) return 0;
+// What a pipe leads to; -1, with an error, if that is no pipe's business. The fields are the caller's to clear in any case.
+static int pipe_find(Pipe *found, PyObject *journal, PyObject *outbox, PyObject *transport) {
+    found->transport = Py_NewRef(transport);
+    if ((found->raw = PyObject_GetAttrString(journal, "raw")) == NULL) return -1;
+    if ((found->read = PyObject_GetAttrString(journal, "read")) == NULL) return -1;
+    if ((found->most_kept = number_of(journal, "KEPT_BYTES")) == -1 && PyErr_Occurred()) return -1;
+    if ((found->writes = PyObject_GetAttrString(outbox, "writes")) == NULL) return -1;
+    if ((found->queue = PyObject_GetAttrString(outbox, "write")) == NULL) return -1;
+    if ((found->write = PyObject_GetAttrString(transport, "write")) == NULL) return -1;
+    if ((found->is_closing = PyObject_GetAttrString(transport, "is_closing")) == NULL) return -1;
+    if (PyList_CheckExact(found->raw) && PyDict_CheckExact(found->writes)) return 0;
     PyErr_SetString(PyExc_TypeError, "a journal keeps a list, and an outbox a dict");
     return -1;
+}
+
+// Once, and all at once: a pipe leads nowhere, or to something that stays as long as the pipe does.
+static int pipe_init(Pipe *self, PyObject *args, PyObject *named) {
+    static char *names[] = {"journal", "outbox", "transport", NULL};
+    PyObject *journal, *outbox, *transport;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OOO:Pipe", names, &journal, &outbox, &transport)) return -1;
+    Pipe found = {0};
+    int failed = pipe_find(&found, journal, outbox, transport);
+    if (!failed && self->raw != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this pipe leads somewhere already");
+        failed = -1;
+    }
+    if (failed) {
+        pipe_clear(&found);
+        return -1;
+    }
+    self->raw = found.raw, self->read = found.read, self->most_kept = found.most_kept;
+    self->writes = found.writes, self->queue = found.queue;
+    self->transport = found.transport, self->write = found.write, self->is_closing = found.is_closing;
+    return 0;
 }
 
 static int pipe_keep(Pipe *self, Span content) {
@@ -279,9 +321,10 @@ static PyObject *pipe_write(Pipe *self, PyObject *data) {
     if (waits < 0) return NULL;
     if (waits) return PyObject_CallFunctionObjArgs(self->queue, self->transport, data, NULL);
     PyObject *closing = PyObject_CallNoArgs(self->is_closing);
-    if (closing != Py_False) return closing;  // which may be NULL, and an error
-    Py_DECREF(closing);
-    return PyObject_CallOneArg(self->write, data);
+    int closes = closing == NULL ? -1 : PyObject_IsTrue(closing);
+    if (closes == 0) Py_SETREF(closing, PyObject_CallOneArg(self->write, data));
+    if (closes < 0) Py_CLEAR(closing);
+    return closing;
 }
 
 static int pipe_send(Pipe *self, PyObject *data) {
@@ -536,10 +579,15 @@ static int index_arguments(const char *name, PyObject *const *args, Py_ssize_t g
     return 0;
 }
 
-// Borrowed; NULL without an error if nothing is there.
-static PyObject *node_at(PyObject *young, PyObject *old, PyObject *key) {
-    PyObject *node = PyDict_GetItemWithError(young, key);
-    return node != NULL || PyErr_Occurred() ? node : PyDict_GetItemWithError(old, key);
+// What is at that key of the list; a new reference, since a comparison of keys may run other code. NULL without an error if
+// nothing is there.
+static PyObject *node_at(PyObject *young, PyObject *old, PyObject *keys, Py_ssize_t at) {
+    if (at >= PyList_GET_SIZE(keys)) return NULL;
+    PyObject *key = Py_NewRef(PyList_GET_ITEM(keys, at)), *node = PyDict_GetItemWithError(young, key);
+    if (node == NULL && !PyErr_Occurred()) node = PyDict_GetItemWithError(old, key);
+    Py_XINCREF(node);
+    Py_DECREF(key);
+    return node;
 }
 
 static const char *skipped(const char *at, const char *end, char wanted) {
@@ -572,16 +620,16 @@ static PyObject *message_end(PyObject *module, PyObject *const *args, Py_ssize_t
 
 static PyObject *runs(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     if (!index_arguments("runs", args, count, 3)) return NULL;
-    PyObject *found = PyList_New(0), *run = NULL;
-    Py_ssize_t depth = 0, size = PyList_GET_SIZE(args[2]);
-    while (found != NULL && depth < size) {
-        PyObject *node = node_at(args[0], args[1], PyList_GET_ITEM(args[2], depth));
-        if (node == NULL) break;
-        run = node;
-        while (++depth < size && node_at(args[0], args[1], PyList_GET_ITEM(args[2], depth)) == run) {}
-        PyObject *one = Py_BuildValue("(On)", run, depth);
-        if (one == NULL || PyList_Append(found, one) < 0) Py_CLEAR(found);
+    PyObject *found = PyList_New(0);
+    Py_ssize_t depth = 0;
+    PyObject *run = found == NULL ? NULL : node_at(args[0], args[1], args[2], depth);
+    while (run != NULL) {
+        PyObject *next;
+        while ((next = node_at(args[0], args[1], args[2], ++depth)) == run) Py_DECREF(next);
+        PyObject *one = PyErr_Occurred() ? NULL : Py_BuildValue("(On)", run, depth);
+        if (one == NULL || PyList_Append(found, one) < 0) Py_CLEAR(next);
         Py_XDECREF(one);
+        Py_SETREF(run, next);
     }
     if (PyErr_Occurred()) Py_CLEAR(found);
     return found;
@@ -603,10 +651,12 @@ static PyObject *renew(PyObject *module, PyObject *const *args, Py_ssize_t count
     if (!index_arguments("renew", args, count, 4)) return NULL;
     PyObject *run = NULL, *renewed = NULL;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[2]); i++) {
-        PyObject *key = PyList_GET_ITEM(args[2], i), *node = taken(args[0], args[1], key);
+        PyObject *key = Py_NewRef(PyList_GET_ITEM(args[2], i)), *node = taken(args[0], args[1], key);
         if (node != NULL && node != run) Py_XSETREF(renewed, PyObject_CallOneArg(args[3], node));
         Py_XSETREF(run, node);
-        if (node == NULL || renewed == NULL || PyDict_SetItem(args[0], key, renewed) < 0) break;
+        int failed = node == NULL || renewed == NULL || PyDict_SetItem(args[0], key, renewed) < 0;
+        Py_DECREF(key);
+        if (failed) break;
     }
     Py_XDECREF(run);
     Py_XDECREF(renewed);

@@ -47,6 +47,8 @@ ID: Final = b"\r\nx-request-id: "
 # A message follows: inside a text its quotes would be escaped.
 NEXT = re.compile(rb'\s*,\s*\{\s*"(?:role|content)"')
 LAST_CHUNK: Final = b"0\r\n\r\n"
+TOKENS_LINE = re.compile(rb":j 0 (\d{1,18}) \d{1,12} (?:\d{1,9}(?:,\d{1,9})*)?")
+FINISH_LINE = re.compile(rb":f 0 \w+ \w+ (\d{1,12}) (\d{1,12}) \d{1,12}")
 
 
 def request(data: bytes, heads: Mapping[bytes, T], most: int) -> tuple[T, bytes] | None:
@@ -98,11 +100,27 @@ def _unchunked(data: bytes, start: int, end: int) -> bytes | None:
 
 
 def told(events: bytes) -> tuple[int, int, int, bytes] | None:
-    """Of a journal that ends with an answer told whole: weights, tokens of the prompt, those that were cached, the answer.
+    """Of a journal with an answer told whole: weights of the first token, tokens of the prompt, those cached, the answer.
 
-    Of one choice, and by one set of weights at its beginning. Faster only in C; see `Attempt` for the long way.
+    Of a single choice, and every line as workers write it. `Journal` and `whole_answer` read the same in what this reads.
     """
-    return None
+    version: re.Match[bytes] | None = None
+    finish: re.Match[bytes] | None = None
+    answer: bytes | None = None
+    for line in events[:-1].split(b"\n"):
+        if not line:
+            continue
+        if tokens := TOKENS_LINE.fullmatch(line):
+            version = version or tokens
+        elif finish is None and (finished := FINISH_LINE.fullmatch(line)):
+            finish = finished
+        elif answer is None and line.startswith(b"data: "):
+            answer = line[6:]
+        else:
+            return None
+    if version is None or finish is None or answer is None or not events.endswith(b"\n\n"):
+        return None
+    return int(version[1]), int(finish[1]), int(finish[2]), answer
 
 
 def _are_plain(events: bytes) -> bool:
@@ -180,8 +198,8 @@ def runs(young: dict[int, T], old: dict[int, T], keys: list[int]) -> list[tuple[
     """What the first of these keys have, as long as they have something: of equal ones once, and up to which key."""
     found: list[tuple[T, int]] = []
     for depth, key in enumerate(keys, 1):
-        node = young.get(key) or old.get(key)
-        if node is None:
+        node = young.get(key)
+        if node is None and (node := old.get(key)) is None:
             break
         if found and found[-1][0] is node:
             found.pop()
