@@ -291,7 +291,7 @@ MUTANTS = [
     Mutant(
         "what was aborted between two workers is told as aborted",
         "router/relay.py",
-        "as_aborted(unveil(last[1].ending), self.cause)",
+        "as_aborted(unveil(last[1].ending), self.cause, strict=self._strict)",
         "unveil(last[1].ending)",
         test="tests/sim/test_regressions.py",
     ),
