@@ -91,13 +91,19 @@ def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
     if reply.status != 200:
         yield from _refused(ask, seen)
         return
-    if ask.giant:
+    if ask.giant and not _was_unread(ask):
         yield "64: a prompt that fits no context was answered"
         return
     told = read(ask)
     yield from _content(ask, told, seen)
     if not (reply.left or reply.broken):
         yield from _ends(ask, told, seen)
+
+
+def _was_unread(ask: Ask) -> bool:
+    """Whether it ended before a worker had it, without a token."""
+    choices = read(ask).choices.values()
+    return all(choice.cause in (*UNHEARD, "pause") and not (choice.text or choice.ids) for choice in choices)
 
 
 def _refused(ask: Ask, seen: Circumstances) -> Iterator[str]:
