@@ -412,8 +412,8 @@ MUTANTS = [
     Mutant(
         "what lacks the end of its stream alone is not aborted",
         "router/relay.py",
-        "        self.cut = bool(unfinished) or not self.ask.stream",
-        "        self.cut = True",
+        "(bool(unfinished) or not self.ask.stream)",
+        "True",
         test="tests/router/test_relay.py",
     ),
     Mutant(
@@ -454,7 +454,7 @@ MUTANTS = [
     Mutant(
         "an abort believes the worker that has the request",
         "router/abort.py",
-        "if home is not reply.worker}",
+        "if reply.worker not in homes}",
         "if False}",
         test="tests/sim/test_regressions.py",
     ),

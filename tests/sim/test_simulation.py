@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 
+from headgate import __version__
 from headgate.cli import main
 from headgate.testing.sim import hostile
 from headgate.testing.sim.deeds import Deeds
@@ -18,11 +21,23 @@ from headgate.testing.sim.script import CONTROL, KV_TROUBLE, ROUTERS, TROUBLE, d
 from headgate.testing.sim.world import simulate
 from tests.router.compiled import in_c
 
-SEEDS_PER_TEST = 25
+FRESH_SEEDS, SEEDS_PER_TEST = 200, 50
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("first", range(0, 100, SEEDS_PER_TEST))
-def test_a_fleet_in_trouble_keeps_every_promise(first):
+def first_fresh_seed() -> int:
+    """Other seeds with every commit; outside a checkout, with every version."""
+    try:
+        run = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        commit = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        commit = blake2b(__version__.encode()).hexdigest()
+    return int(commit[:8], 16)
+
+
+@pytest.mark.parametrize("offset", range(0, FRESH_SEEDS, SEEDS_PER_TEST))
+def test_a_fleet_in_trouble_keeps_every_promise(offset):
+    first = first_fresh_seed() + offset
     counts: Counter[str] = Counter()
     for seed in range(first, first + SEEDS_PER_TEST):
         report = simulate(seed)
@@ -30,6 +45,13 @@ def test_a_fleet_in_trouble_keeps_every_promise(first):
         counts += report.counts
     assert counts["requests"] > 100 and counts["tokens"] > 1000
     assert counts["resumes"] > 0 and counts["transfers"] > 0
+
+
+def test_a_commit_names_its_seeds_and_outside_a_checkout_the_version_does(tmp_path, monkeypatch):
+    inside = first_fresh_seed()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))  # which is no repository
+    outside = first_fresh_seed()
+    assert 0 <= inside < 2**32 and outside == int(blake2b(__version__.encode()).hexdigest()[:8], 16)
 
 
 @pytest.mark.slow
