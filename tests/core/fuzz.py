@@ -200,10 +200,11 @@ class Engine:
         return plan
 
     def _judge_admission(self, fresh: list[Sequence], flow: Flow) -> None:
-        admitted = [seq for seq in fresh if seq.phase is not Phase.WAITING]
-        left = [seq for seq in fresh if seq.phase is Phase.WAITING]
-        assert not admitted or flow is Flow.RUN, "admitted while draining"
-        assert not admitted or not left or max(s.order for s in admitted) < min(s.order for s in left), "out of order"
+        assert flow is Flow.RUN or all(seq.phase is Phase.WAITING for seq in fresh), "admitted while draining"
+        for tenant in {seq.request.tenant for seq in fresh}:
+            admitted = [s.order for s in fresh if s.phase is not Phase.WAITING and s.request.tenant == tenant]
+            left = [s.order for s in fresh if s.phase is Phase.WAITING and s.request.tenant == tenant]
+            assert not admitted or not left or max(admitted) < min(left), "out of order"
 
     def _judge_lockstep(self) -> None:
         unseen: set[Sequence] = set()
@@ -247,6 +248,7 @@ class World:
         self.ids = iter(range(1, 10**9))
         self.now_s = 0.0
         self.weights_change = seed % 2 == 0
+        self.tenants = (("",), ("a", "b", "c"), ("", "a"))[(seed + 2) % 3]
 
     def run(self, turns: int = 300) -> Counter[str]:
         for _ in range(turns):
@@ -315,14 +317,16 @@ class World:
             stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 2]))),
             prompt_logprobs=0 if rng.random() < 0.1 else None,
         )
+        id = next(self.ids)
         request = GenerateRequest(
-            next(self.ids),
+            id,
             prompt,
             sampling,
             generated=self.generated_elsewhere(prompt, sampling) if rng.random() < 0.2 else (),
             priority=rng.choice([0, 0, 0, 1, -1]),
             timeout_s=rng.choice([None, None, None, None, 2.0, 30.0]),
             export_kv=engine is self.p and rng.random() < 0.7,
+            tenant=self.tenants[id % len(self.tenants)],
         )
         self.counts["requests" if engine.offer(request) else "refused"] += 1
 

@@ -219,16 +219,18 @@ MUTANTS = [
     scheduler("frozen means nothing runs", "        if self.flow is Flow.FROZEN:\n            return None\n", ""),
     scheduler(
         "draining admits nothing fresh",
-        "            if self.flow is Flow.DRAIN and not seq.preempted:\n                return\n",
-        "",
+        "        if seq.holds or (self.flow is Flow.DRAIN and not seq.preempted):",
+        "        if seq.holds:",
     ),
     scheduler(
-        "draining finishes the preempted", "self.flow is Flow.DRAIN and not seq.preempted", "self.flow is Flow.DRAIN"
+        "draining finishes the preempted",
+        "(self.flow is Flow.DRAIN and not seq.preempted)",
+        "(self.flow is Flow.DRAIN)",
     ),
     scheduler(
         "a held sequence is not readmitted",
-        "            if seq.holds or not self._admit(seq):",
-        "            if not self._admit(seq):",
+        "        if seq.holds or (self.flow is Flow.DRAIN and not seq.preempted):",
+        "        if self.flow is Flow.DRAIN and not seq.preempted:",
     ),
     scheduler(
         "deadlines end sequences",
@@ -266,8 +268,20 @@ MUTANTS = [
     ),
     scheduler(
         "the worst sequence is preempted",
-        "victim = max(self.running, key=lambda other: other.order)",
-        "victim = min(self.running, key=lambda other: other.order)",
+        "return max(\n            self.running,\n            key=lambda seq: (owned",
+        "return min(\n            self.running,\n            key=lambda seq: (owned",
+    ),
+    scheduler("a tenant leaves rows to others", "self._rows.may_take(tenant, several=True)", "True"),
+    scheduler("a tenant leaves blocks to others", " and self._may_own(seq))", ")"),
+    scheduler(
+        "the tenant with the fewest rows is next",
+        "key=lambda seq: (held[seq.request.tenant], self._rank(seq))",
+        "key=lambda seq: self._rank(seq)",
+    ),
+    scheduler(
+        "the tenant that owns most is preempted",
+        "(owned[seq.request.tenant] if count[seq.request.tenant] > 1 else 0, seq.order)",
+        "seq.order",
     ),
     scheduler(
         "nobody is preempted while blocks come home",
@@ -403,7 +417,7 @@ def judge(mutant: Mutant, seeds: int) -> str | None:
         package = Path(folder) / "headgate"
         for name in ("core", "protocol", "testing"):
             shutil.copytree(ROOT / "src/headgate" / name, package / name)
-        for name in ("__init__.py", "errors.py"):
+        for name in ("__init__.py", "errors.py", "shares.py"):
             shutil.copy(ROOT / "src/headgate" / name, package / name)
         path = package / mutant.file
         text = path.read_text()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 
 import msgspec
@@ -973,3 +974,73 @@ def test_an_engine_that_takes_no_grammars_refuses_them():
 def test_a_request_is_checked_when_it_is_made():
     with pytest.raises(ValueError, match="the prompt is empty"):
         GenerateRequest(1, ())
+
+
+# -- tenants share the engine (63) ----------------------------------------------------------------------------------
+
+
+def rows_of(engine: Engine) -> dict[str, int]:
+    return dict(Counter(seq.request.tenant for seq in engine.scheduler.running))
+
+
+def test_63_a_tenant_alone_leaves_rows_to_others_and_a_newcomer_runs_at_once():
+    engine = Engine(running=10, blocks=200)
+    for id in range(20):
+        engine.add(id, max_tokens=50, tenant="greedy")
+    engine.step()
+    assert rows_of(engine) == {"greedy": 8}
+    engine.add(100, tenant="polite")
+    engine.step()
+    assert rows_of(engine) == {"greedy": 8, "polite": 1}
+
+
+def test_63_where_there_is_one_tenant_it_has_all_rows():
+    engine = Engine(running=10, blocks=200)
+    for id in range(20):
+        engine.add(id, max_tokens=50)
+    engine.step()
+    assert rows_of(engine) == {"": 10}
+
+
+def test_63_one_row_is_given_to_any_tenant():
+    engine = Engine(running=1)
+    engine.add(1, tenant="a")
+    engine.add(2, tenant="b")
+    engine.run()
+    assert set(engine.ended) == {1, 2}
+
+
+def test_63_the_tenant_with_the_fewest_rows_is_next_whatever_priority_others_give_themselves():
+    engine = Engine(running=4, blocks=200)
+    for id in range(6):
+        engine.add(id, max_tokens=3 + id, tenant="a", priority=-5)
+    engine.add(10, max_tokens=50, tenant="b")
+    engine.add(11, max_tokens=50, tenant="b", priority=-1)
+    engine.step()
+    assert [seq.id for seq in engine.scheduler.running] == [0, 11, 1]  # the fourth is kept for a third tenant
+
+
+def test_63_a_tenant_alone_leaves_blocks_to_others():
+    engine = Engine(running=30, blocks=100, budget=1000)
+    for id in range(20):
+        engine.add(id, prompt=47, max_tokens=2, tenant="greedy")
+    engine.step()
+    assert sum(seq.own for seq in engine.scheduler.running) == 72  # the next 12 would leave 16 of 100
+    engine.add(100, prompt=47, max_tokens=2, tenant="polite")
+    engine.launch()
+    assert rows_of(engine) == {"greedy": 6, "polite": 1}
+    engine.land()
+    engine.run()
+    assert len(engine.ended) == 21
+
+
+def test_63_the_tenant_that_owns_most_is_preempted_and_its_first_sequence_last():
+    engine = Engine(running=8, blocks=12)
+    engine.add(1, prompt=4, max_tokens=30, tenant="greedy")
+    engine.add(2, prompt=4, max_tokens=30, tenant="greedy")
+    engine.add(3, prompt=4, max_tokens=20, tenant="polite")
+    while not engine.scheduler.counters.preemptions:
+        engine.step()
+    assert {seq.id for seq in engine.scheduler.running} == {1, 3}  # although 3 came last
+    engine.run()
+    assert {id: end.finish_reason for id, end in engine.ended.items()} == dict.fromkeys((1, 2, 3), "length")

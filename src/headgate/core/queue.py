@@ -1,4 +1,4 @@
-"""A queue kept in order: insertion and removal by binary search, the front always at hand."""
+"""Queues kept in order: insertion and removal by binary search, the front always at hand."""
 
 from __future__ import annotations
 
@@ -33,3 +33,29 @@ class OrderedQueue:
         index = bisect_left(self._entries, (rank,))
         assert self._entries[index][1] is seq
         del self._entries[index]
+
+
+class FairQueue:
+    """A queue per tenant. Which tenant is next is the caller's to say; within one, the rank decides."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, OrderedQueue] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for queue in self._queues.values() for seq in queue)
+
+    def fronts(self) -> list[Sequence]:
+        """The first of each tenant."""
+        return [queue.front() for queue in self._queues.values()]
+
+    def add(self, rank: Rank, seq: Sequence) -> None:
+        self._queues.setdefault(seq.request.tenant, OrderedQueue()).add(rank, seq)
+
+    def remove(self, rank: Rank, seq: Sequence) -> None:
+        queue = self._queues[seq.request.tenant]
+        queue.remove(rank, seq)
+        if not queue:
+            del self._queues[seq.request.tenant]

@@ -6,7 +6,8 @@ different starting points.
 
 Rules: one thread, no clock (`tick` tells the time), no I/O. Admission never preempts. There is one way out of the engine
 (`_finish`) and one way for resources to come home (`_release`): blocks at once where steps keep the order, rows when the
-last step that has them has landed.
+last step that has them has landed. Tenants share rows and blocks: the next one admitted is of the tenant that has the
+fewest rows, and no tenant can take the last ones (docs/decisions/0014-tenants-share-an-engine.md).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from math import inf
 from headgate.core.blocks import BlockPool
 from headgate.core.draft import Draft
 from headgate.core.leases import LeaseTable
-from headgate.core.queue import OrderedQueue, Rank
+from headgate.core.queue import FairQueue, OrderedQueue, Rank
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.keys import largest
 from headgate.protocol.output import Cause, Ended, FinishReason, Outputs, Timings
 from headgate.protocol.plan import Fetch, Logprobs, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
+from headgate.shares import FACTOR, Shares
 
 FETCHED: tuple[FinishReason, Cause] = ("stop", "exported")
 LOST: tuple[FinishReason, Cause] = ("abort", "transfer_failed")
@@ -85,7 +87,7 @@ class Scheduler:
         self.flow = Flow.RUN
         self.counters = Counters()
         self.sequences: dict[int, Sequence] = {}
-        self.waiting = OrderedQueue()
+        self.waiting = FairQueue()
         self.running: dict[Sequence, None] = {}  # RUNNING and LOADING, in order of admission
         self.leaving: set[Sequence] = set()  # finished or preempted, and not yet rid of all they owned
         self.leases = LeaseTable(limits.generation, draw_lease_id or count(1).__next__)
@@ -93,6 +95,7 @@ class Scheduler:
         self.now_s = 0.0
         self._deadlines = OrderedQueue()
         self._free_rows = list(reversed(range(limits.max_running)))
+        self._rows = Shares(limits.max_running)  # the others
         self._launched: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._drafting = False
         self._evicted: list[Sequence] = []  # while a step was drafted
@@ -183,16 +186,35 @@ class Scheduler:
                     self._add_slice(draft, seq, todo)
 
     def _admit_waiting(self, draft: Draft) -> None:
-        while self.waiting and self._free_rows and draft.budget:
-            seq = self.waiting.front()
-            if self.flow is Flow.DRAIN and not seq.preempted:
-                return
-            if seq.holds or not self._admit(seq):
+        while self._free_rows and draft.budget and (seq := self._next_waiting()) is not None:
+            if not self._admit(seq):
                 return
             if seq.phase is Phase.LOADING:
                 self._unfetched[seq] = None
             else:
                 self._add_slice(draft, seq, min(seq.todo, draft.budget))
+
+    def _next_waiting(self) -> Sequence | None:
+        """Of the tenants that may have more, the first of the one that has the fewest rows."""
+        held = self._rows.held
+        able = [seq for seq in self.waiting.fronts() if self._may_start(seq)]
+        return min(able, key=lambda seq: (held[seq.request.tenant], self._rank(seq)), default=None)
+
+    def _may_start(self, seq: Sequence) -> bool:
+        if seq.holds or (self.flow is Flow.DRAIN and not seq.preempted):
+            return False
+        tenant = seq.request.tenant
+        return not tenant or (self._rows.may_take(tenant, several=True) and self._may_own(seq))
+
+    def _may_own(self, seq: Sequence) -> bool:
+        """Whether enough blocks stay free for other tenants; one that owns nothing is not asked."""
+        tenant, free = seq.request.tenant, self.pool.available
+        own = sum(other.own for other in self.running if other.request.tenant == tenant)
+        need = self.pool.blocks_for(len(seq.tokens))
+        if not own or own + need <= FACTOR * (free - need):
+            return True
+        need -= len(self._cached_prefix(seq))
+        return own + need <= FACTOR * (free - need)
 
     def _begin_fetches(self, draft: Draft) -> None:
         """Let transfers fill blocks that no launched step touches: unlike steps, they keep no order."""
@@ -278,8 +300,7 @@ class Scheduler:
     @property
     def drained(self) -> bool:
         """Everything that had started has ended."""
-        preempted = bool(self.waiting) and self.waiting.front().preempted
-        return not (self.running or preempted)
+        return not (self.running or any(seq.preempted for seq in self.waiting.fronts()))
 
     def weights_changed(self, version: int, *, recompute: bool) -> None:
         """From now on keys and tokens belong to `version`. KV of the old weights is never hit again."""
@@ -406,8 +427,9 @@ class Scheduler:
         self.waiting.remove(self._rank(seq), seq)
         self.running[seq] = None
         self.pool.retain(hit)
-        seq.blocks = hit + self.pool.allocate(need)
+        seq.blocks, seq.own = hit + self.pool.allocate(need), need
         seq.row = self._free_rows.pop()
+        self._rows.take(seq.request.tenant)
         seq.computed, seq.published = len(hit) * self.pool.block_size, len(hit)
         seq.phase = Phase.LOADING if self._worth_fetching(seq) else Phase.RUNNING
         if seq.phase is Phase.RUNNING:
@@ -473,13 +495,29 @@ class Scheduler:
         while need > self.pool.available:
             if self.returning:
                 return False  # blocks are on their way home; wait for them
-            victim = max(self.running, key=lambda other: other.order)
+            victim = self._victim()
             self._evict(victim)
             if victim is seq:
                 return False
         if need > 0:
             seq.blocks += self.pool.allocate(need)
+            seq.own += need
         return True
+
+    def _victim(self) -> Sequence:
+        """The last in order, of the tenant that owns most.
+
+        A tenant with a single sequence is spared unless all have only one, so that the first in order always goes on.
+        """
+        owned: Counter[str] = Counter()
+        count: Counter[str] = Counter()
+        for seq in self.running:
+            owned[seq.request.tenant] += seq.own
+            count[seq.request.tenant] += 1
+        return max(
+            self.running,
+            key=lambda seq: (owned[seq.request.tenant] if count[seq.request.tenant] > 1 else 0, seq.order),
+        )
 
     def _add_slice(self, draft: Draft, seq: Sequence, count: int) -> None:
         start = seq.computed
@@ -598,6 +636,7 @@ class Scheduler:
         self.leaving.discard(seq)
         if seq.row >= 0:
             self._free_rows.append(seq.row)
+            self._rows.give_back(seq.request.tenant)
             seq.disown()
 
     def _release_blocks(self, seq: Sequence) -> None:
@@ -626,6 +665,7 @@ class Scheduler:
         owners = [*self.running, *self.leaving]
         rows = [seq.row for seq in owners] + self._free_rows
         assert sorted(rows) == list(range(self.limits.max_running))
+        assert self._rows.held == Counter(seq.request.tenant for seq in {*owners} if seq.row >= 0)
         assert {*self.running, *self.waiting} == set(self.sequences.values())
         lent = {seq.id: tuple(seq.blocks) for seq in self.running if seq.lease is not None}
         assert lent == {lease.sequence: lease.blocks for lease in self.leases}

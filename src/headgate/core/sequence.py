@@ -47,6 +47,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     row: int = -1
     blocks: list[int] = field(default_factory=list)
+    own: int = 0  # blocks allocated for it since it was admitted, as opposed to found in the cache
     shown: int = 0  # blocks the device knows of; 0 means that it does not know the sequence either
     computed: int = 0  # positions whose KV is written, or will be by a step already launched
     sampling: int = 0  # tokens sampled on the device that have not landed yet
