@@ -176,9 +176,6 @@ class Replicas:
     @property
     def info(self) -> EngineInfo:
         """What all engines have in common; known for good once the first one was ready."""
-        for replica in self.replicas:
-            if replica.client is not None:
-                self._info = replica.client.info
         if self._info is None:
             raise EngineDead("no engine is ready yet")
         return self._info
@@ -386,7 +383,7 @@ class Replicas:
 
     async def _offer(self, replica: Replica, client: EngineClient, started: asyncio.Future[None]) -> None:
         """Let streams use `client`, until cancelled."""
-        replica.client = client
+        replica.client, self._info = client, client.info
         await self._notify()
         if not started.done():
             started.set_result(None)
