@@ -485,6 +485,32 @@ MUTANTS = [
         "        return self._placement is not None\n",
         "        return False\n",
         test="tests/sim/test_regressions.py",
+    # -- bounds, tenants, truth: 61 to 80 --
+    Mutant(
+        "no tenant takes the last places",
+        "shares.py",
+        "        return (count == 1 and not held) or held + count <= FACTOR * left\n",
+        "        return True\n",
+    ),
+    Mutant(
+        "a text that cannot fit is refused from its length",
+        "text/tokenizer.py",
+        "        if chars <= most * (self.longest or UNBOUNDED_CHARS):\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "how an answer is presented does not decide how it is retried",
+        "router/attempt.py",
+        '    rescheduled = any(reason == b"pd_reschedule" for reason, _ in ends)\n',
+        "    rescheduled = b'\"finish_reason\":\"pd_reschedule\"' in ending\n",
+        test="tests/router/test_relay.py",
+    ),
+    Mutant(
+        "nothing depends on how long the machine has been up",
+        "api/journal.py",
+        "        self._sent_s = -inf\n",
+        "        self._sent_s = 0.0\n",
+        test="tests/test_clocks.py",
     ),
 ]
 
