@@ -485,6 +485,7 @@ MUTANTS = [
         "        return self._placement is not None\n",
         "        return False\n",
         test="tests/sim/test_regressions.py",
+    ),
     # -- bounds, tenants, truth: 61 to 80 --
     Mutant(
         "no tenant takes the last places",
@@ -502,7 +503,7 @@ MUTANTS = [
         "how an answer is presented does not decide how it is retried",
         "router/attempt.py",
         '    rescheduled = any(reason == b"pd_reschedule" for reason, _ in ends)\n',
-        "    rescheduled = b'\"finish_reason\":\"pd_reschedule\"' in ending\n",
+        '    rescheduled = b\'"finish_reason":"pd_reschedule"\' in ending\n',
         test="tests/router/test_relay.py",
     ),
     Mutant(

@@ -332,6 +332,8 @@ def _deed(rng: random.Random, draft: Draft, what: str, more: dict[str, Any]) -> 
 
 ACTORS: tuple[Callable[[random.Random, Draft], None], ...] = (
     _giant_prompts,
+    _twins,
+    _squatter,
     _burst,
     _strict,
     _stopped_across,
