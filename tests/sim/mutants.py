@@ -377,8 +377,8 @@ MUTANTS = [
     Mutant(
         "a drain waits for what has started, and for nobody else",
         "core/scheduler.py",
-        "        return not (self.running or preempted)\n",
-        "        return not (self.running or self.waiting)\n",
+        "any(seq.preempted for seq in self.waiting.fronts())",
+        "any(True for seq in self.waiting.fronts())",
         test="tests/engine/test_control.py",
     ),
     Mutant(
@@ -468,8 +468,8 @@ MUTANTS = [
     Mutant(
         "a worker that joins a held fleet and is paused has followed",
         "router/following.py",
-        "                controls.paused.add(worker)\n\n    async def _look",
-        "                pass\n\n    async def _look",
+        "            self._controls.paused.add(worker)\n\n    def _unnoted",
+        "            pass\n\n    def _unnoted",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(

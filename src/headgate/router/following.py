@@ -40,18 +40,19 @@ class Follower:
         while True:
             await self._router.fleet_changed(LOOK_EVERY_S)
             if self._controls.at_rest:
-                await self._note_paused()
+                await asyncio.gather(*(self._note_paused(worker) for worker in self._unnoted()))
                 await self._look_for_others()
                 await asyncio.gather(*(self._catch_up(worker) for worker in self._late()))
 
-    async def _note_paused(self) -> None:
+    async def _note_paused(self, worker: Worker) -> None:
         """A worker of a held fleet that is paused has followed, whether or not its answer has come here."""
-        controls = self._controls
-        for worker in [worker for worker in self._fleet if worker.state == "paused"]:
-            if controls.pause_asked is None or worker in controls.paused:
-                continue
-            if await self._state_of(worker) == "paused" and controls.pause_asked is not None:
-                controls.paused.add(worker)
+        if await self._state_of(worker) == "paused" and self._controls.pause_asked is not None:
+            self._controls.paused.add(worker)
+
+    def _unnoted(self) -> list[Worker]:
+        if self._controls.pause_asked is None:
+            return []
+        return [worker for worker in self._fleet if worker.state == "paused" and worker not in self._controls.paused]
 
     async def _look_for_others(self) -> None:
         """A paused worker that runs again without having been away was resumed by somebody else; that holds for all."""
