@@ -513,6 +513,32 @@ MUTANTS = [
         "        self._sent_s = 0.0\n",
         test="tests/test_clocks.py",
     ),
+    Mutant(
+        "an id belongs to its tenant",
+        "router/router.py",
+        "        key = exchange.tenant, exchange.id, 0\n",
+        '        key = "", exchange.id, 0\n',
+        test="tests/router/test_tenants.py",
+    ),
+    Mutant(
+        "an id that was drawn tells of no other",
+        "api/ids.py",
+        "        return PREFIX + self._drawn.pop()\n",
+        "        self.count = getattr(self, 'count', 0) + 1\n        return f'{PREFIX}{0:08x}{self.count:x}'\n",
+    ),
+    Mutant(
+        "a router holds a deadline while a worker is silent",
+        "router/relay.py",
+        "            self._timer = self.router.loop.call_later(left_s, self._overdue)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a server holds a deadline while its engine is stopped",
+        "engine/replicas.py",
+        "timer = _in(timeout_s, answer.overdue)\n",
+        "timer = None\n",
+        test="tests/api/test_accounting.py",
+    ),
 ]
 
 # Mutants that break no promise, and why.
