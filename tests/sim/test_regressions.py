@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from headgate.testing.sim import hostile
 from headgate.testing.sim.caller import Manners
 from headgate.testing.sim.engine import Pace
 from headgate.testing.sim.kv import KvSettings
@@ -289,3 +290,14 @@ def test_25_a_server_whose_update_broke_off_refuses_requests(carry_out):
     report, _ = carry_out(asks, deed(0.3, "update", mode="abort"), update_breaks=1.0, servers=4)
     assert not report.failures
     assert report.ends["503 engine_lost"] == 1
+
+
+def test_65_what_another_tenant_has_under_the_id_of_a_client_that_left_is_not_left_behind(carry_out):
+    """The judge took one for the other. Found by seed 91700196."""
+    leaving, staying = ask("a"), ask("a@bob", headers={"x-request-id": "a"})
+    leaving.manners = Manners(leaves_after_s=0.1)
+    hostile.belong(leaving, hostile.ANN)
+    hostile.belong(staying, hostile.BOB)
+    report, _ = carry_out([leaving, staying], tenants=hostile.TENANTS)
+    assert not report.failures
+    assert report.ends == {"left": 1, "max_tokens": 1}

@@ -341,7 +341,8 @@ class World:
         await call(address, "POST", ask.path, ask.body, ask.headers, ask.manners, ask.reply)
         ask.away_s += asked.away_s
         self.note(host, f"got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
-        if ask.reply.left and self.plan.calm and "idempotency-key" not in ask.headers:
+        alone = self._ids[ask.name] == 1  # no other tenant has a request of that id
+        if ask.reply.left and self.plan.calm and alone and "idempotency-key" not in ask.headers:
             await self._check_gone(ask)
         if ask.retries and ask.reply.broken:
             await asyncio.sleep(0.2)
