@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
+from traceback import clear_frames
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -57,6 +58,8 @@ class Gate:
             log.debug("%s: broken off", state["request_id"])
         except Exception as error:
             await self._explain(error, answer, scope, receive)
+            # What the frames of a refusal know, a prompt of megabytes among it, goes now and not with the collector.
+            clear_frames(error.__traceback__)
         finally:
             if charge is not None:
                 charge.release()
