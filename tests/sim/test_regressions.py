@@ -301,3 +301,13 @@ def test_65_what_another_tenant_has_under_the_id_of_a_client_that_left_is_not_le
     report, _ = carry_out([leaving, staying], tenants=hostile.TENANTS)
     assert not report.failures
     assert report.ends == {"left": 1, "max_tokens": 1}
+
+
+def test_63_a_tenant_whose_own_requests_fill_the_queue_is_refused(carry_out):
+    """The judge took it for one with a request at a time. Found by seed 123400131."""
+    asks = [ask("a"), ask("b", 0.1)]
+    for each in asks:
+        hostile.belong(each, hostile.ANN)
+    polite = deed(0.3, "ask_politely", times=1)
+    report, _ = carry_out(asks, polite, tenants=hostile.TENANTS, max_in_flight=1, max_queue=1)
+    assert not report.failures

@@ -139,9 +139,10 @@ class HostileDeeds:
 
     async def ask_politely(self, deed: Deed) -> None:
         """63: a tenant with one request at a time is never refused because of another's."""
+        alone = not any(ask.tenant == ANN for ask in self._world.plan.asks)
         for i in range(deed.more["times"]):
             reply = await self._generate(deed.via, ANN, prompt=[3 + i, 4, 5])
-            if reply.status == 429:
+            if reply.status == 429 and alone:
                 self._world.fail(f"63: a tenant with one request at a time was refused: {bytes(reply.body)[:200]!r}")
 
     async def forge(self, deed: Deed) -> None:
