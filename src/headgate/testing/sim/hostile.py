@@ -7,7 +7,7 @@ meaning. About half of all plans have none.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,6 +52,9 @@ LIES: tuple[bytes, ...] = (
 )
 
 
+Actor = Callable[[random.Random, "Draft"], None]
+
+
 @dataclass
 class Draft:
     """A plan that actors are being added to."""
@@ -60,6 +63,7 @@ class Draft:
     asks: list[Ask]
     deeds: list[Deed]
     changes: dict[str, Any] = field(default_factory=dict)
+    actors: Sequence[Actor] = ()
 
     @property
     def servers(self) -> list[str]:
@@ -82,6 +86,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
     actors = rng.sample(ACTORS, min(rng.randint(1, 3), len(ACTORS)))
     if _burst in actors:  # whose requests are all of one tenant but for a few
         actors = [actor for actor in actors if actor not in (_twins, _pry)]
+    draft.actors = actors
     for actor in actors:
         actor(rng, draft)
     deeds = [deed for deed in draft.deeds if only is None or deed.what in only]
@@ -189,9 +194,14 @@ def _pry(rng: random.Random, draft: Draft) -> None:
     """A tenant that lists and ends requests which are not its own."""
     _with_keys(draft)
     names = [ask.id for ask in draft.asks if ask.tenant == ANN]
+    tenant = BOB
+    if {_twins, _burst, _salts}.isdisjoint(draft.actors) and rng.random() < 0.5:
+        # At routers that ask for no key, every caller is a stranger; at the servers behind them it must remain one.
+        draft.changes["keys_at"] = ("servers",)
+        names, tenant = [ask.id for ask in draft.asks if ask.tenant == ANN and not ask.routed], ""
     for _ in range(rng.randint(1, 2)):
-        more = {"tenant": BOB, "req_ids": rng.sample(names, min(len(names), 4))}
-        draft.deeds.append(_deed(rng, draft, "pry", more))
+        more = {"tenant": tenant, "req_ids": rng.sample(names, min(len(names), 4))}
+        draft.deeds += [_deed(rng, draft, "pry", more)] if names else []
 
 
 def _squatter(rng: random.Random, draft: Draft) -> None:
@@ -304,6 +314,11 @@ def _forger(rng: random.Random, draft: Draft) -> None:
 def _salts(rng: random.Random, draft: Draft) -> None:
     """A tenant that looks for the prompts of another in the cache."""
     _with_keys(draft)
+    if rng.random() < 0.5:
+        # Servers that leave tenants to their router, and that can be reached without it.
+        draft.changes["keys_at"] = ("routers",)
+        for ask in draft.asks:
+            ask.to = ask.to if ask.routed else rng.choice(draft.routers)
     draft.deeds.append(_deed(rng, draft, "probe_salts", {"ids": [rng.randrange(1, 200) for _ in range(24)]}))
 
 
@@ -330,7 +345,7 @@ def _deed(rng: random.Random, draft: Draft, what: str, more: dict[str, Any]) -> 
     )
 
 
-ACTORS: tuple[Callable[[random.Random, Draft], None], ...] = (
+ACTORS: tuple[Actor, ...] = (
     _giant_prompts,
     _twins,
     _squatter,

@@ -161,40 +161,45 @@ class HostileDeeds:
         if first.status != 200 or not first.whole:
             return
         for salt in (None, f"{ANN}:", ANN, f"{ANN}:{ANN}:", f":{ANN}", f"{BOB}:{ANN}:"):
-            await self._probe_salt(via, ids, salt)
+            await self._probe_salt(via, via, BOB, ids, salt)
+            for server in self._world.servers if "servers" not in self._world.plan.keys_at and salt else ():
+                await self._probe_salt(via, server.name, "", ids, salt)
 
-    async def _probe_salt(self, via: str, ids: list[int], salt: str | None) -> None:
+    async def _probe_salt(self, via: str, to: str, tenant: str, ids: list[int], salt: str | None) -> None:
         before = self._moves(via)
-        reply = await self._generate(via, BOB, prompt=ids, max_tokens=1, cache_salt=salt)
+        reply = await self._generate(to, tenant, prompt=ids, max_tokens=1, cache_salt=salt)
         if reply.status != 200 or not reply.whole or self._moves(via) != before:
             return
         details = reply.json()["usage"].get("prompt_tokens_details") or {}
         if hits := details.get("cached_tokens"):
-            self._world.fail(f"66: with cache_salt {salt!r} a tenant saw that {hits} tokens of another's are cached")
+            self._world.fail(
+                f"66: {to} showed with cache_salt {salt!r} that {hits} tokens of another tenant are cached"
+            )
 
     def _moves(self, via: str) -> tuple[int, int]:
         router = next(host.router for host in self._world.routers if host.name == via)
         return (0, 0) if router is None else (router.counters.retries, router.counters.resumes)
 
     async def pry(self, deed: Deed) -> None:
-        """65: a tenant neither sees nor ends what is not its own."""
+        """65, 67: a tenant or a stranger neither sees nor ends what is not its own, also not through a router."""
         world, tenant, names = self._world, deed.more["tenant"], deed.more["req_ids"]
+        number = 65 if tenant else 67
         own = {ask.id for ask in world.plan.asks if ask.tenant == tenant}
         foreign = [name for name in names if name not in own]
         listed = await world.control(deed.via, "GET", "/v1/requests", tenant=tenant)
         shown = [name for name in foreign if f'"{name}"'.encode() in bytes(listed.body)]
         if shown:
-            world.fail(f"65: {tenant} is shown {shown}, which are another tenant's")
+            world.fail(f"{number}: {tenant or 'a stranger'} is shown {shown}, which are another tenant's")
         ended = await world.control(deed.via, "POST", "/v1/abort_requests", {"req_ids": names}, tenant=tenant)
         if ended.status == 200:
             result = ended.json()["result"]
             told = [*(each["request_id"] for each in result["aborted"]), *result["already_finished"]]
             if wrong := [name for name in told if name in foreign]:
-                world.fail(f"65: {tenant} is told of {wrong}, which are another tenant's")
+                world.fail(f"{number}: {tenant or 'a stranger'} is told of {wrong}, which are another tenant's")
         for name in foreign[:1]:
             reply = await world.control(deed.via, "GET", f"/v1/requests/{name}", tenant=tenant)
             if reply.status == 200:
-                world.fail(f"65: {tenant} is shown {name}, which is another tenant's")
+                world.fail(f"{number}: {tenant or 'a stranger'} is shown {name}, which is another tenant's")
 
 
 def next_ids(id: str, tries: int) -> list[str]:

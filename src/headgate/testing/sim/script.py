@@ -121,6 +121,7 @@ class Plan:
     roles: tuple[str, ...] = ()  # of the servers; none: all are mixed
     kv: KvSettings | None = None  # how KV moves between engines, if it does
     tenants: tuple[str, ...] = ()  # with a key each, on routers and servers; none: requests need no key
+    keys_at: tuple[str, ...] = ("routers", "servers")  # which of them know the tenants; all have an admin key
     stall_s: float = 6.0  # how long a client may not read
 
     @property

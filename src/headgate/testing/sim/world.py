@@ -219,7 +219,14 @@ class World:
         engine = [EngineConfig(kv_listen=None) if kv is None else kv.config(i) for i in range(plan.servers)]
         keys = {tenant: f"key-of-{tenant}" for tenant in plan.tenants}
         self.servers = [
-            SimServer(self.loop, f"server{i}", plan.settings, engine[i], keys, self._tokenised)
+            SimServer(
+                self.loop,
+                f"server{i}",
+                plan.settings,
+                engine[i],
+                keys if "servers" in plan.keys_at else {},
+                self._tokenised,
+            )
             for i in range(plan.servers)
         ]
         config = RouteConfig(
@@ -229,7 +236,7 @@ class World:
             max_queue=plan.max_queue,
             disaggregate_tokens=256 if kv is None else kv.disaggregate_tokens,
             ticket_timeout_s=10.0 if kv is None else kv.ticket_timeout_s,
-            api_keys=keys,
+            api_keys=keys if "routers" in plan.keys_at else {},
             write_timeout_s=plan.stall_s,
             admin_key=KEY,
             worker_key=KEY,
