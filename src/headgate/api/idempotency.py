@@ -2,14 +2,14 @@
 
 The first request with a key makes the answer; what is sent to it is kept. A retry gets the same bytes, from the first one
 on: at once if the answer is whole, as they come if it is still being made. An answer with a key belongs to the key and
-not to a connection, so it is finished even when its client has gone (abort it by its id). A refusal is not kept.
+not to a connection, so it is finished even when its client has gone (abort it by its id) or does not read. A refusal is not
+kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headgate.api.sse import Exchange, Reply
+from headgate.api.shares import Shares
+from headgate.api.sse import Exchange, Reply, innermost
 from headgate.errors import RequestError, Unavailable
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
 KEPT_S = 600.0
-MOST_BYTES = 64 * 2**20  # of all answers that are kept and complete
+MOST_BYTES = 64 * 2**20  # of all answers that are kept and complete; tenants share them
+RECORDING_BYTES, MESSAGE_BYTES = 1000, 300  # that keeping an answer, and each part of it, takes beside the text
 LONGEST_ANSWER = 16 * 2**20  # that is kept
 LONGEST_KEY = 256
 
@@ -42,7 +44,7 @@ class AnswerTooLong(RequestError):
 
 
 class Recording:
-    """What was sent in answer to the first request with a key."""
+    """What was said in answer to the first request with a key."""
 
     def __init__(self, fingerprint: bytes, request_id: str) -> None:
         self.fingerprint = fingerprint
@@ -53,38 +55,45 @@ class Recording:
         self._messages: list[Message] = []
         self._more = asyncio.Event()
 
+    @property
+    def weight(self) -> int:
+        """About how many bytes it takes to keep it."""
+        return RECORDING_BYTES + MESSAGE_BYTES * len(self._messages) + self.size
+
     def keep(self, message: Message) -> None:
-        if self.failure is not None:
-            return
         self._messages.append(dict(message))
         self.size += len(message.get("body", b""))
         if self.size > LONGEST_ANSWER:
-            self._messages, self.size = [], 0
+            self._messages, self.size = [], 0  # whoever tells it has the rest
             self.failure = AnswerTooLong(
                 f"the answer of this key has more than {LONGEST_ANSWER} bytes and is not kept"
             )
-        self._tell()
+        self._wake()
 
     def end(self, now_s: float, failure: Exception | None = None) -> None:
         self.ended_s, self.failure = now_s, failure or self.failure
-        self._tell()
+        self._wake()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         self._more.set()
         self._more = asyncio.Event()
 
-    async def replay(self, send: Send) -> None:
-        sent = 0
+    async def tell(self, send: Send) -> None:
+        """Send it from its beginning, as it comes, up to its end or to where it is no longer kept."""
+        messages, sent = self._messages, 0
         while True:
-            for message in self._messages[sent:]:
+            while sent < len(messages):
                 sent += 1
-                await send(dict(message))
-            if sent >= len(self._messages):
-                if self.failure is not None:
-                    raise self.failure
-                if self.ended_s is not None:
-                    return
-                await self._more.wait()
+                await send(dict(messages[sent - 1]))
+            if self.ended_s is not None or self.failure is not None:
+                return
+            await self._more.wait()
+
+    async def replay(self, send: Send) -> None:
+        if self.failure is None:
+            await self.tell(send)
+        if self.failure is not None:
+            raise self.failure
 
 
 class Replays:
@@ -92,18 +101,19 @@ class Replays:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._recordings: OrderedDict[tuple[str, str], Recording] = OrderedDict()
+        self._running: dict[tuple[str, str], Recording] = {}
+        self._kept: Shares[Recording] = Shares(MOST_BYTES)
 
     def exchange(self, request: Request, key: str, asked: str, work: Work) -> Response:
         """The response to `request`: made by `work`, or already in the making."""
         if len(key) > LONGEST_KEY:
             raise RequestError(f"must have at most {LONGEST_KEY} characters", param="Idempotency-Key")
-        self._forget()
-        where, fingerprint = (request.state.tenant, key), blake2b(asked.encode()).digest()
-        recording = self._recordings.get(where)
+        tenant: str = request.state.tenant
+        fingerprint = blake2b(asked.encode()).digest()
+        recording = self._find(tenant, key)
         if recording is None:
-            recording = self._recordings[where] = Recording(fingerprint, request.state.request_id)
-            return _First(self, where, recording, work)
+            recording = self._running[tenant, key] = Recording(fingerprint, request.state.request_id)
+            return _First(self, tenant, key, recording, work)
         if recording.fingerprint != fingerprint:
             raise KeyReused(
                 "this key was used for another request; give each request its own", param="Idempotency-Key"
@@ -111,35 +121,53 @@ class Replays:
         request.state.request_id = recording.request_id
         return _Retry(recording)
 
-    def ended(self, where: tuple[str, str], recording: Recording, failure: Exception | None) -> None:
-        recording.end(self._clock(), failure)
-        if failure is not None:
-            self._recordings.pop(where, None)
-        self._forget()
+    def _find(self, tenant: str, key: str) -> Recording | None:
+        self._forget(tenant)
+        if (other := self._kept.next_tenant()) is not None:
+            self._forget(other)
+        return self._running.get((tenant, key)) or self._kept.get(tenant, key)
 
-    def _forget(self) -> None:
-        """Drop answers that are old, and the oldest if there are too many."""
-        now_s = self._clock()
-        ended = [(where, r) for where, r in self._recordings.items() if r.ended_s is not None]
-        size = sum(recording.size for _, recording in ended)
-        for where, recording in ended:
+    def ended(self, tenant: str, key: str, recording: Recording, failure: Exception | None) -> None:
+        recording.end(self._clock(), failure)
+        del self._running[tenant, key]
+        if failure is None:
+            self._kept.put(tenant, key, recording, recording.weight)
+
+    def _forget(self, tenant: str) -> None:
+        """Drop this tenant's answers that are old; they are in the order in which they ended."""
+        before_s = self._clock() - KEPT_S
+        while (oldest := self._kept.oldest(tenant)) is not None:
+            key, recording = oldest
             assert recording.ended_s is not None
-            if now_s - recording.ended_s < KEPT_S and size <= MOST_BYTES:
-                break
-            size -= recording.size
-            del self._recordings[where]
+            if recording.ended_s > before_s:
+                return
+            self._kept.drop(tenant, key)
 
 
 class _First(Response):
-    """Makes the answer, whether or not anyone is there to read it."""
+    """Makes the answer, whether or not anyone is there to read it; its client is told beside that."""
 
-    def __init__(self, replays: Replays, where: tuple[str, str], recording: Recording, work: Work) -> None:
-        self._replays, self._where, self._recording, self._work = replays, where, recording, work
+    def __init__(self, replays: Replays, tenant: str, key: str, recording: Recording, work: Work) -> None:
+        self._replays, self._tenant, self._key = replays, tenant, key
+        self._recording, self._work = recording, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                telling = tasks.create_task(self._recording.tell(send))
+                await self._make(telling, send)
+        except BaseExceptionGroup as failures:
+            raise innermost(failures) from None
+
+    async def _make(self, telling: asyncio.Task[None], send: Send) -> None:
+        recording = self._recording
+
         async def keep(message: Message) -> None:
-            self._recording.keep(message)
-            await send(message)
+            if recording.failure is None:
+                recording.keep(message)
+            else:  # it has grown too long to be kept, and is this client's alone
+                await telling
+                await send(message)
 
         failure: Exception | None = None
         try:
@@ -149,7 +177,7 @@ class _First(Response):
             failure = error if isinstance(error, Exception) else cut
             raise
         finally:
-            self._replays.ended(self._where, self._recording, failure)
+            self._replays.ended(self._tenant, self._key, recording, failure)
 
 
 class _Retry(Exchange):

@@ -1,0 +1,123 @@
+"""Answers that are kept for their keys: what finding one costs, and whose are dropped. Numbers: docs/lifecycle.md."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headgate.api import idempotency
+from headgate.api.idempotency import KEPT_S, Replays
+from headgate.api.shares import Shares
+from headgate.api.sse import Reply
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def answer(replays: Replays, tenant: str, key: str, body: bytes = b"{}") -> bytes:
+    """What a request with this key gets; a new one is answered with `body`."""
+    request: Any = SimpleNamespace(state=SimpleNamespace(tenant=tenant, request_id="r"))
+    sent: list[Any] = []
+
+    async def work(reply: Reply) -> None:
+        await reply.send_json(body)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    await replays.exchange(request, key, "asked", work)({}, receive, send)
+    return b"".join(message.get("body", b"") for message in sent)
+
+
+def instructions(replays: Replays, key: str) -> int:
+    """Of Python, that a new request with this key costs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        asyncio.run(answer(replays, "a", key))
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_63_a_request_with_a_key_costs_the_same_however_many_answers_are_kept():
+    costs = []
+    for kept in (10, 20_000):
+        replays = Replays(Clock())
+
+        async def fill(replays: Replays = replays, kept: int = kept) -> None:
+            for number in range(kept):
+                await answer(replays, f"tenant-{number % 5}", f"k{number}")
+
+        asyncio.run(fill())
+        assert len(replays._kept) == kept
+        costs.append(min(instructions(replays, f"new-{again}") for again in range(3)))
+    assert costs[1] < 2 * costs[0]
+
+
+def test_49_63_keys_of_one_tenant_never_push_out_anothers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(idempotency, "MOST_BYTES", 100_000)
+
+    async def main() -> None:
+        replays = Replays(Clock())
+        await answer(replays, "polite", "k", b"first")
+        for number in range(1000):
+            await answer(replays, "greedy", f"k{number}", b"x" * 1000)
+        assert await answer(replays, "polite", "k", b"second") == b"first"
+        assert await answer(replays, "greedy", "k999", b"again") == b"x" * 1000
+        assert await answer(replays, "greedy", "k0", b"again") == b"again"
+        assert len(replays._kept) < 100
+
+    asyncio.run(main())
+
+
+def test_49_answers_are_forgotten_in_time_also_of_a_tenant_that_asks_no_more():
+    async def main() -> None:
+        clock = Clock()
+        replays = Replays(clock)
+        await answer(replays, "gone", "k", b"old")
+        clock.now_s = KEPT_S - 1
+        assert await answer(replays, "gone", "k", b"new") == b"old"
+        await answer(replays, "here", "k", b"old")
+        clock.now_s = KEPT_S
+        assert await answer(replays, "here", "k", b"new") == b"old"
+        assert len(replays._kept) == 1
+        clock.now_s = 2 * KEPT_S
+        assert await answer(replays, "here", "k", b"new") == b"new"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shared_store_keeps_the_newest_of_each_tenant_and_all_of_a_small_part(seed: int):
+    rng, shares, most = random.Random(seed), Shares[int](120), 120
+    put: dict[str, list[int]] = {"a": [], "b": [], "small": []}  # weights; the index is the key
+    for _ in range(500):
+        tenant = rng.choice(("a", "b", "b", "b")) if sum(put["small"]) > 30 else rng.choice(("a", "b", "small"))
+        weight = rng.randint(1, 9)
+        put[tenant].append(weight)
+        shares.put(tenant, len(put[tenant]), weight, weight)
+        kept = {name: [shares.get(name, key + 1) for key in range(len(put[name]))] for name in put}
+        assert all(None not in entries[entries.count(None) :] for entries in kept.values())
+        assert sum(weight or 0 for entries in kept.values() for weight in entries) <= most
+        assert None not in kept["small"]
