@@ -121,6 +121,7 @@ class ServerConfig:
     host: str = "127.0.0.1"  # where it listens
     max_queue: int = 1024  # choices accepted beyond those that run
     max_body_bytes: int = 32 * 2**20  # of a request
+    client_stall_timeout_s: float = 30.0  # without a byte read by a client for which there are some
     drain_timeout_s: float = 30.0  # for requests to finish at the end
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
     admin_key: str | None = field(default=None, repr=False)  # for control calls
@@ -132,6 +133,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check(self.replicas >= 1, "replicas must be at least 1")
         _check(self.max_queue >= 0, "max_queue must be at least 0")
+        _check(self.client_stall_timeout_s > 0, "client_stall_timeout must be above 0")
         _check(self.drain_timeout_s >= 0, "drain_timeout must be at least 0")
 
     @property
@@ -178,7 +180,7 @@ class RouteConfig:
     connect_timeout_s: float = 2.0  # to a worker
     first_byte_timeout_s: float = 600.0  # of workers that show no life while they compute
     idle_timeout_s: float = 60.0  # of streams
-    write_timeout_s: float = 300.0  # for a client to read on; one that does not counts as gone
+    client_stall_timeout_s: float = 30.0  # without a byte read by a client for which there are some
     probe_interval_s: float = 1.0  # how often each worker is asked how it fares
     probe_timeout_s: float = 2.0  # for its answer
     silence_s: float = 10.0  # without probe or byte, and a worker's answers go on elsewhere
@@ -203,7 +205,7 @@ class RouteConfig:
             _check(getattr(self, name) >= 0, f"{name} must be at least 0")
         _check(self.disaggregate_tokens >= 0, "disaggregate_tokens must be at least 0")
         _check(self.ticket_timeout_s > 0, "ticket_timeout_s must be above 0")
-        for name in ("connect_timeout_s", "first_byte_timeout_s", "idle_timeout_s", "write_timeout_s"):
+        for name in ("connect_timeout_s", "first_byte_timeout_s", "idle_timeout_s", "client_stall_timeout_s"):
             _check(getattr(self, name) > 0, f"{name} must be above 0")
         for name in ("probe_interval_s", "silence_s"):
             _check(getattr(self, name) > 0, f"{name} must be above 0")

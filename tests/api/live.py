@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from headgate.api.host import Host
 from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
+from headgate.api.outflow import STALL_S
 from headgate.api.server import HttpServer
 from headgate.api.sharing import Sharing
 from headgate.api.state import Api, ApiSettings
@@ -90,6 +92,8 @@ def live_server(
     keys: Keys | None = None,
     count: int = 1,
     limit: int = 1000,
+    stall_s: float = STALL_S,
+    send_bytes: int | None = None,
     **engine: Any,
 ) -> Iterator[LiveServer]:
     """Serve `model` on `count` engines until the block ends."""
@@ -117,7 +121,9 @@ def live_server(
         host = Host("0", MODEL, engines.replicas, ledger)
         listener = take_port("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = HttpServer(build_app(api, host, keys or Keys(), 1 << 20), listener, known.set)
+        if send_bytes is not None:  # of the kernel, per connection
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+        server = HttpServer(build_app(api, host, keys or Keys(), 1 << 20), listener, known.set, stall_s)
         ready.append(LiveServer(url, api, host, asyncio.get_running_loop()))
         stop.append(partial(asyncio.get_running_loop().call_soon_threadsafe, server.stop_accepting))
         await server.serve()

@@ -12,7 +12,7 @@ import pytest
 
 from headgate.api import idempotency
 from headgate.api.idempotency import KEPT_S, Replays
-from headgate.api.shares import Shares
+from headgate.api.tenant_store import TenantStore
 from headgate.api.sse import Reply
 
 
@@ -110,14 +110,14 @@ def test_49_answers_are_forgotten_in_time_also_of_a_tenant_that_asks_no_more():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_shared_store_keeps_the_newest_of_each_tenant_and_all_of_a_small_part(seed: int):
-    rng, shares, most = random.Random(seed), Shares[int](120), 120
+    rng, store, most = random.Random(seed), TenantStore[int](120), 120
     put: dict[str, list[int]] = {"a": [], "b": [], "small": []}  # weights; the index is the key
     for _ in range(500):
         tenant = rng.choice(("a", "b", "b", "b")) if sum(put["small"]) > 30 else rng.choice(("a", "b", "small"))
         weight = rng.randint(1, 9)
         put[tenant].append(weight)
-        shares.put(tenant, len(put[tenant]), weight, weight)
-        kept = {name: [shares.get(name, key + 1) for key in range(len(put[name]))] for name in put}
+        store.put(tenant, len(put[tenant]), weight, weight)
+        kept = {name: [store.get(name, key + 1) for key in range(len(put[name]))] for name in put}
         assert all(None not in entries[entries.count(None) :] for entries in kept.values())
         assert sum(weight or 0 for entries in kept.values() for weight in entries) <= most
         assert None not in kept["small"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -217,11 +218,17 @@ def quick(**settings: Any) -> RouteConfig:
 
 
 @asynccontextmanager
-async def routing(*mocks: Mock, **settings: Any) -> AsyncIterator[tuple[Router, str]]:
-    """A router in front of these workers, all ready; everything it took must be given back in the end."""
+async def routing(*mocks: Mock, send_bytes: int | None = None, **settings: Any) -> AsyncIterator[tuple[Router, str]]:
+    """A router in front of these workers, all ready; everything it took must be given back in the end.
+
+    `send_bytes`: that its kernel takes for a client that does not read.
+    """
     config = quick(workers=tuple(WorkerAddress(url=mock.url, role="mixed", key=None) for mock in mocks), **settings)
     router = Router(config, seed=1)
-    async with serving(router, take_port("127.0.0.1", 0), "test") as url:
+    listener = take_port("127.0.0.1", 0)
+    if send_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+    async with serving(router, listener, "test") as url:
         there = [router.fleet.find(mock.url) for mock in mocks if mock._server is not None]
         await until(lambda: all(worker.state != "starting" for worker in there))
         yield router, url

@@ -3,65 +3,130 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
+from typing import Any
 
 import pytest
 
 from headgate.config import RouteConfig
 from headgate.errors import HeadgateError
 from headgate.router.downstream import Connections
+from headgate.router.metrics import render
+from headgate.router.relay import Exchange
+from headgate.router.router import Router
+from tests.api.live import LiveServer
+from tests.api.serving import wait_until
 from tests.router.client import Wire, ask, check, routing, until
-from tests.router.mock import CHAT, FINE, Fault, Mock
+from tests.router.fleets import live_router
+from tests.router.mock import CHAT, COMPLETIONS, Mock
 from tests.router.run import run
 from tests.router.test_downstream import Echo, with_server
+from tests.stalled import LAST_CHUNK, SEND_BYTES, mute
 
 BODY = {"model": "mock", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 
 
-def test_a_client_that_never_reads_gives_its_place_back_in_time():
+LONG = BODY | {"stream": True, "max_tokens": 200_000}  # far more bytes than all buffers take
+
+
+def muted(url: str, **more: Any) -> Any:
+    return mute(url, CHAT, LONG | more)
+
+
+async def held_up(router: Router, id: str) -> Exchange:
+    """The request, once its client's buffers are full."""
+    await until(lambda: any(each.id == id and each.full for each in router.live.values()))
+    return next(each for each in router.live.values() if each.id == id)
+
+
+def test_62_a_client_that_reads_nothing_is_ended_and_its_place_is_free(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "headgate.router")
+
     async def main() -> None:
         async with (
-            Mock(lambda _: Fault("stall", at=2)) as mock,
-            routing(mock, max_in_flight=1, write_timeout_s=0.2) as (router, url),
+            Mock() as mock,
+            routing(mock, max_in_flight=1, client_stall_timeout_s=2.0, send_bytes=SEND_BYTES) as (router, url),
         ):
-            wire = await Wire.open(url)
-            wire.post(CHAT, BODY | {"stream": True})
-            await wire.some(1)
-            exchange = next(iter(router.live.values()))
-            exchange.client.pause_writing()  # as the transport does when its buffer is full
-            assert exchange.full
-            mock.script = lambda _: FINE
-            assert check(BODY, await ask(url, CHAT, BODY)) is None  # there is one place, and it was given back
-            assert mock.asked[0].left
-            assert not (await wire.response()).complete
-            wire.close()
+            with muted(url, request_id="mute") as client:
+                assert check(BODY, await ask(url, CHAT, BODY)) is None  # there is one place, and it was given back
+                assert router.counters.left == {"client_stalled": 1}
+                assert not client.rest().endswith(LAST_CHUNK)
+            await until(lambda: mock.asked[0].left)
+            assert b'clients_left_total{cause="client_stalled"} 1.0' in render(router, "test")
+            assert router.fleet.find(mock.url).errors == 0  # it was not the worker's failure
+
+    run(main())
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("mute: ")]
+    assert len(lines) == 1 and "client_stalled" in lines[0] and "127.0.0.1:" in lines[0]
+
+
+def test_62_an_abort_and_a_pause_wait_two_seconds_for_a_client_that_reads_nothing(servers: list[LiveServer]):
+    body = {"prompt": "hello", "max_tokens": 30000, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 5}
+    with (
+        live_router(servers[0].url, client_stall_timeout_s=600.0) as router,
+        mute(router.url, COMPLETIONS, body | {"request_id": "mute"}) as client,
+    ):
+        wait_until(lambda: any(exchange.full for exchange in list(router.router.live.values())))
+        began_s = time.monotonic()
+        answer = router.post("/v1/abort_requests", {"abort_all": True, "timeout": 60})
+        assert time.monotonic() - began_s < 20  # two seconds and a crowded machine, and not its timeout
+        assert answer.status_code == 202
+        errors = answer.json()["result"]["errors"]
+        assert [(each["request_id"], each["code"]) for each in errors] == [("mute", "not_told")]
+        assert servers[0].status().held_blocks == 0
+        listed = router.get("/v1/requests").json()["data"]
+        assert {choice["phase"] for each in listed for choice in each["choices"]} <= {"sending", "finished"}
+        began_s = time.monotonic()
+        assert router.post("/v1/pause", {"mode": "abort", "timeout": 60}).status_code == 200
+        assert time.monotonic() - began_s < 20
+        assert router.post("/v1/resume").status_code == 200
+        assert b'"cause":"api_abort"' in client.rest_of_answer()
+
+
+def test_62_a_drain_does_not_wait_for_a_client_that_reads_nothing():
+    async def main() -> None:
+        async with (
+            Mock() as mock,
+            routing(mock, send_bytes=SEND_BYTES, drain_timeout_s=300.0) as (router, url),
+        ):
+            with muted(url, request_id="mute"):
+                await held_up(router, "mute")
+                async with asyncio.timeout(60):
+                    await router.drain()
 
     run(main())
 
 
-def test_a_client_has_the_whole_time_again_whenever_it_has_read_on():
+def test_62_a_client_has_the_whole_time_again_whenever_it_has_read_on():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         wire.send(post(1))
         await until(lambda: echo.later)
-        later = echo.later[0]
+        later, now_s = echo.later[0], asyncio.get_running_loop().time()
         for full in (1, 2):
             later.client.write(b"x" * 2**24)
             assert later.full.count(True) == full
-            connections.sweep(asyncio.get_running_loop().time() + 9.0)
+            connections.sweep(now_s)
+            connections.sweep(now_s := now_s + 9.0)
             assert not later.client.gone
             await wire._reader.readexactly(2**24)
             await until(lambda: later.full[-1] is False)
         later.client.write(b"x" * 2**24)
-        connections.sweep(asyncio.get_running_loop().time() + 11.0)
+        connections.sweep(now_s)
+        connections.sweep(now_s := now_s + 9.0)
+        assert not later.client.gone
+        connections.sweep(now_s + 20.0)  # after what the kernels took by themselves
+        connections.sweep(now_s + 40.0)
         await until(lambda: later.left)
         wire.close()
 
-    with_server(test, later=True, write_timeout_s=10.0)
+    with_server(test, later=True, stall_s=10.0)
 
 
 def test_a_timeout_of_nothing_is_refused():
-    with pytest.raises(HeadgateError, match="write_timeout_s must be above 0"):
-        RouteConfig(write_timeout_s=0.0)
+    with pytest.raises(HeadgateError, match="client_stall_timeout_s must be above 0"):
+        RouteConfig(client_stall_timeout_s=0.0)
 
 
 def post(size: int) -> bytes:

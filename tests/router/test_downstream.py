@@ -52,12 +52,10 @@ class Echo:
 Test = Callable[[Echo, Connections, str], Coroutine[Any, Any, None]]
 
 
-def with_server(
-    test: Test, *, later: bool = False, max_body_bytes: int = 1000, write_timeout_s: float = 300.0
-) -> None:
+def with_server(test: Test, *, later: bool = False, max_body_bytes: int = 1000, stall_s: float = 300.0) -> None:
     async def main() -> None:
         echo = Echo(later=later)
-        connections = Connections(echo.handle, max_body_bytes, write_timeout_s)
+        connections = Connections(echo.handle, max_body_bytes, stall_s)
         server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
         try:
             await test(echo, connections, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from headgate.api.errors import Forbidden
 from headgate.api.ledger import Ledger, Past, Record
+from headgate.api.outflow import await_readers
 from headgate.api.schema import Tags, convert, read_object
 from headgate.api.state import Api, ChunkStream, api_of
 from headgate.errors import RequestError
@@ -30,7 +31,9 @@ log = logging.getLogger(__name__)
 # What stands before a request's id in the bodies of its answers.
 PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 GENERATED = "req-"
-LAST_WORDS_S = 0.05  # for clients to be told of what the engines have ended just in time
+LEAST_S = 0.05  # for clients to be told of what the engines have ended just in time
+
+UNREAD = "it has ended and holds no blocks; its client has not read the end"
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Id = Annotated[str, Meta(min_length=1)]
@@ -104,6 +107,11 @@ class Target:
     name: str
     record: Record
     choice: int | None = None
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """The connection on which its client is told."""
+        return None if self.record.reply is None else self.record.reply.transport
 
     @property
     def unfinished(self) -> bool:
@@ -184,16 +192,19 @@ def begin(found: Found) -> dict[ChunkStream, Target]:
 
 
 async def abort(api: Api, found: Found, timeout_s: float) -> AbortResult:
-    """End what was found, and wait until nothing is held for it and its clients have been told."""
+    """End what was found, and wait until nothing is held for it and its clients have been told.
+
+    A client that reads nothing is not waited for (`await_readers`): its request is `not_told`.
+    """
     clock = asyncio.get_running_loop().time
     places = {place: target for stream, target in begin(found).items() if (place := stream.end_at("api_abort"))}
     deadline_s = clock() + timeout_s
-    telling = [asyncio.ensure_future(t.record.ended(t.choice)) for t in found.targets]
+    telling: dict[asyncio.Future[None], asyncio.Transport | None] = {
+        asyncio.ensure_future(t.record.ended(t.choice)): t.transport for t in found.targets
+    }
     try:
         held = await api.engines.stop_at(places, "api_abort", timeout_s)
-        if telling:
-            # Clients are told in the turns after; nobody waits for one that does not read.
-            await asyncio.wait(telling, timeout=max(deadline_s - clock(), LAST_WORDS_S))
+        await await_readers(telling, max(deadline_s - clock(), LEAST_S))
     finally:
         for task in telling:
             task.cancel()
@@ -209,7 +220,7 @@ def _result(found: Found, held: set[Target]) -> AbortResult:
                 Trouble(target.name, "still_held", "it has ended, and the engine still holds blocks")
             )
         elif target.record.open and outcome is None:
-            result.errors.append(Trouble(target.name, "not_told", "it has ended, and its client has not read that"))
+            result.errors.append(Trouble(target.name, "not_told", UNREAD))
         elif outcome is not None and outcome.finish_reason == "abort" and outcome.cause != "deadline":
             result.aborted.append(Aborted(target.name, outcome.output_tokens))
         elif outcome is not None and outcome.finish_reason == "error":

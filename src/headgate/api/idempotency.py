@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headgate.api.shares import Shares
+from headgate.api.tenant_store import TenantStore
 from headgate.api.sse import Exchange, Reply, innermost
 from headgate.errors import RequestError, Unavailable
 
@@ -102,7 +102,7 @@ class Replays:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._running: dict[tuple[str, str], Recording] = {}
-        self._kept: Shares[Recording] = Shares(MOST_BYTES)
+        self._kept: TenantStore[Recording] = TenantStore(MOST_BYTES)
 
     def exchange(self, request: Request, key: str, asked: str, work: Work) -> Response:
         """The response to `request`: made by `work`, or already in the making."""

@@ -36,7 +36,7 @@ from starlette.requests import ClientDisconnect
 from headgate.api.errors import QueueFull
 from headgate.api.metrics import Metrics
 from headgate.api.sharing import Sharing
-from headgate.api.sse import ClientGone
+from headgate.api.sse import ClientGone, Reply
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
 from headgate.protocol.output import Cause
 from headgate.shares import Shares
@@ -134,6 +134,7 @@ class Record:
         "label",
         "open",
         "progress_s",
+        "reply",
         "share",
         "streams",
         "tags",
@@ -152,6 +153,7 @@ class Record:
         self.tags = tags
         self.open = False
         self.usage: UsageRecord | None = None  # when it has ended, unless it was refused after all
+        self.reply: Reply | None = None  # in which it is told
         self.streams: dict[int, ChunkStream] = {}  # by choice, while an engine works on it
         self.events: list[Event] = []
         self.arrived = time.time()
@@ -211,6 +213,16 @@ class Record:
             self._asked.setdefault(i, cause)
         return [self.streams[i] for i in unfinished if i in self.streams]
 
+    def client_left(self, cause: Cause) -> None:
+        """What has not finished is cut now, under this name unless its end was asked for before."""
+        for i in range(self.choices):
+            if i not in self._finished:
+                why = self._asked.setdefault(i, cause)
+                self._finished[i] = self._cut(i, "abort", why)
+                if i in self.streams:
+                    self.streams[i].cause = why
+        self._wake()
+
     async def ended(self, choice: int | None = None) -> None:
         """Wait until the request is closed, or until that choice has had its terminal output."""
         while self.open and choice not in self._finished:
@@ -223,6 +235,11 @@ class Record:
         if choice is None:
             return self.usage
         return self._finished.get(choice) or (self.usage.choices[choice] if self.usage else None)
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all choices, so far."""
+        return sum(self._outputs.values())
 
     def outputs(self, choice: int) -> int:
         """Tokens so far."""
@@ -282,13 +299,11 @@ class Record:
 
     def usages(self, reason: str, cause: str) -> tuple[ChoiceUsage, ...]:
         """Every choice, those without a terminal output as cut for `reason` and `cause`."""
-        return tuple(
-            self._finished.get(i)
-            or ChoiceUsage(
-                *(i, reason, cause), prompt_tokens=self._prompts.get(i, 0), output_tokens=self._outputs.get(i, 0)
-            )
-            for i in range(self.choices)
-        )
+        return tuple(self._finished.get(i) or self._cut(i, reason, cause) for i in range(self.choices))
+
+    def _cut(self, choice: int, reason: str, cause: str) -> ChoiceUsage:
+        tokens = self._prompts.get(choice, 0), 0, self._outputs.get(choice, 0)
+        return ChoiceUsage(choice, reason, cause, *tokens)
 
     @property
     def finished(self) -> bool:

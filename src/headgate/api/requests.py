@@ -29,7 +29,7 @@ LOOK_TIMEOUT_S = 2.0
 
 class ChoiceInFlight(msgspec.Struct, kw_only=True):
     id: str  # by which it can be aborted
-    phase: str  # preparing, queued (no engine has it), waiting, loading, running, preempted, finished, unknown
+    phase: str  # preparing, queued, waiting, loading, running, preempted, sending, finished, unknown
     worker: int | None  # engine
     prompt_tokens: int | None
     output_tokens: int
@@ -168,6 +168,8 @@ def _phase(record: Record, choice: int, stream: ChunkStream | None, place: Place
         return "preparing"
     if place is None:
         return "queued"
+    if stream.settled:
+        return "sending"
     return "unknown" if seen is None else seen.phase
 
 

@@ -25,6 +25,7 @@ from headgate.api.schema import Generation
 from headgate.api.sse import Exchange, Reply
 from headgate.api.state import Api, api_of
 from headgate.errors import HeadgateError, RequestError
+from headgate.protocol.output import Cause
 
 if TYPE_CHECKING:
     from headgate.api.ledger import Record
@@ -46,6 +47,7 @@ class Call:
     created: int
     tags: Mapping[str, str] = field(default_factory=dict)
     journal: bool = False  # another server may have to go on
+    client: str = ""  # its address
 
     def id(self, prefix: str) -> str:
         return prefix + self.request_id.removeprefix("req-")
@@ -89,6 +91,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         created=int(time.time()) if asked_s is None else asked_s,
         tags=body.tags or {},
         journal=asked_s is not None,
+        client=f"{request.client.host}:{request.client.port}" if request.client else "",
     )
     work = partial(_serve, api, call, kind, choices, prepare)
     if key := request.headers.get("idempotency-key"):
@@ -125,6 +128,7 @@ async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare
             choices=choices,
             tags=call.tags,
         ) as record:
+            record.reply, reply.on_left = reply, partial(_left, api, call, record)
             jobs, dialect = await prepare(call)
             call.charge.release()
             if jobs[0].request.export_kv:
@@ -140,6 +144,14 @@ async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare
     except HeadgateError:
         if not reply.ended:
             raise
+
+
+def _left(api: Api, call: Call, record: Record, cause: Cause) -> None:
+    """Its client is gone."""
+    if record.open and not record.finished:
+        record.client_left(cause)
+        if call.stream:
+            api.departures.note(call.client, record.label, record.output_tokens, cause)
 
 
 async def _stream(api: Api, record: Record, jobs: Sequence[Job], dialect: Dialect, reply: Reply) -> None:

@@ -2,7 +2,7 @@
 
 Stopping, in order: no new connections and no new requests; those in flight may finish until the deadline; then they are
 aborted and their clients get what there is, with cause `shutdown`; then the engines are closed. A second signal makes the
-deadline now. Nothing here waits without one.
+deadline now. Nothing here waits without one, and none of it waits long for a client that reads nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from headgate.api.app import build_app
 from headgate.api.errors import error_body
@@ -27,8 +27,10 @@ from headgate.api.host import Host
 from headgate.api.keys import Keys, is_loopback
 from headgate.api.ledger import Ledger, UsageRecord
 from headgate.api.metrics import Metrics
+from headgate.api.outflow import STALL_S, UNREAD_S, Outflow
 from headgate.api.registration import Heartbeats
 from headgate.api.sharing import Sharing
+from headgate.api.sse import STALLED, TRANSPORT
 from headgate.api.state import Api
 from headgate.api.traces import tracing
 from headgate.collector import spare_the_collector
@@ -47,8 +49,8 @@ MAX_HEAD_BYTES = 64 * 2**10  # of a request: its URL and its headers, or its tra
 HEAD_S = 60.0  # for a head to come whole
 BODY_S = 120.0  # for a body to come whole
 LAST_WORDS_S = 5.0  # for clients to be told, after everything has been aborted
+LOOK_S = 1.0  # how often connections are looked at
 BACKLOG = 4096
-TICKS_PER_S = 10  # uvicorn's
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ async def _serve(
             host = Host(version, config.model_name, engines.replicas, ledger)
             app = build_app(api, host, keys, config.max_body_bytes)
             ready = Ready(config, engines.info, url_of(listener), template is not None, keys.warning)
-            server = HttpServer(app, listener, partial(announce, ready))
+            server = HttpServer(app, listener, partial(announce, ready), config.client_stall_timeout_s)
             beats = None if config.register is None else Heartbeats(config.register, config, url_of(listener))
             spare_the_collector()
             drain = Drain(server, ledger, engines, config.drain_timeout_s)
@@ -199,7 +201,8 @@ class TooSlow(RequestError):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection that waits for no request for ever and keeps no more of a head than a head should have.
+    """A connection that waits for no request for ever, nor for a client to read its answer, and keeps no more of a head
+    than a head should have.
 
     A deadline is a number that `HttpServer` looks at once a second: nothing is scheduled per request, let alone per token.
     """
@@ -210,9 +213,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._part = "nothing"  # of a request that has come yet; then its head, then its body
         self._head_bytes = 0  # of what the parser has told
         self._unread_bytes = 0  # since it last told of a whole head or of some body
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest one, which may wait behind it
+        self._outflow: Outflow
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._outflow = Outflow(transport)
         self._due_s = self.loop.time() + HEAD_S
 
     def data_received(self, data: bytes) -> None:
@@ -223,20 +229,40 @@ class BoundedHttp(HttpToolsProtocol):
         if self._unread_bytes > MAX_HEAD_BYTES:
             self._refuse(_head_too_large())
 
-    def check(self, now_s: float) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        answering = self._answering
+        if answering is not None and answering is not self.cycle and not answering.response_complete:
+            answering.disconnected = True  # uvicorn tells the newest request alone
+            answering.message_event.set()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def check(self, now_s: float, stall_s: float) -> None:
         """Hang up if time is up. A request behind another one has time when that one has been answered."""
+        if self._outflow.stalled_s(now_s) >= stall_s:
+            return self._break_off()
         if self._due_s is None:
-            return
+            return None
         answering = self.cycle is not None and not self.cycle.response_complete
         allowed_s = BODY_S if self._part == "body" else HEAD_S
         if self.pipeline or (answering and self._part == "head"):
             self._due_s = now_s + allowed_s
         elif now_s < self._due_s:
-            return
+            return None
         elif answering or self._part == "head":
             self._refuse(TooSlow(f"the {self._part} of the request did not come within {allowed_s:g} s"))
         else:
             self.transport.close()
+        return None
+
+    def _break_off(self) -> None:
+        """Give up a client that reads nothing; its request learns why its connection is lost."""
+        if self._answering is not None:
+            self._answering.scope["state"][STALLED] = True
+        self.transport.abort()
 
     def _refuse(self, error: RequestError) -> None:
         if self.transport.is_closing():
@@ -254,6 +280,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"][TRANSPORT] = self.transport
         self._part, self._head_bytes = "head", 0
         self._due_s = self.loop.time() + HEAD_S
 
@@ -294,7 +321,9 @@ def _head_too_large() -> HeadTooLarge:
 class HttpServer(uvicorn.Server):
     """Uvicorn on a socket of ours, with signals left to us and an end that has a deadline."""
 
-    def __init__(self, app: object, listener: socket.socket, announce: Callable[[], None]) -> None:
+    def __init__(
+        self, app: object, listener: socket.socket, announce: Callable[[], None], stall_s: float = STALL_S
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
@@ -311,13 +340,17 @@ class HttpServer(uvicorn.Server):
         )
         self._listener = listener
         self._announce = announce
+        self._stall_s = stall_s  # for a client to read on
         self._ended = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().serve([self._listener])
-        finally:
-            self._ended.set()
+        async with asyncio.TaskGroup() as tasks:
+            sweeping = tasks.create_task(self._sweep())
+            try:
+                await super().serve([self._listener])
+            finally:
+                sweeping.cancel()
+                self._ended.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         host, port = self._listener.getsockname()[:2]
@@ -331,16 +364,18 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS_PER_S == 0:
-            now_s = asyncio.get_running_loop().time()
+    async def _sweep(self) -> None:
+        """Until the last connection is closed: uvicorn's own ticks end when no more requests are taken."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(LOOK_S)
             for connection in list(self.server_state.connections):
                 if isinstance(connection, BoundedHttp):
-                    connection.check(now_s)
-        return await super().on_tick(counter)
+                    connection.check(clock(), self._stall_s)
 
     def stop_accepting(self) -> None:
         self.should_exit = True
+        self._stall_s = min(self._stall_s, UNREAD_S)
 
     async def close(self, timeout_s: float) -> None:
         """Wait for the last bytes to leave, then break the connections that are still open."""

@@ -5,17 +5,23 @@ response starts with the first byte of the answer, so whatever is refused before
 
 Events are written straight to ASGI, one `send` each. A stream is never silent for longer than `keep_alive_s`:
 comments fill the gaps, which clients skip and proxies count as life.
+
+The HTTP server puts two entries into `scope["state"]`: TRANSPORT, the connection, and STALLED when it has broken the
+connection because its client did not read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headgate.protocol.output import Cause
+
+TRANSPORT, STALLED = "transport", "stalled"
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -27,8 +33,10 @@ class ClientGone(Exception):
 class Reply:
     """A response in the making."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, transport: asyncio.Transport | None = None) -> None:
         self._send = self.raw = send  # raw: for what is a response already
+        self.transport = transport  # of the client whose reading this reply depends on, if it does
+        self.on_left: Callable[[Cause], None] | None = None  # called before the work is cancelled
         self._clock = asyncio.get_running_loop().time
         self._sent_s = self._clock()
         self.headers: list[tuple[bytes, bytes]] = []  # more of them, for a reply in events
@@ -91,11 +99,13 @@ class Exchange(Response):
         self._work = work  # none of Response's own fields is used: it is a base for its place in a route alone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.get("state", {})
+        reply = Reply(send, state.get(TRANSPORT))
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(_watch(receive))
+                watching = tasks.create_task(_watch(receive, reply, state))
                 try:
-                    await self._work(Reply(send))
+                    await self._work(reply)
                 finally:
                     watching.cancel()
         except BaseExceptionGroup as failures:
@@ -105,9 +115,11 @@ class Exchange(Response):
                 raise first from None
 
 
-async def _watch(receive: Receive) -> None:
+async def _watch(receive: Receive, reply: Reply, state: Mapping[str, object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    if reply.on_left is not None:
+        reply.on_left("client_stalled" if state.get(STALLED) else "client_disconnect")
     raise ClientGone
 
 

@@ -6,6 +6,7 @@ One `Api` per process, made once and put into `app.state.api`; nothing in it cha
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from headgate.api.admission import Admission
+from headgate.api.departures import Departures
 from headgate.engine.client import Chunk
 from headgate.engine.replicas import Place
 from headgate.errors import HeadgateError, RequestError
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from headgate.api.ledger import Ledger
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -94,6 +98,7 @@ class Api:
     template: ChatTemplate | None = None
     tool_format: ToolFormat = ToolFormat.HERMES  # how the model writes tool calls
     settings: ApiSettings = ApiSettings()
+    departures: Departures = field(default_factory=lambda: Departures(log))
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
     )

@@ -51,6 +51,7 @@ def add_route(command: argparse.ArgumentParser) -> None:
     add("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait beyond those (1024)")
     add("--retries", type=int, default=3, metavar="N", help="attempts that bring no token, beyond the first (3)")
     add("--patience", type=float, default=30.0, metavar="S", help="for a worker to come back when none is ready (30)")
+    add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="for a client to read on (30)")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="for requests to finish at the end (30)")
 
     add = command.add_argument_group("who may call, and what is logged").add_argument
@@ -85,6 +86,7 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         max_queue=options.max_queue,
         retries=options.retries,
         patience_s=options.patience,
+        client_stall_timeout_s=options.client_stall_timeout,
         drain_timeout_s=options.drain_timeout,
         api_keys=keys,
         admin_key=admin_key,

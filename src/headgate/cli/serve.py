@@ -68,6 +68,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     add("--max-running", type=int, default=256, metavar="N", help="answers computed at once, per engine (256)")
     add("--max-queue", type=int, default=1024, metavar="N", help="answers that may wait beyond those (1024)")
     add("--kv-blocks", type=int, metavar="N", help="blocks of 32 tokens of KV cache (default: what fits)")
+    add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="for a client to read on (30)")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="for requests to finish at the end (30)")
     add(
         "--kv-times",
@@ -117,6 +118,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             replicas=options.replicas,
             host=options.host,
             max_queue=options.max_queue,
+            client_stall_timeout_s=options.client_stall_timeout,
             drain_timeout_s=options.drain_timeout,
             api_keys=keys,
             admin_key=admin_key,

@@ -64,6 +64,7 @@ def add_up(command: argparse.ArgumentParser) -> None:
     add("--max-context", type=int, metavar="TOKENS", help="prompt and answer together (default: the model's)")
     add("--max-running", type=int, default=256, metavar="N", help="answers computed at once (256)")
     add("--kv-blocks", type=int, metavar="N", help="blocks of 32 tokens of KV cache (default: what fits)")
+    add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="for a client to read on (30)")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="for requests to finish at the end (30)")
 
     add = command.add_argument_group("who may call, and what is logged").add_argument
@@ -91,6 +92,7 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = RouteConfig(
         host=options.host,
         policy=options.policy,
+        client_stall_timeout_s=options.client_stall_timeout,
         drain_timeout_s=options.drain_timeout,
         api_keys=keys,
         admin_key=admin_key,
@@ -294,6 +296,7 @@ def closed(worker_key: str | None) -> dict[str, str]:
 def served(options: argparse.Namespace) -> list[str]:
     """The flags of `headgate serve` that every server gets."""
     arguments = ["--drain-timeout", str(options.drain_timeout), "--log-level", options.log_level]
+    arguments += ["--client-stall-timeout", str(options.client_stall_timeout)]
     for name in SERVED:
         if (value := getattr(options, name)) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(value)]

@@ -17,6 +17,7 @@ Cause = Literal[
     "max_tokens",
     "api_abort",
     "client_disconnect",
+    "client_stalled",  # its client read nothing for too long
     "pause",
     "deadline",
     "shutdown",

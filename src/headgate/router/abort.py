@@ -7,7 +7,6 @@ that has no such call, ends here.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headgate.api.abort import Aborted, AbortRequest, AbortResult, Trouble, readings
+from headgate.api.abort import UNREAD, Aborted, AbortRequest, AbortResult, Trouble, readings
 from headgate.api.errors import Forbidden
+from headgate.api.outflow import await_readers
 from headgate.router.ask import UNREADABLE
 from headgate.router.fanout import KEYS, SLACK_S, Asking, Call, Reply, ask, fan_out
 from headgate.router.worker import Worker
@@ -96,15 +96,20 @@ async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking
     began_s = router.loop.time()
     _end_here(targets)
     homes = _homes(targets)
-    calls = _calls(router, body, targets, unknown)
-    merged = Merged(await fan_out(router, calls, asking, body.timeout + SLACK_S), homes)
-    if body.req_ids is None:
-        left_s = max(body.timeout - (router.loop.time() - began_s), 1.0)
-        again = _again(body, _untold(targets, merged), left_s)
-        merged.add(await fan_out(router, again, asking, left_s + SLACK_S))
-    _end_unheard(targets, merged.unknown)
-    if body.wait:
-        await _ended(targets, body.timeout - (router.loop.time() - began_s))
+    # Beside the calls: their workers wait for the same clients.
+    telling = router.loop.create_task(_ended(targets, body.timeout))
+    try:
+        calls = _calls(router, body, targets, unknown)
+        merged = Merged(await fan_out(router, calls, asking, body.timeout + SLACK_S), homes)
+        if body.req_ids is None:
+            left_s = max(body.timeout - (router.loop.time() - began_s), 1.0)
+            again = _again(body, _untold(targets, merged), left_s)
+            merged.add(await fan_out(router, again, asking, left_s + SLACK_S))
+        _end_unheard(targets, merged.unknown)
+        if body.wait:
+            await telling
+    finally:
+        telling.cancel()
     return merged.result(body, targets, unknown)
 
 
@@ -217,9 +222,8 @@ async def end_former(exchange: Exchange, worker: Worker) -> None:
 
 
 async def _ended(targets: Sequence[Target], timeout_s: float) -> None:
-    ends = [target.exchange.when_over() for target in targets if target.exchange.ending and not target.exchange.over]
-    if ends:
-        await asyncio.wait(ends, timeout=max(timeout_s, 0.05))
+    exchanges = [target.exchange for target in targets if target.exchange.ending and not target.exchange.over]
+    await await_readers({exchange.when_over(): exchange.client.transport for exchange in exchanges}, timeout_s)
 
 
 class Merged:
@@ -276,6 +280,8 @@ class Merged:
     def _judge(self, result: RouterAbortResult, name: str, target: Target | None) -> None:
         if target is not None and target.exchange.cut:  # its worker may have made more, which nobody was told
             result.aborted.append(Aborted(name, target.exchange.journal.tokens))
+        elif target is not None and name in self.aborted and target.exchange.is_unread:
+            result.errors.append(Trouble(name, "not_told", UNREAD))
         elif name in self.aborted:
             counts = self.aborted[name]
             result.aborted.append(Aborted(name, counts.pop(0) if len(counts) > 1 else counts[0]))

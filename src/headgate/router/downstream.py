@@ -1,7 +1,8 @@
 """Connections from clients: HTTP/1.1 requests come in whole and one at a time, answers go out as bytes.
 
 Hand-written for speed: one parser in C, no stream objects, no task per read. A request that does not come in time, or
-is too large, is refused here; everything else is `Handler`'s. A client that leaves is told to whoever answers it.
+is too large, is refused here; everything else is `Handler`'s. A client that leaves is told to whoever answers it; one that
+reads nothing for too long is made to leave (`api/outflow.py`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from math import inf
 from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
 
 from headgate.api.errors import RETRIED, RETRY_AFTER_S, error_body
+from headgate.api.outflow import STALL_S, UNREAD_S, Outflow
 from headgate.errors import RequestError
 from headgate.router import plain
 from headgate.router.journal import Journal
@@ -72,12 +73,12 @@ class Connections:
     """All clients of one router, so that it can look after the slow ones and say goodbye."""
 
     def __init__(
-        self, handle: Handler, max_body_bytes: int, write_timeout_s: float = 300.0, outbox: Outbox | None = None
+        self, handle: Handler, max_body_bytes: int, stall_s: float = STALL_S, outbox: Outbox | None = None
     ) -> None:
         self.handle = handle
         self.outbox = outbox or Outbox()
         self.max_body_bytes = max_body_bytes
-        self.write_timeout_s = write_timeout_s  # for a client to take what it has been sent
+        self.stall_s = stall_s  # for a client to read on
         self.closing = False
         self.heads: dict[bytes, Head] = {}  # that have come whole, by their bytes without the length
         self._open: dict[Downstream, None] = {}
@@ -99,8 +100,8 @@ class Connections:
             connection.sweep(now_s)
 
     def close(self) -> None:
-        """Close what is idle; the others close after their answer."""
-        self.closing = True
+        """Close what is idle; the others close after their answer, for which a client that reads nothing has less time."""
+        self.closing, self.stall_s = True, min(self.stall_s, UNREAD_S)
         self.outbox.flush()
         for connection in tuple(self._open):
             connection.close_if_idle()
@@ -114,6 +115,10 @@ class Connections:
 
 
 class Downstream(asyncio.Protocol):
+    stalled = False  # it was given up because its client did not read
+    peer = ""  # its client's address
+    _outflow: Outflow
+
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._outbox = connections.outbox
@@ -132,7 +137,6 @@ class Downstream(asyncio.Protocol):
         self._since_s = self._loop.time()  # that nothing of a request, or only a part of it, has come
         self._in_head = True
         self._full = False  # the client reads too slowly
-        self._full_since_s = -inf
         self._refusal: BadHttp | None = None
 
     # -- for whoever answers ----------------------------------------------------------
@@ -142,9 +146,8 @@ class Downstream(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     @property
-    def peer(self) -> str:
-        address = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return str(address[0]) if address else ""
+    def transport(self) -> asyncio.Transport | None:
+        return self._transport
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:
@@ -173,6 +176,8 @@ class Downstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._outflow = Outflow(self._transport)
+        self.peer = _address(transport.get_extra_info("peername"))  # which a closed connection does not tell
         self._connections.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -223,7 +228,7 @@ class Downstream(asyncio.Protocol):
             answering.client_left()
 
     def pause_writing(self) -> None:
-        self._full, self._full_since_s = True, self._loop.time()
+        self._full = True
         if self._answering is not None:
             self._answering.client_full(True)
 
@@ -308,7 +313,8 @@ class Downstream(asyncio.Protocol):
     # -- what is not waited for -------------------------------------------------------------
 
     def sweep(self, now_s: float) -> None:
-        if self._full and now_s - self._full_since_s > self._connections.write_timeout_s:
+        if self._outflow.stalled_s(now_s) >= self._connections.stall_s:
+            self.stalled = True
             self.abort()  # whoever answers is told that the client has left, and gives back what it holds
             return
         if self._current is not None:
@@ -340,6 +346,10 @@ class Downstream(asyncio.Protocol):
             # Closing while the client still sends would reset the connection, and it might never read the answer.
             self._outbox.flush()
             self._transport.write_eof()
+
+
+def _address(peer: Any) -> str:
+    return f"{peer[0]}:{peer[1]}" if peer else ""
 
 
 class BadHttp(RequestError):

@@ -77,6 +77,7 @@ def _about_requests(router: Router) -> Iterator[Metric]:
     yield counter(_OURS + "queued", "Requests that have waited for their turn.", admission.waited)
     yield counter(_OURS + "queue_seconds", "Time they have waited.", admission.waited_s)
     yield by_label(_OURS + "requests_refused", "Requests that the router itself refused.", "code", counters.refused)
+    yield by_label(_OURS + "clients_left", "Clients that left before their answer's end.", "cause", counters.left)
     yield by_label(_OURS + "chosen", "Attempts, by why their worker was chosen.", "reason", counters.chosen)
     yield counter(_OURS + "retries", "Attempts after one that brought nothing.", counters.retries)
     yield counter(_OURS + "resumes", "Answers that another worker went on with.", counters.resumes)

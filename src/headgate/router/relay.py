@@ -88,6 +88,7 @@ class Exchange:
     moves = 0  # how often another worker went on with it
     departures: tuple[Departure, ...] = ()  # from those workers
     full = False  # the client reads too slowly
+    slow = False  # it has done so at some time
     told_raw = False  # the client has a part of an answer that has no journal
     ending = False  # somebody has asked for its end: no other worker goes on with it
     cut = False  # and it was the router that ended it
@@ -115,10 +116,11 @@ class Exchange:
     # -- Answering ------------------------------------------------------------------
 
     def client_left(self) -> None:
+        self.router.client_left(self)
         self.cancel()
 
     def client_full(self, full: bool) -> None:
-        self.full = full
+        self.full, self.slow = full, True
         if self.attempt is not None and self.attempt.upstream is not None and self.attempt.outcome is None:
             (self.attempt.upstream.hold if full else self.attempt.upstream.release)()
 
@@ -194,6 +196,11 @@ class Exchange:
     def prefill_worker(self) -> Worker | None:
         """Who computes its prompt for another."""
         return None if self.leg is None else self.leg.worker
+
+    @property
+    def is_unread(self) -> bool:
+        """Its end waits here for a client that does not read."""
+        return self.ending and self.full and not self.over
 
     def end(self) -> None:
         """End it here and now; a worker that has it learns that by the closing of its connection."""

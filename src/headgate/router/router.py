@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -17,10 +17,13 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from headgate.api.admission import Admission
+from headgate.api.departures import Departures
 from headgate.api.ids import Ids
 from headgate.api.keys import Caller, Keys, is_loopback
+from headgate.api.tenant_store import TenantStore
 from headgate.config import RouteConfig
 from headgate.errors import DuplicateId, RequestError, Unavailable
+from headgate.protocol.output import Cause
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
 from headgate.router.course import Course
@@ -139,7 +142,10 @@ class Router:
         self.live: dict[Key, Exchange] = {}
         self.moved = Memory()
         self.counters = Counters()
-        self.connections = Connections(self.handle, config.max_body_bytes, config.write_timeout_s, self.fleet.outbox)
+        self.departures = Departures(log)
+        self.connections = Connections(
+            self.handle, config.max_body_bytes, config.client_stall_timeout_s, self.fleet.outbox
+        )
         self.draining = False
         self.holding = False  # the whole fleet is being paused, or is: what a worker ends goes nowhere else
         self.queueing = False  # and new requests wait until that is over
@@ -151,7 +157,7 @@ class Router:
         }
         self._ids = Ids()
         self._retries = count(1)
-        self._keyed: OrderedDict[tuple[str, bytes], Worker] = OrderedDict()  # by tenant and Idempotency-Key
+        self._keyed: TenantStore[Worker] = TenantStore(KEPT_KEYS)  # by Idempotency-Key
         self._changed = asyncio.Event()
         self.bridge: Bridge | None = None
         self.monitor: Monitor | None = None
@@ -282,9 +288,8 @@ class Router:
         if not workers:
             return None
         path, match = self._look_up(ask, half)
-        given = exchange.request.header(b"idempotency-key")
-        key = None if given is None else (exchange.tenant, given)
-        worker, reason = None if key is None else self._keyed_worker(key, workers), "idempotency_key"
+        key = exchange.request.header(b"idempotency-key")
+        worker, reason = None if key is None else self._keyed_worker(exchange.tenant, key, workers), "idempotency_key"
         if worker is None:
             worker = (
                 workers[0] if len(workers) == 1 else self._policies[half].choose(workers, ask, match, self.random)
@@ -296,7 +301,9 @@ class Router:
         if path is not None and prefill is not None:
             visits.append(self.index.insert(path, prefill))
         if key is not None:
-            self._note_key(key, worker)
+            self._keyed.put(
+                exchange.tenant, key, worker
+            )  # now: a client that leaves may ask again before it has ended
         self.counters.chosen[reason] += 1
         found = match.found.get(worker)
         return Placement(self.fleet, worker, _missing(ask, found), reason, found, visits, prefill)
@@ -325,16 +332,10 @@ class Router:
             return tuple(worker for worker in workers if worker.kind == "headgate")
         return workers
 
-    def _keyed_worker(self, key: tuple[str, bytes], workers: tuple[Worker, ...]) -> Worker | None:
+    def _keyed_worker(self, tenant: str, key: bytes, workers: tuple[Worker, ...]) -> Worker | None:
         """Who has the answer of an Idempotency-Key, or makes it."""
-        worker = self._keyed.get(key)
+        worker = self._keyed.get(tenant, key)
         return worker if worker in workers else None
-
-    def _note_key(self, key: tuple[str, bytes], worker: Worker) -> None:
-        """Now, not when it has answered: a client that leaves may ask again while its answer is being made."""
-        self._keyed[key] = worker
-        if len(self._keyed) > KEPT_KEYS:
-            self._keyed.popitem(last=False)
 
     def _prefiller(self, worker: Worker, ask: Ask, match: Match, course: Course | None) -> Worker | None:
         """Somebody else for the prompt, unless it is short or `worker` has most of it."""
@@ -365,7 +366,8 @@ class Router:
         self.counters.attempt(worker, outcome)
         if isinstance(outcome, Lost):
             placement.undo()
-            self.fleet.failed(worker, outcome.why)
+            if not exchange.slow:  # or else the worker may have given up a client that did not read
+                self.fleet.failed(worker, outcome.why)
         elif not (isinstance(outcome, Answered) and outcome.status >= 500):
             self.fleet.answered(worker)
             note_hits(exchange, placement, outcome)
@@ -373,6 +375,12 @@ class Router:
     def failed(self, exchange: Exchange, error: RequestError) -> None:
         self.counters.refused[error.code] += 1
         log.debug("%s: %s", exchange.id, error.message)
+
+    def client_left(self, exchange: Exchange) -> None:
+        cause: Cause = "client_stalled" if exchange.client.stalled else "client_disconnect"
+        self.counters.left[cause] += 1
+        if exchange.ask.stream:
+            self.departures.note(exchange.client.peer, exchange.id, exchange.journal.tokens, cause)
 
     def _worker_lost(self, worker: Worker, why: str) -> None:
         for exchange in tuple(self.live.values()):
@@ -489,6 +497,7 @@ class Counters:
         self.prefills_lost = 0  # prompts that were computed where they were answered, because their ticket never came
         self.chosen: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.left: Counter[str] = Counter()  # by their clients, before they had ended
         self.attempts: Counter[tuple[str, str]] = Counter()  # by worker and outcome
 
     def moved(self, exchange: Exchange) -> None:

@@ -22,7 +22,7 @@ class _Share(Generic[V]):
         self.weight = 0
 
 
-class Shares(Generic[V]):
+class TenantStore(Generic[V]):
     """Values by tenant and key."""
 
     def __init__(self, most: int) -> None:
