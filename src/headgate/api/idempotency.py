@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headgate.api.tenant_store import TenantStore
 from headgate.api.sse import Exchange, Reply, innermost
+from headgate.api.tenant_store import TenantStore
 from headgate.errors import RequestError, Unavailable
 
 if TYPE_CHECKING:

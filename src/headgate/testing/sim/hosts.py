@@ -133,12 +133,14 @@ class SimServer(SimHost):
         config: EngineConfig,
         tenants: Mapping[str, str],
         on_text: Callable[[str], None],
+        stall_s: float,
     ) -> None:
         super().__init__(loop, name)
         self._settings = settings
         self._config = config
         self._tenants = tenants
         self._on_text = on_text
+        self._stall_s = stall_s  # for its clients to read on
         self.lie: Callable[[str, bytes], bytes] | None = None  # what it says instead of its control answers
         self.app: App | None = None  # while it serves
         self.ledger: Ledger | None = None
@@ -162,7 +164,9 @@ class SimServer(SimHost):
                 api, ApiHost("0", MODEL, engines.replicas, ledger), Keys(self._tenants, admin=KEY), 1 << 20
             )
             self.app.state.replays = Replays(self.loop.time)
-            self.http = HttpServer(cast(Any, Liar(self, self.app)), cast(Any, SimSocket(*self.address)), lambda: None)
+            self.http = HttpServer(
+                cast(Any, Liar(self, self.app)), cast(Any, SimSocket(*self.address)), lambda: None, self._stall_s
+            )
             self.http.server_state.connections = cast(Any, OrderedSet())
             self.ledger, self.engines = ledger, engines
             drain = Drain(self.http, ledger, engines, settings.drain_s)

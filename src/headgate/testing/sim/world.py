@@ -226,6 +226,7 @@ class World:
                 engine[i],
                 keys if "servers" in plan.keys_at else {},
                 self._tokenised,
+                plan.stall_s,
             )
             for i in range(plan.servers)
         ]
@@ -237,7 +238,7 @@ class World:
             disaggregate_tokens=256 if kv is None else kv.disaggregate_tokens,
             ticket_timeout_s=10.0 if kv is None else kv.ticket_timeout_s,
             api_keys=keys if "routers" in plan.keys_at else {},
-            write_timeout_s=plan.stall_s,
+            client_stall_timeout_s=plan.stall_s,
             admin_key=KEY,
             worker_key=KEY,
         )
