@@ -346,6 +346,7 @@ def _deed(rng: random.Random, draft: Draft, what: str, more: dict[str, Any]) -> 
 
 
 ACTORS: tuple[Actor, ...] = (
+    _stalled_readers,
     _giant_prompts,
     _twins,
     _squatter,

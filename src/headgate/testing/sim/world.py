@@ -433,7 +433,8 @@ class World:
         self._paused |= path == "/v1/pause"
         self.pauses += path == "/v1/pause"
         self.resumes += path in ("/v1/resume", "/v1/update_weights")
-        self.report.controls[f"{method} {path.partition('?')[0]}"] += 1
+        named = "/v1/requests/ID" if path.startswith("/v1/requests/") else path.partition("?")[0]
+        self.report.controls[f"{method} {named}"] += 1
         number, address = self._calls, self.hosts[to].address
         self.note(self.operator, f"call {number} to {to}: {method} {path} {body or ''}")
         headers = {"authorization": f"Bearer {KEY}"} if tenant is None else self._key(tenant)
@@ -608,16 +609,19 @@ class World:
             counts["transfers"] += scheduler.counters.transfers
             counts["transfers lost"] += scheduler.counters.transfers_lost
             counts["leases expired"] += scheduler.counters.leases_expired
+        for ledger in [server.ledger for server in self.servers if server.ledger is not None]:
+            counts["stalled clients ended"] += ledger.metrics.aborts["client_stalled"]
         self.report.counts = +counts
         self._count_faults()
 
     def _count_faults(self) -> None:
-        faults, kinds = self.report.faults, (*TROUBLE, *KV_TROUBLE, *DEADLY)
+        faults, kinds = self.report.faults, (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.DEEDS)
         self.report.ends = ends = tally(self.plan.asks)
         faults += Counter({what: n for what, n in self.report.deeds.items() if what in kinds})
         faults += self.network.harm
         faults["client left"] += ends["left"]
         faults["slow reader"] += sum(bool(ask.manners.slow_s) for ask in self.plan.asks)
+        faults["stalled reader"] += sum(ask.manners.stalls for ask in self.plan.asks)
         faults["deadline passed"] += ends["deadline"]
         faults["queue full"] += ends["429 queue_full"]
         faults["update broke off"] += self.processes.broken_updates
