@@ -62,7 +62,8 @@ FaultKind = Literal[
     "slow",
     "alive",  # shows life before its first token
     "late_close",  # a whole answer, and the connection closes after it
-    "stall",  # after `at` blocks, silence
+    "stall",  # after `at` blocks, silence, until a pause ends it
+    "late",  # reaches the worker after the pause
 ]
 
 
@@ -72,6 +73,7 @@ class Fault:
     at: int = 0
     part: float = 0.0
     status: int = 500
+    code: str = "scripted"
     cause: str = "pause"
 
 
@@ -251,6 +253,9 @@ class Answer:
             choices.append({"index": saying.index, "finish_reason": finish} | inner)
         return self._json({"choices": choices} | self._usage)
 
+    def ended_by_a_pause(self) -> Iterator[bytes]:
+        return self._veiled_end(self.choices, "pause")
+
     def _veiled_end(self, pending: list[Saying], cause: str) -> Iterator[bytes]:
         reason = "pd_reschedule" if cause == "pd_reschedule" else "abort"
         cause = "preempted" if cause == "pd_reschedule" else cause
@@ -291,6 +296,10 @@ class Mock:
         self.connections: set[Connection] = set()
         self.opened = 0
         self.deaf = False  # takes connections, and answers nothing, not even probes
+        self.paused: dict[str, Any] | None = None  # by this call
+        self.refuses = 0  # control calls, with this status
+        self.running, self.pausing, self.aborting = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.running.set()
         self.pace_s = 0.0  # between events
         self.written = 0
         self.rng = random.Random(seed)
@@ -315,6 +324,24 @@ class Mock:
         return self
 
     restart = start
+
+    def pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.state, self.paused = "paused", body
+        self.running.clear()
+        self.pausing.set()
+        ended = [asked for asked in self.live if asked.fault.kind == "stall"] if body.get("mode") == "abort" else []
+        if ended:
+            self.aborting.set()
+        return self.control(aborted=len(ended), finished=0, forced=[])
+
+    def resume(self) -> dict[str, Any]:
+        self.state, self.paused = "running", None
+        self.running.set()
+        return self.control()
+
+    def control(self, **more: Any) -> dict[str, Any]:
+        result = {"is_paused": self.state == "paused", "state": self.state, "weight_version": self.version}
+        return {"request_id": "x", "status": "success", "result": result | {"engines": []} | more}
 
     def kill(self) -> None:
         """As kill -9 does: the port refuses, and every connection is reset."""
@@ -400,19 +427,25 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._mock.deaf:
-            return
+            return None
         path = self._url.decode()
         if self._parser.get_method() == b"GET":
-            self._probe(path)
-            return
+            return self._probe(path)
+        if path in ("/v1/pause", "/v1/resume"):
+            if self._mock.refuses:
+                return self._send_json(self._mock.refuses, b'{"error":{"message":"no","code":"stubborn"}}')
+            told = self._mock.resume() if path == "/v1/resume" else self._mock.pause(json.loads(self._body))
+            return self._send_json(200, json.dumps(told).encode())
         asked = self._asked = Asked(path, self._headers, json.loads(self._body))
         asked.fault = self._mock.script(asked)
         self._mock.asked.append(asked)
         self.task = asyncio.get_running_loop().create_task(self._answer(asked))
+        return None
 
     def _probe(self, path: str) -> None:
         self._mock.probes[path] += 1
         bodies = {"/v1/models": self._mock.models(), "/health": b"{}"}
+        bodies["/v1/is_paused"] = json.dumps(self._mock.control()).encode()
         if not self._mock.plain:
             bodies["/v1/loads"] = self._mock.loads()
         self._send_json(200 if path in bodies else 404, bodies.get(path, b"{}"))
@@ -442,6 +475,12 @@ class Connection(asyncio.Protocol):
             pass
 
     async def _begin(self, fault: Fault) -> None:
+        if fault.kind == "late":
+            await self._mock.pausing.wait()
+        if self._mock.paused is not None and self._mock.paused.get("new_requests") == "queue":
+            await self._mock.running.wait()
+        elif self._mock.paused is not None:
+            fault = Fault("status", status=503, code="paused")
         match fault.kind:
             case "close":
                 self._break()
@@ -453,9 +492,9 @@ class Connection(asyncio.Protocol):
                 self._write(b"SSH-2.0-OpenSSH_9.9\r\n")
                 self._break()
             case "status":
-                error = {"error": {"message": "scripted", "type": "x", "param": None, "code": "scripted"}}
+                error = {"error": {"message": "scripted", "type": "x", "param": None, "code": fault.code}}
                 extra = b"retry-after: 7\r\n" if fault.status in (429, 503) else b""
-                self._send_json(fault.status, json.dumps(error).encode(), extra)
+                self._send_json(fault.status, json.dumps(error, separators=(",", ":")).encode(), extra)
                 if self._asked is not None:
                     self._asked.done = True
                 raise Broken
@@ -475,12 +514,16 @@ class Connection(asyncio.Protocol):
         told_late = answer.blocks(veiled_at, fault.cause, late=fault.kind == "veiled_late")
         blocks = (block for block in told_late if block)
         at = -1
-        if fault.kind not in ("none", "slow", "alive", "late_close", "veiled", "veiled_late"):
+        if fault.kind not in ("none", "slow", "alive", "late", "late_close", "veiled", "veiled_late"):
             blocks = iter(told := list(blocks))
             at = min(fault.at, len(told) - 1)  # what is meant for the middle strikes at the end of a short answer
         for i, block in enumerate(blocks):
             if i == at:
                 await self._strike(fault, block)
+            if i == at and fault.kind == "stall":
+                for end in answer.ended_by_a_pause():
+                    await self._chunk(end, fault)
+                break
             await self._pace()
             await self._chunk(block, fault)
         self._write(b"0\r\n\r\n")
@@ -503,7 +546,7 @@ class Connection(asyncio.Protocol):
                 self._write(b"%x\r\n%b\r\n" % (4000, b"\xff\x00:" + b"x" * 3997))
                 self._break()
             case "stall":
-                await asyncio.Event().wait()
+                await self._mock.aborting.wait()
 
     async def _tell_whole(self, answer: Answer, fault: Fault) -> None:
         await self._pace()

@@ -28,17 +28,20 @@ from headgate.api.control import (
     source_of,
 )
 from headgate.errors import RequestError
+from headgate.router.ending import PAUSE
 from headgate.router.fanout import SLACK_S, Asking, Call, Reply, all_refuse, ask, fan_out, is_down, to_all
 from headgate.router.monitor import STATES
 from headgate.router.relay import NoWorker
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
+    from headgate.router.relay import Exchange
     from headgate.router.router import Router
 
 log = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
+LAST_WORDS_S = 2.0  # for clients of what workers have ended to be answered
 ACCEPTED = 202  # a worker's own word for: not all of my engines yet
 OVERTAKEN_S = (
     0.05,
@@ -104,14 +107,15 @@ class FleetControls:
         began_s = self._router.loop.time()
         with self.busy():
             async with self._resuming:
-                self.hold(body)
+                accepted = self.hold(body)
             replies = await self._told_to_pause(body, asking)
             async with self._resuming:
                 if not self.judge_pause(body, replies):  # what was told is old
                     return await self.look(asking)
+            ended = await self.end_accepted(body, accepted)
         result = self._result(replies)
         told = [reply.json().get("result", {}) for reply in replies if reply.ok]
-        result.aborted = sum(each.get("aborted", 0) for each in told)
+        result.aborted = ended + sum(each.get("aborted", 0) for each in told)
         result.finished = sum(each.get("finished", 0) for each in told)
         result.forced = [id for each in told for id in each.get("forced", ())]
         result.elapsed_s = round(self._router.loop.time() - began_s, 6)
@@ -302,9 +306,22 @@ class FleetControls:
         """What the fleet was last asked; None if it is to run."""
         return self._asked[-1] if self._asked else None
 
-    def hold(self, pause: PauseRequest) -> None:
+    def hold(self, pause: PauseRequest) -> tuple[Exchange, ...]:
+        """From now on nothing is placed; returns what was accepted before."""
         self._asked.append(pause)
-        self._router.hold(queue=pause.new_requests == "queue")
+        return self._router.hold(queue=pause.new_requests == "queue", mode=pause.mode)
+
+    async def end_accepted(self, pause: PauseRequest, accepted: Sequence[Exchange]) -> int:
+        """Have a pause that ends what is in flight end what no worker has ended; how many those are.
+
+        Only now, because a pause that every worker refuses ends nothing.
+        """
+        if pause.mode == "abort" and self.pause_asked is pause:
+            await _end([each for each in _unended(accepted) if each.worker is None])
+            await _over(_unended(accepted), min(LAST_WORDS_S, pause.timeout))
+            # The pause reached their workers first, which queue them.
+            await _end([each for each in _unended(accepted) if each.worker is None or not each.journal.choices])
+        return sum(exchange.paused_here for exchange in accepted)
 
     def judge_pause(self, pause: PauseRequest, replies: Sequence[Reply]) -> bool:
         """Whether nobody has resumed or paused otherwise while that was asked. One that all refuse holds no longer."""
@@ -434,6 +451,24 @@ class FleetControls:
         if not followed and len(same) == 1 and failed[0].status:
             raise Partial(message, result, status=failed[0].status, code=failed[0].code)
         raise Partial(f"{message} ({len(followed)} of {len(replies)} workers have followed)", result)
+
+
+def _unended(accepted: Iterable[Exchange]) -> list[Exchange]:
+    """What a pause is to end, and has not; a resume since then, and it is not to any more."""
+    foreign = ("sglang", "vllm")
+    held = [exchange for exchange in accepted if exchange.held == "abort" and not exchange.over]
+    return [each for each in held if each.worker is None or each.worker.kind not in foreign]
+
+
+async def _end(exchanges: Sequence[Exchange]) -> None:
+    for exchange in exchanges:
+        exchange.end(PAUSE)
+    await _over(exchanges, LAST_WORDS_S)
+
+
+async def _over(exchanges: Iterable[Exchange], timeout_s: float) -> None:
+    if ends := [exchange.when_over() for exchange in exchanges]:
+        await asyncio.wait(ends, timeout=timeout_s)
 
 
 async def share_ranks(

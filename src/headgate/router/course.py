@@ -118,6 +118,11 @@ class Course:
         return self.last is not None and isinstance(self.last[1], Veiled) and self.last[1].rescheduled
 
     @property
+    def overtaken(self) -> bool:
+        """Whether a pause reached the last worker before the request did, and the request has been sent nowhere since."""
+        return self._exchange.overtaken
+
+    @property
     def unwilling(self) -> set[Worker]:
         """Workers that ended or refused it, and have not been in another state since."""
         return {worker for worker, changes in self._unwilling.items() if worker.changes == changes}

@@ -89,10 +89,11 @@ async def for_all(router: Router, controls: FleetControls, request: Request) -> 
 
 async def _pause_all(router: Router, controls: FleetControls, request: Request) -> list[Reply]:
     pause = PauseRequest(mode=await _mode_of(request), new_requests="queue", timeout=vllm.LONG_S)
-    controls.hold(pause)
+    accepted = controls.hold(pause)
     replies = await _ask_all(router, request)
     await controls.probe_all()
     controls.judge_pause(pause, replies)
+    await controls.end_accepted(pause, accepted)
     return replies
 
 
@@ -116,7 +117,7 @@ def _held(router: Router, controls: FleetControls, update: bool) -> Iterator[Non
     if not update or router.holding:
         yield
         return
-    controls.hold(PauseRequest(new_requests="queue"))
+    controls.hold(PauseRequest(mode="freeze", new_requests="queue"))
     try:
         yield
     finally:

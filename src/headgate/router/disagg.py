@@ -74,6 +74,12 @@ class Leg(Reader):
         if not self.ticket.done():
             self.lost(why)
 
+    def cancel(self, why: str) -> None:
+        """Wait no longer for its ticket, through no fault of the worker's."""
+        if not self.ticket.done():
+            self._no_ticket(NoTicket(why))
+            self.leave()
+
     def leave(self) -> None:
         """Nobody wants the rest: the worker learns that by the closing of its connection."""
         if self.upstream is not None and self.upstream.answers(self):
@@ -138,6 +144,8 @@ async def _ticket(exchange: Exchange, worker: Worker, leg: Leg) -> bytes | None:
         why = str(error)
         if worker.state != "down":
             router.fleet.failed(worker, why)
+    if router.holding:
+        return None  # and the request waits for the end of the pause
     log.info("%s: %s computes no prompt for it (%s)", exchange.id, worker.name, why)
     router.counters.prefills_lost += 1
     return None

@@ -1,25 +1,27 @@
 """The last words for a client whose request has ended while no worker had it: in a queue, or between two workers.
 
-A worker tells the end of what it has itself. Here nothing was computed that the client has not seen, so all there is to say
-is that it is over: `finish_reason: abort`, for every choice that has not finished.
+A worker tells the end of what it has itself. Here there is no text that the client has not seen, so all there is to say
+is that it is over: `finish_reason: abort`, for every choice that has not finished. What a lost worker has made of a whole
+answer is in it as token ids.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from headgate.api.errors import cut_short, error_body
-from headgate.errors import RequestError
+from headgate.errors import RequestError, Unavailable
 from headgate.router.ask import UNREADABLE
 from headgate.router.journal import Journal
 
 Usage = dict[str, int]
 
-CAUSE, DEADLINE = "api_abort", "deadline"
+CAUSE, DEADLINE, PAUSE = "api_abort", "deadline", "pause"
 WORKERS_END = re.compile(
     rb'"finish_reason":"(?:abort|length|pd_reschedule)","cause":"(?:shutdown|pause|engine_lost|preempted)"'
 )
@@ -34,37 +36,56 @@ class Ended(RequestError):
     code = "aborted"
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How one choice ended, and its tokens, of which the router has no text."""
+
+    index: int
+    ids: Sequence[int] = ()
+    reason: str = "abort"
+    cause: str = CAUSE
+    versions: Sequence[Sequence[int]] = ()  # of the weights, as [version, count] spans
+
+    def choice(self, content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+        reason = "length" if strict and self.reason == "abort" else self.reason
+        return {"index": self.index, **content, "logprobs": None, "finish_reason": reason, "cause": self.cause}
+
+    @property
+    def error(self) -> bytes | None:
+        return error_body(cut_short(len(self.ids), self.cause)) if self.reason == "abort" else None
+
+
 def last_words(
     path: str,
     id: str,
     created: int,
     model: str,
-    choices: Mapping[int, int],
+    ends: Sequence[End],
     *,
     stream: bool,
     usage: Usage | None,
     cause: str = CAUSE,
     strict: bool = False,
 ) -> bytes:
-    """The end of `choices` (each with its tokens), in events or whole; raises `Ended` where only an error can say it."""
+    """These ends, in events or as a whole answer; raises where only an error can say it."""
     words = _WORDS.get(path)
     if words is None:
         if cause == DEADLINE:
             raise Ended("the deadline of this request has passed before a worker had it", code=DEADLINE)
+        if cause == PAUSE:
+            raise Unavailable("the fleet was paused before a worker had this request", code="paused")
         raise Ended("this request was aborted before a worker had it")
     kind, prefix, streamed, whole = words
     common: dict[str, Any] = {"id": prefix + id.removeprefix("req-"), "created": created, "model": model}
-    reason = "length" if strict else "abort"
-    errors = {i: error_body(cut_short(tokens, cause)) for i, tokens in choices.items()} if strict else {}
     if not stream:
-        answer = {**common, "object": kind, "choices": [_choice(i, whole, reason, cause) for i in choices]}
-        error = msgspec.json.decode(next(iter(errors.values()))) if errors else {}
-        return encode({**answer, "usage": usage, **error})
+        choices = [_with_ids(end, end.choice(whole, strict=strict)) for end in ends]
+        error = next((end.error for end in ends if end.error), b"{}") if strict else b"{}"
+        return encode({**common, "object": kind, "choices": choices, "usage": usage, **msgspec.json.decode(error)})
     kind += ".chunk" if kind == "chat.completion" else ""
     events: list[bytes] = []
-    for i in choices:
-        events.append(encode({**common, "object": kind, "choices": [_choice(i, streamed, reason, cause)]}))
-        events += [errors[i]] if strict else []
+    for end in ends:
+        events.append(encode({**common, "object": kind, "choices": [end.choice(streamed, strict=strict)]}))
+        events += [end.error] if strict and end.error else []
     if usage is not None:
         events.append(encode({**common, "object": kind, "choices": [], "usage": usage}))
     return b"".join(b"data: %b\n\n" % event for event in [*events, b"[DONE]"])
@@ -97,8 +118,12 @@ def wants_usage(body: bytes) -> bool:
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
-def _choice(index: int, content: dict[str, Any], reason: str, cause: str) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": reason, "cause": cause}
+def _with_ids(end: End, choice: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer has the ids of what its lost worker made: sent back as `generated_token_ids`, it goes on."""
+    if not end.ids:
+        return choice
+    spans = [{"version": version, "tokens": tokens} for version, tokens in end.versions]
+    return {**choice, "completion_token_ids": list(end.ids), "weight_versions": spans}
 
 
 # path -> object, prefix of its id, what a choice says in a stream and in a whole answer

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from headgate.api.errors import error_body
 from headgate.errors import RequestError, Unavailable
+from headgate.protocol.command import PauseMode
 from headgate.router.abort import end_former
 from headgate.router.attempt import (
     ANSWER_OWN,
@@ -32,7 +33,7 @@ from headgate.router.attempt import (
 from headgate.router.course import Course, is_final
 from headgate.router.disagg import Leg, prefilled
 from headgate.router.downstream import Downstream, HttpRequest, answer_head, error_answer
-from headgate.router.ending import CAUSE, DEADLINE, as_aborted, last_words, usage_told, wants_usage
+from headgate.router.ending import CAUSE, DEADLINE, PAUSE, End, as_aborted, last_words, usage_told, wants_usage
 from headgate.router.journal import Journal, splice, unsaid, unveil
 from headgate.router.story import Departure, departure
 from headgate.router.upstream import Headers, Upstream, WorkerLost
@@ -56,6 +57,7 @@ WHOLE = (
 )
 MOST_MEMOS = 64  # ways to ask workers, remembered of one head
 LAST_CHUNK = b"0\r\n\r\n"
+PAUSED = b'"code":"paused"'  # cannot stand inside a JSON string, which would escape its quotes
 MOST_CHOICES = 1024  # that are told of an end which no worker tells
 DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
 
@@ -92,6 +94,9 @@ class Exchange:
     told_raw = False  # the client has a part of an answer that has no journal
     ending = False  # somebody has asked for its end: no other worker goes on with it
     cut = False  # and it was the router that ended it
+    held: PauseMode | None = None  # the pause of the fleet that has found it here
+    overtaken = False  # that pause came while it was on its way to a worker, or there
+    paused_here = False  # it was ended by a pause, and no worker counts it
     cause = CAUSE  # of an end that the router tells
     _timer: asyncio.TimerHandle | None = None  # of its deadline
     _graces = 0  # given to workers since the deadline
@@ -202,40 +207,65 @@ class Exchange:
         """Its end waits here for a client that does not read."""
         return self.ending and self.full and not self.over
 
-    def end(self) -> None:
+    def end(self, cause: str = CAUSE) -> None:
         """End it here and now; a worker that has it learns that by the closing of its connection."""
-        self.ending = True
+        if not self.ending:
+            self.ending, self.cause = True, cause
         self.cancel()
+
+    def hold(self, mode: PauseMode) -> None:
+        """The fleet is being paused. What waits for a ticket goes back to waiting for a worker."""
+        self.held, self.overtaken = mode, self.worker is not None
+        if self.leg is not None:
+            self.leg.cancel("the fleet is being paused")
+
+    def waits_out_a_pause(self, course: Course, *, queueing: bool) -> bool:
+        """Whether it is kept until the fleet is resumed: it was accepted before the pause, or new requests are queued."""
+        ended = course.last is not None and isinstance(course.last[1], Veiled) and course.last[1].cause == PAUSE
+        return not ended and (queueing or self.held is not None)
+
+    def _came_too_late(self, outcome: Outcome) -> bool:
+        """Whether the worker only refused it because the pause was there first: it has not been tried, then."""
+        match outcome:
+            case Answered(status, _, body):
+                return self.overtaken and status == 503 and PAUSED in body
+            case Veiled(_, ending, ""):
+                return self.overtaken and PAUSED in ending
+        return False
 
     def _tell_end(self) -> None:
         """Tell the client that it is over, and what there is."""
-        told = self.journal.choices
-        unfinished = {
-            i: len(told[i].tokens) if i in told else 0
-            for i in range(min(self.ask.n, MOST_CHOICES))
-            if i not in told or told[i].finish is None
-        }
+        if self.cause == DEADLINE and not self.ask.stream and self._unshown() is None:
+            self.journal = Journal()  # the client gets nothing of it, and the usage says so
+        ends = [self._end_of(i) for i in range(min(self.ask.n, MOST_CHOICES))]
+        finished = {i for i, told in self.journal.choices.items() if told.finish is not None}
+        unfinished = [end for end in ends if end.index not in finished]
         # Or else all that is missing is the end of the stream, or nobody has asked for this end.
         self.cut = self.cause != DEADLINE and (bool(unfinished) or not self.ask.stream)
-        if (last := self._unshown()) is not None:
+        last = self._unshown()
+        self.paused_here = self.cause == PAUSE and (last is None or last[1].cause != PAUSE)
+        if last is not None:
             self.journal.feed(unsaid(last[1].ending))
             return self._show(last[0], as_aborted(unveil(last[1].ending), self.cause, strict=self._strict))
-        if self.journal.choices and not self.ask.stream:
-            if self.cause != DEADLINE:
-                raise WorkersFailed("this request was aborted after its worker was lost, and with it what there was")
-            # The client gets nothing of it, and the usage says so.
-            self.journal, unfinished = Journal(), dict.fromkeys(range(min(self.ask.n, MOST_CHOICES)), 0)
         model = self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
         stream = self.ask.stream
         usage = usage_told(self.journal) if not stream or wants_usage(self.request.body) else None
         path = self.request.path
-        about = path, self.id, self.created, model, unfinished
+        about = path, self.id, self.created, model, unfinished if stream else ends
         words = last_words(*about, stream=stream, usage=usage, cause=self.cause, strict=self._strict)
         if not stream:
             return self._tell(None, Answered(200, JSON, words))
         self.begin_stream(None, STREAM_HEADERS)
         self.write_chunk(words)
         return self._end_stream()
+
+    def _end_of(self, index: int) -> End:
+        told = self.journal.choices.get(index)
+        if told is None:
+            return End(index, cause=self.cause)
+        if told.finish is None:
+            return End(index, told.tokens, cause=self.cause, versions=told.versions)
+        return End(index, told.tokens, str(told.finish[0]), str(told.finish[1]), told.versions)
 
     def _unshown(self) -> tuple[Worker, Veiled] | None:
         """The end that its last worker told, and who that was, if the client can have it: nobody has gone on since."""
@@ -437,22 +467,29 @@ class Exchange:
         if fresh and self._placement is not None:
             course.asked_again(self._placement.worker)
         while True:
-            if tried is not None:
-                if course.ends_with(*tried):
+            if tried is not None and not self._came_too_late(tried[1]):
+                if course.ends_with(*tried) and (is_final(tried[1]) or not self._is_ending):
                     return self._tell_last(course)
                 self.moves += 1
                 self.departures += (departure(self, *tried),)
                 self.router.counters.moved(self)
                 if course.left_behind is not None:
                     await end_former(self, course.left_behind)
+            if tried is not None and self.held == "abort" and not self.ending:
+                self.ending, self.cause = True, PAUSE
             if self.ending and not self._has_words_to_find(course):
                 return self._tell_end()
             placement, self._placement = self._placement, None
             placement = placement or await self.router.place(self, course)
             if placement is None:
                 return self._tell_last(course)
-            tried = placement.worker, await self._try(placement, fresh=fresh)
-            fresh = False
+            outcome = await self._try(placement, fresh=fresh)
+            tried, fresh = None if outcome is None else (placement.worker, outcome), False
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether it goes to no other worker: its end was asked for, or a pause ends what is in flight."""
+        return self.ending or self.held == "abort"
 
     def _has_words_to_find(self, course: Course) -> bool:
         """Whether a worker is there to tell the end of a whole answer that was aborted, and whose own worker was lost.
@@ -460,7 +497,7 @@ class Exchange:
         The tokens are known here and the text is not. No worker goes on with it: in its journal all choices have ended.
         """
         unknown = not self.ask.stream and bool(self.journal.choices) and self._unshown() is None
-        if not unknown or self.ask.logprobs or self.router.holding:
+        if not unknown or self.ask.logprobs or self.router.holding or self.cause == DEADLINE:
             return False
         self.journal.end(min(self.ask.n, MOST_CHOICES), self.cause)
         self.cut = True
@@ -477,17 +514,24 @@ class Exchange:
             return self._tell_end()
         return self._conclude(worker, outcome)
 
-    async def _try(self, placement: Placement, *, fresh: bool) -> Outcome:
+    async def _try(self, placement: Placement, *, fresh: bool) -> Outcome | None:
+        """None: the fleet was held before the worker was asked."""
+        self.overtaken = False
         with placement:
-            if placement.prefill is None:
+            if self.router.holding:
+                outcome = None
+            elif placement.prefill is None:
                 outcome = await self._attempt(placement, None, fresh=fresh)
             else:
                 async with prefilled(self, placement.prefill) as ticket:
-                    outcome = await self._attempt(placement, ticket, fresh=fresh)
-        self.router.attempt_ended(self, placement, outcome)
+                    outcome = None if self.router.holding else await self._attempt(placement, ticket, fresh=fresh)
+        if outcome is None:
+            placement.undo()
+        else:
+            self.router.attempt_ended(self, placement, outcome)
         return outcome
 
-    async def _attempt(self, placement: Placement, ticket: bytes | None, *, fresh: bool) -> Outcome:
+    async def _attempt(self, placement: Placement, ticket: bytes | None, *, fresh: bool) -> Outcome | None:
         if placement.worker.kind == "unknown":
             # Given up since it was chosen. Nobody knows what answers there now, or whether it would keep a journal.
             return Lost("it does not answer any more")
@@ -505,6 +549,9 @@ class Exchange:
             upstream = await pool.connect()
         except WorkerLost as error:
             return Lost(str(error))
+        if self.router.holding:
+            pool.give(upstream)
+            return None
         return await self._ask(Attempt(self, placement), upstream, request)
 
     async def _ask(self, attempt: Attempt, upstream: Upstream, request: bytes) -> Outcome:

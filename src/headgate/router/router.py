@@ -23,6 +23,7 @@ from headgate.api.keys import Caller, Keys, is_loopback
 from headgate.api.tenant_store import TenantStore
 from headgate.config import RouteConfig
 from headgate.errors import DuplicateId, RequestError, Unavailable
+from headgate.protocol.command import PauseMode
 from headgate.protocol.output import Cause
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
@@ -228,29 +229,31 @@ class Router:
         return None
 
     async def _resumed(self, exchange: Exchange, course: Course) -> bool:
-        """Whether this request has waited until the fleet was resumed; otherwise its client is told now."""
-        lost = course.left_behind is not None or (course.last is not None and isinstance(course.last[1], Lost))
-        waits = self.queueing if course.last is None else lost
-        while waits and self.holding:
+        """Whether this request has waited until the fleet was resumed; otherwise its client is answered now."""
+        while self.holding and exchange.waits_out_a_pause(course, queueing=self.queueing):
             if not await self.fleet_changed(KEEP_ALIVE_S):
                 exchange.keep_alive()
-        return waits
+        return not self.holding
 
     async def admit(self, exchange: Exchange) -> None:
         """A place among those in flight for one that has not been tried, as soon as there is one."""
-        if self.holding and not self.queueing:
+        if self.holding and not (self.queueing or exchange.held):
             raise self.nobody()
         await self.admission.enter(exchange.tenant, exchange.keep_alive, KEEP_ALIVE_S)
 
-    def hold(self, *, queue: bool) -> None:
-        """Send nothing to anybody: from this moment on the whole fleet is paused."""
+    def hold(self, *, queue: bool, mode: PauseMode = "freeze") -> tuple[Exchange, ...]:
+        """Send nothing to any worker: from this moment on the whole fleet is paused. Returns what was accepted before."""
         self.holding, self.queueing = True, queue
-        if not queue:
-            self.admission.turn_away(self.nobody)
+        accepted = tuple(self.live.values())
+        for exchange in accepted:
+            exchange.hold(mode)
         self._fleet_changed()
+        return accepted
 
     def release(self) -> None:
         self.holding = self.queueing = False
+        for exchange in self.live.values():
+            exchange.held = None
         self._fleet_changed()
 
     async def _wait_for_one(self, exchange: Exchange, course: Course) -> Placement | None:
@@ -269,6 +272,8 @@ class Router:
         """A worker may come up; one that is paused says so, and the client should hear it."""
         if self.fleet.rolling and not course.was_full:
             return True  # the worker that is being updated is back in a moment
+        if course.overtaken:
+            return True
         if course.last is not None and not course.may_return:
             # A part of an answer is worth more than that: another worker may be back in a moment.
             others = (worker for worker in self.fleet if worker not in course.excluded)

@@ -30,7 +30,7 @@ CAUSES = {
     "deadline": {"deadline"},
     "trouble": {"shutdown", "engine_lost", "preempted"},
 }
-UNHEARD = CAUSES["abort"] | CAUSES["deadline"]  # with which the router ends what no worker has
+UNHEARD = CAUSES["abort"] | CAUSES["deadline"] | {"pause"}  # with which the router ends what no worker has
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
 def _was_unread(ask: Ask) -> bool:
     """Whether it ended before a worker had it, without a token."""
     choices = read(ask).choices.values()
-    return all(choice.cause in (*UNHEARD, "pause") and not (choice.text or choice.ids) for choice in choices)
+    return all(choice.cause in UNHEARD and not (choice.text or choice.ids) for choice in choices)
 
 
 def _refused(ask: Ask, seen: Circumstances) -> Iterator[str]:
@@ -221,7 +221,9 @@ def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterat
     if seed is not None:
         yield from _tokens(ask, choice, seed + index)
     whole = _text(ask, choice.ids)
-    if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut:
+    # The router knows the ids of a whole answer whose worker was lost, and not its text.
+    wordless = choice.finish == "abort" and choice.cause in UNHEARD and not choice.text and ask.routed
+    if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut or wordless:
         if not whole.startswith(choice.text):
             yield f"{choice.text!r} is no beginning of {whole!r}"
     elif choice.text != whole and not _was_given_back(ask, choice, seen):

@@ -1,0 +1,292 @@
+"""A pause of the fleet and the requests that no worker has yet, in every state in which the router may hold one (71)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from headgate.router.router import Router
+from headgate.router.upstream import Pool
+from tests.router.client import Response, Wire, ask, check, routing, until
+from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock
+from tests.router.run import run
+
+CHATTING = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 20}
+COMPLETING = {"model": "mock", "prompt": "hello to all of you", "seed": 1, "max_tokens": 20}
+KINDS = [
+    (path, body | {"stream": stream})
+    for path, body in ((CHAT, CHATTING), (COMPLETIONS, COMPLETING))
+    for stream in (True, False)
+]
+STATES = ["queued", "prefilling", "connecting", "late", "backing off"]
+SOON = 0.05  # for what must not happen
+
+
+async def control(url: str, path: str, body: Any = None) -> Response:
+    return await ask(url, path, body or {}, {"Host": url.removeprefix("http://")})
+
+
+class Scene:
+    """A router, and one request in it that no worker has."""
+
+    def __init__(self, router: Router, url: str, mock: Mock) -> None:
+        self.router, self.url, self.mock = router, url, mock
+        self.others = 0  # requests that a worker has
+        self.first: Wire | None = None  # the client of that one
+
+    async def control(self, path: str, body: Any = None) -> Any:
+        answer = await control(self.url, path, body)
+        assert answer.status == 200, answer.body
+        return answer.json["result"]
+
+    async def pause(self, mode: str, new_requests: str) -> Any:
+        return await self.control("/v1/pause", {"mode": mode, "new_requests": new_requests, "timeout": 20})
+
+    async def resume(self) -> None:
+        await self.control("/v1/resume")
+
+
+def times(fault: Fault, count: int) -> Any:
+    """The first requests go wrong like this."""
+    left = [fault] * count
+    return lambda _: left.pop() if left else FINE
+
+
+def no_ticket_at_first() -> Any:
+    left = [Fault("mute")]
+    return lambda asked: left.pop() if "export_kv" in asked.body and left else FINE
+
+
+@asynccontextmanager
+async def scene(state: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    match state:
+        case "queued":
+            stalled = times(Fault("stall"), 1)
+            async with Mock(stalled) as mock, routing(mock, max_in_flight=1) as (router, url):
+                wire = await Wire.open(url)
+                wire.post(CHAT, CHATTING)
+                await until(lambda: mock.asked)
+                setting = Scene(router, url, mock)
+                setting.others, setting.first = 1, wire
+                yield setting
+                wire.close()
+        case "prefilling":
+            settings: Any = {"disaggregate_tokens": 1, "ticket_timeout_s": 60.0}
+            async with Mock(no_ticket_at_first()) as p, Mock() as d, routing(p, d, **settings) as (router, url):
+                router.fleet.set_role(router.fleet.find(p.url), "prefill")
+                router.fleet.set_role(router.fleet.find(d.url), "decode")
+                yield Scene(router, url, d)
+        case "connecting":
+            connect, wait = Pool.connect, asyncio.Event()
+
+            async def slowly(pool: Pool) -> Any:
+                await wait.wait()
+                return await connect(pool)
+
+            async with Mock() as mock, routing(mock) as (router, url):
+                monkeypatch.setattr(Pool, "connect", slowly)
+                setting = Scene(router, url, mock)
+                control = setting.control
+
+                async def after_connecting(path: str, body: Any = None) -> Any:
+                    asyncio.get_running_loop().call_later(SOON, wait.set)  # control calls take a connection, too
+                    return await control(path, body)
+
+                setting.control = after_connecting  # type: ignore[method-assign]
+                yield setting
+        case "late":
+            async with Mock(times(Fault("late"), 1)) as mock, routing(mock, retries=0) as (router, url):
+                yield Scene(router, url, mock)
+        case _:
+            monkeypatch.setattr("headgate.router.course.Course.backoff_s", 0.3)
+            async with Mock(times(Fault("close"), 1)) as mock, routing(mock) as (router, url):
+                yield Scene(router, url, mock)
+
+
+def found(router: Router) -> Any:
+    return next((exchange for exchange in router.live.values() if exchange.id == "one"), None)
+
+
+async def reached(setting: Scene, state: str) -> None:
+    """Wait until the request is in that state."""
+
+    def there() -> bool:
+        exchange = found(setting.router)
+        match state:
+            case _ if exchange is None:
+                return False
+            case "queued":
+                return setting.router.admission.waiting == 1
+            case "prefilling":
+                return exchange.leg is not None and exchange.leg.upstream is not None
+            case "connecting":
+                return exchange.worker is None
+            case "late":
+                return bool(setting.mock.asked)
+        return exchange.moves == 1
+
+    await until(there)
+
+
+def assert_paused(answer: Response, path: str, *, stream: bool) -> None:
+    """200, no tokens, the cause, and usage that adds up."""
+    assert answer.status == 200 and answer.complete
+    if stream:
+        assert answer.body.count(b'"finish_reason":"abort","cause":"pause"') == 1, answer.body
+        assert answer.body.endswith(b"data: [DONE]\n\n") and b'"content"' not in answer.body
+        return
+    (choice,) = answer.json["choices"]
+    assert (choice["finish_reason"], choice["cause"]) == ("abort", "pause")
+    assert (choice["message"]["content"] if path == CHAT else choice["text"]) == ""
+    assert answer.json["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("path", "body"), KINDS)
+@pytest.mark.parametrize("new_requests", ["reject", "queue"])
+def test_71_a_pause_that_aborts_ends_what_no_worker_has(
+    state: str, path: str, body: dict[str, Any], new_requests: str, monkeypatch: pytest.MonkeyPatch
+):
+    async def main() -> None:
+        async with scene(state, monkeypatch) as setting:
+            asked = asyncio.ensure_future(ask(setting.url, path, body | {"request_id": "one"}))
+            await reached(setting, state)
+            before = len(setting.mock.asked)
+            result = await setting.pause("abort", new_requests)
+            assert result["aborted"] == 1 + setting.others
+            assert_paused(await asked, path, stream=body["stream"])
+            await setting.resume()
+            await asyncio.sleep(SOON)
+            assert len(setting.mock.asked) == before
+
+    run(main())
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("mode", ["drain", "freeze"])
+@pytest.mark.parametrize("new_requests", ["reject", "queue"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_71_a_pause_that_drains_or_freezes_keeps_what_no_worker_has(
+    state: str, mode: str, new_requests: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+):
+    async def main() -> None:
+        body = CHATTING | {"stream": stream}
+        async with scene(state, monkeypatch) as setting:
+            asked = asyncio.ensure_future(ask(setting.url, CHAT, body | {"request_id": "one"}))
+            await reached(setting, state)
+            result = await setting.pause(mode, new_requests)
+            assert result["aborted"] == 0
+            before = len(setting.mock.asked)
+            newer = asyncio.ensure_future(ask(setting.url, CHAT, body))
+            if new_requests == "reject":
+                refused = await newer
+                assert (refused.status, refused.error["code"]) == (503, "paused")
+            await asyncio.sleep(SOON)
+            assert not asked.done() and len(setting.mock.asked) == before
+            if setting.first is not None:
+                setting.first.close()
+            await setting.resume()
+            assert check(body, await asked) is None
+            if new_requests == "queue":
+                assert check(body, await newer) is None
+
+    run(main())
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("event", ["end", "deadline", "gone"])
+def test_71_what_a_pause_keeps_can_be_ended_and_left_and_has_its_deadline(
+    state: str, event: str, monkeypatch: pytest.MonkeyPatch
+):
+    async def main() -> None:
+        async with scene(state, monkeypatch) as setting:
+            wire, router = await Wire.open(setting.url), setting.router
+            due = {"deadline_ms": 600} if event == "deadline" else {}
+            wire.post(CHAT, CHATTING | {"request_id": "one", "stream": True} | due)
+            await reached(setting, state)
+            await setting.pause("freeze", "reject")
+            if event == "gone":
+                wire.close()
+            else:
+                if event == "end":
+                    found(router).end()
+                answer = await wire.response()
+                cause = "deadline" if event == "deadline" else "api_abort"
+                assert answer.body.count(b'"finish_reason":"abort","cause":"%b"' % cause.encode()) == 1
+                wire.close()
+            await until(lambda: found(router) is None)
+            await setting.resume()
+
+    run(main())
+
+
+def test_71_a_pause_that_every_worker_refuses_ends_nothing():
+    async def main() -> None:
+        async with Mock(times(Fault("stall"), 1)) as mock, routing(mock, max_in_flight=1) as (router, url):
+            first = await Wire.open(url)
+            first.post(CHAT, CHATTING)
+            await until(lambda: mock.asked)
+            second = asyncio.ensure_future(ask(url, CHAT, CHATTING))
+            await until(lambda: router.admission.waiting == 1)
+            mock.refuses = 409
+            assert (await control(url, "/v1/pause")).status == 409
+            assert not router.holding and not second.done()
+            first.close()
+            assert check(CHATTING, await second) is None
+
+    run(main())
+
+
+def test_71_a_resume_before_the_answer_of_a_pause_lets_what_waits_run(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        async with scene("queued", monkeypatch) as setting:
+            asked = asyncio.ensure_future(ask(setting.url, CHAT, CHATTING | {"request_id": "one"}))
+            await reached(setting, "queued")
+            setting.router.hold(queue=False, mode="abort")
+            setting.router.release()
+            assert setting.first is not None
+            setting.first.close()
+            assert check(CHATTING, await asked) is None
+
+    run(main())
+
+
+def test_71_an_answer_that_lost_its_worker_is_ended_with_the_ids_of_what_there_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headgate.router.course.Course.backoff_s", 30.0)
+
+    async def main() -> None:
+        async with Mock(times(Fault("cut", at=4), 1)) as mock, routing(mock) as (router, url):
+            asked = asyncio.ensure_future(ask(url, CHAT, CHATTING | {"request_id": "one"}))
+            await until(lambda: found(router) is not None and found(router).moves == 1)
+            result = (await control(url, "/v1/pause", {"mode": "abort"})).json["result"]
+            assert result["aborted"] == 1
+            answer = json.loads((await asked).body)
+            (choice,), usage = answer["choices"], answer["usage"]
+            assert (choice["finish_reason"], choice["cause"], choice["message"]["content"]) == ("abort", "pause", "")
+            assert len(choice["completion_token_ids"]) == usage["completion_tokens"] > 0
+            await control(url, "/v1/resume")
+
+    run(main())
+
+
+def test_38_71_a_prefill_request_that_a_pause_has_overtaken_is_dropped_and_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def main() -> None:
+        async with scene("prefilling", monkeypatch) as setting:
+            asked = asyncio.ensure_future(ask(setting.url, CHAT, CHATTING | {"request_id": "one"}))
+            await reached(setting, "prefilling")
+            await setting.pause("freeze", "reject")
+            router = setting.router
+            assert found(router).leg is None and router.counters.prefills_lost == 0
+            assert all(worker.failures == 0 for worker in router.fleet)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            await setting.resume()
+
+    run(main())
