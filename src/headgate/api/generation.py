@@ -32,6 +32,8 @@ from headgate.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from headgate.api.ledger import Record
 
+BEGUN_AT_ONCE = 4  # choices of a request
+
 # These end with a token that is not part of the text.
 STOP_TOKEN_CAUSES = ("eos", "stop_token")
 
@@ -330,13 +332,17 @@ def note(record: Record, job: Job, finish: Finish) -> None:
 
 
 async def run_all(api: Api, record: Record, jobs: Sequence[Job], tell: Tell) -> None:
-    """Make all choices at once; the first failure ends them all."""
+    """Make all choices, a few begun in each turn of the event loop; the first failure ends them all."""
     if len(jobs) == 1:
         return await run(api, record, jobs[0], tell)
     try:
         async with asyncio.TaskGroup() as tasks:
-            for job in jobs:
+            for i, job in enumerate(jobs, 1):
                 tasks.create_task(run(api, record, job, tell))
+                if i % BEGUN_AT_ONCE == 0:
+                    await asyncio.sleep(
+                        0
+                    )  # requests of many choices must not make a turn of the loop long for others
     except BaseExceptionGroup as failures:
         raise innermost(failures) from None
 

@@ -51,6 +51,7 @@ BODY_S = 120.0  # for a body to come whole
 LAST_WORDS_S = 5.0  # for clients to be told, after everything has been aborted
 LOOK_S = 1.0  # how often connections are looked at
 BACKLOG = 4096
+SEND_BUFFER_BYTES = 128 * 2**10  # of a connection, in the kernel, which doubles it
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,9 @@ async def serve(config: ServerConfig, listener: socket.socket, version: str, ann
 async def _serve(
     config: ServerConfig, listener: socket.socket, version: str, announce: Announce, signals: StopSignals
 ) -> None:
+    # Accepted connections inherit it. The kernel would give each some megabytes, and what fills them for a client that does
+    # not read is computed and written for nothing.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
     tokenizer, template = load_tokenizer(config.model), load_template(config.model)
     log.info("starting %d engine%s for %s", config.replicas, "s" * (config.replicas > 1), config.model_name)
