@@ -427,8 +427,58 @@ def test_an_answer_whose_choices_have_all_ended_is_closed_and_no_engine_is_asked
     client, engines = ask_and_look(model, Engine("never"), COMPLETIONS, asked)
     usage, done = shown(client.body).split(b"\n\n")[:-1]
     assert client.status == 200 and client.headers["x-headgate-journal"] == "1" and done == b"data: [DONE]"
-    assert json.loads(usage[6:])["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+    told = json.loads(usage[6:])["usage"]
+    assert (told["prompt_tokens"], told["completion_tokens"]) == (2, 1)
+    assert told["prompt_tokens_details"]["cached_tokens"] == 0  # 68: nothing was looked up here
     assert engines.streams == []
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        ["stop", "eos", 2**31 - 1, 0, 1],
+        ["stop", "eos", 2, 0, 2**31 - 1],
+        ["stop", "eos", 2, 2**31 - 1, 1],
+        ["stop", "eos", 2, 3, 1],
+        ["stop", "eos", 1, 0, 1],
+        ["stop", "eos", 2, 0, 0],
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_68_claims_that_the_prompt_and_the_ids_contradict_are_refused_and_move_no_counter(
+    model: Path, finish: list[Any], stream: bool
+):
+    app = scripted_app(model, ScriptedEngines(Engine("never").script(model)))
+    asked = COMPLETING | {"stream": stream} | going_on(token_ids=[70], finish=finish)
+    asked["stream_options"] = asked.get("stream_options") if stream else None
+
+    async def main() -> None:
+        client = Client(app, COMPLETIONS, asked, HEADERS)
+        await asyncio.wait_for(client.call(), 60)
+        assert client.status == 400 and b"resume.choices[0].finish" in client.body
+
+    asyncio.run(main())
+    assert not any(app.state.api.ledger.metrics.tokens.values())
+
+
+def test_68_what_is_handed_in_is_told_in_the_usage_and_counted_nowhere(model: Path):
+    """Of a finished choice and of one that goes on: only the prompt, and tokens that were made here, are counted."""
+    app = scripted_app(model, ScriptedEngines(Engine("abc").script(model)))
+    ended = {"index": 0, "token_ids": [70, 70, 70], "versions": [[0, 3]], "finish": ["stop", "eos", 2, 2, 3]}
+    begun = {"index": 1, "token_ids": [70], "versions": [[0, 1]]}
+    body = COMPLETING | {"n": 2, "resume": {"choices": [ended, begun]}}
+
+    async def main() -> None:
+        client = Client(app, COMPLETIONS, body, HEADERS)
+        await asyncio.wait_for(client.call(), 60)
+        assert client.status == 200
+
+    asyncio.run(main())
+    ledger = app.state.api.ledger
+    usage = ledger.past("moved").usage
+    made = usage.choices[1].output_tokens - 1
+    assert usage.choices[0].output_tokens == 3 and made > 0
+    assert (ledger.metrics.tokens["output"], ledger.metrics.tokens["cached"]) == (made, 0)
 
 
 def test_53_the_record_of_a_resumed_answer_tells_of_all_its_choices(model: Path):

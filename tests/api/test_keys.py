@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from headgate.api.access import DECLARED, Access
 from headgate.api.errors import Forbidden, Unauthorized
-from headgate.api.keys import CONTROL, OPEN, Caller, Keys, is_loopback, parse_keys, presented, read_keys
+from headgate.api.keys import Caller, Keys, is_loopback, parse_keys, presented, read_keys
 from headgate.errors import RequestError
 
 CHAT = "/v1/chat/completions"
 PAUSE = "/v1/pause"
+
+
+def declared(access: Access) -> list[str]:
+    return [path for path, declared in DECLARED.items() if declared is access]
 
 
 def bearer(key: str) -> list[tuple[bytes, bytes]]:
@@ -49,7 +54,7 @@ def test_no_key_is_refused_except_for_probes(keys):
     with pytest.raises(Unauthorized) as refusal:
         keys.caller(CHAT, [])
     assert refusal.value.code == "missing_api_key"
-    for path in OPEN:
+    for path in declared(Access.OPEN):
         assert keys.caller(path, []) == Caller("", admin=False)
 
 
@@ -75,22 +80,53 @@ def test_nobody_else_may_call_as_a_tenant(keys):
     assert Keys().caller(CHAT, acting("alice")) == Caller("alice", admin=False)  # whoever is on this machine is admin
 
 
-@pytest.mark.parametrize("name", [b"", b"a:b", b"a\tb", b"\xff", b"x" * 257])
+@pytest.mark.parametrize("name", [b"a:b", b"a\tb", b"\xff", b"x" * 257])
 def test_a_tenant_that_cannot_be_one_is_refused(keys, name):
     with pytest.raises(RequestError) as refusal:
         keys.caller(CHAT, [*bearer("root"), (b"x-headgate-tenant", name)])
     assert refusal.value.param == "X-Headgate-Tenant"
 
 
-@pytest.mark.parametrize("path", [*CONTROL, "/v1/pause/", "/v1/update_weights/x"])
+@pytest.mark.parametrize("path", [*declared(Access.ADMIN), "/v1/pause/", "/v1/update_weights/x"])
 def test_control_is_closed_to_tenants_and_open_to_the_admin(keys, path):
     assert keys.caller(path, bearer("root")).admin
     with pytest.raises(Forbidden):
         keys.caller(path, bearer("ka"))
 
 
-def test_a_name_that_only_begins_like_a_control_call_is_not_one(keys):
-    assert keys.caller("/v1/pauses", bearer("ka")).tenant == "alice"
+@pytest.mark.parametrize(
+    "path", ["/v1/pauses", "/", "", "/v1/modelsx", "/v1//models", "/v1/chat", "/LIVE", "/live/x"]
+)
+def test_a_path_that_is_not_declared_belongs_to_the_admin(keys, path):
+    assert keys.caller(path, bearer("root")).admin
+    with pytest.raises(Forbidden):
+        keys.caller(path, bearer("ka"))
+    with pytest.raises(Unauthorized):
+        keys.caller(path, [])
+
+
+def test_67_an_empty_name_is_a_caller_without_a_key_and_takes_nothing_but_the_rights_of_an_admin(keys):
+    assert keys.caller(CHAT, [*bearer("root"), *acting("")]) == Caller("", admin=False)
+    assert keys.caller(CHAT, [*bearer("ka"), *acting("")]) == Caller("alice", admin=False)
+    with pytest.raises(Forbidden):
+        keys.caller(PAUSE, [*bearer("root"), *acting("")])
+    with pytest.raises(Unauthorized):
+        keys.caller(CHAT, acting(""))
+    for open_to_all in (Keys(), Keys(exposed=True), Keys(admin="root")):
+        assert open_to_all.caller(CHAT, acting("")) == Caller("", admin=False)
+
+
+def test_66_a_server_with_a_worker_key_takes_nothing_from_callers_without_a_key():
+    keys = Keys(admin="root", worker="work")
+    for path in (CHAT, PAUSE, "/v1/models"):
+        for headers in ([], bearer("wrong"), acting("alice")):
+            with pytest.raises(Unauthorized):
+                keys.caller(path, headers)
+    assert keys.caller("/health", []) == Caller("", admin=False)
+    assert keys.caller(PAUSE, bearer("work")).admin and keys.caller(PAUSE, bearer("root")).admin
+    assert keys.caller(CHAT, [*bearer("work"), *acting("alice")]) == Caller("alice", admin=False)
+    assert Keys(worker="work", exposed=True).warning is None
+    assert Keys(admin="same", worker="same").caller(PAUSE, bearer("same")).admin
 
 
 def test_without_keys_this_machine_may_do_everything():

@@ -7,19 +7,24 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
 
+from headgate.api.keys import Keys
 from headgate.client import Fleet
+from headgate.protocol.keys import tenant_salt
 from headgate.router.disagg import PREFILL, prefill_name
-from tests.api.live import LiveServer
-from tests.api.serving import wait_until
+from tests.api.live import LiveServer, live_server
+from tests.api.serving import serving, up, wait_until
 from tests.router.client import Wire, ask, check, routing, until
-from tests.router.fleets import LiveRouter, live_router
+from tests.router.fleets import LiveRouter, fake_worker, live_router
 from tests.router.mock import CHAT, Fault, Mock
 from tests.router.run import run
+from tests.router.test_up import descendants
 
 KEYS = {"api_keys": {"alice": "ka", "bob": "kb"}, "admin_key": "root"}
 ALICE, BOB = {"Authorization": "Bearer ka"}, {"Authorization": "Bearer kb"}
@@ -176,3 +181,122 @@ def test_a_percent_encoded_path_has_the_rights_of_what_it_names(servers: list[Li
     with live_router(servers[0].url, **KEYS) as router:
         assert router.post("/v1/%70ause", {}, key="ka").status_code == 403
         assert router.post("/v1/pause%2F", {}, key="ka").status_code == 403
+
+
+# ------------------------------------------------------------------------------------------------- rights at the workers
+
+AT_WORKERS = ["/v1/requests/x", "/v1/models", "/v1/loads", "/model_info", "/v1/is_paused", "/get_world_size"]
+
+
+@pytest.mark.parametrize("admin_key", ["root", None])
+def test_67_a_router_asks_its_workers_with_the_rights_of_its_caller(admin_key: str | None):
+    """An empty name is that of a caller without a key; no name at all are the router's own rights."""
+    with fake_worker() as fake:
+        config = {"admin_key": admin_key, "worker_key": "work", "host": "0.0.0.0"}  # only said to be
+        with live_router(fake.url, **config) as router:
+            assert set(fake.tenants.values()) == {None}  # probes are the router's own
+            fake.tenants.clear()
+            for path in AT_WORKERS:
+                router.get(path)
+            router.post("/v1/abort_requests", {"req_ids": ["x"]})
+            router.post("/v1/completions", {"prompt": "x"})
+            router.post("/tokenize", {"prompt": "x"})
+            asked = [*AT_WORKERS, "/v1/abort_requests", "/v1/completions", "/tokenize"]
+            own = {"/v1/models", "/v1/loads"}  # which probes ask too
+            told = {path: fake.tenants[path] for path in asked if path not in own}
+            assert told == dict.fromkeys(told, "")
+            if admin_key:
+                router.get("/v1/requests/x", key="root")
+                assert fake.tenants["/v1/requests/x"] is None
+
+
+def test_67_strangers_at_a_router_with_an_admin_key_alone_are_no_admins_at_its_workers(weights: list[Path]):
+    keys = Keys({"alice": "ka"}, admin="work")
+    options = {"device": "cpu", "kv_blocks": 4096, "max_running": 8}
+    with (
+        live_server(weights[0], keys=keys, **options) as server,
+        live_router(server.url, admin_key="root", worker_key="work") as router,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        alice = Fleet(server.url, "ka")
+        asked = threads.submit(alice.generate, "x", request_id="tale", **LONG)
+        wait_until(lambda: any(each["output_tokens"] > 3 for each in alice.requests()))
+        assert router.get("/v1/requests/tale").status_code == 404
+        assert router.delete("/v1/requests/tale").status_code == 404
+        told = router.post("/v1/abort_requests", {"req_ids": ["tale"]}).json()["result"]
+        assert (told["aborted"], told["not_found"]) == ([], ["tale"]) and not asked.done()
+        assert router.get("/v1/requests/tale", key="root").json()["request"]["tenant"] == "alice"
+        assert Fleet(router.url, "root").abort("tale").aborted
+        assert asked.result(60).cut
+
+
+# ------------------------------------------------------------------------------------------------- roots of cache keys
+
+
+def test_66_no_salt_is_the_root_of_another_tenant():
+    names = ["", "A", "A:", "A:s", ":", "'A', '", "('A', '')", "A', 's"]
+    pairs = [(tenant, salt) for tenant in names for salt in names]
+    assert len({tenant_salt(*pair) for pair in pairs}) == len(pairs)
+
+
+def test_66_a_caller_without_a_key_finds_no_prompt_of_a_tenant_in_the_cache(weights: list[Path]):
+    prompt = "a secret that is long enough to fill several blocks of the cache with its tokens " * 4
+    with live_server(weights[0], keys=Keys(admin="root"), device="cpu", kv_blocks=512, max_running=8) as server:
+
+        def cached(headers: dict[str, str], **more: str) -> int:
+            body = {"prompt": prompt, "max_tokens": 1} | more
+            usage = server.post("/v1/completions", body, headers=headers).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        alice = {"Authorization": "Bearer root", "X-Headgate-Tenant": "A"}
+        assert cached(alice) == 0 and cached(alice) > 0 and cached(alice, cache_salt="s") == 0
+        for salt in ("A:", "A", ":A", "A:s", "('A', '')", "A', '", '["A", ""]', "1:A:"):
+            assert cached({}, cache_salt=salt) == 0
+        assert cached({}) == 0 and cached({}) > 0
+
+
+def test_66_the_workers_of_up_take_no_request_without_a_key(weights: list[Path], tmp_path: Path):
+    keys = tmp_path / "keys"
+    keys.write_text("alice:ka\n")
+    flags = ("--mixed", 1, "--api-keys", keys, "--kv-blocks", 64, "--max-context", 512)
+    body = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+    with up(weights[0], *flags, HEADGATE_ADMIN_KEY="of-the-operator") as fleet, fleet.client("ka") as http:
+        with fleet.client("of-the-operator") as root:
+            (worker,) = root.get("/v1/workers").json()["workers"]
+        assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
+        with httpx.Client(base_url=worker["url"], timeout=60, trust_env=False) as direct:
+            for headers in ({}, {"Authorization": "Bearer ka"}, {"X-Headgate-Tenant": "alice"}):
+                assert direct.post("/v1/completions", json=body, headers=headers).status_code == 401
+                assert direct.get("/v1/requests", headers=headers).status_code == 401
+            assert direct.get("/health").status_code == 200
+            operator = {"Authorization": "Bearer of-the-operator"}
+            assert direct.post("/v1/completions", json=body, headers=operator).status_code == 200
+        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(fleet.process.pid)]
+        assert commands and not any("KEY" in command or "of-the-operator" in command for command in commands)
+
+
+def test_66_a_server_that_registers_with_a_key_takes_no_request_without_one(weights: list[Path]):
+    with live_router(admin_key="root", api_keys={"alice": "ka"}) as router:
+        flags = ("--register", router.url, "--kv-blocks", 64, "--max-context", 512)
+        with serving(weights[0], *flags, HEADGATE_ROUTER_KEY="root") as served:
+            router.wait_for(ready=1)
+            body = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+            assert router.post("/v1/completions", body, key="ka").json()["usage"]["completion_tokens"] == 3
+            with served.client() as direct:
+                assert direct.post("/v1/completions", json=body).status_code == 401
+
+
+# ---------------------------------------------------------------------------------------------------- what is handed in
+
+
+def test_68_a_tenants_claims_through_a_router_are_refused_and_move_no_counter(servers: list[LiveServer]):
+    with live_router(servers[0].url, api_keys={"alice": "ka"}) as router:
+        worker = next(iter(router.router.fleet))
+        before = dict(servers[0].api.ledger.metrics.tokens)
+        for finish in (["stop", "eos", 2147483647, 0, 1], ["stop", "eos", 1, 2147483647, 1]):
+            claim = {"index": 0, "token_ids": [5], "versions": [[0, 1]], "finish": finish}
+            body = {"prompt": "x", "max_tokens": 9, "resume": {"choices": [claim]}}
+            answer = router.post("/v1/completions", body, key="ka")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "resume.choices[0].finish")
+        assert dict(servers[0].api.ledger.metrics.tokens) == before
+        assert (worker.prompt_tokens, worker.cached_tokens) == (0, 0)

@@ -260,6 +260,8 @@ Tell = Callable[[Job, Piece], Awaitable[None]]
 async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
     """Make one choice, telling its pieces as they come."""
     record.prompt(len(job.request.prompt), job.index)
+    if generated := job.rest.generated:
+        record.resume(job.index, len(generated))
     speech = Speech(job, api.tokenizer)
     if job.resumed is not None and await _replay(api, record, job, speech, tell):
         return

@@ -37,7 +37,7 @@ def make_jobs(body: Generation, prompts: Sequence[Prompt], sampling: SamplingPar
     _check_kv(body, len(prompts) * n)
     stop = getattr(body, "stop", None) or ()
     seeds = _seeds(sampling.seed)
-    resumed = _resumed(body, sampling, len(prompts) * n)
+    resumed = _resumed(body, sampling, [len(prompt.token_ids) for prompt in prompts for _ in range(n)])
     return [
         Job(
             index=index,
@@ -91,8 +91,11 @@ def _sampling(sampling: SamplingParams, seed: int, resumed: Resumed | None) -> S
     return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=scored)
 
 
-def _resumed(body: Generation, sampling: SamplingParams, choices: int) -> dict[int, Resumed]:
-    """By choice, what another server has said of it; nothing of one that has said nothing."""
+def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int]) -> dict[int, Resumed]:
+    """By choice, what another server has said of it; nothing of one that has said nothing.
+
+    `prompts` are the tokens of each choice's prompt: what is claimed of a choice must agree with them and with its ids.
+    """
     if body.resume is None:
         return {}
     if not body.stream and sampling.logprobs is not None:
@@ -103,11 +106,25 @@ def _resumed(body: Generation, sampling: SamplingParams, choices: int) -> dict[i
     resumed: dict[int, Resumed] = {}
     for i, said in enumerate(body.resume.choices):
         where = f"resume.choices[{i}]"
-        if said.index >= choices or said.index in resumed:
+        if said.index >= len(prompts) or said.index in resumed:
             raise RequestError(f"there is no choice {said.index}, or it is named twice", param=f"{where}.index")
         if said.token_ids or said.finish:
+            _check_finish(said, prompts[said.index], len(body.generated_token_ids or ()), where)
             resumed[said.index] = _said(said, where)
     return resumed
+
+
+def _check_finish(choice: ResumedChoice, prompt_tokens: int, generated: int, where: str) -> None:
+    if choice.finish is None:
+        return
+    _, _, prompt, cached, output = choice.finish
+    expected = prompt_tokens, generated + len(choice.token_ids)
+    if (prompt, output) != expected or cached > prompt:
+        raise RequestError(
+            f"{prompt} prompt tokens ({cached} of them cached) and {output} output tokens are claimed; "
+            f"the prompt has {expected[0]}, and {expected[1]} ids were made",
+            param=f"{where}.finish",
+        )
 
 
 def _said(choice: ResumedChoice, where: str) -> Resumed:
@@ -117,7 +134,10 @@ def _said(choice: ResumedChoice, where: str) -> Resumed:
             f"{len(choice.token_ids)} token ids have {told} weight versions", param=f"{where}.versions"
         )
     versions = tuple(version for version, count in choice.versions for _ in range(count))
-    finish = None if choice.finish is None else Finish(*choice.finish)
+    finish = None
+    if choice.finish is not None:
+        reason, cause, prompt, _, output = choice.finish
+        finish = Finish(reason, cause, prompt, 0, output)  # nothing was looked up in a cache here
     return Resumed(tuple(choice.token_ids), versions, choice.delivered_chars, finish)
 
 

@@ -1,5 +1,6 @@
 """Who is calling: API keys, each of which is a tenant, and one admin key for the calls that control the server.
 
+A server behind a router may have a worker key: the router presents it, and callers without a key are refused.
 Without any key everybody is the tenant "" and, where only this machine can connect, the admin too, unless a web page of
 somebody else's made its browser call. A key is looked up by its keyed digest: the time that takes depends on nothing that
 a caller could learn a key from.
@@ -19,45 +20,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from headgate.api.access import Access, access_of
 from headgate.api.errors import Forbidden, Unauthorized
-from headgate.dashboard import page
 from headgate.errors import RequestError
 
 ADMIN = "admin"
-
-# What anybody may read: probes and scrapers have no key, and the page of the dashboard asks for one.
-OPEN = frozenset(("/live", "/ready", "/health", "/metrics", "/openapi.json", "/version", *page.ASSETS))
-
-# What only the admin may call, and everything below it.
-CONTROL = (
-    "/v1/pause",
-    "/v1/resume",
-    "/v1/update_weights",
-    "/v1/sleep",
-    "/v1/wakeup",
-    "/v1/flush_cache",
-    "/v1/workers",
-    "/v1/scale",
-    "/pause",
-    "/resume",
-    "/sleep",
-    "/wake_up",
-    "/reset_prefix_cache",
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/pause_generation",
-    "/continue_generation",
-    "/update_weights_from_disk",
-    "/update_weights_from_distributed",
-    "/update_weights_from_tensor",
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/flush_cache",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-)
 
 TENANT = b"x-headgate-tenant"
 LONGEST_TENANT = 256
@@ -78,18 +45,26 @@ class Keys:
     """The keys of this server, by tenant. `exposed` says that others than this machine can connect."""
 
     def __init__(
-        self, tenants: Mapping[str, str] | None = None, admin: str | None = None, *, exposed: bool = False
+        self,
+        tenants: Mapping[str, str] | None = None,
+        admin: str | None = None,
+        *,
+        worker: str | None = None,
+        exposed: bool = False,
     ) -> None:
         self.tenants = dict(tenants or {})
         self.admin = admin
         self.exposed = exposed
         self._secret = secrets.token_bytes(32)
         self._callers: dict[bytes, tuple[str, Caller]] = {}
-        self._nobody = Caller("", admin=admin is None and not self.tenants and not exposed)
+        self.closed = bool(self.tenants) or worker is not None  # to callers without a key
+        self._nobody = Caller("", admin=admin is None and not self.closed and not exposed)
         for name, key in self.tenants.items():
             self._add(key, Caller(name, admin=False))
         if admin is not None:
             self._add(admin, Caller(ADMIN, admin=True))
+        if worker is not None and worker != admin:
+            self._add(worker, Caller(ADMIN, admin=True))
 
     def _add(self, key: str, caller: Caller) -> None:
         digest = _digest(self._secret, key)
@@ -104,7 +79,7 @@ class Keys:
     @property
     def warning(self) -> str | None:
         """What an operator should know about a server that others can reach."""
-        if not self.exposed or self.tenants:
+        if not self.exposed or self.closed:
             return None
         control = "control calls need the admin key" if self.admin else "control calls are refused"
         return (
@@ -113,19 +88,20 @@ class Keys:
 
     def caller(self, path: str, headers: Headers) -> Caller:
         """Who sent these headers; raises unless that one may call `path`."""
-        caller = _acting(self._identify(path, headers), headers)
-        if not caller.admin and is_control(path):
+        access = access_of(path)
+        caller = _acting(self._identify(access, headers), headers)
+        if access is Access.ADMIN and not caller.admin:
             raise Forbidden(self._why_closed())
         return caller
 
-    def _identify(self, path: str, headers: Headers) -> Caller:
+    def _identify(self, access: Access, headers: Headers) -> Caller:
         key = presented(headers) if self._callers else None
         if key is not None:
             digest = _digest(self._secret, key)
             expected, caller = self._callers.get(digest, ("", None))
             if caller is not None and hmac.compare_digest(expected.encode(), key.encode()):
                 return caller
-        if not self.tenants or path in OPEN:
+        if not self.closed or access is Access.OPEN:
             return _STRANGER if self._nobody.admin and from_elsewhere(headers) else self._nobody
         if key is None:
             raise Unauthorized("no API key; send it as `Authorization: Bearer KEY`", code="missing_api_key")
@@ -134,7 +110,7 @@ class Keys:
     def _why_closed(self) -> str:
         if self.admin is not None:
             return "this call controls the server and needs the admin key"
-        if self.tenants:
+        if self.closed:
             return "this call controls the server; start it with --admin-key to allow it"
         if not self.exposed:
             return (
@@ -147,10 +123,15 @@ class Keys:
 
 
 def _acting(caller: Caller, headers: Headers) -> Caller:
-    """The tenant for whom the admin makes a call: a router asks on behalf of those who asked it."""
+    """The tenant for whom the admin makes a call: a router asks on behalf of those who asked it.
+
+    An empty name is that of a caller without a key: the rights of an admin are laid down, and nothing else changes.
+    """
     named = next((value for name, value in headers if name == TENANT), None)
     if named is None:
         return caller
+    if not named:
+        return _STRANGER if caller.admin else caller
     if not caller.admin:
         raise Forbidden("X-Headgate-Tenant names another caller, which needs the admin key; leave it out")
     try:
@@ -207,11 +188,6 @@ def _hostname(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def is_control(path: str) -> bool:
-    path = path.rstrip("/")
-    return any(path == prefix or path.startswith(prefix + "/") for prefix in CONTROL)
 
 
 def is_loopback(host: str) -> bool:

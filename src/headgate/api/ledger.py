@@ -124,6 +124,7 @@ class Record:
         "_ledger",
         "_outputs",
         "_prompts",
+        "_resumed",
         "_waiters",
         "arrived",
         "arrived_s",
@@ -163,6 +164,7 @@ class Record:
         self._last_s: dict[int, float] = {}  # when each choice had its latest token
         self._prompts: dict[int, int] = {}  # tokens, by choice
         self._outputs: dict[int, int] = {}  # tokens so far, by choice
+        self._resumed: dict[int, int] = {}  # tokens that were handed in, by choice
         self._finished: dict[int, ChoiceUsage] = {}
         self._begun: dict[int, ChunkStream] = {}  # every choice that an engine was to make
         self._asked: dict[int, Cause] = {}  # choices that shall end
@@ -259,6 +261,15 @@ class Record:
     def prompt(self, count: int, choice: int = 0) -> None:
         """The prompt of `choice` goes to an engine now; it counts even if no terminal output is ever heard."""
         self._prompts[choice] = count
+
+    def resume(self, choice: int, count: int) -> None:
+        """`count` tokens of the answer were handed in with the request: no counter moves by them."""
+        self._resumed[choice] = count
+
+    @property
+    def handed_in(self) -> int:
+        """Tokens of its usage that were handed in; a choice that was cut has only those that have come."""
+        return sum(count for choice, count in self._resumed.items() if choice in self._finished)
 
     def first_token(self) -> None:
         """The first token of any choice has come; said again, it changes nothing."""
@@ -457,7 +468,7 @@ class Ledger:
             log.debug("%s: refused: %s", record.label, error)
             return
         record.usage = _usage(record, error, record.age_s)
-        self._account(record.usage)
+        self._account(record, record.usage)
         self._remember(record)
         self._await_last_words(record)
 
@@ -480,15 +491,16 @@ class Ledger:
         for listener in self._listeners:
             listener(record.usage)
 
-    def _account(self, usage: UsageRecord) -> None:
+    def _account(self, record: Record, usage: UsageRecord) -> None:
         metrics = self.metrics
         metrics.requests[usage.finish_reason, usage.cause] += 1
         metrics.whole_request.observe(usage.elapsed_s)
         for choice in usage.choices:
             if choice.finish_reason == "abort":
                 metrics.aborts[choice.cause] += 1
-        for kind in ("prompt", "cached", "output"):
-            metrics.tokens[kind] += getattr(usage, f"{kind}_tokens")
+        metrics.tokens["prompt"] += usage.prompt_tokens
+        metrics.tokens["cached"] += usage.cached_tokens
+        metrics.tokens["output"] += usage.output_tokens - record.handed_in
 
     def _remember(self, record: Record) -> None:
         assert record.usage is not None

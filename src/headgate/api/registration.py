@@ -35,8 +35,8 @@ class Heartbeats:
         self._name = registration.router
         self._url = url if config.host not in WILDCARDS else reachable_from(self._router, url)
         self._body: dict[str, Any] = {"url": self._url, "role": registration.role, "ttl_s": TTL_S}
-        if config.admin_key is not None:
-            self._body["key"] = config.admin_key
+        if (key := config.worker_key or config.admin_key) is not None:
+            self._body["key"] = key
         self._known: bool | None = None  # to the router; None: not tried yet
 
     async def run(self) -> None:

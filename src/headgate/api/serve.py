@@ -25,6 +25,7 @@ from headgate.api.schema import Generation
 from headgate.api.sse import Exchange, Reply
 from headgate.api.state import Api, api_of
 from headgate.errors import HeadgateError, RequestError
+from headgate.protocol.keys import tenant_salt
 from headgate.protocol.output import Cause
 
 if TYPE_CHECKING:
@@ -75,9 +76,8 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
     check_model(api, body.model)
     if body.request_id is not None:
         request.state.request_id = body.request_id  # the response's header follows it
-    if tenant := request.state.tenant:
-        # Whatever salt a tenant names, it finds its own prefixes alone.
-        body.cache_salt = f"{tenant}:{body.cache_salt or ''}"
+    # Whatever salt a caller names, it finds the prefixes of its own tenant alone.
+    body.cache_salt = tenant_salt(request.state.tenant, body.cache_salt or "")
     asked_s = asked_at(request)
     if asked_s is None and body.resume is not None:
         raise RequestError(f"resume needs the header {HEADER}", param="resume", code="unknown_parameter")

@@ -97,7 +97,8 @@ async def _serve(
     # Accepted connections inherit it. The kernel would give each some megabytes, and what fills them for a client that does
     # not read is computed and written for nothing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
+    exposed = not is_loopback(config.host)
+    keys = Keys(config.api_keys, config.admin_key, worker=config.worker_key, exposed=exposed)
     tokenizer, template = load_tokenizer(config.model), load_template(config.model)
     log.info("starting %d engine%s for %s", config.replicas, "s" * (config.replicas > 1), config.model_name)
     with tracing(config.otlp_endpoint, config.model_name, version) as trace:

@@ -50,7 +50,7 @@ def chaos(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     )
     keep_log(options.report)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        report = runner.run(run(settings, environment(environ, settings.servers, None)))
+        report = runner.run(run(settings, environment(environ, settings.servers, {})))
     if report is None:
         return FAILED
     print(report.table(), flush=True)

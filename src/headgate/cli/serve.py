@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,6 +123,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             drain_timeout_s=options.drain_timeout,
             api_keys=keys,
             admin_key=admin_key,
+            worker_key=worker_key(environ, keys),
             log_format=options.log_format,
             log_level=options.log_level,
             otlp_endpoint=environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None,
@@ -136,6 +138,13 @@ def registration(options: argparse.Namespace, environ: Mapping[str, str]) -> Reg
         return None
     key = checked_key(environ.get("HEADGATE_ROUTER_KEY"), "HEADGATE_ROUTER_KEY")
     return Registration(router=options.register, role=options.role, key=key)
+
+
+def worker_key(environ: Mapping[str, str], api_keys: Mapping[str, str]) -> str | None:
+    """The key of a router that callers must come through; drawn for a router that has keys of its own, and told to it."""
+    if (key := checked_key(environ.get("HEADGATE_WORKER_KEY"), "HEADGATE_WORKER_KEY")) is not None:
+        return key
+    return secrets.token_urlsafe(32) if "HEADGATE_ROUTER_KEY" in environ and not api_keys else None
 
 
 def end_with_parent() -> None:

@@ -87,7 +87,7 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     asked = what_was_asked(options)
     EngineConfig(**{name: getattr(options, name) for name in SERVED})  # refused here rather than by every server
     keys, admin_key = read_keys(options, environ)
-    # Servers that other machines can reach take nobody's word but the router's.
+    # Where the router asks for keys, or other machines can reach its servers, these take no request but the router's.
     worker_key = secrets.token_urlsafe(32) if keys or admin_key or options.ray else None
     config = RouteConfig(
         host=options.host,
@@ -101,7 +101,7 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         log_level=options.log_level,
     )
     with take_port(options.host, checked_port(options.port)) as listener:
-        name, launcher = prepare(options, environ, asked, worker_key)
+        name, launcher = prepare(options, environ, asked, worker_keys(worker_key, admin_key))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(config, listener, name, launcher, asked))
     return 0
@@ -238,7 +238,7 @@ def parsed(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def prepare(
-    options: argparse.Namespace, environ: Mapping[str, str], asked: Asked, worker_key: str | None
+    options: argparse.Namespace, environ: Mapping[str, str], asked: Asked, keys: Mapping[str, str]
 ) -> tuple[str, Launcher]:
     """What clients call the model, and who starts its servers."""
     model = options.model or asked.model
@@ -247,7 +247,7 @@ def prepare(
         from headgate.cluster.ray import RayLauncher
 
         path, own_name = model_elsewhere(model)
-        name, keys = given_name or own_name, closed(worker_key)
+        name = given_name or own_name
         recipes = {role: recipe(options, asked, role, path, name, keys) for role in ROLES}
         times = {"drain_timeout_s": options.drain_timeout, "room_timeout_s": options.room_timeout}
         return name, RayLauncher(options.ray, recipes, **times)
@@ -257,7 +257,7 @@ def prepare(
 
     found = find_model(model, Places.of(environ))
     name = given_name or found.name
-    local = environment(environ, asked.most, worker_key)
+    local = environment(environ, asked.most, keys)
     recipes = {role: recipe(options, asked, role, str(found.path), name, local) for role in ROLES}
     return name, LocalLauncher(recipes, drain_timeout_s=options.drain_timeout)
 
@@ -287,10 +287,10 @@ def recipe(
     return Recipe(arguments, environ, group.cpus, group.gpus, exchanges_kv=alone)
 
 
-def closed(worker_key: str | None) -> dict[str, str]:
-    """The keys of a server that other machines can reach: the router's, and one that nobody has."""
-    assert worker_key is not None
-    return {"HEADGATE_ADMIN_KEY": worker_key, "HEADGATE_API_KEYS": f"nobody:{secrets.token_urlsafe(32)}"}
+def worker_keys(worker_key: str | None, admin_key: str | None) -> dict[str, str]:
+    """The keys of a server, in its environment, which no other user can read: the router's, and the operator's."""
+    keys = {"HEADGATE_WORKER_KEY": worker_key, "HEADGATE_ADMIN_KEY": admin_key}
+    return {name: key for name, key in keys.items() if key is not None}
 
 
 def served(options: argparse.Namespace) -> list[str]:
@@ -303,15 +303,14 @@ def served(options: argparse.Namespace) -> list[str]:
     return arguments
 
 
-def environment(environ: Mapping[str, str], servers: int, worker_key: str | None) -> dict[str, str]:
-    """A server's: keys are the router's business, and the cores are shared out."""
-    local = {
-        name: value for name, value in environ.items() if name not in ("HEADGATE_API_KEYS", "HEADGATE_ADMIN_KEY")
-    }
+KEYS = ("HEADGATE_API_KEYS", "HEADGATE_ADMIN_KEY", "HEADGATE_WORKER_KEY")
+
+
+def environment(environ: Mapping[str, str], servers: int, keys: Mapping[str, str]) -> dict[str, str]:
+    """A server's: tenants are the router's business, and the cores are shared out."""
+    local = {name: value for name, value in environ.items() if name not in KEYS}
     local.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // servers)))
-    if worker_key is not None:
-        local["HEADGATE_ADMIN_KEY"] = worker_key
-    return local
+    return {**local, **keys}
 
 
 # ------------------------------------------------------------------------------------------------------------ while it runs

@@ -24,6 +24,11 @@ def root_key(version: int, adapter: str = "", salt: str = "") -> Key:
     return blake2b(repr((version, adapter, salt)).encode(), digest_size=KEY_BYTES).digest()
 
 
+def tenant_salt(tenant: str, salt: str) -> str:
+    """The salt of a caller's prompts; `tenant` is empty for callers without a key. No two pairs make the same text."""
+    return repr((tenant, salt))
+
+
 def next_keys(parent: Key, tokens: Sequence[int], block_size: int) -> list[Key]:
     """The keys of the full blocks that `tokens` are, one after another; `parent` is that of the block before them."""
     data = array("I", tokens)

@@ -29,13 +29,13 @@ KEYS = (b"authorization", b"x-api-key")
 class Asking:
     """In whose name workers are asked: the caller's, as far as they check keys themselves."""
 
-    tenant: str = ""
+    tenant: str | None = None  # empty: a caller without a key; None: the router itself, or an admin of the fleet
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
     @classmethod
     def of(cls, request: Request) -> Asking:
         keys = tuple((name, value) for name, value in request.headers.raw if name in KEYS)
-        return cls("" if request.state.admin else request.state.tenant, keys)
+        return cls(None if request.state.admin else request.state.tenant, keys)
 
 
 @dataclass(frozen=True, slots=True)

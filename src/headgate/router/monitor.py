@@ -115,7 +115,7 @@ class Monitor:
         return "openai", names
 
     async def _get(self, worker: Worker, path: str, *, parse: bool = True) -> Any:
-        headers = self._router.credentials(worker, [], "")
+        headers = self._router.credentials(worker, [], None)
         timeout_s = self._config.probe_timeout_s
         status, _, body = await call(self._fleet.pool(worker), "GET", path, headers=headers, timeout_s=timeout_s)
         if status != 200:

@@ -478,15 +478,18 @@ class Router:
 
     # -- who we are to workers ----------------------------------------------------------------
 
-    def credentials(self, worker: Worker, headers: Headers, tenant: str) -> Headers:
-        """The client's own key where workers check keys; else the worker's, and in whose name."""
-        key = worker.key or (self.config.worker_key if worker.kind in ("headgate", "unknown") else None)
-        if not (self.config.api_keys or self.config.admin_key or key):
-            return headers
-        headers = [header for header in headers if header[0] not in (b"authorization", b"x-api-key")]
+    def credentials(self, worker: Worker, headers: Headers, tenant: str | None) -> Headers:
+        """The client's own key where workers check keys; else the worker's, and in whose name.
+
+        `tenant` is the caller's, empty without a key; None is the router itself, or an admin of the fleet.
+        """
+        ours = worker.kind in ("headgate", "unknown")
+        key = worker.key or (self.config.worker_key if ours else None)
+        if self.config.api_keys or self.config.admin_key or key:
+            headers = [header for header in headers if header[0] not in (b"authorization", b"x-api-key")]
         if key is not None:
             headers.append((b"authorization", b"Bearer " + key.encode()))
-        if tenant and worker.kind in ("headgate", "unknown"):
+        if tenant is not None and ours:
             headers.append((b"x-headgate-tenant", tenant.encode()))
         return headers
 

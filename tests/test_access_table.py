@@ -1,0 +1,206 @@
+"""Every route of server and router, by every caller, under every kind of keys: who is let in.
+
+The routes come from the routing tables. What is expected of each follows from its declaration in `headgate.api.access` by
+the rule in `expected`, so a route that is not declared fails here. Run with `-s` to read the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from starlette.responses import PlainTextResponse
+from starlette.routing import BaseRoute, Route
+
+from headgate.api.access import DECLARED, Access
+from headgate.api.app import PAGE_ROUTES, ROUTES, App
+from headgate.api.errors import Forbidden, Unauthorized
+from headgate.api.host import Host
+from headgate.api.keys import Keys
+from headgate.api.ledger import Ledger
+from headgate.api.metrics import Metrics
+from headgate.router.router import RELAYED
+from tests.router.fleets import live_router
+
+CALLERS = {
+    "stranger": {},
+    "tenant": {"Authorization": "Bearer of-alice"},
+    "other tenant": {"Authorization": "Bearer of-bob"},
+    "admin": {"Authorization": "Bearer of-root"},
+    # A router, which asks on behalf of a tenant.
+    "worker key": {"Authorization": "Bearer of-router", "X-Headgate-Tenant": "alice"},
+}
+TENANTS = {"alice": "of-alice", "bob": "of-bob"}
+SERVERS: dict[str, dict[str, Any]] = {
+    "keys": {"tenants": TENANTS, "admin": "of-root"},
+    "admin key": {"admin": "of-root"},
+    "no keys": {},
+    "worker's keys": {"admin": "of-root", "worker": "of-router"},
+}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "keys": {"api_keys": TENANTS, "admin_key": "of-root", "worker_key": "of-router"},
+    "admin key": {"admin_key": "of-root", "worker_key": "of-router"},
+    "no keys": {"worker_key": "of-router"},
+}
+KNOWN = {
+    "keys": {"tenant": "tenant", "other tenant": "tenant", "admin": "admin"},
+    "admin key": {"admin": "admin"},
+    "no keys": {},
+    "worker's keys": {"admin": "admin", "worker key": "admin"},
+}
+HOSTS = {"loopback": "127.0.0.1", "exposed": "0.0.0.0"}  # tests listen on this machine alone
+IN, NO_KEY, NO_RIGHT = 200, Unauthorized.status, Forbidden.status
+
+
+@dataclass(frozen=True)
+class Call:
+    method: str
+    route: str  # as in the routing table
+
+    @property
+    def path(self) -> str:
+        return re.sub(r"{\w+:path}", "x", self.route)
+
+
+def calls_of(routes: Sequence[BaseRoute]) -> list[Call]:
+    found = [route for route in routes if isinstance(route, Route)]
+    assert len(found) == len(routes)
+    return [Call(method, route.path) for route in found for method in sorted(route.methods or ()) if method != "HEAD"]
+
+
+def expected(keys: str, host: str, caller: str, access: Access) -> int:
+    """The rule, in the words of docs/keys.md."""
+    rights = KNOWN[keys].get(caller)
+    if rights is None and keys in ("keys", "worker's keys") and access is not Access.OPEN:
+        return NO_KEY
+    if rights is None and keys == "no keys" and host == "loopback":
+        rights = "admin"
+    if caller == "worker key":  # only an admin may name a tenant, and is then that tenant
+        if rights != "admin":
+            return NO_RIGHT
+        rights = "tenant"
+    return NO_RIGHT if access is Access.ADMIN and rights != "admin" else IN
+
+
+class Table:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.rows: dict[Call, dict[tuple[str, str, str], int]] = {}
+
+    def note(self, call: Call, keys: str, host: str, caller: str, status: int) -> None:
+        self.rows.setdefault(call, {})[keys, host, caller] = status
+
+    def check(self) -> None:
+        self.print()
+        wrong = [
+            f"{call.method} {call.route}: {', '.join(where)}: {status}, not {due}"
+            for call, row in self.rows.items()
+            for where, status in row.items()
+            if status != (due := expected(*where, DECLARED[call.route]))
+        ]
+        assert not wrong, "\n".join(wrong)
+
+    def print(self) -> None:
+        columns = list(next(iter(self.rows.values())))
+        print(f"\n{self.name}: + let in, 1 refused with 401, 3 with 403. Callers: {', '.join(CALLERS)}.")
+        groups = dict.fromkeys((keys, host) for keys, host, _ in columns)
+        print(f"{'':52}" + " ".join(f"{keys}/{host}"[:22].ljust(22) for keys, host in groups))
+        for call, row in self.rows.items():
+            cells = ["".join(MARKS.get(row[(*g, who)], "?") for who in CALLERS) for g in groups]
+            declared = DECLARED[call.route].value
+            print(f"{call.method:7}{call.route:38}{declared:7}" + " ".join(cell.ljust(22) for cell in cells))
+
+
+MARKS = {IN: "+", NO_KEY: "1", NO_RIGHT: "3"}
+
+
+async def status_of(app: App, call: Call, headers: dict[str, str]) -> int:
+    told: list[int] = []
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    scope = {
+        "type": "http",
+        "method": call.method,
+        "path": call.path,
+        "headers": raw,
+        "query_string": b"",
+        "app": app,
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            told.append(message["status"])
+
+    await app(scope, receive, send)
+    return told[0]
+
+
+def stubbed(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
+    """The same routes; whoever gets through the gate is answered 200, and nothing is done."""
+    return [
+        Route(route.path, PlainTextResponse("in"), methods=sorted(route.methods or ()))
+        for route in routes
+        if isinstance(route, Route)
+    ]
+
+
+def test_every_route_of_a_server_is_declared():
+    routes = {route.path for route in (*ROUTES, *PAGE_ROUTES) if isinstance(route, Route)}
+    assert routes <= set(DECLARED), f"not declared in headgate/api/access.py: {sorted(routes - set(DECLARED))}"
+
+
+def test_every_route_of_a_router_is_declared_and_nothing_else_is():
+    with live_router() as router:
+        assert router.router.bridge is not None
+        app: Any = router.router.bridge._app
+        routes = {route.path for route in app.routes} | RELAYED
+    served = {route.path for route in (*ROUTES, *PAGE_ROUTES) if isinstance(route, Route)}
+    assert routes <= set(DECLARED), f"not declared in headgate/api/access.py: {sorted(routes - set(DECLARED))}"
+    assert set(DECLARED) <= routes | served, f"no such route: {sorted(set(DECLARED) - routes - served)}"
+
+
+def test_65_to_67_every_route_of_a_server_lets_in_who_may_call_it():
+    table, routes = Table("server"), (*ROUTES, *PAGE_ROUTES)
+
+    async def main() -> None:
+        for (keys, given), host in product(SERVERS.items(), HOSTS):
+            app = server_app(stubbed(routes), Keys(**given, exposed=host == "exposed"))
+            for call, caller in product(calls_of(routes), CALLERS):
+                table.note(call, keys, host, caller, await status_of(app, call, CALLERS[caller]))
+
+    asyncio.run(main())
+    table.check()
+
+
+def test_65_to_67_every_route_of_a_router_lets_in_who_may_call_it():
+    table = Table("router")
+    for (keys, given), host in product(ROUTERS.items(), HOSTS):
+        with live_router(**given, host=HOSTS[host]) as router, router.client() as http:
+            assert router.router.bridge is not None
+            app: Any = router.router.bridge._app
+            calls = [*calls_of(app.routes), *(Call("POST", path) for path in sorted(RELAYED))]
+            router.do(lambda app=app, router=router: close_behind_the_gate(app, router.router))
+            for call, caller in product(calls, CALLERS):
+                answer = http.request(call.method, call.path, headers=CALLERS[caller], content=b"{}")
+                behind = answer.status_code == 503 and call.route in RELAYED
+                table.note(call, keys, host, caller, IN if behind else answer.status_code)
+    table.check()
+
+
+def close_behind_the_gate(app: Any, router: Any) -> None:
+    """Whoever gets through is answered 200, or 503 by a router that is shutting down, and nothing is done."""
+    app.router.routes[:] = stubbed(app.router.routes)
+    router.draining = True
+
+
+def server_app(routes: list[BaseRoute], keys: Keys) -> App:
+    ledger = Ledger(Metrics(), limit=1)
+    app = App(routes, keys, ledger.sharing, 1 << 20)
+    app.state.host = Host("0", "model", [], ledger)
+    return app
