@@ -123,7 +123,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             drain_timeout_s=options.drain_timeout,
             api_keys=keys,
             admin_key=admin_key,
-            worker_key=worker_key(environ, keys),
+            worker_key=worker_key(options, environ, keys),
             log_format=options.log_format,
             log_level=options.log_level,
             otlp_endpoint=environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None,
@@ -140,11 +140,12 @@ def registration(options: argparse.Namespace, environ: Mapping[str, str]) -> Reg
     return Registration(router=options.register, role=options.role, key=key)
 
 
-def worker_key(environ: Mapping[str, str], api_keys: Mapping[str, str]) -> str | None:
-    """The key of a router that callers must come through; drawn for a router that has keys of its own, and told to it."""
+def worker_key(options: argparse.Namespace, environ: Mapping[str, str], api_keys: Mapping[str, str]) -> str | None:
+    """The key of the router that callers must come through; drawn for one that has keys, and told to it."""
     if (key := checked_key(environ.get("HEADGATE_WORKER_KEY"), "HEADGATE_WORKER_KEY")) is not None:
         return key
-    return secrets.token_urlsafe(32) if "HEADGATE_ROUTER_KEY" in environ and not api_keys else None
+    joins = options.register is not None and "HEADGATE_ROUTER_KEY" in environ
+    return secrets.token_urlsafe(32) if joins and not api_keys else None
 
 
 def end_with_parent() -> None:
