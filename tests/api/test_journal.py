@@ -461,6 +461,13 @@ def test_68_claims_that_the_prompt_and_the_ids_contradict_are_refused_and_move_n
     assert not any(app.state.api.ledger.metrics.tokens.values())
 
 
+def test_68_counts_that_a_router_does_not_know_are_made_here(model: Path):
+    asked = COMPLETING | going_on(token_ids=[70], finish=["abort", "deadline", 0, 2**31 - 1, 2**31 - 1])
+    client, _ = ask_and_look(model, Engine("never"), COMPLETIONS, asked)
+    usage = json.loads(shown(client.body).split(b"\n\n")[-3][6:])["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 1)
+
+
 def test_68_what_is_handed_in_is_told_in_the_usage_and_counted_nowhere(model: Path):
     """Of a finished choice and of one that goes on: only the prompt, and tokens that were made here, are counted."""
     app = scripted_app(model, ScriptedEngines(Engine("abc").script(model)))

@@ -109,36 +109,33 @@ def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int])
         if said.index >= len(prompts) or said.index in resumed:
             raise RequestError(f"there is no choice {said.index}, or it is named twice", param=f"{where}.index")
         if said.token_ids or said.finish:
-            _check_finish(said, prompts[said.index], len(body.generated_token_ids or ()), where)
-            resumed[said.index] = _said(said, where)
+            resumed[said.index] = _said(said, prompts[said.index], len(body.generated_token_ids or ()), where)
     return resumed
 
 
-def _check_finish(choice: ResumedChoice, prompt_tokens: int, generated: int, where: str) -> None:
-    if choice.finish is None:
-        return
-    _, _, prompt, cached, output = choice.finish
-    expected = prompt_tokens, generated + len(choice.token_ids)
-    if (prompt, output) != expected or cached > prompt:
-        raise RequestError(
-            f"{prompt} prompt tokens ({cached} of them cached) and {output} output tokens are claimed; "
-            f"the prompt has {expected[0]}, and {expected[1]} ids were made",
-            param=f"{where}.finish",
-        )
-
-
-def _said(choice: ResumedChoice, where: str) -> Resumed:
+def _said(choice: ResumedChoice, prompt_tokens: int, generated: int, where: str) -> Resumed:
     told = sum(count for _, count in choice.versions)
     if told != len(choice.token_ids):
         raise RequestError(
             f"{len(choice.token_ids)} token ids have {told} weight versions", param=f"{where}.versions"
         )
     versions = tuple(version for version, count in choice.versions for _ in range(count))
-    finish = None
-    if choice.finish is not None:
-        reason, cause, prompt, _, output = choice.finish
-        finish = Finish(reason, cause, prompt, 0, output)  # nothing was looked up in a cache here
+    finish = _finish(choice, prompt_tokens, generated + len(choice.token_ids), where)
     return Resumed(tuple(choice.token_ids), versions, choice.delivered_chars, finish)
+
+
+def _finish(choice: ResumedChoice, prompt_tokens: int, output_tokens: int, where: str) -> Finish | None:
+    """How it ended elsewhere, with counts of our own. A claim of no prompt tokens is none: a router ends what it must."""
+    if choice.finish is None:
+        return None
+    reason, cause, prompt, cached, output = choice.finish
+    if prompt and ((prompt, output) != (prompt_tokens, output_tokens) or cached > prompt):
+        raise RequestError(
+            f"{prompt} prompt tokens ({cached} of them cached) and {output} output tokens are claimed; "
+            f"the prompt has {prompt_tokens}, and {output_tokens} ids were made",
+            param=f"{where}.finish",
+        )
+    return Finish(reason, cause, prompt_tokens, 0, output_tokens)  # nothing was looked up in a cache here
 
 
 def _check_kv(body: Generation, choices: int) -> None:
