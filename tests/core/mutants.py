@@ -194,7 +194,9 @@ MUTANTS = [
         "        if",
     ),
     scheduler(
-        "what finds no room is given back when asked", "        elif self.limits.reschedules:", "        elif False:"
+        "what finds no room is given back when asked",
+        "        elif self.limits.reschedules and",
+        "        elif False and",
     ),
     scheduler("an export waits only so long", "self.limits.export_wait_s if request.export_kv else inf", "inf"),
     scheduler(

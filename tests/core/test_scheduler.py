@@ -749,6 +749,15 @@ def test_33_what_finds_no_room_is_given_back_to_be_resumed_elsewhere():
     assert engine.scheduler.counters.rescheduled == 1 and engine.scheduler.counters.preemptions == 0
 
 
+def test_74_a_sequence_that_must_be_computed_again_is_not_given_back():
+    engine = Engine(blocks=8, reschedules=True)
+    engine.add(1, prompt=9, max_tokens=20)
+    engine.add(2, prompt=13, max_tokens=12, priority=1, recompute=True)
+    engine.run()
+    assert engine.tokens[2] == engine.answer(prompt_of(2, 13), 12)
+    assert engine.scheduler.counters.rescheduled == 0 and engine.scheduler.counters.preemptions == 1
+
+
 @pytest.mark.parametrize(("reschedules", "reason"), [(True, "pd_reschedule"), (False, "abort")])
 def test_33_what_a_shutdown_cuts_can_be_resumed_elsewhere(reschedules, reason):
     engine = Engine(reschedules=reschedules)

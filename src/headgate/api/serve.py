@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from headgate.api.ledger import Record
 
 
+ON_PREEMPT = "x-headgate-on-preempt"  # with `recompute`: as `--on-preempt recompute`, for this request
 encode = msgspec.json.Encoder().encode
 
 
@@ -48,6 +50,7 @@ class Call:
     created: int
     tags: Mapping[str, str] = field(default_factory=dict)
     journal: bool = False  # another server may have to go on
+    recompute: bool = False  # it must not be given back for want of room once more
     client: str = ""  # its address
 
     def id(self, prefix: str) -> str:
@@ -91,6 +94,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         created=int(time.time()) if asked_s is None else asked_s,
         tags=body.tags or {},
         journal=asked_s is not None,
+        recompute=request.headers.get(ON_PREEMPT) == "recompute",
         client=f"{request.client.host}:{request.client.port}" if request.client else "",
     )
     work = partial(_serve, api, call, kind, choices, prepare)
@@ -130,6 +134,8 @@ async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare
         ) as record:
             record.reply, reply.on_left = reply, partial(_left, api, call, record)
             jobs, dialect = await prepare(call)
+            if call.recompute:
+                jobs = [replace(job, request=structs.replace(job.request, recompute=True)) for job in jobs]
             call.charge.release()
             if jobs[0].request.export_kv:
                 await _stream(api, record, jobs, ExportDialect(), reply)

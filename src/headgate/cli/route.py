@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from headgate import __version__
@@ -30,21 +30,8 @@ def add_route(command: argparse.ArgumentParser) -> None:
     add("--decode-policy", choices=POLICIES, default="least_tokens", metavar="NAME", help="for answers alone")
 
     add = command.add_argument_group("where prompts and answers are computed apart").add_argument
-    add(
-        "--disaggregate-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="shorter prompts are not sent elsewhere (256)",
-    )
+    add_disaggregation(add)
     add("--ticket-timeout", type=float, default=10.0, metavar="S", help="for a prefill worker to begin (10)")
-    add("--preempt-retry-count", type=int, default=3, metavar="N", help="moves of an answer for want of room (3)")
-    add(
-        "--preempt-retry-exclude-decode",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="not back to the worker that had no room, unless it is the only one (default)",
-    )
 
     add = command.add_argument_group("limits").add_argument
     add("--max-in-flight", type=int, metavar="N", help="requests at once (default: what the workers take)")
@@ -60,6 +47,30 @@ def add_route(command: argparse.ArgumentParser) -> None:
     add("--worker-key", metavar="KEY", help="the workers' admin key; better in $HEADGATE_WORKER_KEY")
     add("--log-format", choices=("text", "json"), default="text", metavar="FORMAT", help="text or json (text)")
     add("--log-level", type=str.upper, choices=LOG_LEVELS, default="INFO", metavar="LEVEL", help="default: info")
+
+
+def add_disaggregation(add: Callable[..., argparse.Action]) -> None:
+    """Flags of `headgate route` that `headgate up` has as well."""
+    add(
+        "--disaggregate-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="shorter prompts are not sent elsewhere (256)",
+    )
+    add(
+        "--preempt-retry-count",
+        type=int,
+        default=3,
+        metavar="N",
+        help="moves of an answer for want of room; it stays where the last one goes (3)",
+    )
+    add(
+        "--preempt-retry-exclude-decode",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="not back to the worker that had no room, unless it is the only one (default)",
+    )
 
 
 def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

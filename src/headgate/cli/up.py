@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from headgate import __version__
+from headgate.cli.route import add_disaggregation
 from headgate.cli.serve import LOG_LEVELS, ROLES, checked_port, read_keys
-from headgate.config import DTYPES, POLICIES, EngineConfig, RouteConfig
+from headgate.config import DTYPES, POLICIES, PREEMPTED, EngineConfig, RouteConfig
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
@@ -30,7 +31,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVED = ("device", "dtype", "max_context", "max_running", "kv_blocks")  # what is passed on to every server
+SERVED = (
+    "device",
+    "dtype",
+    "max_context",
+    "max_running",
+    "kv_blocks",
+    "on_preempt",
+)  # what is passed on to every server
 OURS = ("--host", "--port", "--served-name", "--register", "--role", "--api-keys", "--admin-key", "--log-format")
 
 
@@ -67,6 +75,16 @@ def add_up(command: argparse.ArgumentParser) -> None:
     add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="for a client to read on (30)")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="for requests to finish at the end (30)")
 
+    add = command.add_argument_group("where prompts and answers are computed apart").add_argument
+    add_disaggregation(add)
+    add(
+        "--on-preempt",
+        choices=PREEMPTED,
+        default="recompute",
+        metavar="WHAT",
+        help="recompute in place, or reschedule elsewhere (recompute)",
+    )
+
     add = command.add_argument_group("who may call, and what is logged").add_argument
     add("--api-keys", type=Path, metavar="FILE", help="lines of name:key, or JSON; else $HEADGATE_API_KEYS")
     add("--admin-key", metavar="KEY", help="for control calls; better in $HEADGATE_ADMIN_KEY")
@@ -92,6 +110,9 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = RouteConfig(
         host=options.host,
         policy=options.policy,
+        disaggregate_tokens=options.disaggregate_tokens,
+        preempt_retry_count=options.preempt_retry_count,
+        preempt_retry_exclude_decode=options.preempt_retry_exclude_decode,
         client_stall_timeout_s=options.client_stall_timeout,
         drain_timeout_s=options.drain_timeout,
         api_keys=keys,

@@ -603,7 +603,7 @@ class Scheduler:
         """Take the blocks of `seq` for others. Who waits for an export is told at once, not after a second try."""
         if seq.exports:
             self._finish(seq, "abort", "preempted")
-        elif self.limits.reschedules:
+        elif self.limits.reschedules and not seq.request.recompute:
             self._finish(seq, "pd_reschedule", "preempted")
         else:
             self._preempt(seq)

@@ -113,6 +113,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
     ticket: Ticket | None = None
     moved: bool = False  # from an engine that had accepted it: no new request
     tenant: str = ""  # whose share of the engine it takes; empty if there is only one
+    recompute: bool = False  # when it is preempted, also in an engine that gives such sequences back
 
     def __post_init__(self) -> None:
         if not self.prompt:

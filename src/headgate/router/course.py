@@ -57,6 +57,7 @@ class Course:
         self.left_behind: Worker | None = None  # who still has an earlier attempt, and therefore refuses this one
         self._tried: set[Worker] = set()
         self._reschedules = 0
+        self._full: set[Worker] = set()  # workers that had no room for it
         self._tokens = 0
 
     def ends_with(self, worker: Worker, outcome: Outcome) -> bool:
@@ -68,11 +69,23 @@ class Course:
             self.last = worker, outcome
         self.extent = self._exchange.journal.extent
         self._count(worker, outcome)
+        if isinstance(outcome, Veiled) and outcome.rescheduled:
+            self._full.add(worker)
         if self._exchange.told_raw or self._exchange.journal.unreadable:
             return True  # an answer without a journal cannot be carried on
         if isinstance(outcome, Veiled) and outcome.rescheduled:
             return self._reschedules > self._config.preempt_retry_count
+        if self._waits_for_room(outcome):
+            return False
         return self.fruitless > self._config.retries or not self._exchange.router.retry_budget.take()
+
+    def _waits_for_room(self, outcome: Outcome) -> bool:
+        """Whether an answer that was given back finds a queue full: it asks again, with backoff, up to its deadline."""
+        return bool(self._full) and isinstance(outcome, Answered) and outcome.status == 429
+
+    def recomputes(self, worker: Worker) -> bool:
+        """Whether `worker` is to keep it when there is no room: it was there before, or this is its last move."""
+        return worker in self._full or 0 < self._config.preempt_retry_count <= self._reschedules
 
     def asked_again(self, worker: Worker) -> None:
         """Its connection broke before a word came, and it is asked once more: it may have the first one nevertheless."""
@@ -107,7 +120,7 @@ class Course:
         if not rescheduled or self._config.preempt_retry_exclude_decode:
             self.excluded.add(worker)
         (self._failed.add if _may_pass(outcome) else self._failed.discard)(worker)
-        if _is_refusal(outcome):
+        if _is_refusal(outcome) and not self._waits_for_room(outcome):
             self._unwilling[worker] = worker.changes
         else:
             self._unwilling.pop(worker, None)

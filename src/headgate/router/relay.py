@@ -57,6 +57,7 @@ WHOLE = (
 )
 MOST_MEMOS = 64  # ways to ask workers, remembered of one head
 LAST_CHUNK = b"0\r\n\r\n"
+RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
 PAUSED = b'"code":"paused"'  # cannot stand inside a JSON string, which would escape its quotes
 MOST_CHOICES = 1024  # that are told of an end which no worker tells
 DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
@@ -573,7 +574,10 @@ class Exchange:
             body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
         if ticket is not None:
             body = splice(body, "kv_ticket", ticket)
-        return self.request_to(worker, body, b"x-headgate-journal: %d\r\n" % self.created)
+        more = b"x-headgate-journal: %d\r\n" % self.created
+        if self.course is not None and self.course.recomputes(worker):
+            more += RECOMPUTE
+        return self.request_to(worker, body, more)
 
     def request_to(self, worker: Worker, body: bytes, more: bytes = b"", *, id: str | None = None) -> bytes:
         """The client's request, as this worker is asked it; under another id it is another request."""
