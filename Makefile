@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve up test test-all test-gpu test-clients test-ray check coverage kernels fuzz fuzz-inputs audit simulate mutants chaos soak docs wheel clean
+.PHONY: serve up test test-all test-gpu test-clients test-ray check coverage kernels fuzz fuzz-inputs sanitize audit simulate mutants chaos soak docs wheel clean
 
 # A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
@@ -47,6 +47,10 @@ kernels: $(READY)
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# The router's C code and the CPU kernels under the address and undefined-behaviour sanitizers; docs/testing.md.
+sanitize: $(READY)
+	$(BIN)/python -m tests.sanitize $(ARGS)
 
 # The scheduling core is covered branch by branch by its unit tests alone; the fuzz comes on top.
 coverage: $(READY)

@@ -88,6 +88,23 @@ FILTERS = [
 ]
 
 
+EXTREMES = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-40, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("vocab", [*range(1, 36), 255])
+def test_whatever_the_logits_are_a_token_of_the_vocabulary_is_drawn(k, vocab):
+    """Every remainder of a vector; `make sanitize` sees whether anything beside the rows is read."""
+    filters = [*FILTERS, (vocab, 1.0, 0.0), (vocab - 1, 0.5, 1.0), (2, 1e-9, 0.0), (0, 0.0, 0.0)]
+    chosen = torch.randint(len(EXTREMES), (len(filters) * 3, vocab), generator=torch.Generator().manual_seed(vocab))
+    logits = torch.tensor(EXTREMES)[chosen]
+    logits[1::3] = random_logits(vocab, len(logits), vocab, 5.0)[1::3]
+    keys = random_keys(vocab, len(logits))
+    rows = [(t, *f, keys.pop()) for f in filters for t in (0.0, 1e-3, 1.0)]
+    assert all(0 <= token < vocab for token in sample(k, logits, rows))
+    maximum, log_sum = k.log_softmax_stats(logits[1::3])
+    assert torch.equal(maximum, logits[1::3].max(1).values) and bool((log_sum >= maximum - 1e-5).all())
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 16, 17, 3000])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 def test_every_filter_draws_what_the_plain_implementation_draws(k, vocab, spread):

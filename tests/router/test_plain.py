@@ -398,6 +398,22 @@ def test_any_journal_is_read_alike(native: ModuleType, pieces: list[bytes]):
         assert told is None or told == long_way(events)
 
 
+def test_input_that_is_cut_anywhere_is_read_alike(native: ModuleType):
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "a \\" b"}], "stream": true}'
+    request, events = HEAD % len(body) + body, b"".join(WRITTEN)
+    answer = ANSWER % b"one" + chunked(events, events)
+    heads = {plain.request_head(request): "head", plain.answer_head(answer, answer.index(b"\r\n\r\n")): "head"}
+    for data in (request, answer, events, body, CHUNKS[0]):
+        for end in range(len(data) + 1):
+            cut = data[:end]
+            assert native.request(cut, heads, 1000) == PYTHON["request"](cut, heads, 1000)
+            assert native.answer(cut, heads) == PYTHON["answer"](cut, heads)
+            assert native.told(cut) == PYTHON["told"](cut)
+            assert native.message_end(cut, end) == PYTHON["message_end"](cut, end)
+            assert (native.peek(cut) is None) == (cut != body)
+            assert native.Pipe(*parts()).take(cut) == (cut == CHUNKS[0])
+
+
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,89 @@
+"""The router's C code and the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
+
+Both are compiled with the sanitizers into a cache of their own, `build/sanitize`, and driven by the tests that compare
+them with their Python and torch twins, on damaged, cut and odd input. The first finding of a sanitizer ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from hypothesis import settings
+
+from headgate.compiling import build_once
+from headgate.layers.cpu import build
+from headgate.router import plain
+
+CACHE = Path(__file__).parents[1] / "build" / "sanitize"
+# Not `vptr`: it needs type information that torch hides. Frame pointers and -g make the reports readable.
+SANITIZERS = ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize=vptr", "-fno-sanitize-recover=all")
+READABLE = ("-g1", "-fno-omit-frame-pointer")
+OPTIONS = {
+    # Python and torch never free some of what they have at the end; the memory of ours is Python's and torch's.
+    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:strict_string_checks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:abort_on_error=1",
+    "PYTHONMALLOC": "malloc",  # every object a block of its own, so that reading behind it is seen
+}
+LIBRARIES = ("libasan.so", "libubsan.so", "libstdc++.so")  # the last one has what the first looks for when it starts
+EXAMPLES = 300
+ROUTER = ("tests/router/test_plain.py",)
+KERNELS = tuple(f"tests/layers/test_cpu_{name}.py" for name in ("attention", "crew", "linear", "sample"))
+
+
+def use_sanitizers() -> None:
+    """From now on, in this process, both are compiled so."""
+    plain.FLAGS = (*plain.FLAGS, "-O1", *READABLE, *SANITIZERS)  # type: ignore[misc]
+    # The code is the same at -O1, which takes a fourth of the time to compile.
+    build.COMMON_FLAGS = (*build.COMMON_FLAGS, "-O1", *READABLE, *SANITIZERS)
+    link_flags = build._link_flags
+    build._link_flags = lambda: [*link_flags(), *SANITIZERS]  # type: ignore[assignment]
+
+
+def pytest_configure() -> None:
+    """As a plugin of the tests, which run in a process that has the sanitizers loaded."""
+    use_sanitizers()
+    settings.register_profile("sanitize", max_examples=EXAMPLES, deadline=None, derandomize=True)
+    settings.load_profile("sanitize")
+
+
+def compile_both() -> None:
+    """Here, where no sanitizer slows the compiler."""
+    os.environ["XDG_CACHE_HOME"] = str(CACHE)
+    use_sanitizers()
+    router, kernels = plain.library_in(plain.default_cache()), build.library_in(build.default_cache())
+    for missing in (build_once(router, partial(plain._build, "cc")), build._build("g++", kernels)):
+        if not isinstance(missing, Path | None):
+            raise SystemExit(missing.reason)
+
+
+def environment() -> dict[str, str]:
+    found = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in LIBRARIES]
+    return {**os.environ, **OPTIONS, "LD_PRELOAD": " ".join(found), "XDG_CACHE_HOME": str(CACHE)}
+
+
+def main(arguments: list[str]) -> int:
+    compile_both()
+    tests = arguments or [*ROUTER, *KERNELS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-s",
+        "-p",
+        "tests.sanitize",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:faulthandler",
+        *tests,
+    ]
+    return subprocess.call(command, env=environment())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
