@@ -58,10 +58,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MARGIN_S = 15.0  # an engine whose time is up still has to force requests out and to answer
+MARGIN_S = 0.7  # after its timeout, for an engine to force requests out and for a call to be answered
 LOOK_TIMEOUT_S = 2.0
 LAST_WORDS_S = 2.0  # for clients of aborted requests to be told, before the caller is
 UPDATE_TIMEOUT_S = 600.0
+LONG_S = 3600.0  # of a drain by another system's name: it has no timeout there
 
 # Of engines in different states, the one that says most about the fleet.
 TELLING = ("quarantined", "updating", "pausing")
@@ -193,6 +194,7 @@ class Controls:
         self._refuse_while_moving()
         clock = asyncio.get_running_loop().time
         began_s, before = clock(), self._places()
+        due_s = began_s + pause.timeout_s + MARGIN_S
         self._metrics.pauses[pause.mode] += 1
         self._metrics.paused.start()
         outcome = await self._call(pause, pause.timeout_s + MARGIN_S)
@@ -200,8 +202,11 @@ class Controls:
         forced = [Place(index, id) for index, t in told.items() for id in t.forced]
         ended = [*(Place(index, id) for index, t in told.items() for id in t.ended), *forced]
         known = before | self._places()
-        await _told([known[place].record for place in ended if place in known], LAST_WORDS_S)
-        result = await self._result(outcome)
+        waiting_s = max(min(LAST_WORDS_S, due_s - clock()), 0)
+        await _told([known[place].record for place in ended if place in known], waiting_s)
+        result = self._result(outcome)
+        if result.mode is None and result.state == "pausing":
+            result.mode = pause.mode
         result.aborted, result.finished = len(ended), sum(choice.finished for choice in before.values())
         result.forced = [known[place].name if place in known else str(place) for place in forced]
         result.elapsed_s = round(clock() - began_s, 6)
@@ -209,9 +214,9 @@ class Controls:
             self._metrics.paused.stop()  # a resume came in between
         return result
 
-    async def resume(self) -> FleetResult:
+    async def resume(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> FleetResult:
         self._refuse_while_moving()
-        result = await self._result(await self._call(Resume(), DEFAULT_TIMEOUT_S))
+        result = self._result(await self._call(Resume(), timeout_s))
         self._metrics.paused.stop()
         return result
 
@@ -227,36 +232,40 @@ class Controls:
             raise RequestError(f"must be between 0 and {NEWEST_VERSION}", param="version")
         async with self._move("the weights are being updated"):
             outcome = await self._call(UpdateWeights(source, version, recompute), timeout_s)
-        result = await self._result(outcome)
+        result = self._result(outcome)
         if isinstance(source, Files) and source.checksum:
             result.checksum = source.checksum
         return result
 
     async def sleep(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
         async with self._move("the engines are being put to sleep"):
-            return await self._result(await self._call(Sleep(tuple(tags)), timeout_s))
+            return self._result(await self._call(Sleep(tuple(tags)), timeout_s))
 
     async def wake(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
         async with self._move("the engines are being woken"):
-            return await self._result(await self._call(Wake(tuple(tags)), timeout_s))
+            return self._result(await self._call(Wake(tuple(tags)), timeout_s))
 
-    async def flush(self) -> FleetResult:
-        outcome = await self._call(Flush(), DEFAULT_TIMEOUT_S)
-        result = await self.look()
+    async def flush(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> FleetResult:
+        clock = asyncio.get_running_loop().time
+        due_s = clock() + timeout_s + MARGIN_S
+        outcome = await self._call(Flush(), timeout_s)
+        result = await self.look(min(LOOK_TIMEOUT_S, due_s - clock()))
         dropped = {index: told.blocks for index, told in outcome.items() if isinstance(told, Flushed)}
         for engine in result.engines:
             engine.blocks = dropped.get(engine.engine, 0)
+            if isinstance(late := outcome.get(engine.engine), HeadgateError):
+                engine.error = str(late)
         result.blocks = sum(dropped.values())
         return result
 
-    async def look(self) -> FleetResult:
+    async def look(self, timeout_s: float | None = None) -> FleetResult:
         """Where the fleet stands, as its engines say."""
         engines: list[EngineOutcome] = []
         modes: list[PauseMode | None] = []
         asleep: list[str] = []
-        for view in await look_at_all(self._host.replicas, LOOK_TIMEOUT_S):
+        for view in await look_at_all(self._host.replicas, LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
             if view.pong is None:
-                engines.append(EngineOutcome(engine=view.index, state="down", error="it does not answer"))
+                engines.append(self._silent(view.index, "it does not answer"))
                 continue
             status = view.pong.status
             engines.append(EngineOutcome(engine=view.index, state=status.state, weight_version=status.version))
@@ -272,7 +281,8 @@ class Controls:
         denials = {index: result for index, result in outcome.items() if isinstance(result, Denied)}
         if denials:
             raise _refusal(denials, len(outcome))
-        if outcome and all(map(_is_gone, outcome.values())):
+        # An engine that comes back takes the state that was last asked for, so these two are not lost on it.
+        if not isinstance(command, Pause | Resume) and outcome and all(map(_is_gone, outcome.values())):
             raise Unavailable("; ".join(str(result) for result in outcome.values()), code="no_engine")
         late = [str(result) for result in outcome.values() if isinstance(result, EngineDead)]
         if late:
@@ -301,23 +311,20 @@ class Controls:
             if stream.place is not None
         }
 
-    async def _result(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
-        late = {index: str(result) for index, result in outcome.items() if isinstance(result, Late)}
-        if not late:
-            return self._answered(outcome)
-        result = await self.look()
-        for engine in result.engines:
-            engine.error = late.get(engine.engine, engine.error)
-        return result
+    def _silent(self, index: int, why: str) -> EngineOutcome:
+        """An engine that has not answered: down, or in the state that it is known to have or to be on its way to."""
+        replica = self._host.replicas[index]
+        state = "down" if replica.client is None or replica.known == "running" else replica.known
+        return EngineOutcome(engine=index, state=state, error=why)
 
-    def _answered(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
+    def _result(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
         engines, told = [], states(outcome)
         for index, result in outcome.items():
             match result:
                 case StateTold():
                     engines.append(_engine(index, result))
                 case HeadgateError():
-                    engines.append(EngineOutcome(engine=index, state="down", error=str(result)))
+                    engines.append(self._silent(index, str(result)))
                 case _:
                     pass
         mode = next((t.mode for t in told.values() if t.mode), None)
@@ -327,6 +334,8 @@ class Controls:
     def _fleet(self, engines: list[EngineOutcome], mode: str | None, asleep: Sequence[str]) -> FleetResult:
         seen = {engine.state for engine in engines} - {"down"}
         versions = [engine.weight_version for engine in engines if isinstance(engine.weight_version, int)]
+        if not seen and any(replica.known != "running" for replica in self._host.replicas):
+            seen = {"pausing"}  # engines that come back are paused
         state = "draining" if self._host.ledger.closing else overall(seen)
         return FleetResult(
             is_paused=bool(seen) and not seen & {"running", "pausing"},
@@ -345,6 +354,20 @@ def overall(seen: set[str]) -> str:
     if "running" in seen and "paused" in seen:
         return "pausing"
     return "running" if "running" in seen else min(seen, default="running")
+
+
+def followed(result: FleetResult) -> FleetResult:
+    """For names whose answers cannot say `accepted`: raises unless every engine that is up has followed."""
+    up = [engine for engine in result.engines if engine.state != "down"]
+    if not up or any(engine.error is not UNSET for engine in up):
+        errors = [str(engine.error) for engine in result.engines if engine.error is not UNSET]
+        raise Unavailable(f"{'; '.join(errors)} (the engines are {result.state})", code="not_followed")
+    return result
+
+
+def pause_of(mode: PauseMode) -> Pause:
+    """For names whose pauses have no timeout: new requests wait, and only a drain may take long."""
+    return Pause(mode, queue=True, timeout_s=LONG_S if mode == "drain" else DEFAULT_TIMEOUT_S)
 
 
 def _is_gone(result: Result | HeadgateError) -> bool:
@@ -404,8 +427,8 @@ async def pause(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    await read_control(request, ControlBody)
-    return answer(request, await controls_of(request).resume())
+    body = await read_control(request, ControlBody)
+    return answer(request, await controls_of(request).resume(body.timeout))
 
 
 async def is_paused(request: Request) -> Response:
@@ -452,8 +475,8 @@ async def wakeup(request: Request) -> Response:
 
 
 async def flush_cache(request: Request) -> Response:
-    await read_control(request, ControlBody)
-    return answer(request, await controls_of(request).flush())
+    body = await read_control(request, ControlBody)
+    return answer(request, await controls_of(request).flush(body.timeout))
 
 
 def answer(request: Request, result: FleetResult) -> Response:

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 Program = Generator[None, None, Result]
 
 # How long a pause that had to force requests out waits for the device to let go of them.
-FORCE_S = 10.0
+FORCE_S = 0.4
 
 
 @dataclass(frozen=True, slots=True)

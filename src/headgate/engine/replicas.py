@@ -39,10 +39,12 @@ from headgate.protocol.command import (
     Pause,
     Result,
     Resume,
+    Sleep,
     Source,
     StateTold,
     Stop,
     UpdateWeights,
+    Wake,
 )
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
@@ -56,7 +58,7 @@ STOP_TIMEOUT_S = 15.0
 SOON_S = 60.0  # an engine that lived longer did not die of its start
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 PING_TIMEOUT_S = 30.0
-STOP_MARGIN_S = 1.0  # for the answer to come, after the engine has given up waiting
+STOP_MARGIN_S = 0.5  # for the answer to come, after the engine has given up waiting
 MOST_MOVES = 2  # without a token in between: a request that kills its engine must not go through the whole fleet
 DEADLINE_GRACE_S = 0.3  # after a deadline, for the engine's own terminal output
 MOVE_TIMEOUT_S = 30.0  # how long a stream waits for an engine to go on in
@@ -86,6 +88,9 @@ class Replica:
     pid: int | None = None
     restarts: int = 0
     outdated: bool = False  # holds other weights than the fleet, or none that are whole
+    known: str = (
+        "running"  # its state by its last answer, or the one that it was last asked to take and may not have yet
+    )
 
     @property
     def state(self) -> str:
@@ -306,19 +311,20 @@ class Replicas:
         calls = map(_call, self.replicas, commands, repeat(timeout_s))
         outcome = dict(enumerate(await asyncio.gather(*calls)))
         told = [result for result in outcome.values() if isinstance(result, StateTold)]
-        if not told and self._asked is command:
-            self._asked = before
+        if not told and self._asked is command and any(isinstance(result, Denied) for result in outcome.values()):
+            self._asked = before  # it is refused; an engine that is late or down is still to follow
         if told and isinstance(command, UpdateWeights):
             self._weights = FleetWeights(told[0].version, command.source, known)
             for replica in self.replicas:
                 replica.outdated = True  # until it is seen to hold them
         for index, result in outcome.items():
-            self._judge(self.replicas[index], result)
+            self._judge(self.replicas[index], command, result)
         await self._notify()
         return outcome
 
-    def _judge(self, replica: Replica, result: Result | HeadgateError) -> None:
-        """Whether streams may use an engine that has answered like this."""
+    def _judge(self, replica: Replica, command: Command, result: Result | HeadgateError) -> None:
+        """Whether streams may use an engine that has answered like this, and in which state it is."""
+        replica.known = _state_after(command, result, replica.known)
         if isinstance(result, StateTold):
             if result.version > self._weights.version:
                 # An update whose answer we did not wait for has succeeded after all.
@@ -373,10 +379,12 @@ class Replicas:
         """See what a fresh engine holds, and make it what the others are: paused, if they are, when it is offered."""
         replica.outdated = False
         try:
-            self._compare(replica, (await client.ping(PING_TIMEOUT_S)).status.version)
+            status = (await client.ping(PING_TIMEOUT_S)).status
+            self._compare(replica, status.version)
+            replica.known = status.state
             done: Pause | Resume | None = None
             while (asked := self._asked) is not None and asked is not done:
-                await client.call(asked)
+                replica.known = _state_after(asked, await client.call(asked), replica.known)
                 done = asked
         except TimeoutError:
             raise EngineDead("it does not answer") from None
@@ -437,6 +445,20 @@ def _addressed(command: Command, replica: Replica) -> Command:
     except ValueError as error:
         raise RequestError(f"the group is too small for all engines: {error}", param="world_size") from error
     return msgspec.structs.replace(command, source=source)
+
+
+def _state_after(command: Command, result: Result | HeadgateError, known: str) -> str:
+    """The state of an engine that was in `known`; one that has not answered is still to carry the command out."""
+    match command, result:
+        case _, StateTold():
+            return result.state
+        case Pause(), HeadgateError():
+            return "pausing"
+        case Resume(), EngineDead() if not isinstance(result, Late):
+            return "running"
+        case UpdateWeights() | Sleep() | Wake(), Late():
+            return "updating"
+    return known
 
 
 def _stamps_of(command: Command) -> Stamps:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headgate.api.abort import AbortRequest
+from headgate.api.control import LONG_S as DRAIN_S
 from headgate.api.control import PauseRequest
 from headgate.api.dialects import sglang, vllm
 from headgate.api.dialects.sglang import AbortBody, FromDisk
@@ -88,7 +89,7 @@ async def for_all(router: Router, controls: FleetControls, request: Request) -> 
 
 
 async def _pause_all(router: Router, controls: FleetControls, request: Request) -> list[Reply]:
-    pause = PauseRequest(mode=await _mode_of(request), new_requests="queue", timeout=vllm.LONG_S)
+    pause = PauseRequest(mode=await _mode_of(request), new_requests="queue", timeout=DRAIN_S)
     accepted = controls.hold(pause)
     replies = await _ask_all(router, request)
     await controls.probe_all()

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from headgate.api import abort
 from headgate.api.constraints import constraint_for
-from headgate.api.control import controls_of, json_response, read_control
+from headgate.api.control import controls_of, followed, json_response, pause_of, read_control
 from headgate.api.dialects.transfer import Outcome, number_of, update_held
 from headgate.api.errors import QueueFull
 from headgate.api.generation import Job, Piece, run
@@ -36,14 +36,13 @@ from headgate.api.sse import DONE
 from headgate.api.state import LONG_TEXT, Api, api_of
 from headgate.api.wire import encode, error_event
 from headgate.errors import HeadgateError, RequestError
-from headgate.protocol.command import TAGS, Files, Pause, PauseMode, Tag
+from headgate.protocol.command import TAGS, Files, PauseMode, Tag
 from headgate.protocol.plan import Logprobs
 from headgate.protocol.request import GenerateRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 
 MAX_NEW_TOKENS = 128  # SGLang's default
-LONG_S = 3600.0  # SGLang's pause has no timeout
 PROBE_TIMEOUT_S = 20.0
 
 # ---------------------------------------------------------------------------------------------------------- /generate
@@ -280,12 +279,12 @@ MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "freeze", "retract"
 
 async def pause_generation(request: Request) -> Response:
     body = await read_control(request, PauseBody)
-    await controls_of(request).pause(Pause(MODES[body.mode], queue=True, timeout_s=LONG_S))
+    followed(await controls_of(request).pause(pause_of(MODES[body.mode])))
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
 
 async def continue_generation(request: Request) -> Response:
-    await controls_of(request).resume()
+    followed(await controls_of(request).resume())
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
@@ -311,7 +310,7 @@ async def update_weights_from_disk(request: Request) -> Response:
 
 
 async def flush_cache(request: Request) -> Response:
-    await controls_of(request).flush()
+    followed(await controls_of(request).flush())
     return PlainTextResponse("Cache flushed.\nPlease check backend logs for more details.\n")
 
 
@@ -328,17 +327,17 @@ async def release_memory(request: Request) -> Response:
     """As in SGLang the server must be idle; new requests wait until all memory is back."""
     tags, controls = _memory_tags(await read_control(request, MemoryBody)), controls_of(request)
     if not (await controls.look()).is_paused:
-        await controls.pause(Pause("drain", queue=True, timeout_s=LONG_S))
+        followed(await controls.pause(pause_of("drain")))
     if tags:
-        await controls.sleep(tags)
+        followed(await controls.sleep(tags))
     return Response()
 
 
 async def resume_memory(request: Request) -> Response:
     tags, controls = _memory_tags(await read_control(request, MemoryBody)), controls_of(request)
-    result = await controls.wake(tags) if tags else await controls.look()
+    result = followed(await controls.wake(tags)) if tags else await controls.look()
     if not result.asleep and result.is_paused:
-        await controls.resume()
+        followed(await controls.resume())
     return Response()
 
 

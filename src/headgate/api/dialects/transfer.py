@@ -20,15 +20,16 @@ from headgate.api.control import (
     GroupSource,
     SharedSource,
     controls_of,
+    followed,
     group_of,
     json_response,
+    pause_of,
     read_control,
 )
 from headgate.api.schema import convert
 from headgate.errors import HeadgateError, RequestError
-from headgate.protocol.command import Backend, Files, Group, Pause, Shared, Source
+from headgate.protocol.command import Backend, Files, Group, Shared, Source
 
-LONG_S = 3600.0  # their pauses have no timeout
 OURS = "headgate"
 INSTEAD = "send weights as headgate.weights does, or call /v1/update_weights with a path"
 
@@ -85,9 +86,9 @@ async def update_held(
     """Update engines that may be running, and leave them as they were."""
     paused = (await controls.look()).is_paused
     if not paused:
-        await controls.pause(Pause("abort" if abort else "freeze", queue=True, timeout_s=LONG_S))
+        followed(await controls.pause(pause_of("abort" if abort else "freeze")))
     try:
-        return await controls.update(source, version, recompute=recompute)
+        return followed(await controls.update(source, version, recompute=recompute))
     finally:
         if not paused and (await controls.look()).state == "paused":
             await controls.resume()
@@ -205,7 +206,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
 async def start_weight_update(request: Request) -> Response:
     controls, transfers = controls_of(request), transfers_of(request)
     if not (await controls.look()).is_paused:
-        await controls.pause(Pause("freeze", queue=True, timeout_s=LONG_S))
+        followed(await controls.pause(pause_of("freeze")))
         transfers.holding = True
     return json_response({"message": "Weight update started"})
 
@@ -217,7 +218,7 @@ async def update_weights(request: Request) -> Response:
     told: Parameters = convert(info, Parameters, "update_info")
     if not len(told.names) == len(told.dtype_names) == len(told.shapes):
         raise RequestError("names, dtype_names and shapes must have the same length", param="update_info.names")
-    result = await controls_of(request).update(_source(told, transfers_of(request)), told.version)
+    result = followed(await controls_of(request).update(_source(told, transfers_of(request)), told.version))
     return json_response({"message": "Weights updated", "weight_version": str(result.weight_version)})
 
 
@@ -240,6 +241,6 @@ async def finish_weight_update(request: Request) -> Response:
         message = f"the weights are of version {look.weight_version}; say another one as version in update_info"
         raise RequestError(message, param="weight_version")
     if transfers.holding:
-        await controls.resume()
+        followed(await controls.resume())
         transfers.holding = False
     return json_response({"message": "Weight update finished", "weight_version": str(look.weight_version)})

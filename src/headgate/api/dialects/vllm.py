@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.control import controls_of, json_response
+from headgate.api.control import controls_of, followed, json_response, pause_of
 from headgate.api.generation import Job, Piece
 from headgate.api.host import host_of
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
@@ -27,16 +27,15 @@ from headgate.api.sse import DONE
 from headgate.api.state import Api, api_of
 from headgate.api.wire import encode, error_event
 from headgate.errors import HeadgateError, RequestError
-from headgate.protocol.command import TAGS, Pause, PauseMode, Tag
+from headgate.protocol.command import TAGS, PauseMode, Tag
 
 MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "freeze"}
-LONG_S = 3600.0  # vLLM's pause has no timeout
 
 
 async def pause(request: Request) -> Response:
-    await controls_of(request).pause(Pause(mode_of(request), queue=True, timeout_s=LONG_S))
+    followed(await controls_of(request).pause(pause_of(mode_of(request))))
     if _flag(request, "clear_cache", default=True):
-        await controls_of(request).flush()
+        followed(await controls_of(request).flush())
     return json_response({"status": "paused"})
 
 
@@ -55,7 +54,7 @@ def _flag(request: Request, name: str, *, default: bool) -> bool:
 
 
 async def resume(request: Request) -> Response:
-    await controls_of(request).resume()
+    followed(await controls_of(request).resume())
     return json_response({"status": "resumed"})
 
 
@@ -66,8 +65,8 @@ async def is_paused(request: Request) -> Response:
 async def sleep(request: Request) -> Response:
     controls = controls_of(request)
     if not (await controls.look()).is_paused:
-        await controls.pause(Pause(mode_of(request), queue=True, timeout_s=LONG_S))
-    await controls.sleep(TAGS)
+        followed(await controls.pause(pause_of(mode_of(request))))
+    followed(await controls.sleep(TAGS))
     return Response()
 
 
@@ -75,8 +74,8 @@ async def wake_up(request: Request) -> Response:
     controls = controls_of(request)
     asked = request.query_params.getlist("tags") or list(TAGS)
     tags: list[Tag] = convert(asked, list[Tag], "tags")
-    if not (await controls.wake(tags)).asleep:
-        await controls.resume()
+    if not followed(await controls.wake(tags)).asleep:
+        followed(await controls.resume())
     return Response()
 
 
@@ -85,7 +84,7 @@ async def is_sleeping(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    await controls_of(request).flush()
+    followed(await controls_of(request).flush())
     return Response()
 
 
