@@ -36,6 +36,7 @@ LEAST_S = 0.05  # for clients to be told of what the engines have ended just in 
 UNREAD = "it has ended and holds no blocks; its client has not read the end"
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
 Id = Annotated[str, Meta(min_length=1)]
 
 
@@ -51,7 +52,7 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Aborted(msgspec.Struct, frozen=True):
     request_id: str
-    output_token_count: int
+    output_token_count: Count
 
 
 class Trouble(msgspec.Struct, frozen=True):

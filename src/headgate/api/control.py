@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.abort import Seconds
+from headgate.api.abort import Count, Seconds
 from headgate.api.host import BOOT_HEADER, Host, host_of
 from headgate.api.ledger import Record
 from headgate.api.metrics import look_at_all
@@ -119,12 +119,12 @@ class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class EngineOutcome(msgspec.Struct, kw_only=True):
-    engine: int
+    engine: Count
     state: str  # the engine's, or down
-    weight_version: int | UnsetType = UNSET
+    weight_version: Version | UnsetType = UNSET
     elapsed_s: float | UnsetType = UNSET
-    held: int | UnsetType = UNSET  # sequences that still own something
-    blocks: int | UnsetType = UNSET  # dropped by a flush
+    held: Count | UnsetType = UNSET  # sequences that still own something
+    blocks: Count | UnsetType = UNSET  # dropped by a flush
     error: str | UnsetType = UNSET
 
 
@@ -132,18 +132,18 @@ class FleetResult(msgspec.Struct, kw_only=True):
     is_paused: bool
     state: str  # running, pausing, paused, updating, quarantined, draining
     mode: str | None = None
-    weight_version: int = 0
+    weight_version: Version = 0
     asleep: Sequence[str] = ()
     engines: list[EngineOutcome] = []
     # of a pause
-    aborted: int | UnsetType = UNSET
-    finished: int | UnsetType = UNSET
+    aborted: Count | UnsetType = UNSET
+    finished: Count | UnsetType = UNSET
     forced: list[str] | UnsetType = UNSET  # requests that ran out of time
     elapsed_s: float | UnsetType = UNSET
     # of an update
     checksum: dict[str, str] | UnsetType = UNSET
     # of a flush
-    blocks: int | UnsetType = UNSET
+    blocks: Count | UnsetType = UNSET
 
 
 class ControlAnswer(msgspec.Struct):

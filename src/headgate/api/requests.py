@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.abort import (
+    Count,
     Scope,
     abort,
     answer,
@@ -30,10 +31,10 @@ LOOK_TIMEOUT_S = 2.0
 class ChoiceInFlight(msgspec.Struct, kw_only=True):
     id: str  # by which it can be aborted
     phase: str  # preparing, queued, waiting, loading, running, preempted, sending, finished, unknown
-    worker: int | None  # engine
-    prompt_tokens: int | None
-    output_tokens: int
-    blocks: int = 0
+    worker: Count | None  # engine
+    prompt_tokens: Count | None
+    output_tokens: Count
+    blocks: Count = 0
 
 
 class InFlight(msgspec.Struct, kw_only=True):
@@ -42,7 +43,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     kind: str
     phase: str  # of its first unfinished choice
     age_s: float
-    output_tokens: int
+    output_tokens: Count
     tags: Mapping[str, str]
     choices: list[ChoiceInFlight]
 

@@ -73,6 +73,10 @@ class RouterAbortResult(AbortResult, kw_only=True):
     workers: dict[str, AbortOutcome]
 
 
+class WorkerAborts(msgspec.Struct):
+    result: AbortResult
+
+
 class _Tagged(msgspec.Struct):
     tags: dict[str, str] = {}
 
@@ -93,7 +97,7 @@ async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking
         targets = _matching(router, scope, body.tags)
     else:
         targets, unknown = _named(router, scope, body.req_ids)
-    began_s = router.loop.time()
+    due_s = router.loop.time() + body.timeout
     _end_here(targets)
     homes = _homes(targets)
     # Beside the calls: their workers wait for the same clients.
@@ -101,8 +105,7 @@ async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking
     try:
         calls = _calls(router, body, targets, unknown)
         merged = Merged(await fan_out(router, calls, asking, body.timeout + SLACK_S), homes)
-        if body.req_ids is None:
-            left_s = max(body.timeout - (router.loop.time() - began_s), 1.0)
+        if body.req_ids is None and (left_s := due_s - router.loop.time()) > 0:
             again = _again(body, _untold(targets, merged), left_s)
             merged.add(await fan_out(router, again, asking, left_s + SLACK_S))
         _end_unheard(targets, merged.unknown)
@@ -211,7 +214,7 @@ def _again(body: AbortRequest, targets: Iterable[Target], timeout_s: float) -> d
 
 
 def _call(body: dict[str, Any]) -> Call:
-    return Call("POST", "/v1/abort_requests", encode(body))
+    return Call("POST", "/v1/abort_requests", encode(body), WorkerAborts)
 
 
 async def end_former(exchange: Exchange, worker: Worker) -> None:
@@ -249,21 +252,20 @@ class Merged:
         return name in self.aborted or name in self.finished or name in self.errors or name in self.accepted
 
     def _take(self, reply: Reply) -> None:
-        told = reply.json().get("result")
-        if not reply.ok or told is None:
+        if not reply.ok:
             self.silent.append(reply)
             self.workers[reply.worker.url] = AbortOutcome(status=reply.status or UNSET, error=reply.error)
             return
         self.workers[reply.worker.url] = AbortOutcome(status=reply.status)
+        told: AbortResult = reply.told.result
         away = {name for name, homes in self._homes.items() if reply.worker not in homes}
-        errors = {each["request_id"]: Trouble(**each) for each in told["errors"]}
-        for each in told["aborted"]:
-            if each["request_id"] not in away:
-                self.aborted.setdefault(each["request_id"], []).append(each["output_token_count"])
-        self.finished |= set(told["already_finished"]) - away
-        self.unknown |= set(told["not_found"]) - away
-        self.errors |= {name: errors[name] for name in errors if name not in away}
-        self.accepted |= {name: None for name in told.get("accepted", ()) if name not in away}
+        for each in told.aborted:
+            if each.request_id not in away:
+                self.aborted.setdefault(each.request_id, []).append(each.output_token_count)
+        self.finished |= set(told.already_finished) - away
+        self.unknown |= set(told.not_found) - away
+        self.errors |= {error.request_id: error for error in told.errors if error.request_id not in away}
+        self.accepted |= {name: None for name in told.accepted or () if name not in away}
 
     def result(self, body: AbortRequest, targets: Sequence[Target], unknown: Collection[str]) -> RouterAbortResult:
         result = RouterAbortResult(workers=self.workers)

@@ -112,11 +112,11 @@ class ControlPlane:
         return _answer(request, result, done=body.wait and not result.errors)
 
     async def _list_requests(self, request: Request) -> Response:
-        return JSONResponse(await requests.list_requests(self._router, _scope(request), Asking.of(request)))
+        return _json(await requests.list_requests(self._router, _scope(request), Asking.of(request)))
 
     async def _show_request(self, request: Request) -> Response:
         name = request.path_params["id"]
-        return JSONResponse(await requests.show_request(self._router, _scope(request), Asking.of(request), name))
+        return _json(await requests.show_request(self._router, _scope(request), Asking.of(request), name))
 
     async def _delete_request(self, request: Request) -> Response:
         name = request.path_params["id"]
@@ -134,8 +134,8 @@ class ControlPlane:
         return _told(request, await self.controls.pause(body, Asking.of(request)))
 
     async def _resume(self, request: Request) -> Response:
-        await _read(request, ControlBody)
-        return _told(request, await self.controls.resume(Asking.of(request)))
+        body = await _read(request, ControlBody)
+        return _told(request, await self.controls.resume(body, Asking.of(request)))
 
     async def _is_paused(self, request: Request) -> Response:
         return _answer(request, await self.controls.look(Asking.of(request)), done=True)
@@ -153,8 +153,8 @@ class ControlPlane:
         return _told(request, await self.controls.wake(body, Asking.of(request)))
 
     async def _flush_cache(self, request: Request) -> Response:
-        await _read(request, ControlBody)
-        return _told(request, await self.controls.flush(Asking.of(request)))
+        body = await _read(request, ControlBody)
+        return _told(request, await self.controls.flush(body, Asking.of(request)))
 
     # -- workers ----------------------------------------------------------------------
 
@@ -185,13 +185,14 @@ class ControlPlane:
     # -- looking ----------------------------------------------------------------------
 
     async def _loads(self, request: Request) -> Response:
-        return JSONResponse(await looking.loads(self._router, Asking.of(request)))
+        return _json(await looking.loads(self._router, Asking.of(request)))
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await looking.models(self._router, Asking.of(request))})
+        models = await looking.models(self._router, Asking.of(request))
+        return _json({"object": "list", "data": list(models.values())})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(await looking.model(self._router, Asking.of(request), request.path_params["model"]))
+        return _json(await looking.model(self._router, Asking.of(request), request.path_params["model"]))
 
     async def _health(self, request: Request) -> Response:
         return _probe(*looking.health(self._router))
@@ -240,6 +241,10 @@ class ControlPlane:
 
 async def _read(request: Request, kind: type[Any]) -> Any:
     return convert(await read_object(request), kind, "")
+
+
+def _json(body: Any) -> Response:
+    return Response(encode(body), media_type="application/json")
 
 
 def _scope(request: Request) -> Scope:

@@ -11,13 +11,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import asdict
 
 from headgate.api.abort import Seconds
 from headgate.api.control import (
+    ControlBody,
     EngineOutcome,
     FleetResult,
     MemoryRequest,
@@ -50,7 +52,24 @@ OVERTAKEN_S = (
     0.4,
 )  # how long a resume waits for pauses on their way, before each time it is said again
 
+LEAST_S = 0.05  # for a worker to answer
+
 encode = msgspec.json.Encoder().encode
+
+
+class ControlTold(msgspec.Struct):
+    """A worker's answer to a control call."""
+
+    result: FleetResult
+
+
+class WorldSize(msgspec.Struct):
+    world_size: Annotated[int, Meta(ge=0, le=1_000_000)]
+
+
+LOOK = Call("GET", "/v1/is_paused", reads=ControlTold)
+RESUME = Call("POST", "/v1/resume", reads=ControlTold)
+SIZE = Call("GET", "/get_world_size", reads=WorldSize)
 
 
 class FleetUpdate(UpdateRequest, kw_only=True, forbid_unknown_fields=True):
@@ -105,55 +124,63 @@ class FleetControls:
         self.refuse_while_moving()
         self._refuse_if_empty()
         began_s = self._router.loop.time()
+        due_s = began_s + body.timeout
         with self.busy():
-            async with self._resuming:
+            async with self._alone(due_s):
                 accepted = self.hold(body)
-            replies = await self._told_to_pause(body, asking)
-            async with self._resuming:
+            replies = await self._told_to_pause(body, asking, due_s)
+            async with self._alone(due_s + SLACK_S):
                 if not self.judge_pause(body, replies):  # what was told is old
-                    return await self.look(asking)
-            ended = await self.end_accepted(body, accepted)
+                    return await self.look(asking, self._left_s(due_s))
+            ended = await self.end_accepted(body, accepted, due_s + SLACK_S)
         result = self._result(replies)
-        told = [reply.json().get("result", {}) for reply in replies if reply.ok]
-        result.aborted = ended + sum(each.get("aborted", 0) for each in told)
-        result.finished = sum(each.get("finished", 0) for each in told)
-        result.forced = [id for each in told for id in each.get("forced", ())]
+        told: list[FleetResult] = [reply.told.result for reply in replies if reply.ok]
+        result.aborted = ended + sum(each.aborted or 0 for each in told)
+        result.finished = sum(each.finished or 0 for each in told)
+        result.forced = [id for each in told for id in each.forced or ()]
         result.elapsed_s = round(self._router.loop.time() - began_s, 6)
         return self._checked(result, replies)
 
-    async def _told_to_pause(self, body: PauseRequest, asking: Asking) -> list[Reply]:
-        call = Call("POST", "/v1/pause", encode(body))
-        told = asyncio.ensure_future(self._all(call, asking, body.timeout + SLACK_S))
+    async def _told_to_pause(self, body: PauseRequest, asking: Asking, due_s: float) -> list[Reply]:
+        call = Call("POST", "/v1/pause", encode(body), ControlTold)
+        told = asyncio.ensure_future(self._all(call, asking, self._left_s(due_s) + SLACK_S))
         self._pauses.add(told)
         try:
             return await told
         finally:
             self._pauses.discard(told)
 
-    async def resume(self, asking: Asking) -> RouterResult:
+    async def resume(self, body: ControlBody, asking: Asking) -> RouterResult:
         self.refuse_while_moving()
+        due_s = self._router.loop.time() + body.timeout
         with self.busy():
-            async with self._resuming:
+            async with self._alone(due_s):
                 try:
-                    replies = await self._told_to_resume(asking)
+                    replies = await self._told_to_resume(asking, due_s)
                     result = self._result(replies)
                 finally:
                     self.release()
         return self._checked(result, replies)
 
-    async def _told_to_resume(self, asking: Asking) -> list[Reply]:
+    async def _told_to_resume(self, asking: Asking, due_s: float) -> list[Reply]:
         """Again while pauses that were asked before come back: a worker may have heard of one of them last."""
         pauses = set(self._pauses)
-        replies = await self._all(Call("POST", "/v1/resume"), asking, self.patience_s)
+        replies = await self._resume_all(asking, due_s)
         for patience_s in OVERTAKEN_S:
-            if not pauses:
+            if not pauses or self._router.loop.time() >= due_s:
                 break
-            _, pauses = await asyncio.wait(pauses, timeout=patience_s)
-            replies = await self._all(Call("POST", "/v1/resume"), asking, self.patience_s)
+            _, pauses = await asyncio.wait(pauses, timeout=min(patience_s, self._left_s(due_s)))
+            replies = await self._resume_all(asking, due_s)
         return replies
 
-    async def look(self, asking: Asking) -> RouterResult:
-        return self._result(await self._all(Call("GET", "/v1/is_paused"), asking, self.patience_s))
+    async def _resume_all(self, asking: Asking, due_s: float) -> list[Reply]:
+        left_s = self._left_s(due_s)
+        call = Call("POST", "/v1/resume", encode({"timeout": left_s}), ControlTold)
+        return await self._all(call, asking, left_s + SLACK_S)
+
+    async def look(self, asking: Asking, timeout_s: float | None = None) -> RouterResult:
+        patience_s = self.patience_s if timeout_s is None else min(timeout_s, self.patience_s)
+        return self._result(await self._all(LOOK, asking, patience_s))
 
     async def sleep(self, body: MemoryRequest, asking: Asking) -> RouterResult:
         return await self._move_memory("/v1/sleep", "the fleet is being put to sleep", body, asking)
@@ -161,16 +188,18 @@ class FleetControls:
     async def wake(self, body: MemoryRequest, asking: Asking) -> RouterResult:
         return await self._move_memory("/v1/wakeup", "the fleet is being woken", body, asking)
 
-    async def flush(self, asking: Asking) -> RouterResult:
-        replies = await self._all(Call("POST", "/v1/flush_cache"), asking, self.patience_s)
+    async def flush(self, body: ControlBody, asking: Asking) -> RouterResult:
+        call = Call("POST", "/v1/flush_cache", encode(body), ControlTold)
+        replies = await self._all(call, asking, body.timeout + SLACK_S)
         self.forget_prefixes(reply.worker for reply in replies if reply.ok)
         result = self._result(replies)
-        result.blocks = sum(reply.json().get("result", {}).get("blocks", 0) for reply in replies if reply.ok)
+        result.blocks = sum(reply.told.result.blocks or 0 for reply in replies if reply.ok)
         return self._checked(result, replies)
 
     async def _move_memory(self, path: str, what: str, body: MemoryRequest, asking: Asking) -> RouterResult:
         async with self._move(what):
-            replies = await self._all(Call("POST", path, encode(body)), asking, body.timeout + SLACK_S)
+            call = Call("POST", path, encode(body), ControlTold)
+            replies = await self._all(call, asking, body.timeout + SLACK_S)
             self.forget_prefixes(reply.worker for reply in replies if reply.ok)
             return self._checked(self._result(replies), replies)
 
@@ -185,7 +214,8 @@ class FleetControls:
             return await self._update_all(body, asking)
 
     async def _update_all(self, body: FleetUpdate, asking: Asking) -> RouterResult:
-        look = await self.look(asking)
+        due_s = self._router.loop.time() + body.timeout
+        look = await self.look(asking, body.timeout)
         if unpaused := [url for url, told in look.workers.items() if told.state in ("running", "pausing")]:
             raise Partial(
                 f"pause the fleet before an update; not paused: {', '.join(unpaused)}",
@@ -194,11 +224,11 @@ class FleetControls:
                 code="not_paused",
             )
         version = self._new_version(body, look)
-        calls = await self._updates(body, version, asking)
+        calls = await self._updates(body, version, asking, self._left_s(due_s))
         had = [Reply(worker, 200) for worker, one in calls.items() if self._has(worker, one, version)]
         for reply in had:
             del calls[reply.worker]
-        replies = await fan_out(self._router, calls, asking, body.timeout + SLACK_S)
+        replies = await fan_out(self._router, calls, asking, self._left_s(due_s) + SLACK_S)
         for reply in replies:
             self.note_update(reply, calls[reply.worker].body, version)
         result = self._result([*replies, *had])
@@ -231,13 +261,14 @@ class FleetControls:
         self._fleet.wanted_version = version
         self._fleet.set_floor()
 
-    async def _updates(self, body: FleetUpdate, version: int, asking: Asking) -> dict[Worker, Call]:
+    async def _updates(self, body: FleetUpdate, version: int, asking: Asking, timeout_s: float) -> dict[Worker, Call]:
         """What each worker is told; in a trainer's group each of its engines has a rank of its own."""
         workers = self._able()
         if body.group is None:
             return to_all(workers, update_call(_plain(body, version)))
         plain, calls = _plain(body, version), {}
-        ranks = await share_ranks(self._router, workers, asking, body.group.rank, body.group.world_size)
+        group = body.group
+        ranks = await share_ranks(self._router, workers, asking, group.rank, group.world_size, timeout_s)
         for worker, rank in ranks.items():
             calls[worker] = update_call(plain | {"group": plain["group"] | {"rank": rank}})
         return calls
@@ -275,14 +306,15 @@ class FleetControls:
         log.info("%s gets version %d", worker.name, version)
         update = update_call(_plain(body, version))
         self._fleet.set_state(worker, "draining")
-        pause = Call("POST", "/v1/pause", encode({"mode": "drain", "timeout": body.drain_timeout}))
+        drain = encode({"mode": "drain", "timeout": body.drain_timeout})
+        pause = Call("POST", "/v1/pause", drain, ControlTold)
         try:
             paused = await ask(self._router, worker, pause, asking, body.drain_timeout + SLACK_S)
             if not paused.ok:
                 return paused
             updated = await ask(self._router, worker, update, asking, body.timeout + SLACK_S)
             self.note_update(updated, update.body, version)
-            resumed = await ask(self._router, worker, Call("POST", "/v1/resume"), asking, self.patience_s)
+            resumed = await ask(self._router, worker, RESUME, asking, self.patience_s)
             return resumed if updated.ok else updated
         finally:
             if worker in self._fleet:  # or it was removed meanwhile, and is to leave
@@ -311,17 +343,27 @@ class FleetControls:
         self._asked.append(pause)
         return self._router.hold(queue=pause.new_requests == "queue", mode=pause.mode)
 
-    async def end_accepted(self, pause: PauseRequest, accepted: Sequence[Exchange]) -> int:
+    async def end_accepted(self, pause: PauseRequest, accepted: Sequence[Exchange], due_s: float) -> int:
         """Have a pause that ends what is in flight end what no worker has ended; how many those are.
 
         Only now, because a pause that every worker refuses ends nothing.
         """
         if pause.mode == "abort" and self.pause_asked is pause:
-            await _end([each for each in _unended(accepted) if each.worker is None])
-            await _over(_unended(accepted), min(LAST_WORDS_S, pause.timeout))
+            await self._end([each for each in _unended(accepted) if each.worker is None], due_s)
+            await self._over(_unended(accepted), min(due_s, self._router.loop.time() + pause.timeout))
             # The pause reached their workers first, which queue them.
-            await _end([each for each in _unended(accepted) if each.worker is None or not each.journal.choices])
+            last = [each for each in _unended(accepted) if each.worker is None or not each.journal.choices]
+            await self._end(last, due_s)
         return sum(exchange.paused_here for exchange in accepted)
+
+    async def _end(self, exchanges: Sequence[Exchange], due_s: float) -> None:
+        for exchange in exchanges:
+            exchange.end(PAUSE)
+        await self._over(exchanges, due_s)
+
+    async def _over(self, exchanges: Iterable[Exchange], due_s: float) -> None:
+        if ends := [exchange.when_over() for exchange in exchanges]:
+            await asyncio.wait(ends, timeout=min(LAST_WORDS_S, self._left_s(due_s)))
 
     def judge_pause(self, pause: PauseRequest, replies: Sequence[Reply]) -> bool:
         """Whether nobody has resumed or paused otherwise while that was asked. One that all refuse holds no longer."""
@@ -365,6 +407,23 @@ class FleetControls:
     def patience_s(self) -> float:
         return self._router.config.control_timeout_s
 
+    def _left_s(self, due_s: float) -> float:
+        """Of a call's time; a worker must have some."""
+        return max(due_s - self._router.loop.time(), LEAST_S)
+
+    @asynccontextmanager
+    async def _alone(self, due_s: float) -> AsyncIterator[None]:
+        """While the fleet is not being resumed."""
+        try:
+            async with asyncio.timeout_at(due_s):
+                await self._resuming.acquire()
+        except TimeoutError:
+            raise Refusal(409, "resuming", "the fleet is being resumed; try again when that is done") from None
+        try:
+            yield
+        finally:
+            self._resuming.release()
+
     def _able(self) -> list[Worker]:
         return [worker for worker in self._fleet if worker.state != "down"]
 
@@ -406,19 +465,22 @@ class FleetControls:
         """What they say together; states are taken over at once, so that nobody has to wait for a probe."""
         workers: dict[str, WorkerOutcome] = {}
         engines: list[EngineOutcome] = []
-        told = [(reply.worker, reply.json().get("result") or {}) for reply in replies if reply.ok]
+        told: list[FleetResult] = []
         for reply in replies:
             workers[reply.worker.url] = self._outcome(reply)
-        for worker, result in told:
-            engines += [EngineAt(**engine, worker=worker.url) for engine in result.get("engines", ())]
-        seen = {workers[worker.url].state for worker, _ in told}
+            if reply.told is not None:
+                told.append(reply.told.result)
+                engines += [EngineAt(**asdict(each), worker=reply.worker.url) for each in told[-1].engines]
+        seen = {outcome.state for outcome in workers.values()} & STATES.keys()
+        if not seen and self.pause_asked is not None:
+            seen = {"pausing"}  # workers that come back are paused
         versions = [o.weight_version for o in workers.values() if isinstance(o.weight_version, int)]
         return RouterResult(
             is_paused=bool(seen) and not seen & {"running", "pausing"},
             state="draining" if self._router.draining else overall(seen),
-            mode=next((result["mode"] for _, result in told if result.get("mode")), None),
+            mode=next((result.mode for result in told if result.mode), None),
             weight_version=max(versions, default=0),
-            asleep=list(dict.fromkeys(tag for _, result in told for tag in result.get("asleep", ()))),
+            asleep=list(dict.fromkeys(tag for result in told for tag in result.asleep)),
             engines=engines,
             workers=workers,
         )
@@ -427,16 +489,22 @@ class FleetControls:
         worker = reply.worker
         if not reply.ok:
             code = reply.code if reply.status else "unreachable"
-            state = "down" if not reply.status else worker.state
-            return WorkerOutcome(state=state, error=reply.error, code=code)
-        told = reply.json().get("result") or {}
-        state, version = told.get("state", worker.state), told.get("weight_version", worker.version)
-        if "state" in told and state in STATES and worker.state not in ("down", "draining", "starting"):
+            return WorkerOutcome(state=self._state_without(reply), error=reply.error, code=code)
+        told: FleetResult | None = None if reply.told is None else reply.told.result
+        state = worker.state if told is None else told.state
+        version = worker.version if told is None else told.weight_version
+        if state in STATES and told is not None and worker.state not in ("down", "draining", "starting"):
             self._fleet.probed(worker, STATES[state])
         outcome = WorkerOutcome(state=state, weight_version=UNSET if version is None else version)
         if reply.status == ACCEPTED:
             outcome.error, outcome.code = "not all of its engines have followed yet", "accepted"
         return outcome
+
+    def _state_without(self, reply: Reply) -> str:
+        """Of a worker that has not followed: one that did not answer may still do what it was asked."""
+        if reply.status:
+            return reply.worker.state
+        return "down" if is_down(reply.worker) or self.pause_asked is None else "pausing"
 
     def _checked(self, result: RouterResult, replies: Sequence[Reply]) -> RouterResult:
         """Raises unless everybody has followed who is not down."""
@@ -460,23 +528,11 @@ def _unended(accepted: Iterable[Exchange]) -> list[Exchange]:
     return [each for each in held if each.worker is None or each.worker.kind not in foreign]
 
 
-async def _end(exchanges: Sequence[Exchange]) -> None:
-    for exchange in exchanges:
-        exchange.end(PAUSE)
-    await _over(exchanges, LAST_WORDS_S)
-
-
-async def _over(exchanges: Iterable[Exchange], timeout_s: float) -> None:
-    if ends := [exchange.when_over() for exchange in exchanges]:
-        await asyncio.wait(ends, timeout=timeout_s)
-
-
 async def share_ranks(
-    router: Router, workers: Iterable[Worker], asking: Asking, first: int, world_size: int
+    router: Router, workers: Iterable[Worker], asking: Asking, first: int, world_size: int, timeout_s: float
 ) -> dict[Worker, int]:
     """The rank of each worker's first engine in a trainer's group; every engine has one of its own."""
-    call = to_all(workers, Call("GET", "/get_world_size"))
-    sizes = await fan_out(router, call, asking, router.config.control_timeout_s)
+    sizes = await fan_out(router, to_all(workers, SIZE), asking, min(timeout_s, router.config.control_timeout_s))
     if silent := [reply.worker.name for reply in sizes if not reply.ok and not is_down(reply.worker)]:
         raise Refusal(
             502, "partial", f"nobody was asked, because {', '.join(silent)} did not say how many engines it has"
@@ -485,7 +541,7 @@ async def share_ranks(
     for reply in sizes:
         if reply.ok:
             ranks[reply.worker] = rank
-            rank += int(reply.json()["world_size"])
+            rank += reply.told.world_size
     if rank > world_size:
         raise RequestError(f"there are ranks up to {rank - 1}, so world_size must be {rank}", param="group")
     return ranks
@@ -500,4 +556,4 @@ def _plain(body: FleetUpdate, version: int) -> dict[str, Any]:
 
 
 def update_call(body: Mapping[str, Any]) -> Call:
-    return Call("POST", "/v1/update_weights", encode(body))
+    return Call("POST", "/v1/update_weights", encode(body), ControlTold)

@@ -16,15 +16,15 @@ from starlette.responses import JSONResponse, Response
 
 from headgate.api.abort import AbortRequest
 from headgate.api.control import LONG_S as DRAIN_S
-from headgate.api.control import PauseRequest
+from headgate.api.control import UPDATE_TIMEOUT_S, PauseRequest
 from headgate.api.dialects import sglang, vllm
 from headgate.api.dialects.sglang import AbortBody, FromDisk
 from headgate.api.schema import convert, decode
 from headgate.errors import RequestError
-from headgate.protocol.command import PauseMode
+from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
 from headgate.router.abort import abort
-from headgate.router.control import FleetControls, share_ranks
-from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all
+from headgate.router.control import LEAST_S, SIZE, FleetControls, share_ranks
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask, fan_out, of_kind, to_all
 from headgate.router.relay import NoWorker
 from headgate.router.worker import Worker
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from headgate.router.abort import Scope
     from headgate.router.router import Router
 
-LONG_S = 3700.0  # their calls have no timeout; ours on a worker have an hour
 
 FROM_DISK = "/update_weights_from_disk"
 PAUSES = frozenset(("/pause", "/pause_generation", "/sleep", "/release_memory_occupation", "/start_weight_update"))
@@ -41,6 +40,13 @@ RESUMES = frozenset(
 )
 UPDATES = frozenset((FROM_DISK, "/update_weights_from_distributed"))  # which hold workers that run
 FORGETS = frozenset(("/flush_cache", "/reset_prefix_cache", "/update_weights", *UPDATES, *PAUSES))
+MOVES = UPDATES | {  # weights or memory
+    "/update_weights",
+    "/sleep",
+    "/wake_up",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+}
 MEETINGS = frozenset(("/init_weights_update_group", "/init_weight_transfer_engine"))  # of a trainer and all engines
 
 # For all workers; the first one's answer stands for the others'.
@@ -94,7 +100,7 @@ async def _pause_all(router: Router, controls: FleetControls, request: Request) 
     replies = await _ask_all(router, request)
     await controls.probe_all()
     controls.judge_pause(pause, replies)
-    await controls.end_accepted(pause, accepted)
+    await controls.end_accepted(pause, accepted, router.loop.time() + DEFAULT_TIMEOUT_S)
     return replies
 
 
@@ -138,7 +144,17 @@ async def _ask_all(router: Router, request: Request) -> list[Reply]:
     calls = to_all(of_kind(router.fleet, KINDS), call)
     if request.url.path in MEETINGS:
         calls = await _ranked(router, calls, Asking.of(request))
-    return await fan_out(router, calls, Asking.of(request), LONG_S)
+    return await fan_out(router, calls, Asking.of(request), await _timeout_s(request) + SLACK_S)
+
+
+async def _timeout_s(request: Request) -> float:
+    """These calls have none: a worker's own, as documented, for the steps that it takes one after another."""
+    match request.url.path:
+        case path if path in PAUSES and await _mode_of(request) == "drain":
+            return DRAIN_S + UPDATE_TIMEOUT_S
+        case path if path in MOVES:
+            return UPDATE_TIMEOUT_S + 2 * DEFAULT_TIMEOUT_S
+    return 2 * DEFAULT_TIMEOUT_S
 
 
 async def _ranked(router: Router, calls: dict[Worker, Call], asking: Asking) -> dict[Worker, Call]:
@@ -149,7 +165,8 @@ async def _ranked(router: Router, calls: dict[Worker, Call], asking: Asking) -> 
     if not isinstance(info, dict) or "world_size" not in info:
         return calls  # nobody meets, or the workers say what is wrong
     first: int = convert(info.get("rank_offset", 1), int, "rank_offset")
-    ranks = await share_ranks(router, calls, asking, first, convert(info["world_size"], int, "world_size"))
+    size: int = convert(info["world_size"], int, "world_size")
+    ranks = await share_ranks(router, calls, asking, first, size, router.config.control_timeout_s)
     return {
         worker: Call(call.method, call.path, msgspec.json.encode(_with_rank(body, rank)))
         for worker, rank in ranks.items()
@@ -174,11 +191,12 @@ def _media_type(body: bytes) -> str | None:
 
 
 async def of_one(router: Router, request: Request) -> Response:
-    """What any worker that is up says."""
+    """What any worker that is up says. Each gets its share of the time that is left."""
     workers = [worker for worker in of_kind(router.fleet, KINDS) if worker.state not in ("down", "starting")]
-    for worker in workers:
-        call = to_all([worker], Call("GET", request.url.path))
-        (reply,) = await fan_out(router, call, Asking.of(request), router.config.control_timeout_s)
+    due_s, call = router.loop.time() + router.config.control_timeout_s, Call("GET", request.url.path)
+    for i, worker in enumerate(workers):
+        share_s = (due_s - router.loop.time()) / (len(workers) - i)
+        reply = await ask(router, worker, call, Asking.of(request), max(share_s, LEAST_S))
         if reply.ok:
             return Response(reply.body, reply.status, media_type=_media_type(reply.body))
     raise NoWorker("no worker answers this")
@@ -206,6 +224,5 @@ async def is_sleeping(controls: FleetControls, request: Request) -> Response:
 async def get_world_size(router: Router, request: Request) -> Response:
     """How many engines take part in a weight update."""
     workers = of_kind(router.fleet, ("headgate",))
-    call = to_all(workers, Call("GET", "/get_world_size"))
-    replies = await fan_out(router, call, Asking.of(request), router.config.control_timeout_s)
-    return JSONResponse({"world_size": sum(reply.json().get("world_size", 0) for reply in replies if reply.ok)})
+    replies = await fan_out(router, to_all(workers, SIZE), Asking.of(request), router.config.control_timeout_s)
+    return JSONResponse({"world_size": sum(reply.told.world_size for reply in replies if reply.ok)})

@@ -1,5 +1,8 @@
 """One call to many workers at once: each has its own time, and what became of it is told for each.
 
+What a worker answers is read here, as the type that its call names. An answer of another shape is an error of that
+worker.
+
 Whoever is known to be down is not asked, and one that goes down while it is asked is not waited for any longer, so that a
 dead worker delays the others' answer by at most the timeout.
 """
@@ -8,20 +11,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
 
 from headgate.api.host import BOOT_HEADER
+from headgate.router.ask import UNREADABLE
 from headgate.router.upstream import Headers, WorkerLost, call
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
     from headgate.router.router import Router
 
-SLACK_S = 20.0  # a worker whose time is up still has to force requests out and to answer
+SLACK_S = 0.85  # after its timeout, for a call to be answered; servers take 0.7 s of it
+LONGEST_MESSAGE = 1000  # of a worker's error, in characters
+BAD_GATEWAY = 502
 KEYS = (b"authorization", b"x-api-key")
 
 
@@ -43,6 +49,19 @@ class Call:
     method: str
     path: str
     body: bytes = b""
+    reads: Any = None  # the type of its answer; None: it is passed on as it is
+
+
+class Complaint(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class Failure(msgspec.Struct):
+    """An error as workers tell it; some have no `error` around it."""
+
+    error: Complaint | None = None
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +71,44 @@ class Reply:
     worker: Worker
     status: int = 0  # 0: not at all
     body: bytes = b""
-    why: str = ""  # it did not answer
+    why: str = ""  # it did not answer, or its answer cannot be read
+    told: Any = None  # the answer, as the type that its call names
     life: str | None = None  # of the worker, as we knew it when that came
 
     @property
     def ok(self) -> bool:
         return 200 <= self.status < 300
 
-    def json(self) -> dict[str, Any]:
-        """Its answer; empty if there is none that could be read."""
-        try:
-            told = msgspec.json.decode(self.body) if self.body else {}
-        except msgspec.DecodeError:
-            return {}
-        return told if isinstance(told, dict) else {}
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """An answer that was read, to be passed on with something added."""
+        fields: dict[str, msgspec.Raw] = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
+        return fields
+
+    def items(self, name: str) -> list[msgspec.Raw]:
+        """The same, of one of its lists."""
+        items: list[msgspec.Raw] = msgspec.json.decode(self.fields()[name], type=list[msgspec.Raw])
+        return items
 
     @property
     def error(self) -> str:
         """In a sentence, what is wrong; empty if nothing is."""
         if self.ok:
             return ""
-        if self.why:
-            return self.why
-        told = self.json().get("error")
-        message = told.get("message") if isinstance(told, dict) else self.json().get("message")
-        return str(message) if message else f"it answered {self.status}"
+        failure = self._failure
+        message = self.why or (failure.error.message if failure.error is not None else failure.message)
+        return message[:LONGEST_MESSAGE] or f"it answered {self.status}"
 
     @property
     def code(self) -> str:
-        told = self.json().get("error")
-        return str(told.get("code")) if isinstance(told, dict) else "worker_failed"
+        error = self._failure.error
+        return "worker_failed" if error is None else str(error.code)[:LONGEST_MESSAGE]
+
+    @property
+    def _failure(self) -> Failure:
+        try:
+            return msgspec.json.decode(self.body, type=Failure)
+        except UNREADABLE:
+            return Failure()
 
 
 async def fan_out(router: Router, calls: Mapping[Worker, Call], asking: Asking, timeout_s: float) -> list[Reply]:
@@ -116,13 +143,22 @@ async def _call(router: Router, worker: Worker, one: Call, asking: Asking, timeo
         return Reply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
     if (boot := told.get(BOOT_HEADER)) is not None:
         router.fleet.set_life(worker, boot)
-    return Reply(worker, status, body, life=worker.life)
+    return _read(Reply(worker, status, body, life=worker.life), one.reads)
+
+
+def _read(reply: Reply, kind: Any) -> Reply:
+    if kind is None or not reply.ok:
+        return reply
+    try:
+        return replace(reply, told=msgspec.json.decode(reply.body, type=kind))
+    except UNREADABLE as error:
+        return Reply(reply.worker, BAD_GATEWAY, why=f"its answer cannot be read: {error}", life=reply.life)
 
 
 def all_refuse(replies: Iterable[Reply]) -> bool:
     """Whether everybody who could be asked has said no, for whatever reason: what was asked does not hold."""
     asked = [reply for reply in replies if reply.status or reply.worker.state not in ("down", "starting")]
-    return bool(asked) and all(reply.status >= 400 for reply in asked)
+    return bool(asked) and all(reply.status >= 400 and not reply.why for reply in asked)
 
 
 def to_all(workers: Iterable[Worker], one: Call) -> dict[Worker, Call]:

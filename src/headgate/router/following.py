@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headgate.api.control import UPDATE_TIMEOUT_S, PauseRequest
-from headgate.router.control import FleetControls, update_call
+from headgate.router.control import LOOK, RESUME, ControlTold, FleetControls, update_call
 from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask
 from headgate.router.worker import Worker
 
@@ -72,11 +72,11 @@ class Follower:
     async def _state_of(self, worker: Worker) -> str | None:
         """By its own word, asked now: a probe may be older than the pause. None unless it is the same process still."""
         controls = self._controls
-        reply = await self._ask(worker, Call("GET", "/v1/is_paused"), controls.patience_s)
-        result, errors, life = reply.json().get("result") or {}, worker.errors, worker.life
+        reply = await self._ask(worker, LOOK, controls.patience_s)
+        errors, life = worker.errors, worker.life
         await controls.probe(worker)
         same = (worker.errors, worker.life) == (errors, life)
-        return str(result.get("state")) if reply.ok and same and controls.at_rest else None
+        return str(reply.told.result.state) if reply.ok and same and controls.at_rest else None
 
     def _late(self) -> list[Worker]:
         now_s = self._router.loop.time()
@@ -105,7 +105,7 @@ class Follower:
         if (reply.ok or reply.status == CONFLICT) and self._is_outdated(worker):
             reply = await self._update(worker)
         if self._controls.pause_asked is None:
-            resumed = await self._ask(worker, Call("POST", "/v1/resume"), self._controls.patience_s)
+            resumed = await self._ask(worker, RESUME, self._controls.patience_s)
             reply = resumed if reply.ok else reply
         if not reply.ok:
             log.warning("%s does not follow the fleet: %s", worker.name, reply.error)
@@ -114,7 +114,7 @@ class Follower:
 
     async def _pause(self, worker: Worker) -> Reply:
         asked = self._controls.pause_asked or FOR_AN_UPDATE
-        pause = Call("POST", "/v1/pause", msgspec.json.encode(asked))
+        pause = Call("POST", "/v1/pause", msgspec.json.encode(asked), ControlTold)
         reply = await self._ask(worker, pause, asked.timeout + SLACK_S)
         if reply.ok and self._controls.pause_asked is not None:
             self._controls.paused.add(worker)

@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headgate.api.errors import NotFound
 from headgate.router.fanout import Asking, Call, fan_out, of_kind, to_all
 from headgate.router.worker import Worker
@@ -38,39 +40,54 @@ def readiness(router: Router) -> tuple[bool, dict[str, Any]]:
     return not reason, {"ready": not reason, "reason": reason}
 
 
+class EngineAge(msgspec.Struct):
+    cache_horizon_age_s: float | None = None
+
+
+class EngineAges(msgspec.Struct):
+    loads: list[EngineAge]
+
+
+class ModelName(msgspec.Struct):
+    id: str
+
+
+class ModelNames(msgspec.Struct):
+    data: list[ModelName]
+
+
 async def loads(router: Router, asking: Asking) -> dict[str, Any]:
     workers = of_kind(router.fleet, ("headgate",))
-    call = to_all(workers, Call("GET", "/v1/loads"))
+    call = to_all(workers, Call("GET", "/v1/loads", reads=EngineAges))
     replies = await fan_out(router, call, asking, router.config.probe_timeout_s)
     told = [
-        {**load, "worker": reply.worker.url}
+        msgspec.json.decode(load, type=dict[str, msgspec.Raw]) | {"worker": reply.worker.url}
         for reply in replies
         if reply.ok
-        for load in reply.json().get("loads", ())
+        for load in reply.items("loads")
     ]
-    ages = [load["cache_horizon_age_s"] for load in told if load.get("cache_horizon_age_s") is not None]
+    ages = [load.cache_horizon_age_s for reply in replies if reply.ok for load in reply.told.loads]
     return {
         "timestamp": time.time(),
         "dp_rank_count": len(told),
         "loads": told,
-        "cache_horizon_age_s": min(ages, default=None),
+        "cache_horizon_age_s": min((age_s for age_s in ages if age_s is not None), default=None),
         "unreachable": [reply.worker.url for reply in replies if not reply.ok],
     }
 
 
-async def models(router: Router, asking: Asking) -> list[dict[str, Any]]:
+async def models(router: Router, asking: Asking) -> dict[str, msgspec.Raw]:
     """All that some worker serves, each once."""
     workers: list[Worker] = [worker for worker in router.fleet if worker.state != "starting"]
-    call = to_all(workers, Call("GET", "/v1/models"))
-    found: dict[str, dict[str, Any]] = {}
+    call = to_all(workers, Call("GET", "/v1/models", reads=ModelNames))
+    found: dict[str, msgspec.Raw] = {}
     for reply in await fan_out(router, call, asking, router.config.probe_timeout_s):
-        for model in reply.json().get("data", ()) if reply.ok else ():
-            found.setdefault(str(model["id"]), model)
-    return list(found.values())
+        for model, raw in zip(reply.told.data, reply.items("data"), strict=True) if reply.ok else ():
+            found.setdefault(model.id, raw)
+    return found
 
 
-async def model(router: Router, asking: Asking, name: str) -> dict[str, Any]:
-    for each in await models(router, asking):
-        if each["id"] == name:
-            return each
+async def model(router: Router, asking: Asking, name: str) -> msgspec.Raw:
+    if (found := (await models(router, asking)).get(name)) is not None:
+        return found
     raise NotFound(f"the model {name!r} is not served here", param="model", code="model_not_found")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from headgate.api.tickets import Version
 from headgate.router.upstream import NoAnswer, WorkerLost, call
 from headgate.router.worker import Kind, Worker, WorkerState
 
@@ -32,6 +34,36 @@ STATES: dict[str, WorkerState] = {
     "quarantined": "paused",
     "draining": "stopping",  # it shuts down, and may come back; *our* draining ends only when we say so
 }
+
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class EngineLoad(msgspec.Struct):
+    num_running_reqs: Count
+    num_waiting_reqs: Count
+    num_free_blocks: Count
+    num_total_blocks: Count
+    max_running_requests: Count
+    weight_version: Version | Annotated[str, Meta(pattern="^[0-9]{1,18}$")]
+    state: str
+
+
+class WorkerLoads(msgspec.Struct):
+    """A worker's answer to GET /v1/loads."""
+
+    loads: Annotated[list[EngineLoad], Meta(max_length=10_000)]
+    life: str | None = None
+    cache_horizon_age_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None
+
+
+class Model(msgspec.Struct):
+    id: str
+    owned_by: str | None = None
+
+
+class Models(msgspec.Struct):
+    data: list[Model]
 
 
 class Monitor:
@@ -98,44 +130,44 @@ class Monitor:
             log.info("%s is a worker of kind %s with %s", worker.name, kind, ", ".join(models) or "no model named")
         if worker.kind == "headgate":
             generation = worker.generation
-            told = await self._get(worker, "/v1/loads")
+            told: WorkerLoads = await self._get(worker, "/v1/loads", WorkerLoads)
             if worker.generation != generation:  # asked before its weights changed, it may have told of the old ones
-                told = await self._get(worker, "/v1/loads")
+                told = await self._get(worker, "/v1/loads", WorkerLoads)
             return self._read(worker, told)
-        await self._get(worker, "/health" if worker.kind in ("vllm", "sglang") else "/v1/models", parse=False)
+        await self._get(worker, "/health" if worker.kind in ("vllm", "sglang") else "/v1/models")
         return "ready"
 
     async def _identify(self, worker: Worker) -> tuple[Kind, list[str]]:
-        models = await self._get(worker, "/v1/models")
-        names = [str(model["id"]) for model in models["data"]]
-        owners = {str(model.get("owned_by")) for model in models["data"]}
+        models: Models = await self._get(worker, "/v1/models", Models)
+        names = [model.id for model in models.data]
+        owners = {model.owned_by for model in models.data}
         for kind in ("headgate", "vllm", "sglang"):
             if kind in owners:
                 return kind, names
         return "openai", names
 
-    async def _get(self, worker: Worker, path: str, *, parse: bool = True) -> Any:
+    async def _get(self, worker: Worker, path: str, kind: Any = None) -> Any:
         headers = self._router.credentials(worker, [], None)
         timeout_s = self._config.probe_timeout_s
         status, _, body = await call(self._fleet.pool(worker), "GET", path, headers=headers, timeout_s=timeout_s)
         if status != 200:
             raise WorkerLost(f"GET {path} answered {status}")
-        return msgspec.json.decode(body) if parse else None
+        return msgspec.json.decode(body, type=kind) if kind is not None else None
 
-    def _read(self, worker: Worker, told: dict[str, Any]) -> WorkerState:
+    def _read(self, worker: Worker, told: WorkerLoads) -> WorkerState:
         """Take over what one of our own says of itself."""
-        self._fleet.set_life(worker, told.get("life"))
-        loads = told["loads"]
+        self._fleet.set_life(worker, told.life)
+        loads = told.loads
         if not loads:
             raise WorkerLost("none of its engines is up")
-        worker.running = sum(load["num_running_reqs"] for load in loads)
-        worker.waiting = sum(load["num_waiting_reqs"] for load in loads)
+        worker.running = sum(load.num_running_reqs for load in loads)
+        worker.waiting = sum(load.num_waiting_reqs for load in loads)
         worker.others = max(0, worker.running + worker.waiting - worker.in_flight)
-        worker.free_blocks = sum(load["num_free_blocks"] for load in loads)
-        worker.total_blocks = sum(load["num_total_blocks"] for load in loads)
-        worker.max_running = sum(load["max_running_requests"] for load in loads)
-        self._fleet.set_version(worker, min(int(load["weight_version"]) for load in loads))
-        if (age_s := told.get("cache_horizon_age_s")) is not None:
+        worker.free_blocks = sum(load.num_free_blocks for load in loads)
+        worker.total_blocks = sum(load.num_total_blocks for load in loads)
+        worker.max_running = sum(load.max_running_requests for load in loads)
+        self._fleet.set_version(worker, min(int(load.weight_version) for load in loads))
+        if (age_s := told.cache_horizon_age_s) is not None:
             worker.horizon_s = max(worker.horizon_s, self._fleet.clock() - age_s)
-        states = {STATES.get(load["state"], "paused") for load in loads}
+        states = {STATES.get(load.state, "paused") for load in loads}
         return "ready" if states == {"ready"} else "paused"

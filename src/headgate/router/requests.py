@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
-from msgspec import to_builtins
+import msgspec
+from msgspec import Meta, to_builtins
 
 from headgate.api.errors import NotFound
+from headgate.api.requests import RequestList
 from headgate.router.abort import Scope, find
 from headgate.router.disagg import prefill_name
 from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all
@@ -22,15 +24,49 @@ if TYPE_CHECKING:
     from headgate.router.worker import Worker
 
 
+Moment = Annotated[float, Meta(ge=0, le=1e12)]
+
+
+class Happened(msgspec.Struct):
+    event: str
+    at_s: Moment
+
+
+class Aged(msgspec.Struct):
+    age_s: Moment
+
+
+class Elapsed(msgspec.Struct):
+    arrived: Moment
+    elapsed_s: Moment
+
+
+class WorkerPart(msgspec.Struct):
+    """What is read of a worker's answer to GET /v1/requests/{id}; all of it is passed on."""
+
+    status: str
+    events: list[Happened]
+    age_s: Moment | None = None
+    request: Aged | None = None
+    usage: Elapsed | None = None
+
+    def __post_init__(self) -> None:
+        if self.request is None and self.usage is None:
+            raise ValueError("it has neither request nor usage")
+
+
 async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[str, Any]:
     scope.check_all()
     workers = of_kind(router.fleet, ("headgate",))
     replies = await fan_out(
-        router, to_all(workers, Call("GET", "/v1/requests")), asking, router.config.control_timeout_s
+        router,
+        to_all(workers, Call("GET", "/v1/requests", reads=RequestList)),
+        asking,
+        router.config.control_timeout_s,
     )
     told: list[dict[str, Any]] = []
     for reply in replies:
-        told += [{**entry, "worker": reply.worker.url} for entry in reply.json().get("data", ()) if reply.ok]
+        told += [to_builtins(entry) | {"worker": reply.worker.url} for entry in reply.told.data] if reply.ok else []
     known = {_name(router, entry.get("tenant", ""), entry["request_id"]) for entry in told}
     mine = [exchange for exchange in router.live.values() if scope.sees(exchange)]
     here = [_entry(e, router) for e in mine if _name(router, e.tenant, e.id) not in known]
@@ -49,20 +85,20 @@ async def show_request(router: Router, scope: Scope, asking: Asking, name: str) 
         _ask(router, asking, [worker for worker in ours if _may_know(worker, exchange)], name),
         _ask(router, asking, [worker for worker in ours if worker.role == "prefill"], prefill_name(name)),
     )
-    told = [{**reply.json(), "worker": reply.worker.url} for reply in replies if reply.ok]
+    told: list[WorkerPart] = [reply.told for reply in replies if reply.ok]
     story = [to_builtins(stage) for stage in _stages(router, scope, exchange, name, replies, prompts)]
-    if exchange is not None and not exchange.cut and not any(each["status"] == "in_flight" for each in told):
+    if exchange is not None and not exchange.cut and not any(each.status == "in_flight" for each in told):
         entry = _entry(exchange, router)
         here = {"request_id": entry["request_id"], "status": "in_flight", "events": [], "age_s": entry["age_s"]}
         return {**here, "request": entry, "stages": story}
     if not told:
         raise _unknown(name, replies)
-    last = max(told, key=_latest)
-    return {**last, "stages": story}
+    last = max((reply for reply in replies if reply.ok), key=lambda reply: _latest(reply.told))
+    return {**last.fields(), "worker": last.worker.url, "stages": story}
 
 
 async def _ask(router: Router, asking: Asking, workers: Sequence[Worker], name: str) -> list[Reply]:
-    call = Call("GET", f"/v1/requests/{quote(name, safe='')}")
+    call = Call("GET", f"/v1/requests/{quote(name, safe='')}", reads=WorkerPart)
     return await fan_out(router, to_all(workers, call), asking, router.config.control_timeout_s)
 
 
@@ -81,8 +117,8 @@ def _stages(
     replies: Sequence[Reply],
     prompts: Sequence[Reply],
 ) -> list[Stage]:
-    words: list[Word] = [(reply.worker, "prompt", reply.json()) for reply in prompts if reply.ok]
-    words += [(reply.worker, "answer", reply.json()) for reply in replies if reply.ok]
+    words: list[Word] = [(reply.worker, "prompt", to_builtins(reply.told)) for reply in prompts if reply.ok]
+    words += [(reply.worker, "answer", to_builtins(reply.told)) for reply in replies if reply.ok]
     if exchange is not None:
         return stages(words, exchange.departures, began(exchange))
     moved = router.moved.get(name, None if scope.admin else scope.tenant)
@@ -91,9 +127,9 @@ def _stages(
     return stages(words, moved.departures, moved.began)
 
 
-def _latest(told: dict[str, Any]) -> tuple[bool, float]:
+def _latest(told: WorkerPart) -> tuple[bool, float]:
     """Of an answer that has moved, the last worker's word."""
-    return told["status"] == "in_flight", -told.get("age_s", inf)
+    return told.status == "in_flight", -inf if told.age_s is None else -told.age_s
 
 
 def _unknown(name: str, replies: list[Reply]) -> NotFound:
