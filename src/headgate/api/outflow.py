@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping
+from math import inf
 
 STALL_S = 30.0  # without progress, after which a request is ended
 UNREAD_S = 2.0  # that an abort, a pause or a shutdown waits for a client that reads nothing
@@ -28,7 +29,7 @@ class Outflow:
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
         self._mark: int | None = None
-        self._since_s = 0.0
+        self._since_s = -inf  # set before it is read
 
     def stalled_s(self, now_s: float) -> float:
         """How long bytes have waited and none has left, as seen by those who ask; 0 if none waits."""
