@@ -539,6 +539,25 @@ MUTANTS = [
         "timer = None\n",
         test="tests/api/test_accounting.py",
     ),
+    Mutant(
+        "a router ends a request that is not read",
+        "router/downstream.py",
+        "        if self._outflow.stalled_s(now_s) >= self._connections.stall_s:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "a server ends a request that is not read",
+        "api/server.py",
+        "        if self._outflow.stalled_s(now_s) >= stall_s:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "an abort waits at most two seconds for a client that does not read",
+        "api/outflow.py",
+        "(outflow is None or outflow.stalled_s(now_s) < UNREAD_S)\n",
+        "True\n",
+        test="tests/api/test_stalled.py",
+    ),
 ]
 
 # Mutants that break no promise, and why.
