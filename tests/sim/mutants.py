@@ -558,6 +558,32 @@ MUTANTS = [
         "True\n",
         test="tests/api/test_stalled.py",
     ),
+    Mutant(
+        "no salt is the root of another tenant",
+        "protocol/keys.py",
+        "    return repr((tenant, salt))\n",
+        "    return f'{tenant}:{salt}' if tenant else salt\n",
+    ),
+    Mutant(
+        "strangers at a router are strangers at its workers",
+        "router/router.py",
+        "        if tenant is not None and ours:\n",
+        "        if tenant and ours:\n",
+    ),
+    Mutant(
+        "a worker takes no request without a key",
+        "api/keys.py",
+        "        self.closed = bool(self.tenants) or worker is not None",
+        "        self.closed = bool(self.tenants)",
+        test="tests/api/test_keys.py",
+    ),
+    Mutant(
+        "what a client claims to have been told is counted by us",
+        "api/jobs.py",
+        "    return Finish(reason, cause, prompt_tokens, 0, output_tokens)",
+        "    return Finish(reason, cause, prompt, cached, output)",
+        test="tests/api/test_journal.py",
+    ),
 ]
 
 # Mutants that break no promise, and why.
