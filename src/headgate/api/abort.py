@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.errors import Forbidden
-from headgate.api.ledger import Ledger, Past, Record
+from headgate.api.ledger import PREFILL, Ledger, Past, Record
 from headgate.api.outflow import await_readers
 from headgate.api.schema import Tags, convert, read_object
 from headgate.api.state import Api, ChunkStream, api_of
@@ -122,8 +122,14 @@ class Target:
 @dataclass(slots=True)
 class Found:
     targets: list[Target] = field(default_factory=list)
+    by_name: bool = True
     not_found: list[str] = field(default_factory=list)
     already_finished: list[str] = field(default_factory=list)
+
+    @property
+    def listed(self) -> list[Target]:
+        """What the answer names: not the prefill request of another request, unless it was asked for by name."""
+        return [target for target in self.targets if self.by_name or target.record.kind != PREFILL]
 
 
 # ------------------------------------------------------------------------------------------------------------ finding
@@ -132,7 +138,8 @@ class Found:
 def find_all(ledger: Ledger, scope: Scope, tags: Tags | None = None) -> Found:
     """Everything of the caller's that is in flight now, or what of it carries these tags."""
     wanted = (tags or {}).items()
-    return Found([Target(r.label, r) for r in scope.in_flight(ledger) if wanted <= r.tags.items()])
+    mine = [Target(r.label, r) for r in scope.in_flight(ledger) if wanted <= r.tags.items()]
+    return Found(mine, by_name=False)
 
 
 def find(ledger: Ledger, scope: Scope, names: Iterable[str]) -> Found:
@@ -214,7 +221,7 @@ async def abort(api: Api, found: Found, timeout_s: float) -> AbortResult:
 
 def _result(found: Found, held: set[Target]) -> AbortResult:
     result = AbortResult(not_found=found.not_found, already_finished=found.already_finished)
-    for target in found.targets:
+    for target in found.listed:
         outcome = target.record.outcome(target.choice)
         if target in held:
             result.errors.append(
@@ -238,7 +245,7 @@ def accept(found: Found) -> AbortResult:
     return AbortResult(
         not_found=found.not_found,
         already_finished=found.already_finished,
-        accepted=[target.name for target in found.targets],
+        accepted=[target.name for target in found.listed],
     )
 
 

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from headgate.api.abort import Count, Seconds
 from headgate.api.host import BOOT_HEADER, Host, host_of
-from headgate.api.ledger import Record
+from headgate.api.ledger import PREFILL, Record
 from headgate.api.metrics import look_at_all
 from headgate.api.schema import convert, read_object
 from headgate.api.state import Api
@@ -207,8 +207,12 @@ class Controls:
         result = self._result(outcome)
         if result.mode is None and result.state == "pausing":
             result.mode = pause.mode
-        result.aborted, result.finished = len(ended), sum(choice.finished for choice in before.values())
-        result.forced = [known[place].name if place in known else str(place) for place in forced]
+        internal = {place for place, choice in known.items() if choice.record.kind == PREFILL}
+        result.aborted = sum(place not in internal for place in ended)
+        result.finished = sum(choice.finished for place, choice in before.items() if place not in internal)
+        result.forced = [
+            known[place].name if place in known else str(place) for place in forced if place not in internal
+        ]
         result.elapsed_s = round(clock() - began_s, 6)
         if result.state == "running":
             self._metrics.paused.stop()  # a resume came in between

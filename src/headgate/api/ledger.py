@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 HISTORY = 10_000  # usage records kept for those who ask later
 LONGEST_RETRY_S = 60
+PREFILL = "prefill"  # the kind of a request that computes the prompt of another: no entry and no count of its own
 
 
 class ChoiceUsage(msgspec.Struct, frozen=True):
@@ -492,6 +493,8 @@ class Ledger:
             listener(record.usage)
 
     def _account(self, record: Record, usage: UsageRecord) -> None:
+        if usage.kind == PREFILL:
+            return  # the request is counted where it is answered
         metrics = self.metrics
         metrics.requests[usage.finish_reason, usage.cause] += 1
         metrics.whole_request.observe(usage.elapsed_s)

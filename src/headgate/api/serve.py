@@ -22,6 +22,7 @@ from headgate.api.export import ExportDialect
 from headgate.api.generation import Job, Piece, collect, run_all
 from headgate.api.idempotency import replays_of
 from headgate.api.journal import HEADER, Resumable, StreamJournal, WholeJournal, asked_at, seed_of
+from headgate.api.ledger import PREFILL
 from headgate.api.schema import Generation
 from headgate.api.sse import Exchange, Reply
 from headgate.api.state import Api, api_of
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 ON_PREEMPT = "x-headgate-on-preempt"  # with `recompute`: as `--on-preempt recompute`, for this request
+PREFILL_HEADER = "x-headgate-prefill"  # a router's: the request is the prefill part of another
 encode = msgspec.json.Encoder().encode
 
 
@@ -97,6 +99,8 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         recompute=request.headers.get(ON_PREEMPT) == "recompute",
         client=f"{request.client.host}:{request.client.port}" if request.client else "",
     )
+    if request.headers.get(PREFILL_HEADER) is not None and body.export_kv:
+        kind = PREFILL
     work = partial(_serve, api, call, kind, choices, prepare)
     if key := request.headers.get("idempotency-key"):
         response = replays_of(request).exchange(request, key, _asked(body, kind, journal=call.journal), work)

@@ -125,7 +125,7 @@ def _request(exchange: Exchange, worker: Worker) -> bytes:
     body = splice(exchange.request.body, "export_kv", b"true")
     if exchange.ask.request_id is not None:
         body = splice(body, "request_id", msgspec.json.encode(id))  # the last of two counts
-    return exchange.request_to(worker, body, id=id)
+    return exchange.request_to(worker, body, b"x-headgate-prefill: 1\r\n", id=id)
 
 
 async def _ticket(exchange: Exchange, worker: Worker, leg: Leg) -> bytes | None:

@@ -66,7 +66,8 @@ async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[st
     )
     told: list[dict[str, Any]] = []
     for reply in replies:
-        told += [to_builtins(entry) | {"worker": reply.worker.url} for entry in reply.told.data] if reply.ok else []
+        entries = [to_builtins(entry) for entry in reply.told.data] if reply.ok else []
+        told += [entry | {"worker": reply.worker.url} for entry in entries if entry.get("kind") != "prefill"]
     known = {_name(router, entry.get("tenant", ""), entry["request_id"]) for entry in told}
     mine = [exchange for exchange in router.live.values() if scope.sees(exchange)]
     here = [_entry(e, router) for e in mine if _name(router, e.tenant, e.id) not in known]

@@ -1,0 +1,23 @@
+"""A prefill request, with which a router has the prompt of another request computed, has no entry and no count (72)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headgate.api.abort import AbortResult, Found, Scope, accept, find, find_all
+from headgate.api.ledger import PREFILL, Ledger
+from headgate.api.metrics import Metrics
+
+
+def test_72_a_request_and_its_prefill_request_are_one_entry_and_one_count():
+    async def main() -> tuple[Found, AbortResult, AbortResult, Metrics]:
+        ledger = Ledger(Metrics(), limit=8)
+        admin = Scope("", admin=True)
+        async with ledger.admit(label="X", kind="chat"), ledger.admit(label="X-prefill", kind=PREFILL):
+            found = find_all(ledger, admin)
+            return found, accept(found), accept(find(ledger, admin, ["X-prefill"])), ledger.metrics
+
+    found, everything, named, metrics = asyncio.run(main())
+    assert [target.name for target in found.targets] == ["X", "X-prefill"]  # both end
+    assert (everything.accepted, named.accepted) == (["X"], ["X-prefill"])
+    assert sum(metrics.requests.values()) == 1
