@@ -270,7 +270,8 @@ class Record:
     @property
     def handed_in(self) -> int:
         """Tokens of its usage that were handed in; a choice that was cut has only those that have come."""
-        return sum(count for choice, count in self._resumed.items() if choice in self._finished)
+        ended = {choice: usage.output_tokens for choice, usage in self._finished.items()}
+        return sum(min(count, ended.get(choice, 0)) for choice, count in self._resumed.items())
 
     def first_token(self) -> None:
         """The first token of any choice has come; said again, it changes nothing."""

@@ -264,9 +264,8 @@ class Exchange:
         told = self.journal.choices.get(index)
         if told is None:
             return End(index, cause=self.cause)
-        if told.finish is None:
-            return End(index, told.tokens, cause=self.cause, versions=told.versions)
-        return End(index, told.tokens, str(told.finish[0]), str(told.finish[1]), told.versions)
+        # Also a choice of a whole answer that had finished: its text is lost with its worker.
+        return End(index, told.tokens, cause=self.cause, versions=told.versions)
 
     def _unshown(self) -> tuple[Worker, Veiled] | None:
         """The end that its last worker told, and who that was, if the client can have it: nobody has gone on since."""

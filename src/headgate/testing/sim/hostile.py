@@ -352,10 +352,12 @@ ACTORS: tuple[Actor, ...] = (
     _squatter,
     _burst,
     _strict,
+    _liar,
     _stopped_across,
     _pause_while_waiting,
     _deadlines,
     _forger,
     _salts,
     _pry,
+    _crash_in_pause,
 )

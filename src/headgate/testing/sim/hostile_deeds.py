@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headgate.testing.sim.caller import Reply, call
-from headgate.testing.sim.hostile import ANN, BOB, LIES, key_of
+from headgate.testing.sim.hostile import ANN, ASKING, BOB, LIES, key_of
 from headgate.testing.sim.hosts import MODEL, SimServer
 from headgate.testing.sim.script import Deed
 
@@ -139,7 +139,9 @@ class HostileDeeds:
 
     async def ask_politely(self, deed: Deed) -> None:
         """63: a tenant with one request at a time is never refused because of another's."""
-        alone = not any(ask.tenant == ANN for ask in self._world.plan.asks)
+        plan = self._world.plan
+        others = any(other.what in ASKING for other in plan.deeds if other is not deed)
+        alone = not (others or any(ask.tenant == ANN for ask in plan.asks))
         for i in range(deed.more["times"]):
             reply = await self._generate(deed.via, ANN, prompt=[3 + i, 4, 5])
             if reply.status == 429 and alone:

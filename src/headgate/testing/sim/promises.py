@@ -17,7 +17,6 @@ from headgate.testing.sim.script import Ask
 if TYPE_CHECKING:
     from headgate.testing.sim.world import World
 
-PENDING = tuple(f"{number}: " for number in (61, 70, 71, 72, 75))  # not kept yet
 SLACK_S = 1.0  # that an answer may be later than its deadline or timeout
 NETWORK_S = 0.5  # the way there and back, in the worst weather
 STALL_SLACK_S = 3.0  # a router looks at its connections once a second

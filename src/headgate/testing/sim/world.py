@@ -124,9 +124,6 @@ class World:
         self.report.trace.append((self.loop.time(), host.name if host else "-", what))
 
     def fail(self, what: str) -> None:
-        if what[:4] in promises.PENDING:
-            self.note(None, what)
-            return
         self.report.failures.append(what)
         self.note(None, f"WRONG: {what}")
 
@@ -300,7 +297,12 @@ class World:
         """
         answered = ask.reply.whole and ask.reply.ended_s <= asked_s and "idempotency-key" in ask.headers
         again_s = self._asked_again.get(ask.name, -1.0)
-        return again_s < asked_s and not answered and self._ids[ask.name] == 1
+        return again_s < asked_s and not answered and self._ids[ask.name] == 1 and self._is_known(ask, asked_s)
+
+    def _is_known(self, ask: Ask, asked_s: float) -> bool:
+        """Whether a router knows better than a worker that lies: of what it does not have, it can only repeat claims."""
+        there = 0 < ask.reply.began_s < asked_s - GONE_S and not 0 < ask.reply.ended_s <= asked_s
+        return not self.liars or there
 
     def _tokenised(self, text: str) -> None:
         if len(text) > promises.LONGEST_TEXT:
@@ -482,7 +484,7 @@ class World:
             complaints += promises.lists_twice(path, result, self._ids)
             if path == "/v1/pause" and not any(deed.what in hostile.ASKING for deed in self.plan.deeds):
                 complaints += promises.overcounts(result, self.plan.asks, reply.began_s)
-        if to in ROUTERS and self.liars and not self._other_trouble():
+        if to in ROUTERS and self.liars and not self._other_trouble() and not self.plan.update_breaks:
             others = [server.url for server in self.servers if server.name not in self.liars]
             complaints += promises.slanders(_result_of(reply), others)
         for complaint in complaints:
