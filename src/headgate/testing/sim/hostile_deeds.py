@@ -193,7 +193,7 @@ class HostileDeeds:
         if shown:
             world.fail(f"{number}: {tenant or 'a stranger'} is shown {shown}, which are another tenant's")
         ended = await world.control(deed.via, "POST", "/v1/abort_requests", {"req_ids": names}, tenant=tenant)
-        if ended.status == 200:
+        if ended.status == 200 and not world.liars:
             result = ended.json()["result"]
             told = [*(each["request_id"] for each in result["aborted"]), *result["already_finished"]]
             if wrong := [name for name in told if name in foreign]:

@@ -17,6 +17,7 @@ from headgate.testing.sim.script import Ask
 if TYPE_CHECKING:
     from headgate.testing.sim.world import World
 
+REPEATED_S = 3.0  # in which a pause that was refused may be asked for again
 SLACK_S = 1.0  # that an answer may be later than its deadline or timeout
 NETWORK_S = 0.5  # the way there and back, in the worst weather
 STALL_SLACK_S = 3.0  # a router looks at its connections once a second
@@ -99,10 +100,14 @@ def _too_often(kind: str, named: Counter[str], known: Counter[str]) -> Iterator[
 
 
 def overcounts(result: Any, asks: Collection[Ask], since_s: float) -> Iterator[str]:
-    """72: a pause cannot have ended or finished more choices than there were."""
+    """72: a pause cannot have ended or finished more choices than there were. One that is repeated may count them again."""
     if not isinstance(result, dict):
         return
-    there = [ask for ask in asks if ask.reply.began_s and not (ask.reply.whole and ask.reply.ended_s < since_s - 0.5)]
+    there = [
+        ask
+        for ask in asks
+        if ask.reply.began_s and not (ask.reply.whole and ask.reply.ended_s < since_s - REPEATED_S)
+    ]
     told, choices = result.get("aborted", 0) + result.get("finished", 0), sum(ask.n for ask in there)
     if told > choices:
         yield f"72: a pause tells of {told} choices that it has ended or that have finished, and there were {choices}"
