@@ -68,24 +68,32 @@ class Answer:
 
 @asynccontextmanager
 async def call(
-    address: Address, method: str, path: str, body: bytes = b"", api_key: str | None = None
+    address: Address,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    api_key: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Answer]:
     tls = ssl.create_default_context() if address.tls else None
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=LONGEST_LINE)
     try:
-        writer.write(_head(address, method, path, len(body), api_key) + body)
+        writer.write(_head(address, method, path, len(body), api_key, headers or {}) + body)
         yield await _read_head(reader)
     finally:
         writer.close()
 
 
-def _head(address: Address, method: str, path: str, length: int, api_key: str | None) -> bytes:
+def _head(
+    address: Address, method: str, path: str, length: int, api_key: str | None, headers: Mapping[str, str]
+) -> bytes:
     lines = [
         f"{method} {address.path}{path} HTTP/1.1",
         f"Host: {address.host}:{address.port}",
         "Connection: close",
         "Content-Type: application/json",
         f"Content-Length: {length}",
+        *(f"{name}: {value}" for name, value in headers.items()),
     ]
     if api_key:
         lines.append(f"Authorization: Bearer {api_key}")

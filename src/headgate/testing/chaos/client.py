@@ -43,13 +43,27 @@ class Told:
     done: int = 0  # times a stream said that it was over
     retry_after_s: float = 0.0
     first_s: float | None = None
+    strict: bool = False  # its client knows only OpenAI's finish reasons
 
 
-async def ask(address: Address, item: Item, more: Mapping[str, Any], told: Told, timeout_s: float) -> None:
+async def ask(
+    address: Address,
+    item: Item,
+    more: Mapping[str, Any],
+    told: Told,
+    timeout_s: float,
+    *,
+    api_key: str | None = None,
+    strict: bool = False,
+) -> None:
     """Fill `told` as the answer comes; only being cancelled is raised."""
+    told.strict = strict
+    headers = {"X-OpenAI-Strict": "true"} if strict else {}
     try:
         async with asyncio.timeout(timeout_s):
-            await _ask(address, item, msgspec.json.encode(item.body | dict(more)), told)
+            body = msgspec.json.encode(item.body | dict(more))
+            async with call(address, "POST", item.path, body, api_key, headers) as answer:
+                await _read(answer, item, told)
     except TimeoutError:
         told.problem = "hung"
     except (OSError, EOFError, ValueError, HttpFailure) as error:
@@ -59,17 +73,16 @@ async def ask(address: Address, item: Item, more: Mapping[str, Any], told: Told,
         told.ended_s = clock()
 
 
-async def _ask(address: Address, item: Item, body: bytes, told: Told) -> None:
-    async with call(address, "POST", item.path, body) as answer:
-        told.status = answer.status
-        if answer.status != 200:
-            raw = await answer.body()
-            told.problem, told.detail = f"{answer.status} {_code(raw)}", raw.decode("utf-8", "replace")[:300]
-            told.retry_after_s = float(answer.headers.get("retry-after", 0))
-        elif item.streamed:
-            await _read_events(answer, told)
-        else:
-            _hear(msgspec.json.decode(await answer.body()), told)
+async def _read(answer: Answer, item: Item, told: Told) -> None:
+    told.status = answer.status
+    if answer.status != 200:
+        raw = await answer.body()
+        told.problem, told.detail = f"{answer.status} {_code(raw)}", raw.decode("utf-8", "replace")[:300]
+        told.retry_after_s = float(answer.headers.get("retry-after", 0))
+    elif item.streamed:
+        await _read_events(answer, told)
+    else:
+        _hear(msgspec.json.decode(await answer.body()), told)
 
 
 def _code(raw: bytes) -> str:
@@ -93,14 +106,24 @@ async def _read_events(answer: Answer, told: Told) -> None:
 
 
 def _hear(event: dict[str, Any], told: Told) -> None:
-    if (error := event.get("error")) is not None:
-        told.problem, told.detail = f"error {error.get('code')}", str(error.get("message"))
-    if event.get("usage") is not None:
-        told.output_tokens = int(event["usage"]["completion_tokens"])
     for said in event.get("choices", ()):
         if told.first_s is None:
             told.first_s = clock()
         _add(told.choices.setdefault(said["index"], Choice()), said)
+    if (error := event.get("error")) is not None and not _explained(error, told):
+        told.problem, told.detail = f"error {error.get('code')}", str(error.get("message"))
+    if event.get("usage") is not None:
+        told.output_tokens = int(event["usage"]["completion_tokens"])
+
+
+def _explained(error: dict[str, Any], told: Told) -> bool:
+    """Whether it says to a strict client why a choice was cut, which is then an end like `abort`."""
+    found = False
+    for choice in told.choices.values() if told.strict else ():
+        if choice.ends and choice.ends[-1] == ("length", error.get("code")):
+            choice.ends[-1] = ("abort", choice.ends[-1][1])
+            found = True
+    return found
 
 
 def _add(choice: Choice, said: dict[str, Any]) -> None:

@@ -18,15 +18,18 @@ import msgspec
 from headgate.errors import HeadgateError
 from headgate.testing.chaos.client import clock
 from headgate.testing.chaos.fleet import NOBODY, ChaosFleet, control, engines_of, send, vitals
+from headgate.testing.chaos.hostile import HostileClients
 from headgate.testing.chaos.judge import Judge, Pause
-from headgate.testing.chaos.plan import HARMS_A_WORKER, Fault
+from headgate.testing.chaos.plan import HARMS_A_WORKER, KINDS, Fault
 from headgate.testing.chaos.proxy import FaultProxy
 from headgate.testing.chaos.reference import Weights
 
 log = logging.getLogger(__name__)
 
 CALL_S = 10.0  # that a control call is given, and
-MARGIN_S = 30.0  # how much later its answer may come
+MARGIN_S = 10.0  # how much later its answer may come, on a machine that has other work; the promise is 1 s
+SHORT_S = 2.0
+FLUSH_S = 30.0  # that a call has which names no time
 UPDATE_S = 60.0
 RESUME_S = 120.0  # for an operator who says it again and again
 DRAIN_S = 2.0
@@ -81,6 +84,11 @@ class Operators:
             if clock() > until_s:
                 raise HeadgateError(f"the fleet cannot be resumed within {RESUME_S:g} s")
             await asyncio.sleep(0.2)
+
+    async def call_in_time(self) -> None:
+        """61: one of the calls that ask every server, with little time; it changes nothing but what is cached."""
+        await self._call("/v1/abort_requests", {"req_ids": ["none"], "timeout": SHORT_S}, SHORT_S)
+        await self._call("/v1/flush_cache", {}, FLUSH_S)
 
     async def settle(self) -> None:
         """At the end: a server that missed an update gets it, and all run."""
@@ -141,8 +149,10 @@ class Injector:
         operators: Operators,
         vanish: Callable[[int], int],
         abort: Callable[[int], list[str]],
+        hostile: HostileClients,
         seed: int,
     ) -> None:
+        self._hostile = hostile
         self._fleet, self._operators = fleet, operators
         self._vanish, self._abort_some = vanish, abort
         self._chance = random.Random(seed)
@@ -199,6 +209,10 @@ class Injector:
                 await self._operators.update("freeze" if fault.which < 0.8 else "abort")
             case "roll":
                 await self._operators.roll()
+            case "pause_tickets":
+                await self._pause_while_waiting(fault)
+            case _ if KINDS[kind].group == "hostile":
+                await getattr(self._hostile, kind)(fault.lasts_s)
             case "bad_update":
                 await self._operators.bad_update(absent=first_half)
             case _:
@@ -208,6 +222,17 @@ class Injector:
         if ids := self._abort_some(count):
             with suppress(*NOBODY):
                 await control(self._fleet.url, "/v1/abort_requests", {"req_ids": ids, "wait": False}, MARGIN_S)
+
+    async def _pause_while_waiting(self, fault: Fault) -> None:
+        """While prompts wait to be computed elsewhere: those of a burst, which are all new."""
+        waiting = asyncio.ensure_future(self._hostile.long_prompts())
+        try:
+            await asyncio.sleep(0.05 * fault.which)
+            mode = ("abort", "drain", "freeze")[int(fault.which * 2.999)]
+            await self._operators.pause(mode, fault.which * 100 % 1 < 0.5, fault.lasts_s)
+            await waiting
+        finally:
+            waiting.cancel()
 
     # -- processes ----------------------------------------------------------------------
 
@@ -225,6 +250,17 @@ class Injector:
 
     async def _stop_engine(self, victim: int, lasts_s: float) -> None:
         await self._stopped(engines_of(self._fleet.workers[victim].pid), lasts_s)
+
+    async def _stop_across(self, victim: int, lasts_s: float) -> None:
+        """The engines of a server are stopped just when a control call reaches them."""
+        stopped = asyncio.ensure_future(self._stopped(engines_of(self._fleet.workers[victim].pid), lasts_s))
+        try:
+            await self._operators.call_in_time()
+            await stopped
+        finally:
+            stopped.cancel()
+            with suppress(asyncio.CancelledError):
+                await stopped
 
     async def _stopped(self, pids: list[int], lasts_s: float) -> None:
         try:

@@ -30,6 +30,15 @@ from headgate.testing.chaos.proxy import FaultProxy
 
 log = logging.getLogger(__name__)
 
+# Two tenants, so that what one of them does can be kept from the other; and an admin at the router and at the servers.
+POLITE, RUDE, ADMIN, WORKER = "key-of-polite", "key-of-rude", "key-of-operators", "key-of-router"
+ROUTER_KEYS = {
+    "HEADGATE_API_KEYS": f"polite:{POLITE},rude:{RUDE}",
+    "HEADGATE_ADMIN_KEY": ADMIN,
+    "HEADGATE_WORKER_KEY": WORKER,
+}
+SERVER_KEYS = {"HEADGATE_ADMIN_KEY": WORKER}
+
 START_S = 180.0
 DRAIN_S = 5.0
 ASK_S = 10.0
@@ -75,7 +84,7 @@ def send(pid: int | None, number: int) -> None:
 
 async def get(url: str, path: str) -> bytes:
     """What an address answers with 200; OSError if it does not."""
-    async with asyncio.timeout(ASK_S), call(Address.of(url), "GET", path) as answer:
+    async with asyncio.timeout(ASK_S), call(Address.of(url), "GET", path, api_key=ADMIN) as answer:
         body = await answer.body()
         if answer.status != 200:
             raise OSError(f"GET {path} answered {answer.status}")
@@ -120,7 +129,7 @@ class RouterProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env=dict(self._environ),
+            env={**self._environ, **ROUTER_KEYS},
             start_new_session=True,
         )
         self._listening = asyncio.create_task(self._listen())
@@ -172,7 +181,7 @@ class ChaosFleet:
     def __init__(self, arguments: Sequence[str], counts: Mapping[str, int], environ: Mapping[str, str]) -> None:
         self._environ = dict(environ)
         self.proxies = [FaultProxy() for _ in range(sum(counts.values()))]
-        self._local = local_servers(arguments, counts, environ, self._on_ready)
+        self._local = local_servers(arguments, counts, {**environ, **SERVER_KEYS}, self._on_ready)
         self.seen: set[int] = set()  # every process there ever was
 
     @property
@@ -259,5 +268,5 @@ async def control(
 ) -> tuple[int, dict[str, Any]]:
     """A call of an operator: its status, and what it says."""
     data = msgspec.json.encode(body or {})
-    async with asyncio.timeout(timeout_s), call(Address.of(url), "POST", path, data) as answer:
+    async with asyncio.timeout(timeout_s), call(Address.of(url), "POST", path, data, ADMIN) as answer:
         return answer.status, msgspec.json.decode(await answer.body())

@@ -14,6 +14,7 @@ from headgate.testing.chaos.judge import Judge
 
 PATIENCE_S = 180.0  # of a client; beyond it the request has hung
 THINKS_S = 0.5  # at most, between an answer and the next question
+STRICT = 0.15  # of all clients know only OpenAI's finish reasons
 LONGEST_WAIT_S = 2.0  # when told to come back later
 
 
@@ -39,7 +40,10 @@ class Client:
 class Load:
     """Use `run` in a task, and `over` to have every client finish and leave."""
 
-    def __init__(self, url: str, items: Sequence[Item], judge: Judge, clients: int, seed: int) -> None:
+    def __init__(
+        self, url: str, items: Sequence[Item], judge: Judge, clients: int, seed: int, api_key: str | None = None
+    ) -> None:
+        self._api_key = api_key
         self._address, self._items, self._judge, self._seed = Address.of(url), items, judge, seed
         self._clients = [Client(number) for number in range(clients)]
         self._chance = random.Random(seed)
@@ -68,6 +72,10 @@ class Load:
         self._judge.aborted |= set(ids)
         return ids
 
+    def ids(self) -> list[str]:
+        """Of all requests that are under way."""
+        return [client.request_id for client in self._clients if client.task is not None]
+
     def _some(self, count: int) -> list[Client]:
         asking = [client for client in self._clients if client.task is not None and not client.leaving]
         return self._chance.sample(asking, min(count, len(asking)))
@@ -85,7 +93,9 @@ class Load:
         more: dict[str, object] = {"request_id": client.request_id}
         if chance.random() < 0.3:
             more["cache_salt"] = client.request_id  # its prompt is in nobody's cache
-        client.task = asyncio.ensure_future(ask(self._address, item, more, told, PATIENCE_S))
+        strict = chance.random() < STRICT
+        asking = ask(self._address, item, more, told, PATIENCE_S, api_key=self._api_key, strict=strict)
+        client.task = asyncio.ensure_future(asking)
         try:
             await asyncio.wait({client.task})
         finally:

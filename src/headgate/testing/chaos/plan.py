@@ -21,6 +21,7 @@ KINDS = {
     "kill_engine": Kind("servers", 1.0),
     "stop_server": Kind("servers", 1.0, (0.5, 13.0)),
     "stop_engine": Kind("servers", 1.0, (0.5, 13.0)),
+    "stop_across": Kind("servers", 0.7, (4.0, 13.0)),
     "few_files": Kind("servers", 1.0, (1.0, 5.0)),
     "stop_router": Kind("router", 0.7, (0.2, 2.0)),
     "delay": Kind("network", 1.0, (1.0, 6.0)),
@@ -36,6 +37,12 @@ KINDS = {
     "update": Kind("operators", 1.0),
     "roll": Kind("operators", 0.7),
     "bad_update": Kind("operators", 0.7),
+    "pause_tickets": Kind("operators", 0.7, (0.1, 1.5)),
+    "stalled_readers": Kind("hostile", 0.7, (5.0, 45.0)),
+    "giant_prompts": Kind("hostile", 0.7),
+    "twins": Kind("hostile", 1.0),
+    "burst": Kind("hostile", 0.5),
+    "forgers": Kind("hostile", 0.5),
 }
 GROUPS = tuple(dict.fromkeys(kind.group for kind in KINDS.values()))
 HARMS_A_WORKER = frozenset(name for name, kind in KINDS.items() if kind.group in ("servers", "network"))

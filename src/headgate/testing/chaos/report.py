@@ -36,6 +36,7 @@ class Report:
     samples: list[Sample] = field(default_factory=list)
     at_rest: dict[str, tuple[AtRest, AtRest]] = field(default_factory=dict)
     judged: dict[str, Any] = field(default_factory=dict)
+    hostile: dict[str, int] = field(default_factory=dict)  # what hostile clients were told
     router: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
     kv_transfers: int = 0
@@ -75,6 +76,7 @@ class Report:
                 f"{judged.get('tokens', 0)} in {judged.get('answers_compared', 0)} answers that were compared",
             ),
             _row("mixed", f"{judged.get('answers_of_several_weights', 0)} answers under several sets of weights"),
+            _row("hostile", _counts(self.hostile) or "none"),
             _row("router", f"{_counts(self.router)}"),
             _row("servers", f"{self.restarts} started again; KV of {self.kv_transfers} prompts moved between them"),
             _row("control calls", f"{_counts(self.controls)}; slowest {self.slowest_control_s:g} s"),
@@ -99,6 +101,7 @@ class Report:
             "faults": dict(self.faults),
             "requests": self.asked,
             **self.judged,
+            "hostile": self.hostile,
             "router": self.router,
             "servers_started_again": self.restarts,
             "kv_transfers": self.kv_transfers,

@@ -15,7 +15,8 @@ from headgate.testing.chaos import home
 from headgate.testing.chaos.catalogue import Item, catalogue
 from headgate.testing.chaos.client import clock
 from headgate.testing.chaos.deeds import Injector, Operators
-from headgate.testing.chaos.fleet import START_S, ChaosFleet, local_servers, metrics
+from headgate.testing.chaos.fleet import POLITE, START_S, ChaosFleet, local_servers, metrics
+from headgate.testing.chaos.hostile import HostileClients
 from headgate.testing.chaos.judge import Judge
 from headgate.testing.chaos.load import Load
 from headgate.testing.chaos.plan import KINDS, draw
@@ -135,9 +136,10 @@ class Run:
     ) -> None:
         await self._warm_up(fleet, judge, items)
         before = await home.at_rest(fleet)
-        load = Load(fleet.url, items, judge, self.settings.clients, self.settings.seed)
+        load = Load(fleet.url, items, judge, self.settings.clients, self.settings.seed, POLITE)
+        hostile = HostileClients(fleet.url, items, judge, load.ids, self.settings.seed)
         operators = Operators(fleet, judge, models.folders, models.cut)
-        injector = Injector(fleet, operators, load.vanish, load.abort, self.settings.seed)
+        injector = Injector(fleet, operators, load.vanish, load.abort, hostile, self.settings.seed)
         watch = home.Watch(fleet, load.begun_s)
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch.run())
@@ -150,6 +152,7 @@ class Run:
         report.seconds = round(clock() - load.begun_s, 1)
         await self._go_home(fleet, before, watch, report)
         report.observe(load, injector, operators, watch)
+        report.hostile = dict(hostile.answers)
         counted = await metrics(fleet.url)
         report.router = {name: int(counted[f"headgate:router_{name}_total"]) for name in COUNTED}
         report.kv_transfers = int(sum([await self._transfers(worker.url) for worker in fleet.workers]))
@@ -161,7 +164,7 @@ class Run:
 
     async def _warm_up(self, fleet: ChaosFleet, judge: Judge, items: Sequence[Item]) -> None:
         self.say(f"{self.settings.clients} clients warm it up for {self.settings.warm_up_s:g} s")
-        load = Load(fleet.url, items, judge, self.settings.clients, self.settings.seed + 1)
+        load = Load(fleet.url, items, judge, self.settings.clients, self.settings.seed + 1, POLITE)
         asking = asyncio.ensure_future(load.run())
         try:
             await self._sleep(self.settings.warm_up_s)

@@ -1,0 +1,124 @@
+"""Clients that wish the fleet ill. They are a tenant of their own, so that nothing they do may be seen by the others.
+
+What they get is counted. A deed of theirs fails the run where a promise to somebody else, or to them, is broken: an id of
+another tenant's that is refused, a prompt of megabytes that is not refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from headgate.errors import HeadgateError
+from headgate.httpclient import Address, call
+from headgate.testing.chaos.catalogue import COMPLETIONS, Item
+from headgate.testing.chaos.client import Told, ask, clock
+from headgate.testing.chaos.fleet import NOBODY, RUDE
+from headgate.testing.chaos.judge import Judge
+
+PATIENCE_S = 180.0
+GIANT_BYTES = 8 * 2**20
+GIANT_S = 30.0  # for a prompt that cannot fit to be refused, on a machine that has other work
+STALLED = 6  # clients at once
+RECEIVE_BYTES = 2048  # of a socket that is not read
+BURST = 60  # requests at once
+TWINS = 4
+
+
+class HostileClients:
+    """Each method is a fault of the plan, named like it."""
+
+    def __init__(
+        self, url: str, items: Sequence[Item], judge: Judge, in_flight: Callable[[], list[str]], seed: int
+    ) -> None:
+        self._address, self._items, self._judge = Address.of(url), items, judge
+        self._in_flight = in_flight
+        self._chance = random.Random(f"hostile {seed}")
+        self.answers: Counter[str] = Counter()  # what they were told, by deed
+
+    async def stalled_readers(self, lasts_s: float) -> None:
+        """They ask for much and read nothing of it."""
+        loop = asyncio.get_running_loop()
+        body = {"prompt": "gate", "n": 16, "stream": True, "max_tokens": 500, "ignore_eos": True, "logprobs": 5}
+        content = msgspec.json.encode(body)
+        lines = [f"POST {COMPLETIONS} HTTP/1.1", "Host: fleet", f"Authorization: Bearer {RUDE}"]
+        request = "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
+        sockets = [socket.socket() for _ in range(STALLED)]
+        try:
+            for each in sockets:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+                each.setblocking(False)
+                with suppress(*NOBODY):
+                    async with asyncio.timeout(PATIENCE_S):
+                        await loop.sock_connect(each, (self._address.host, self._address.port))
+                        await loop.sock_sendall(each, request)
+                self.answers["stalled_readers"] += 1
+            await asyncio.sleep(lasts_s)
+        finally:
+            for each in sockets:
+                each.close()
+
+    async def giant_prompts(self, lasts_s: float) -> None:
+        begun_s = clock()
+        status = await self._post({"prompt": "gate " * (GIANT_BYTES // 5), "max_tokens": 1})
+        self.answers[f"giant_prompts {status}"] += 1
+        if status == 200:
+            raise HeadgateError("a prompt that fits no context was answered")
+        if clock() - begun_s > GIANT_S:
+            raise HeadgateError(f"a prompt that fits no context was refused after {clock() - begun_s:.1f} s")
+
+    async def twins(self, lasts_s: float) -> None:
+        """Requests with ids that another tenant uses at this moment, or will use next."""
+        ids = self._in_flight()
+        async with asyncio.TaskGroup() as tasks:
+            for id in self._chance.sample(ids, min(len(ids), TWINS)):
+                tasks.create_task(self._twin(id))
+
+    async def _twin(self, id: str) -> None:
+        item, told = self._chance.choice(self._items), Told(clock())
+        await ask(self._address, item, {"request_id": id}, told, PATIENCE_S, api_key=RUDE)
+        if told.problem is not None and told.problem.startswith("429"):
+            self.answers["twins 429"] += 1  # of a tenant that asks for much
+            return
+        self.answers[f"twins {self._judge.ended(id, item, told)}"] += 1
+
+    async def burst(self, lasts_s: float) -> None:
+        statuses = await asyncio.gather(*(self._post(self._small(i)) for i in range(BURST)))
+        self.answers.update(f"burst {status}" for status in statuses)
+
+    def _small(self, number: int) -> dict[str, Any]:
+        return {"prompt": f"gate {number}", "max_tokens": 20, "ignore_eos": True}
+
+    async def long_prompts(self) -> None:
+        """Prompts that are computed by one server for another, with nothing of them in any cache."""
+        async with asyncio.TaskGroup() as tasks:
+            for item in [item for item in self._items if item.number % 6 == 4][:BURST]:
+                tasks.create_task(self._long(item))
+
+    async def _long(self, item: Item) -> None:
+        told, id = Told(clock()), f"long-{self._chance.randrange(2**48):x}"
+        await ask(self._address, item, {"request_id": id, "cache_salt": id}, told, PATIENCE_S, api_key=RUDE)
+        if not (told.problem or "").startswith("429"):
+            self.answers[f"long_prompts {self._judge.ended(id, item, told)}"] += 1
+
+    async def forgers(self, lasts_s: float) -> None:
+        """They claim to have been told what no engine has made."""
+        claim = {"index": 0, "token_ids": [3, 4], "finish": ["stop", "eos", 2**31 - 1, 2**31 - 1, 2**31 - 1]}
+        status = await self._post({"prompt": "gate", "max_tokens": 4, "resume": {"choices": [claim]}})
+        self.answers[f"forgers {status}"] += 1
+
+    async def _post(self, body: dict[str, Any]) -> int:
+        """The status of the answer, which is read; 0 if there was none."""
+        with suppress(*NOBODY):
+            async with asyncio.timeout(PATIENCE_S):
+                async with call(self._address, "POST", COMPLETIONS, msgspec.json.encode(body), RUDE) as answer:
+                    await answer.body()
+                    return answer.status
+        return 0
