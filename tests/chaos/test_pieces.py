@@ -20,9 +20,10 @@ import uvloop
 
 from headgate.errors import RequestError
 from headgate.testing.chaos.catalogue import COMPLETIONS, Item, catalogue
-from headgate.testing.chaos.client import Choice, Told
+from headgate.testing.chaos.client import Choice, Told, _hear
 from headgate.testing.chaos.fleet import vitals
 from headgate.testing.chaos.home import AtRest, Sample, grown, leaked, too_large
+from headgate.testing.chaos.hostile import HostileClients
 from headgate.testing.chaos.judge import Judge, Pause
 from headgate.testing.chaos.load import Ended
 from headgate.testing.chaos.plan import KINDS, chosen, draw
@@ -404,3 +405,23 @@ def test_whatever_was_found_makes_a_report_fail(where):
     told = report()
     getattr(told, where).append("something is wrong")
     assert told.problems and "FAILED: 1 problems" in told.table() and "something is wrong" in told.table()
+
+
+# ----------------------------------------------------------------------------------------------------- hostile clients
+
+
+def test_every_hostile_kind_of_the_plan_is_a_deed_of_hostile_clients():
+    assert all(hasattr(HostileClients, name) for name, kind in KINDS.items() if kind.group == "hostile")
+
+
+def test_57_the_error_that_tells_a_strict_client_of_a_cut_is_no_problem_and_any_other_is():
+    def heard(code: str, *, strict: bool) -> Told:
+        told = Told(0.0, strict=strict)
+        _hear({"choices": [{"index": 0, "finish_reason": "length", "cause": "pause", "text": ""}]}, told)
+        _hear({"error": {"code": code, "message": "cut short"}}, told)
+        return told
+
+    cut = heard("pause", strict=True)
+    assert cut.problem is None and cut.choices[0].ends == [("abort", "pause")]
+    assert heard("engine_lost", strict=True).problem == "error engine_lost"
+    assert heard("pause", strict=False).problem == "error pause"
