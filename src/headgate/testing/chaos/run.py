@@ -167,6 +167,9 @@ class Run:
         load = Load(fleet.url, items, judge, self.settings.clients, self.settings.seed + 1, POLITE)
         asking = asyncio.ensure_future(load.run())
         try:
+            if "giant_prompts" in self.settings.kinds:  # what buffers they take, processes keep
+                hostile = HostileClients(fleet.url, items, judge, load.ids, self.settings.seed)
+                await asyncio.gather(hostile.giant_prompts(0.0), hostile.giant_prompts(0.0))
             await self._sleep(self.settings.warm_up_s)
             load.over.set()
             async with asyncio.timeout(CALM_S):
