@@ -85,7 +85,7 @@ def grown(samples: Sequence[Sample]) -> Iterator[tuple[str, float, float]]:
         mine = [sample for sample in samples if sample.pid == pid and sample.process == name]
         early = [sample.rss_mb for sample in mine if sample.at_s <= first_s + window_s]
         late = [sample.rss_mb for sample in mine if sample.at_s >= last_s - window_s]
-        if early and late:
+        if early and late and mine[0].at_s <= first_s + SAMPLE_EVERY_S:  # it has not started meanwhile
             yield name, round(median(early), 1), round(median(late), 1)
 
 
