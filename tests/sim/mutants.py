@@ -584,6 +584,50 @@ MUTANTS = [
         "    return Finish(reason, cause, prompt, cached, output)",
         test="tests/api/test_journal.py",
     ),
+    Mutant(
+        "a router answers a control call in time",
+        "router/fanout.py",
+        "SLACK_S = 0.85  #",
+        "SLACK_S = 20.0  #",
+    ),
+    Mutant(
+        "a server answers a control call in time",
+        "api/control.py",
+        "MARGIN_S = 0.7  #",
+        "MARGIN_S = 17.0  #",
+    ),
+    Mutant(
+        "a malformed answer is the error of its worker",
+        "router/fanout.py",
+        "    except UNREADABLE as error:\n",
+        "    except ZeroDivisionError as error:\n",
+    ),
+    Mutant(
+        "a pause ends what was accepted and no worker has",
+        "router/control.py",
+        "            ended = await self.end_accepted(body, accepted, due_s + SLACK_S)\n",
+        "            ended = 0\n",
+    ),
+    Mutant(
+        "an abort names no request that computes the prompt of another",
+        "api/abort.py",
+        "        return [target for target in self.targets if self.by_name or target.record.kind != PREFILL]\n",
+        "        return list(self.targets)\n",
+        test="tests/api/test_prefill_requests.py",
+    ),
+    Mutant(
+        "an answer stays where it goes last",
+        "core/scheduler.py",
+        "        elif self.limits.reschedules and not seq.request.recompute:\n",
+        "        elif self.limits.reschedules:\n",
+        test="tests/core/test_scheduler.py",
+    ),
+    Mutant(
+        "a pause outlives the engines that crash in it",
+        "engine/replicas.py",
+        " and any(isinstance(result, Denied) for result in outcome.values()):\n",
+        ":\n",
+    ),
 ]
 
 # Mutants that break no promise, and why.

@@ -314,7 +314,7 @@ def _end(ask: Ask, choice: Choice, seen: Circumstances) -> Iterator[str]:
         case "abort":
             if cause not in _causes(ask, seen):
                 yield f"aborted by {cause}"
-        case "pd_reschedule" if seen.reschedules:
+        case "pd_reschedule" if seen.reschedules and (seen.trouble or not ask.routed):  # 74
             pass
         case other:
             yield f"finished with {other}"
