@@ -311,3 +311,23 @@ def test_63_a_tenant_whose_own_requests_fill_the_queue_is_refused(carry_out):
     polite = deed(0.3, "ask_politely", times=1)
     report, _ = carry_out(asks, polite, tenants=hostile.TENANTS, max_in_flight=1, max_queue=1)
     assert not report.failures
+
+
+@pytest.mark.parametrize("stopped", [("server1",), ("server0", "server1")], ids=["its server", "all servers"])
+def test_69_an_aborted_answer_is_told_by_its_deadline_with_what_there_is(carry_out, stopped):
+    """Its text was asked of another server without what there was, and for longer than that. Found by seed 2700067."""
+    cut = ask("a", stream=False, deadline_ms=1500)
+    stops = [deed(0.4, "stop_server", who, lasts_s=9.0) for who in stopped]
+    report, _ = carry_out([cut], *stops, deed(0.5, "abort", req_ids=["a"], timeout=1.0))
+    assert not report.failures
+    assert report.ends == {"api_abort": 1} and len(cut.reply.json()["choices"][0]["completion_token_ids"]) > 10
+
+
+@pytest.mark.parametrize(("mode", "end"), [("abort", "pause"), ("freeze", "max_tokens")])
+def test_71_a_request_that_waits_for_weights_obeys_a_pause_like_any_other(carry_out, mode, end):
+    """It was refused with what the last worker had said, that its engine had old weights. Found by seed 41300220."""
+    lost = [deed(1.0, "return_old", f"server{i}", which=0.0) for i in (0, 1)]
+    pause = deed(1.8, "pause", mode=mode, new_requests="reject", timeout=1.0, lasts_s=0.5)
+    report, _ = carry_out([ask("a", 1.2, max_tokens=12)], deed(0.1, "roll"), *lost, pause)
+    assert not report.failures
+    assert report.ends == {end: 1}

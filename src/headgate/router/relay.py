@@ -61,6 +61,7 @@ RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
 PAUSED = b'"code":"paused"'  # cannot stand inside a JSON string, which would escape its quotes
 MOST_CHOICES = 1024  # that are told of an end which no worker tells
 DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
+WORDS_S = 2.0  # for a worker to tell the text of an answer that was aborted
 
 
 class NoWorker(Unavailable):
@@ -455,7 +456,7 @@ class Exchange:
             return await self._carry(tried, fresh=fresh)
         except asyncio.CancelledError:
             gone = self.client.gone or self.router.draining or not self.ending
-            if gone or self.course is None or not self._has_words_to_find(self.course):
+            if gone or self.cut or self.course is None or not self._has_words_to_find(self.course):
                 raise
         if (task := asyncio.current_task()) is not None:
             task.uncancel()  # it was aborted between two workers, and its words are still to be found
@@ -500,14 +501,26 @@ class Exchange:
         if not unknown or self.ask.logprobs or self.router.holding or self.cause == DEADLINE:
             return False
         self.journal.end(min(self.ask.n, MOST_CHOICES), self.cause)
-        self.cut = True
+        if not self.cut:
+            self.cut, self.moves = True, max(self.moves, 1)
+            self._end_without_words_in(WORDS_S)
         self._placement = self._placement or self.router.choose(self, course)
         return self._placement is not None
+
+    def _end_without_words_in(self, time_s: float) -> None:
+        """This takes the place of the deadline, which still holds, with its grace."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if (left_s := self._left_s) is not None:
+            time_s = min(time_s, max(left_s, 0.0) + DEADLINE_GRACE_S)
+        self._timer = self.router.loop.call_later(time_s, self.cancel)
 
     def _tell_last(self, course: Course) -> None:
         if course.last is None:
             raise self.router.nobody()
         worker, outcome = course.last
+        if self.cut and isinstance(outcome, Answered) and outcome.status != 200:
+            return self._tell_end()  # no worker has found its words
         refused = isinstance(outcome, Lost) or (isinstance(outcome, Answered) and outcome.status == 503)
         if refused and self._left_s is not None and self._left_s <= 0:
             self._note_late()  # which says more than that a worker was paused, or lost
