@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headgate.api.gate import Gate
+from headgate.api.keys import Keys
+from headgate.api.sharing import Sharing
+from headgate.errors import EngineDead
 from headgate.testing.tiny import tiny_model
 from tests.api.scripted import Client, ScriptedEngines, scripted_app
 
@@ -39,3 +45,28 @@ def test_64_the_body_of_a_refused_request_is_freed_at_once(tmp_path: Path, monke
         assert [known() for known in seen] == [None]
     finally:
         gc.enable()
+
+
+def test_a_request_that_goes_on_after_an_error_is_not_ended_by_another_that_was_refused_with_it():
+    """An engine that is lost gives all its streams the same error; some are refused with it, and others move."""
+    error = EngineDead("the engine was lost")
+
+    async def stream() -> AsyncIterator[str]:
+        with suppress(EngineDead):
+            raise error
+        yield "moved"
+        yield "and told"
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        raise error
+
+    async def main() -> None:
+        going_on = stream()
+        assert await anext(going_on) == "moved"
+        client = Client(Gate(refuse, Keys(), Sharing(), 1 << 20), "/v1/completions", {})
+        await client.call()
+        for _ in range(10):  # turns of the event loop, in which it would be closed
+            await asyncio.sleep(0)
+        assert client.status == 503 and await anext(going_on) == "and told"
+
+    asyncio.run(main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
-from traceback import clear_frames
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -58,8 +57,7 @@ class Gate:
             log.debug("%s: broken off", state["request_id"])
         except Exception as error:
             await self._explain(error, answer, scope, receive)
-            # What the frames of a refusal know, a prompt of megabytes among it, goes now and not with the collector.
-            clear_frames(error.__traceback__)
+            _forget_frames(error)
         finally:
             if charge is not None:
                 charge.release()
@@ -135,3 +133,13 @@ def _reworded(error: HTTPException, scope: Scope) -> HTTPException:
         allowed = (error.headers or {}).get("Allow", "another method")
         return HTTPException(405, f"{scope['path']} takes {allowed}, not {scope['method']}", error.headers)
     return error
+
+
+def _forget_frames(error: BaseException) -> None:
+    """What the frames of a refusal know, a prompt of megabytes among it, goes now and not with the collector.
+
+    They are not cleared: several requests may have been given the same error, and those that go on have frames in it.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__, seen = None, seen.__cause__ or seen.__context__
