@@ -225,10 +225,13 @@ def test_55_a_request_waits_for_another_worker_when_its_own_comes_back_with_old_
     assert report.ends == {"max_tokens": 1}
 
 
-def test_24_a_worker_that_joins_again_during_a_pause_is_seen_to_be_resumed_through_another_router(carry_out):
+@pytest.mark.parametrize("timeout_s", [0.2, 10.0], ids=["before it has followed", "when it has followed"])
+def test_24_a_worker_that_joins_again_during_a_pause_is_seen_to_be_resumed_through_another_router(
+    carry_out, timeout_s
+):
     """As a worker of the fleet it was a new one, and was paused again, and so for ever. Found by seed 1000112."""
     away = deed(1.0, "stop_server", lasts_s=8.0)
-    pause = deed(1.0, "pause", back="router1", mode="freeze", new_requests="queue", timeout=0.2)
+    pause = deed(1.0, "pause", back="router1", mode="freeze", new_requests="queue", timeout=timeout_s)
     report, _ = carry_out([], away, pause, deed(4.0, "remove"), servers=1, routers=2)
     assert not report.failures
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from headgate.protocol.request import Ticket
+from headgate.testing.sim.caller import Reply
 from headgate.testing.sim.engine import EngineProcess
 from headgate.testing.sim.hostile_deeds import HostileDeeds
 from headgate.testing.sim.hosts import SimServer
@@ -24,6 +25,14 @@ BACK_S = 60.0  # for whoever was away to be like the others
 def _lives(server: SimServer, host: Host) -> bool:
     """Whether it has not been away since it was this host."""
     return server.alive and server.host is host
+
+
+def _states(reply: Reply) -> dict[str, str]:
+    """Of the workers, as a control call has told them; none if it was not answered."""
+    told = reply.json() if reply.whole else {}
+    result = told.get("result") if isinstance(told, dict) else None
+    workers = result.get("workers", {}) if isinstance(result, dict) else {}
+    return {url: each["state"] for url, each in workers.items()}
 
 
 class Deeds(HostileDeeds):
@@ -247,13 +256,15 @@ class Deeds(HostileDeeds):
 
     async def pause(self, deed: Deed) -> None:
         world = self._world
-        await world.control(deed.via, "POST", "/v1/pause", deed.more)
+        paused = _states(await world.control(deed.via, "POST", "/v1/pause", deed.more))
         await asyncio.sleep(deed.lasts_s)
         pauses, lives = world.pauses, [(server, server.host) for server in world.servers]
         reply = await world.control(deed.back, "POST", "/v1/resume")
         if deed.back != deed.via and reply.status == 200:
-            had = reply.json()["result"]["workers"]
-            resumed = [(server, host) for server, host in lives if server.url in had]
+            had = _states(reply)
+            # A server that had not followed the pause may yet do so, for the router that was asked for it.
+            both = [url for url, state in paused.items() if state == "paused" and url in had]
+            resumed = [(server, host) for server, host in lives if server.url in both]
             await self._let_go(deed.via, lambda: world.pauses != pauses or not any(_lives(*each) for each in resumed))
 
     async def _let_go(self, router: str, overtaken: Callable[[], bool]) -> None:
