@@ -8,7 +8,7 @@ from hashlib import blake2b
 import msgspec
 import pytest
 
-from headgate.protocol.keys import KEY_BYTES, RUN, next_keys, root_key
+from headgate.protocol.keys import KEY_BYTES, RUN, next_keys, root_key, tenant_salt
 from headgate.protocol.output import Outputs
 from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
 
@@ -124,6 +124,12 @@ def test_keys_of_many_blocks_are_those_of_one_after_another_also_when_they_are_r
                     last = blake2b(last + block.tobytes(), digest_size=KEY_BYTES).digest()
                     expected.append(last)
                 assert next_keys(parent, tokens, block_size) == expected
+
+
+def test_66_no_two_pairs_of_tenant_and_salt_make_the_same_root():
+    names = ("", "a", ":", "a:", ":a", "', '", "('a', 'b')", "a\\", "'")
+    roots = {tenant_salt(tenant, salt) for tenant in names for salt in names}
+    assert len(roots) == len(names) ** 2
 
 
 def test_outputs_are_true_when_they_say_something():
