@@ -10,6 +10,7 @@ import pytest
 
 from headgate.api.admission import Admission
 from headgate.api.errors import QueueFull
+from headgate.api.sharing import Sharing
 from tests.router.run import run
 
 
@@ -32,6 +33,24 @@ def test_46_room_is_given_in_the_order_of_arrival():
         await second
         admission.leave("")
         assert (admission.in_flight, admission.waiting) == (0, 0)
+
+    run(main())
+
+
+def test_63_tenants_that_have_nothing_in_flight_get_places_in_turns():
+    async def main() -> None:
+        admission, order = Admission(2, 100, Sharing(["greedy", "eager", "polite"])), []
+
+        async def work(tenant: str) -> None:
+            async with admission.place(tenant):
+                order.append(tenant)
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            for tenant in [*("greedy", "eager") * 20, "polite"]:
+                tasks.create_task(work(tenant))
+        assert order.index("polite") < 6
+        assert order.count("greedy") == order.count("eager") == 20
 
     run(main())
 
@@ -93,12 +112,12 @@ def test_46_a_full_queue_takes_a_newcomer_in_place_of_one_of_the_tenant_that_wai
         with pytest.raises(QueueFull):
             await admission.enter("many")
         admission.leave("many")
-        await tasks[0]  # nobody has anything in flight: who came first is first
+        await tasks[0]  # neither tenant has anything in flight: the first in the queue is first
         admission.leave("many")
+        await few  # then the other tenant has its turn
+        admission.leave("few")
         await tasks[1]
         admission.leave("many")
-        await few
-        admission.leave("few")
         assert (admission.in_flight, admission.waiting) == (0, 0)
 
     run(main())

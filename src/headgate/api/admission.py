@@ -1,7 +1,7 @@
 """How many requests are in flight at once, and who is next when there is room.
 
 Beyond the limit a request waits; beyond the queue it is refused at once. Room goes to the tenant that has the least in
-flight. A full queue takes a newcomer only in place of a request of a tenant that has more waiting.
+flight, and in turns to tenants that have as little. A full queue takes a newcomer only in place of a request of a tenant that has more waiting.
 """
 
 from __future__ import annotations
@@ -102,8 +102,10 @@ class Admission:
             return
         self._shares.give_back(tenant)
         while (least := self._next()) is not None:
-            place = self._waiting[least][0]
-            self._forget(least, place)
+            queue = self._waiting.pop(least)
+            place = queue.popleft()
+            if queue:
+                self._waiting[least] = queue  # behind all others: of tenants that have as little, each gets a turn
             if not place.done():
                 self._take(least)
                 place.set_result(None)
