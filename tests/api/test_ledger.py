@@ -272,6 +272,18 @@ async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
             assert ledger.in_flight == 4
 
 
+async def test_68_tokens_that_were_handed_in_move_no_counter_when_the_client_leaves():
+    ledger = Ledger(Metrics(), limit=4)
+    async with ledger.admit(kind="chat", choices=2) as record:
+        for choice in range(2):
+            record.prompt(5, choice)
+            record.resume(choice, 100)
+            record.tokens(7, choice)
+        finish(record, output_tokens=107)
+        record.client_left("client_disconnect")
+    assert ledger.metrics.tokens["output"] == 14
+
+
 @pytest.mark.parametrize(
     ("tenants", "asked", "several"),
     [

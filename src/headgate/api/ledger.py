@@ -222,6 +222,7 @@ class Record:
             if i not in self._finished:
                 why = self._asked.setdefault(i, cause)
                 self._finished[i] = self._cut(i, "abort", why)
+                self._resumed.pop(i, None)  # no part of these counts
                 if i in self.streams:
                     self.streams[i].cause = why
         self._wake()
