@@ -1,7 +1,8 @@
 """How many requests are in flight at once, and who is next when there is room.
 
 Beyond the limit a request waits; beyond the queue it is refused at once. Room goes to the tenant that has the least in
-flight, and in turns to tenants that have as little. A full queue takes a newcomer only in place of a request of a tenant that has more waiting.
+flight, and in turns to tenants that have as little. A full queue takes a newcomer only in place of a request of a tenant
+that has more waiting.
 """
 
 from __future__ import annotations
