@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import normalizers, pre_tokenizers
 
+from headgate.api import schema
+from headgate.api.abort import MOST_NAMES
 from headgate.api.bodies import BODIES_AT_ONCE, FREE_BYTES, Bodies
 from headgate.api.errors import BodyTooLarge, QueueFull
 from headgate.api.sharing import Sharing
@@ -19,6 +21,30 @@ from tests.text.conftest import byte_fallback, byte_level, word_piece
 
 TEXT = "word " * 180_000  # the largest body that the server of these tests takes, for 512 tokens of context
 USER = {"role": "user", "content": TEXT}
+
+
+def test_64_the_names_in_one_abort_are_bounded_because_each_is_looked_up_on_the_event_loop(server: LiveServer):
+    response = server.post("/v1/abort_requests", {"req_ids": [f"{i}-1" for i in range(MOST_NAMES + 1)]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "req_ids"
+    response = server.post("/v1/abort_requests", {"req_ids": [f"{i}-1" for i in range(MOST_NAMES)]})
+    assert len(response.json()["result"]["not_found"]) == MOST_NAMES
+
+
+@pytest.mark.parametrize("path", ["/v1/abort_requests", "/abort_request", "/v1/pause"])
+def test_64_a_control_body_of_very_many_values_is_refused_before_they_are_built(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    monkeypatch.setattr(schema, "CONTROL_VALUES", 1 << 16)
+    response = server.post(path, {"req_ids": ["a"] * (1 << 17)})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_values")
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a", "x" * 500_000: 1}, {"prompt": "a", "model": "x" * 500_000}])
+def test_64_a_refusal_does_not_repeat_a_giant_name(server: LiveServer, body: Any):
+    response = server.post("/v1/completions", body)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 3000
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 GENERATED = "req-"
 LEAST_S = 0.05  # for clients to be told of what the engines have ended just in time
 
+MOST_NAMES = 1 << 14  # in one call: each is looked up on the event loop
+
 UNREAD = "it has ended and holds no blocks; its client has not read the end"
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
@@ -44,7 +46,7 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One of `abort_all`, `req_ids` and `tags` says which."""
 
     abort_all: bool = False
-    req_ids: Annotated[list[Id], Meta(min_length=1)] | None = None
+    req_ids: Annotated[list[Id], Meta(min_length=1, max_length=MOST_NAMES)] | None = None
     tags: Tags | None = None
     wait: bool = True
     timeout: Seconds = DEFAULT_TIMEOUT_S

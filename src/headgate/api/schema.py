@@ -255,6 +255,8 @@ T = TypeVar("T")
 LARGE_BYTES = 1 << 18  # of a body that is looked at before it is decoded
 VALUES_PER_TOKEN = 8  # of context, that a body may have
 MORE_VALUES = 1 << 16  # for all else
+CONTROL_VALUES = 1 << 20  # of the body of a control call
+LONGEST_COMPLAINT = 1000  # characters of it; it may quote a name of megabytes
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
@@ -296,6 +298,8 @@ def decode(body: bytes, kind: type[T]) -> T:
 async def read_object(request: Request) -> dict[str, Any]:
     """A body that may be left out, as an object that is yet to be checked."""
     body = await request.body()
+    if len(body) > LARGE_BYTES and body.count(b",") > CONTROL_VALUES:
+        raise RequestError(f"the body has more than {CONTROL_VALUES} values", code="too_many_values")
     read: dict[str, Any] = decode(body, dict[str, Any]) if body.strip() else {}
     return read
 
@@ -310,6 +314,8 @@ def convert(value: Any, kind: Any, param: str) -> Any:
 
 def _explained(message: str, within: str = "") -> RequestError:
     """msgspec's complaint, with the field as OpenAI names it: `messages[0].role`."""
+    if len(message) > LONGEST_COMPLAINT:
+        message = message[: LONGEST_COMPLAINT // 2] + "..." + message[-LONGEST_COMPLAINT // 2 :]
     found = _PATH.search(message)
     path = found["path"] if found else ""
     path = within + ("" if not within or not path or path.startswith("[") else ".") + path
