@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from headgate.api.ledger import Record
+from headgate.collector import collector_off
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import COMPLETIONS, Heard, asking, begun, get, post, stream, streaming, until
 from tests.api.live import LiveServer, live_server
@@ -169,3 +172,19 @@ def test_53_a_probe_is_accounted_for_like_anyone(server: LiveServer):
         assert server.api.ledger.metrics.tokens["engine"] == before + 1
 
     asyncio.run(main())
+
+
+def test_records_of_ended_requests_do_not_wait_for_the_collector(server: LiveServer):
+    def kept() -> int:
+        return sum(type(found) is Record for found in gc.get_objects())
+
+    async def main() -> None:
+        assert (await post(server.url, COMPLETIONS, asking(3))).status == 200
+        async with streaming(server.url, [asking(3)]):
+            pass
+
+    gc.collect()
+    with collector_off():
+        before = kept()
+        asyncio.run(main())
+        wait_until(lambda: kept() <= before, 20)

@@ -120,7 +120,7 @@ def _asked(body: Generation, kind: str, *, journal: bool) -> str:
 def check_model(api: Api, name: str | None) -> None:
     if name and name != api.model_name:
         raise NotFound(
-            f"the model {name!r} is not served here; ask for {api.model_name!r}",
+            f"the model {name!r:.300} is not served here; ask for {api.model_name!r}",
             param="model",
             code="model_not_found",
         )
@@ -154,6 +154,8 @@ async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare
     except HeadgateError:
         if not reply.ended:
             raise
+    finally:
+        reply.on_left = None  # which would keep reply and record alive until the collector comes
 
 
 def _left(api: Api, call: Call, record: Record, cause: Cause) -> None:
