@@ -477,7 +477,8 @@ class World:
     def _check_answer(self, to: str, path: str, body: Any, reply: Reply, away_s: float) -> None:
         """What holds of every control answer, whatever has happened."""
         complaints: list[str] = []
-        if not (path == "/v1/update_weights" and body and "strategy" in body):
+        dark = any(deed.what == "lose_machine" and deed.who == to for deed in self.plan.deeds)  # and out of reach
+        if not dark and not (path == "/v1/update_weights" and body and "strategy" in body):
             complaints += promises.late_answer(f"{path} to {to}", reply, promises.timeout_of(path, body), away_s)
         if reply.status == 200 and to in ROUTERS and not self.liars:
             result = reply.json().get("result")
