@@ -263,8 +263,8 @@ async def test_63_one_tenant_cannot_take_the_last_places_while_there_may_be_othe
 async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
     ledger = Ledger(Metrics(), limit=4)
     async with ledger.admit(share=ledger.sharing.name("", "10.0.0.1"), kind="chat", choices=4):
-        pass
-    ledger.sharing.name("", "10.0.0.2")
+        with pytest.raises(QueueFull):
+            await ledger.admit(share=ledger.sharing.name("", "10.0.0.2"), kind="chat").__aenter__()
     async with ledger.admit(share="10.0.0.1", kind="chat", choices=3):
         with pytest.raises(QueueFull):
             await ledger.admit(share="10.0.0.1", kind="chat").__aenter__()
@@ -301,8 +301,18 @@ def test_63_places_are_shared_once_there_may_be_others(
 ):
     sharing = Sharing(tenants)
     for tenant, peer in asked:
-        sharing.name(tenant, peer)
+        sharing.takes(sharing.name(tenant, peer))
     assert sharing.several is several
+
+
+def test_63_probes_and_control_calls_take_nothing_so_a_single_tenant_keeps_all_places():
+    sharing = Sharing(["alice"])
+    sharing.takes(sharing.name("alice", "10.0.0.1"))
+    sharing.name("", "10.0.0.2")  # a probe
+    sharing.name("admin", "10.0.0.3", admin=True)  # a control call
+    assert not sharing.several
+    sharing.takes(sharing.name("admin", "10.0.0.3", admin=True))
+    assert sharing.several
 
 
 def test_63_whatever_tenants_take_one_that_has_nothing_finds_a_place():

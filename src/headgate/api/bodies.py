@@ -47,6 +47,7 @@ class Charge:
         more, bodies = length - self.charged, self._bodies
         if length <= FREE_BYTES or more <= 0:
             return
+        bodies.sharing.takes(self._share)
         if not bodies.memory.may_take(self._share, more, several=bodies.sharing.several):
             raise QueueFull(f"large requests of {bodies.memory.taken} bytes are being read; try again later")
         bodies.memory.take(self._share, more)

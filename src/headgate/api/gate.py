@@ -47,7 +47,8 @@ class Gate:
             state["request_id"] = _given_id(headers) or state["request_id"]
             caller = self._keys.caller(scope["path"], headers)
             state["tenant"], state["admin"] = caller.tenant, caller.admin
-            state["share"] = share = self._sharing.name(caller.tenant, (scope.get("client") or ("",))[0])
+            peer = (scope.get("client") or ("",))[0]
+            state["share"] = share = self._sharing.name(caller.tenant, peer, admin=caller.admin)
             state["charge"] = charge = self._bodies.charge(share)
             await self._app(scope, self._bounded(headers, receive, charge), answer.send)
         except ClientDisconnect:

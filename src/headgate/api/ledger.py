@@ -443,6 +443,7 @@ class Ledger:
             raise Unavailable("the server is shutting down; ask another one", code="shutting_down")
         if record.key in self.live:
             raise DuplicateId(f"a request with the id {record.label!r} is still running", param="request_id")
+        self.sharing.takes(record.share)
         if not self._places.may_take(record.share, record.choices, several=self.sharing.several):
             raise QueueFull(self._why_full(record), self._retry_after_s(record.choices))
 

@@ -1,7 +1,7 @@
 """Among whom the places of a server are shared: tenants and, for callers without a key, network addresses.
 
-Whether there is more than one is known from the keys, from a router that names its tenants, or from the second address.
-Until then nothing is kept back for others.
+Whether there is more than one is known from the keys, from a router that names its tenants, or from the second address that
+takes something. Until then nothing is kept back for others. A probe, a scrape or a control call takes nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class Sharing:
         self._known = frozenset(tenants)
         self._first: str | None = None
 
-    def name(self, tenant: str, peer: str | None) -> str:
+    def name(self, tenant: str, peer: str | None, *, admin: bool = False) -> str:
         """Whose share a request counts towards."""
-        share = tenant or network(peer or "")
-        if not self.several:
-            self._note(tenant, share)
-        return share
+        if tenant and not admin and tenant not in self._known:
+            self.several = True  # a router has named it, and has more of them
+        return tenant or network(peer or "")
 
-    def _note(self, tenant: str, share: str) -> None:
+    def takes(self, share: str) -> None:
+        """A request takes a place, a thread or memory of that share."""
         if self._first is None:
             self._first = share
-        named_by_a_router = bool(tenant) and tenant not in self._known
-        self.several = named_by_a_router or share != self._first
+        elif share != self._first:
+            self.several = True
 
 
 @lru_cache(1024)

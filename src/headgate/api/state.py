@@ -121,6 +121,7 @@ class Api:
         """
         if size < LONG_TEXT:
             return work()
+        self.ledger.sharing.takes(share)
         await self.turns.enter(share)
         working = asyncio.get_running_loop().run_in_executor(self.pool, work)
         working.add_done_callback(lambda done: self._leave(share, done))
