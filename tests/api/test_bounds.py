@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,24 @@ def test_61_names_of_other_systems_do_not_say_that_all_is_done(
             told = await in_time(post(server.url, path, {}))
             assert told.status == 503 and told.body["error"]["code"] == "not_followed"
             assert await state(server) == ("pausing" if pauses else "running")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/start_weight_update"])
+def test_61_an_update_that_cannot_hold_all_engines_lets_them_run_again(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
+):
+    body = {"model_path": str(tmp_path)} if path == "/update_weights_from_disk" else {}
+    monkeypatch.setattr(control, "DEFAULT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(control.Controls.resume, "__defaults__", (0.5,))
+
+    async def main() -> None:
+        with server.stopped():
+            told = await in_time(post(server.url, path, body))
+            assert told.status in (400, 503) and "has not answered" in str(told.body)
+        await until(lambda: reaches(server, "running"))
+        assert (await send(server.url, "POST", "/v1/completions", asking(1))).status == 200
 
     asyncio.run(main())
 

@@ -27,8 +27,8 @@ from headgate.api.control import (
     read_control,
 )
 from headgate.api.schema import convert
-from headgate.errors import HeadgateError, RequestError
-from headgate.protocol.command import Backend, Files, Group, Shared, Source
+from headgate.errors import HeadgateError, RequestError, Unavailable
+from headgate.protocol.command import Backend, Files, Group, PauseMode, Shared, Source
 
 OURS = "headgate"
 INSTEAD = "send weights as headgate.weights does, or call /v1/update_weights with a path"
@@ -86,12 +86,21 @@ async def update_held(
     """Update engines that may be running, and leave them as they were."""
     paused = (await controls.look()).is_paused
     if not paused:
-        followed(await controls.pause(pause_of("abort" if abort else "freeze")))
+        await _hold(controls, "abort" if abort else "freeze")
     try:
         return followed(await controls.update(source, version, recompute=recompute))
     finally:
         if not paused and (await controls.look()).state == "paused":
             await controls.resume()
+
+
+async def _hold(controls: Controls, mode: PauseMode) -> None:
+    """Pause all engines for an update, or none: those that follow late go on at once."""
+    try:
+        followed(await controls.pause(pause_of(mode)))
+    except Unavailable:
+        await controls.resume()
+        raise
 
 
 def number_of(version: str | None, param: str = "weight_version") -> int | None:
@@ -206,7 +215,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
 async def start_weight_update(request: Request) -> Response:
     controls, transfers = controls_of(request), transfers_of(request)
     if not (await controls.look()).is_paused:
-        followed(await controls.pause(pause_of("freeze")))
+        await _hold(controls, "freeze")
         transfers.holding = True
     return json_response({"message": "Weight update started"})
 
