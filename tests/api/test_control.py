@@ -10,11 +10,11 @@ import pytest
 
 from headgate.api.control import Controls, Refusal, overall
 from headgate.api.host import Host
-from headgate.api.ledger import Ledger
+from headgate.api.ledger import PREFILL, Ledger
 from headgate.api.metrics import Metrics
-from headgate.engine.replicas import Place
+from headgate.engine.replicas import Place, Replica
 from headgate.errors import EngineDead, Unavailable
-from headgate.protocol.command import Command, Denied, Files, Pause, Resume, StateTold
+from headgate.protocol.command import Command, Denied, Files, Flush, Pause, Resume, StateTold
 from tests.simulated import run
 
 
@@ -25,6 +25,7 @@ class Engines:
         self.commands: list[Command] = []
         self.free = asyncio.Event()
         self.answers = list(answers)
+        self.asked = None
 
     async def call_all(self, command: Command, timeout_s: float = 1) -> dict[int, Any]:
         self.commands.append(command)
@@ -35,7 +36,7 @@ class Engines:
 def controls(engines: Engines) -> tuple[Controls, Ledger]:
     ledger = Ledger(Metrics(), limit=10)
     api: Any = SimpleNamespace(engines=engines, ledger=ledger)
-    return Controls(api, Host("0", "m", [], ledger)), ledger
+    return Controls(api, Host("0", "m", [Replica(i, "") for i in range(2)], ledger)), ledger
 
 
 PAUSED = StateTold("paused", "abort", True, 3)
@@ -80,6 +81,27 @@ def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been
     run(main())
 
 
+def test_72_a_request_with_several_choices_is_one_that_a_pause_has_ended():
+    async def main() -> None:
+        engines = Engines({0: StateTold("paused", "abort", True, 0, {7: 5, 8: 5, 9: 0})})
+        engines.free.set()
+        control, ledger = controls(engines)
+        async with (
+            ledger.admit(label="a", kind="completion", choices=2) as a,
+            ledger.admit(label="b", kind=PREFILL) as b,
+        ):
+            for record, choice, id in ((a, 0, 7), (a, 1, 8), (b, 0, 9)):
+                record.begin(choice, SimpleNamespace(place=Place(0, id), settled=True, made=0))  # type: ignore[arg-type]
+                record.finish(choice, "abort", "pause", 1, 0, 5)
+                record.streams[choice] = SimpleNamespace(place=Place(0, id))  # type: ignore[assignment]
+            pausing = asyncio.create_task(control.pause(Pause()))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert (await pausing).aborted == 1
+
+    run(main())
+
+
 def test_an_engine_that_is_down_is_named_and_one_that_refuses_makes_the_call_an_error():
     async def main() -> None:
         dead, denied = EngineDead("engine 1 is down"), Denied(409, "conflict", "no")
@@ -91,8 +113,8 @@ def test_an_engine_that_is_down_is_named_and_one_that_refuses_makes_the_call_an_
         with pytest.raises(Refusal, match=r"engine 1: no \(1 of 2 engines have followed\)"):
             await control.resume()
         with pytest.raises(Unavailable, match="engine 1 is down"):
-            await control.resume()
-        assert engines.commands[1:] == [Resume(), Resume()]
+            await control.flush()
+        assert engines.commands[1:] == [Resume(), Flush()]
 
     run(main())
 

@@ -41,6 +41,8 @@ class DyingEngine:
         stream.fail(EngineDead("died"))
         yield stream
 
+    def lose(self, error: EngineDead) -> None: ...
+
 
 def replicas_over(engine: object) -> Replicas:
     replicas = Replicas(EngineStart("", "", EngineConfig()), 1, 0, Path("/nowhere"))
@@ -77,10 +79,18 @@ def test_a_moved_stream_has_only_what_is_left_of_its_time():
 
 
 def test_what_the_engines_are_is_known_while_none_is_there():
-    replicas = replicas_over(DyingEngine([]))
-    assert replicas.info is INFO
-    replicas.replicas[0].client = None
-    assert replicas.info is INFO
+    async def main() -> None:
+        replicas, engine, started = replicas_over(None), DyingEngine([]), asyncio.Future[None]()
+        with pytest.raises(EngineDead, match="no engine is ready yet"):
+            assert replicas.info
+        offer = asyncio.create_task(replicas._offer(replicas.replicas[0], engine, started))  # type: ignore[arg-type]
+        await started
+        assert replicas.info is INFO
+        offer.cancel()
+        await asyncio.wait([offer])
+        assert replicas.replicas[0].client is None and replicas.info is INFO
+
+    asyncio.run(main())
 
 
 class LateEngine:

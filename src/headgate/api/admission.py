@@ -86,12 +86,6 @@ class Admission:
         if not loser.done():  # one that is leaving anyway has made room by that
             loser.set_exception(self._full())
 
-    def turn_away(self, why: Callable[[], Exception]) -> None:
-        """Refuse all who wait."""
-        queues, self._waiting = self._waiting, {}
-        for place in [place for queue in queues.values() for place in queue if not place.done()]:
-            place.set_exception(why())
-
     def _full(self) -> QueueFull:
         return QueueFull(
             f"{self._limit} requests are in flight and {self._queue} wait; more are refused until some have ended"

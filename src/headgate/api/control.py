@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -27,7 +26,7 @@ from headgate.api.metrics import look_at_all
 from headgate.api.schema import convert, read_object
 from headgate.api.state import Api
 from headgate.api.tickets import NEWEST_VERSION, Version
-from headgate.engine.replicas import Place
+from headgate.engine.replicas import Place, finds_accepted
 from headgate.errors import EngineDead, HeadgateError, Late, RequestError, Unavailable
 from headgate.protocol.command import (
     DEFAULT_TIMEOUT_S,
@@ -163,24 +162,6 @@ class Refusal(RequestError):
 # ----------------------------------------------------------------------------------------------------------- controls
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One choice of a live request."""
-
-    record: Record
-    index: int
-
-    @property
-    def name(self) -> str:
-        return self.record.label if self.record.choices == 1 else f"{self.record.label}-{self.index}"
-
-    @property
-    def finished(self) -> bool:
-        """By itself, not because it was cut."""
-        outcome = self.record.outcome(self.index)
-        return outcome is not None and outcome.finish_reason not in ("abort", "error")
-
-
 class Controls:
     """The verbs, for all engines at once. Every dialect calls these."""
 
@@ -197,22 +178,18 @@ class Controls:
         due_s = began_s + pause.timeout_s + MARGIN_S
         self._metrics.pauses[pause.mode] += 1
         self._metrics.paused.start()
+        unplaced = self._govern(pause)
         outcome = await self._call(pause, pause.timeout_s + MARGIN_S)
-        told = states(outcome)
-        forced = [Place(index, id) for index, t in told.items() for id in t.forced]
-        ended = [*(Place(index, id) for index, t in told.items() for id in t.ended), *forced]
-        known = before | self._places()
-        waiting_s = max(min(LAST_WORDS_S, due_s - clock()), 0)
-        await _told([known[place].record for place in ended if place in known], waiting_s)
+        known, told = before | self._places(), states(outcome)
+        forced = _records(known, {index: t.forced for index, t in told.items()})
+        ended = [*unplaced, *_records(known, {index: t.ended for index, t in told.items()}), *forced]
+        await _told(ended, max(min(LAST_WORDS_S, due_s - clock()), 0))
         result = self._result(outcome)
         if result.mode is None and result.state == "pausing":
             result.mode = pause.mode
-        internal = {place for place, choice in known.items() if choice.record.kind == PREFILL}
-        result.aborted = sum(place not in internal for place in ended)
-        result.finished = sum(choice.finished for place, choice in before.items() if place not in internal)
-        result.forced = [
-            known[place].name if place in known else str(place) for place in forced if place not in internal
-        ]
+        result.aborted = len(_requests(ended))
+        result.finished = sum(record.completed for record in _requests(before.values()))
+        result.forced = [record.label for record in _requests(forced)]
         result.elapsed_s = round(clock() - began_s, 6)
         if result.state == "running":
             self._metrics.paused.stop()  # a resume came in between
@@ -306,12 +283,22 @@ class Controls:
         finally:
             self._moving = None
 
-    def _places(self) -> dict[Place, Choice]:
+    def _govern(self, pause: Pause) -> list[Record]:
+        """Have a pause that begins now hold for requests that no engine has yet; those which it ends."""
+        live, before = list(self._api.ledger.live.values()), self._api.engines.asked
+        if finds_accepted(pause, before):
+            for record in live:
+                record.accepted = True
+        if pause.mode != "abort" or (isinstance(before, Pause) and before.mode == "abort"):
+            return []
+        return [record for record in live if record.accepted and record.end_unplaced("pause")]
+
+    def _places(self) -> dict[Place, Record]:
         """Whose the sequences of the engines are."""
         return {
-            stream.place: Choice(record, choice)
+            stream.place: record
             for record in self._api.ledger.live.values()
-            for choice, stream in record.streams.items()
+            for stream in record.streams.values()
             if stream.place is not None
         }
 
@@ -399,6 +386,17 @@ def _refusal(denials: Mapping[int, Denied], engines: int) -> Refusal:
     message = "; ".join(f"engine {index}: {denied.message}" for index, denied in denials.items())
     followed = engines - len(denials)
     return Refusal(first.status, first.code, f"{message} ({followed} of {engines} engines have followed)")
+
+
+def _records(known: Mapping[Place, Record], ids: Mapping[int, Iterable[int]]) -> list[Record]:
+    """Whose sequences those are, by engine; not of clients that have left."""
+    places = [Place(engine, id) for engine, some in ids.items() for id in some]
+    return [known[place] for place in places if place in known]
+
+
+def _requests(records: Iterable[Record]) -> list[Record]:
+    """Each once, however many choices it has; prefill requests are part of others."""
+    return list(dict.fromkeys(record for record in records if record.kind != PREFILL))
 
 
 async def _told(records: Sequence[Record], timeout_s: float) -> None:

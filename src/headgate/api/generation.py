@@ -275,8 +275,10 @@ async def run(api: Api, record: Record, job: Job, tell: Tell) -> None:
 
 
 def _of(api: Api, record: Record, request: GenerateRequest) -> GenerateRequest:
-    """`request` as an engine gets it that shares its places among tenants."""
-    return structs.replace(request, tenant=record.share) if api.ledger.sharing.several else request
+    """`request` as an engine gets it: with the tenant whose share it takes, and whether a pause has found it accepted."""
+    if api.ledger.sharing.several:
+        request = structs.replace(request, tenant=record.share)
+    return structs.replace(request, accepted=True) if record.accepted else request
 
 
 def _in_time(request: GenerateRequest, record: Record) -> GenerateRequest:

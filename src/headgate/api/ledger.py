@@ -127,6 +127,7 @@ class Record:
         "_prompts",
         "_resumed",
         "_waiters",
+        "accepted",
         "arrived",
         "arrived_s",
         "choices",
@@ -154,6 +155,7 @@ class Record:
         self.choices = choices
         self.tags = tags
         self.open = False
+        self.accepted = False  # before a pause began, which governs it then also while no engine has it
         self.usage: UsageRecord | None = None  # when it has ended, unless it was refused after all
         self.reply: Reply | None = None  # in which it is told
         self.streams: dict[int, ChunkStream] = {}  # by choice, while an engine works on it
@@ -215,6 +217,14 @@ class Record:
         for i in unfinished:
             self._asked.setdefault(i, cause)
         return [self.streams[i] for i in unfinished if i in self.streams]
+
+    def end_unplaced(self, cause: Cause) -> bool:
+        """Have the choices end that no engine has; whether there are any."""
+        placed = {i for i, stream in self.streams.items() if stream.place is not None}
+        unplaced = [i for i in range(self.choices) if i not in placed and i not in self._finished]
+        for stream in [stream for i in unplaced for stream in self.ask_end(cause, i)]:
+            stream.end(cause)
+        return bool(unplaced)
 
     def client_left(self, cause: Cause) -> None:
         """What has not finished is cut now, under this name unless its end was asked for before."""
@@ -322,6 +332,11 @@ class Record:
     @property
     def finished(self) -> bool:
         return len(self._finished) >= self.choices
+
+    @property
+    def completed(self) -> bool:
+        """Every choice has ended by itself, not because it was cut."""
+        return self.finished and not any(c.finish_reason in ("abort", "error") for c in self._finished.values())
 
     @property
     def begun_anywhere(self) -> bool:

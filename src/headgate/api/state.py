@@ -18,7 +18,7 @@ from headgate.api.departures import Departures
 from headgate.engine.client import Chunk
 from headgate.engine.replicas import Place
 from headgate.errors import HeadgateError, RequestError
-from headgate.protocol.command import Command, Result
+from headgate.protocol.command import Command, Pause, Result, Resume
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
@@ -72,6 +72,10 @@ class Engines(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def asked(self) -> Pause | Resume | None:
+        """Of all engines, last."""
 
     def generate(self, request: GenerateRequest) -> AbstractAsyncContextManager[ChunkStream]: ...
 

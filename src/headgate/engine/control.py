@@ -103,8 +103,9 @@ class Control:
         self._done: list[tuple[Job, Result]] = []  # at once, but answered only after clients have been told
         self._deadlines: dict[int, float] = {}  # of waiting programs, by the id of their wait
 
-    def refuse_if_rejecting(self) -> None:
-        if self.rejecting:
+    def refuse_if_held(self, *, accepted: bool) -> None:
+        """Refuse what a pause refuses: new requests unless they are to wait, and accepted ones that it would have ended."""
+        if self.mode == "abort" if accepted else self.rejecting:
             raise Unavailable(f"the engine is {self.state} and takes no new requests; try again later", code="paused")
 
     @property

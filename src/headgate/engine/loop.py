@@ -202,8 +202,7 @@ class EngineLoop:
 
     def _submit(self, request: GenerateRequest) -> None:
         try:
-            if not (request.moved and self.control.mode != "abort"):  # or else it is not new
-                self.control.refuse_if_rejecting()
+            self.control.refuse_if_held(accepted=request.accepted)
             self.scheduler.add(_seeded(request))
             if request.ticket is not None:
                 self._transport.attach(request.id, request.ticket)

@@ -113,6 +113,7 @@ class MovingStream:
     def __init__(self) -> None:
         self.cause: Cause = "client_disconnect"
         self.ending = False
+        self.accepted = False  # before a pause began, which governs it then also while no engine has it
         self.chunks: AsyncGenerator[Chunk, None]
         self.at: tuple[EngineClient, TokenStream] | None = None
         self.place: Place | None = None  # the same, as a value
@@ -173,7 +174,7 @@ class Replicas:
         self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(count)]
         self._streams: dict[MovingStream, None] = {}  # in the order in which they were opened
         self._weights = FleetWeights()
-        self._asked: Pause | Resume | None = None  # of the fleet, last
+        self.asked: Pause | Resume | None = None  # of the fleet, last
         self._info: EngineInfo | None = None
         self._changed = asyncio.Condition()
         self._stopping = False
@@ -195,6 +196,7 @@ class Replicas:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[MovingStream]:
         """The answer to `request` as chunks, from whichever engine; leaving early aborts it."""
         answer = MovingStream()
+        answer.accepted = request.accepted
         answer.chunks = self._chunks(request, answer)
         self._streams[answer] = None
         try:
@@ -218,7 +220,7 @@ class Replicas:
             # A ticket is good for one engine: its lease ended with the connection of the first.
             ticket = None if moved else request.ticket
             resumed = msgspec.structs.replace(
-                request, generated=tuple(tokens), timeout_s=timeout_s, ticket=ticket, moved=moved
+                request, generated=tuple(tokens), timeout_s=timeout_s, ticket=ticket, accepted=answer.accepted
             )
             try:
                 async with client.generate(resumed) as stream:
@@ -247,7 +249,7 @@ class Replicas:
                     ) from error
                 log.warning("a stream lost its engine after %d tokens and goes on elsewhere: %s", len(tokens), error)
             except RequestError as error:
-                if not moved or error.code != "paused":
+                if error.code != "paused" or not (moved or answer.accepted):
                     raise
                 answer.end("pause")  # which ended what had an engine
 
@@ -304,15 +306,18 @@ class Replicas:
         if isinstance(command, UpdateWeights) and command.version is None:
             # Not each engine's own next one: one of them may have missed an update.
             command = msgspec.structs.replace(command, version=self._weights.version + 1)
-        known, before = _stamps_of(command), self._asked
+        known, before = _stamps_of(command), self.asked
         if isinstance(command, Pause | Resume):
-            self._asked = command  # from now on, for an engine that comes back meanwhile
+            self.asked = command  # from now on, for an engine that comes back meanwhile
+        if isinstance(command, Pause) and finds_accepted(command, before):
+            for stream in self._streams:
+                stream.accepted = True
         commands = [_addressed(command, replica) for replica in self.replicas]
         calls = map(_call, self.replicas, commands, repeat(timeout_s))
         outcome = dict(enumerate(await asyncio.gather(*calls)))
         told = [result for result in outcome.values() if isinstance(result, StateTold)]
-        if not told and self._asked is command and any(isinstance(result, Denied) for result in outcome.values()):
-            self._asked = before  # it is refused; an engine that is late or down is still to follow
+        if not told and self.asked is command and any(isinstance(result, Denied) for result in outcome.values()):
+            self.asked = before  # it is refused; an engine that is late or down is still to follow
         if told and isinstance(command, UpdateWeights):
             self._weights = FleetWeights(told[0].version, command.source, known)
             for replica in self.replicas:
@@ -383,7 +388,7 @@ class Replicas:
             self._compare(replica, status.version)
             replica.known = status.state
             done: Pause | Resume | None = None
-            while (asked := self._asked) is not None and asked is not done:
+            while (asked := self.asked) is not None and asked is not done:
                 replica.known = _state_after(asked, await client.call(asked), replica.known)
                 done = asked
         except TimeoutError:
@@ -434,6 +439,13 @@ class Replicas:
         """No stream waits for an engine any more."""
         self._stopping = True
         await self._notify()
+
+
+def finds_accepted(pause: Pause, before: Pause | Resume | None) -> bool:
+    """Whether requests that `pause` finds were accepted: not those that come during a pause that refuses them."""
+    if not isinstance(before, Pause):
+        return True
+    return before.queue and (before.mode, before.queue) != (pause.mode, pause.queue)
 
 
 def _addressed(command: Command, replica: Replica) -> Command:

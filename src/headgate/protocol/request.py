@@ -111,7 +111,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
     adapter: str = ""
     export_kv: bool = False  # compute the tokens' KV for another engine: answer with a ticket, sample nothing
     ticket: Ticket | None = None
-    moved: bool = False  # from an engine that had accepted it: no new request
+    accepted: bool = False  # by the API before the pause that the engine is in: no new request
     tenant: str = ""  # whose share of the engine it takes; empty if there is only one
     recompute: bool = False  # when it is preempted, also in an engine that gives such sequences back
 
