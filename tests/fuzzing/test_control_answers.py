@@ -8,6 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from headgate.router.router import Router
@@ -205,5 +206,25 @@ def test_70_a_worker_that_answers_a_pause_with_nonsense_is_named():
         assert answer.status == 502 and "cannot be read" in answer.json["error"]["message"]
         workers = answer.json["result"]["workers"]
         assert "cannot be read" in workers[liar.url]["error"] and workers[honest.url]["state"] == "paused"
+
+    with_pair(main, probe_interval_s=60.0)
+
+
+UNREADABLE = [
+    ("/v1/models", b'{"data":[{"id":"x"}],"\xff":1}'),
+    ("/v1/models", b'{"data":[{"id":"x","y":"\xff"}]}'),
+    ("/v1/loads", b'{"loads":[{"\xff":1}]}'),
+    ("/v1/requests/one", b'{"status":"in_flight","events":[],"request":{"age_s":1},"\xff":1}'),
+]
+
+
+@pytest.mark.parametrize(("path", "lie"), UNREADABLE)
+def test_70_an_answer_that_is_passed_on_is_text_as_a_whole(path: str, lie: bytes):
+    """Only the fields that a router reads were checked."""
+
+    async def main(liar: Speaker, honest: Speaker, router: Router, url: str) -> None:
+        liar.lies_in_probes, liar.lie = True, lambda _: lie
+        answer = await call(url, "GET", path, None)
+        assert answer.status == 200 and answer.json, answer.body
 
     with_pair(main, probe_interval_s=60.0)

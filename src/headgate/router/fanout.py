@@ -150,6 +150,7 @@ def _read(reply: Reply, kind: Any) -> Reply:
     if kind is None or not reply.ok:
         return reply
     try:
+        reply.body.decode()  # also what nothing here reads: it may be passed on
         return replace(reply, told=msgspec.json.decode(reply.body, type=kind))
     except UNREADABLE as error:
         return Reply(reply.worker, BAD_GATEWAY, why=f"its answer cannot be read: {error}", life=reply.life)
