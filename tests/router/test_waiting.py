@@ -163,6 +163,26 @@ def test_69_another_worker_ends_what_a_silent_one_has_begun(stream: bool):
     run(main())
 
 
+def test_69_deadlines_that_a_busy_worker_holds_late_take_no_answer_of_others_from_it():
+    """Three of them in a row were taken for a dead worker, whose streams then moved."""
+
+    async def main() -> None:
+        busy = Fault("stall", at=6)
+        async with Mock(lambda _: busy) as one, Mock(lambda _: busy) as other, routing(one, other) as (router, url):
+            wires = [await Wire.open(url) for _ in (one, other)]
+            for wire in wires:
+                wire.post(CHAT, BODY | {"stream": True})
+            await until(lambda: one.asked and other.asked)
+            hasty = [ask(url, CHAT, BODY | {"stream": True, "deadline_ms": 100}) for _ in range(8)]
+            assert all(answer.complete for answer in await asyncio.gather(*hasty))
+            assert all(worker.available and not worker.errors for worker in router.fleet)
+            assert not one.asked[0].left and not other.asked[0].left
+            for wire in wires:
+                wire.close()
+
+    run(main())
+
+
 def test_69_a_deadline_that_is_kept_leaves_no_timer():
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):

@@ -101,7 +101,7 @@ class Exchange:
     paused_here = False  # it was ended by a pause, and no worker counts it
     cause = CAUSE  # of an end that the router tells
     _timer: asyncio.TimerHandle | None = None  # of its deadline
-    _graces = 0  # given to workers since the deadline
+    graces = 0  # given to workers since the deadline
     _begun = False  # the client has the head of a stream
     _admitted = False
     _task: asyncio.Task[None] | None = None
@@ -299,9 +299,9 @@ class Exchange:
         another worker after it, which can make both from the journal.
         """
         attempt = self.attempt
-        if attempt is None or self._graces > 1 or (self._graces and not self._leave_to_another(attempt)):
+        if attempt is None or self.graces > 1 or (self.graces and not self._leave_to_another(attempt)):
             return self._end_late()
-        self._graces += 1
+        self.graces += 1
         self._timer = self.router.loop.call_later(DEADLINE_GRACE_S, self._overdue)
         return None
 

@@ -371,7 +371,8 @@ class Router:
         self.counters.attempt(worker, outcome)
         if isinstance(outcome, Lost):
             placement.undo()
-            if not exchange.slow:  # or else the worker may have given up a client that did not read
+            # A worker may have given up a client that did not read; one that is late for a deadline may be busy.
+            if not (exchange.slow or exchange.graces):
                 self.fleet.failed(worker, outcome.why)
         elif not (isinstance(outcome, Answered) and outcome.status >= 500):
             self.fleet.answered(worker)
