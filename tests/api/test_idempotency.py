@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headgate.api import idempotency
-from headgate.api.idempotency import KEPT_S, Replays
+from headgate.api.idempotency import KEPT_S, AnswerTooLong, Replays
 from headgate.api.sse import Reply
 from headgate.api.tenant_store import TenantStore
 
@@ -23,12 +23,14 @@ class Clock:
         return self.now_s
 
 
-async def answer(replays: Replays, tenant: str, key: str, body: bytes = b"{}") -> bytes:
+async def answer(
+    replays: Replays, tenant: str, key: str, body: bytes = b"{}", work: idempotency.Work | None = None
+) -> bytes:
     """What a request with this key gets; a new one is answered with `body`."""
     request: Any = SimpleNamespace(state=SimpleNamespace(tenant=tenant, request_id="r"))
     sent: list[Any] = []
 
-    async def work(reply: Reply) -> None:
+    async def make(reply: Reply) -> None:
         await reply.send_json(body)
 
     async def send(message: Any) -> None:
@@ -37,7 +39,7 @@ async def answer(replays: Replays, tenant: str, key: str, body: bytes = b"{}") -
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    await replays.exchange(request, key, "asked", work)({}, receive, send)
+    await replays.exchange(request, key, "asked", work or make)({}, receive, send)
     return b"".join(message.get("body", b"") for message in sent)
 
 
@@ -87,6 +89,38 @@ def test_49_63_keys_of_one_tenant_never_push_out_anothers(monkeypatch: pytest.Mo
         assert await answer(replays, "greedy", "k999", b"again") == b"x" * 1000
         assert await answer(replays, "greedy", "k0", b"again") == b"again"
         assert len(replays._kept) < 100
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_49_63_answers_in_the_making_take_bounded_memory_and_their_clients_get_them(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+):
+    monkeypatch.setattr(idempotency, "MAKING_BYTES", 10_000)
+    chunk, count = b"x" * 100, 40  # with what keeping them takes, all of one answer are more than there is room for
+
+    async def main() -> None:
+        replays, go_on = Replays(Clock()), asyncio.Event()
+
+        async def work(reply: Reply) -> None:
+            for _ in range(count):
+                await reply.send_event(chunk)
+                if not at_once:
+                    await asyncio.sleep(0)
+            await go_on.wait()
+            await reply.end(b"end")
+
+        tasks = [asyncio.create_task(answer(replays, "greedy", f"{i}", work=work)) for i in range(4)]
+        await asyncio.sleep(0.01)
+        assert replays._making.held["greedy"] <= 8000 and replays._making.taken <= 10_000
+        await answer(replays, "polite", "k", b"kept")
+        assert await answer(replays, "polite", "k", b"not made again") == b"kept"
+        go_on.set()
+        assert await asyncio.gather(*tasks) == [chunk * count + b"end"] * 4
+        assert replays._making.taken == 0
+        with pytest.raises(AnswerTooLong):
+            await answer(replays, "greedy", "0")
 
     asyncio.run(main())
 

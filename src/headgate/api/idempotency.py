@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headgate.api.sse import Exchange, Reply, innermost
+from headgate.api.sse import TRANSPORT, Exchange, Reply, innermost
 from headgate.api.tenant_store import TenantStore
 from headgate.errors import RequestError, Unavailable
+from headgate.shares import Shares
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -28,6 +30,7 @@ KEPT_S = 600.0
 MOST_BYTES = 64 * 2**20  # of all answers that are kept and complete; tenants share them
 RECORDING_BYTES, MESSAGE_BYTES = 1000, 300  # that keeping an answer, and each part of it, takes beside the text
 LONGEST_ANSWER = 16 * 2**20  # that is kept
+MAKING_BYTES = 64 * 2**20  # of all answers that are being made; tenants share them
 LONGEST_KEY = 256
 
 Work = Callable[[Reply], Awaitable[None]]
@@ -46,12 +49,14 @@ class AnswerTooLong(RequestError):
 class Recording:
     """What was said in answer to the first request with a key."""
 
-    def __init__(self, fingerprint: bytes, request_id: str) -> None:
+    def __init__(self, fingerprint: bytes, request_id: str, take: Callable[[int], bool]) -> None:
         self.fingerprint = fingerprint
         self.request_id = request_id
         self.ended_s: float | None = None
         self.size = 0
+        self.taken = 0  # bytes, while it is being made
         self.failure: Exception | None = None
+        self._take = take  # so many bytes more, if there is room
         self._messages: list[Message] = []
         self._more = asyncio.Event()
 
@@ -61,13 +66,17 @@ class Recording:
         return RECORDING_BYTES + MESSAGE_BYTES * len(self._messages) + self.size
 
     def keep(self, message: Message) -> None:
+        size = len(message.get("body", b""))
         self._messages.append(dict(message))
-        self.size += len(message.get("body", b""))
-        if self.size > LONGEST_ANSWER:
-            self._messages, self.size = [], 0  # whoever tells it has the rest
+        self.size += size
+        if self.size > LONGEST_ANSWER or not self._take(MESSAGE_BYTES + size):
+            self._messages, self.size = [], 0  # those who read it have the list
             self.failure = AnswerTooLong(
-                f"the answer of this key has more than {LONGEST_ANSWER} bytes and is not kept"
+                f"the answer of this key is not kept: it has more than {LONGEST_ANSWER} bytes, "
+                "or too many long answers are being made"
             )
+        else:
+            self.taken += MESSAGE_BYTES + size
         self._wake()
 
     def end(self, now_s: float, failure: Exception | None = None) -> None:
@@ -78,9 +87,12 @@ class Recording:
         self._more.set()
         self._more = asyncio.Event()
 
-    async def tell(self, send: Send) -> None:
+    def tell(self, send: Send) -> Coroutine[Any, Any, None]:
         """Send it from its beginning, as it comes, up to its end or to where it is no longer kept."""
-        messages, sent = self._messages, 0
+        return self._tell(send, self._messages)
+
+    async def _tell(self, send: Send, messages: Sequence[Message]) -> None:
+        sent = 0
         while True:
             while sent < len(messages):
                 sent += 1
@@ -102,6 +114,7 @@ class Replays:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._running: dict[tuple[str, str], Recording] = {}
+        self._making = Shares(MAKING_BYTES)
         self._kept: TenantStore[Recording] = TenantStore(MOST_BYTES)
 
     def exchange(self, request: Request, key: str, asked: str, work: Work) -> Response:
@@ -112,7 +125,8 @@ class Replays:
         fingerprint = blake2b(asked.encode()).digest()
         recording = self._find(tenant, key)
         if recording is None:
-            recording = self._running[tenant, key] = Recording(fingerprint, request.state.request_id)
+            recording = Recording(fingerprint, request.state.request_id, partial(self._take, tenant))
+            self._running[tenant, key] = recording
             return _First(self, tenant, key, recording, work)
         if recording.fingerprint != fingerprint:
             raise KeyReused(
@@ -127,8 +141,15 @@ class Replays:
             self._forget(other)
         return self._running.get((tenant, key)) or self._kept.get(tenant, key)
 
+    def _take(self, tenant: str, size: int) -> bool:
+        if not self._making.may_take(tenant, size, several=True):
+            return False
+        self._making.take(tenant, size)
+        return True
+
     def ended(self, tenant: str, key: str, recording: Recording, failure: Exception | None) -> None:
         recording.end(self._clock(), failure)
+        self._making.give_back(tenant, recording.taken)
         del self._running[tenant, key]
         if failure is None:
             self._kept.put(tenant, key, recording, recording.weight)
@@ -155,23 +176,25 @@ class _First(Response):
         try:
             async with asyncio.TaskGroup() as tasks:
                 telling = tasks.create_task(self._recording.tell(send))
-                await self._make(telling, send)
+                await self._make(telling, send, scope.get("state", {}).get(TRANSPORT))
         except BaseExceptionGroup as failures:
             raise innermost(failures) from None
 
-    async def _make(self, telling: asyncio.Task[None], send: Send) -> None:
+    async def _make(self, telling: asyncio.Task[None], send: Send, transport: asyncio.Transport | None) -> None:
         recording = self._recording
 
         async def keep(message: Message) -> None:
             if recording.failure is None:
                 recording.keep(message)
-            else:  # it has grown too long to be kept, and is this client's alone
+            else:  # it has grown too long to be kept, and depends on its client alone
+                reply.transport = transport
                 await telling
                 await send(message)
 
+        reply = Reply(keep)
         failure: Exception | None = None
         try:
-            await self._work(Reply(keep))
+            await self._work(reply)
         except BaseException as error:
             cut = Unavailable("the server is shutting down; ask another one", code="shutting_down")
             failure = error if isinstance(error, Exception) else cut
