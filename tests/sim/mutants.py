@@ -616,6 +616,27 @@ MUTANTS = [
         test="tests/api/test_prefill_requests.py",
     ),
     Mutant(
+        "a router marks the request that computes the prompt of another",
+        "router/disagg.py",
+        '    return exchange.request_to(worker, body, b"x-headgate-prefill: 1\\r\\n", id=id)\n',
+        "    return exchange.request_to(worker, body, id=id)\n",
+        test="tests/router/test_disagg_counts.py",
+    ),
+    Mutant(
+        "a pause counts requests, not choices",
+        "api/control.py",
+        "    return list(dict.fromkeys(record for record in records if record.kind != PREFILL))\n",
+        "    return [record for record in records if record.kind != PREFILL]\n",
+        test="tests/api/test_control.py",
+    ),
+    Mutant(
+        "a pause of a server governs what no engine has",
+        "api/control.py",
+        "        if finds_accepted(pause, before):\n",
+        "        if pause.queue:\n",
+        test="tests/api/test_accepted.py",
+    ),
+    Mutant(
         "an answer stays where it goes last",
         "core/scheduler.py",
         "        elif self.limits.reschedules and not seq.request.recompute:\n",
