@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from headgate.api.prompts import chat_prompt, text_prompt
+from headgate.api.prompts import chat_prompt, text_prompt, text_prompts
 from headgate.api.schema import ChatRequest, Message
 from headgate.api.sharing import Sharing
 from headgate.api.state import LONG_TEXT, Api
@@ -138,6 +138,20 @@ def test_64_token_ids_are_refused_from_their_number() -> None:
     with pytest.raises(ContextTooLong, match="at least 8193 tokens; this model takes 8192"):
         asyncio.run(text_prompt(api, [1] * (CONTEXT + 1)))
     api.pool.shutdown()
+
+
+@pytest.mark.parametrize("prompts", [["q7 " * 100] * 64, [[1] * 100] * 64], ids=["texts", "ids"])
+def test_64_many_short_prompts_of_one_request_do_not_hold_the_event_loop(prompts: list[Any]) -> None:
+    async def main() -> None:
+        api, _ = counting_api()
+        reading = asyncio.ensure_future(text_prompts(api, prompts, echo=True))
+        await asyncio.sleep(0)
+        assert api.turns.in_flight == 1 and not reading.done()  # in a thread
+        assert len(await reading) == 64
+        assert len(await text_prompts(api, prompts[:2])) == 2 and api.turns.waited == 0
+        api.pool.shutdown()
+
+    asyncio.run(main())
 
 
 def test_63_threads_for_texts_are_shared_among_tenants() -> None:

@@ -15,7 +15,7 @@ from headgate.api.errors import Problem
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.logprobs import CompletionLogprobs, completion_logprobs, joined, prompt_offsets
-from headgate.api.prompts import text_prompt
+from headgate.api.prompts import text_prompts
 from headgate.api.schema import CompletionRequest, prompts_of, read_body, refuse
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.sse import DONE
@@ -81,8 +81,7 @@ async def prepare(
         grammar=grammar,
     )
     add_special = body.add_special_tokens is not False
-    make = partial(text_prompt, api, share=call.share, add_special=add_special, echo=bool(body.echo))
-    read = [await make(prompt) for prompt in prompts]
+    read = await text_prompts(api, prompts, call.share, add_special=add_special, echo=bool(body.echo))
     return make_jobs(body, read, sampling, body.n or 1), CompletionDialect(api, body, call)
 
 

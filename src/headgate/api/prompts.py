@@ -121,23 +121,43 @@ def _part_text(part: Part, where: str) -> str:
     return text
 
 
+async def text_prompts(
+    api: Api,
+    prompts: Sequence[str | Sequence[int]],
+    share: str = "",
+    *,
+    add_special: bool = True,
+    echo: bool = False,
+) -> list[Prompt]:
+    """All prompts of a request. Many short ones hold the event loop as one long text would."""
+    size = sum(map(len, prompts))
+    read = partial(text_prompt, api, share=share, size=size, add_special=add_special, echo=echo)
+    return [await read(prompt) for prompt in prompts]
+
+
 async def text_prompt(
     api: Api,
     prompt: str | Sequence[int],
     share: str = "",
     *,
     most: int | None = None,
+    size: int = 0,
     add_special: bool = True,
     echo: bool = False,
 ) -> Prompt:
-    """A prompt given as text or token ids; of a text it makes at most about `most` tokens."""
-    limit = most or api.engines.info.max_context
+    """A prompt given as text or token ids; of a text it makes at most about `most` tokens.
+
+    `size` is that of all prompts of the request, if there are several.
+    """
+    limit, size = most or api.engines.info.max_context, max(size, len(prompt))
     if isinstance(prompt, str):
         tokenizer = api.words
         tokenizer.check_length(len(prompt), limit)  # before it waits for a thread
         encode = partial(tokenizer.encode_within, prompt, limit, add_special=add_special)
-        return Prompt(tuple(await api.off_loop(share, len(prompt), encode)), prompt if echo else None)
+        return Prompt(tuple(await api.off_loop(share, size, encode)), prompt if echo else None)
     if len(prompt) > limit:
         raise too_long(len(prompt), limit)
-    text = api.words.decode(prompt, skip_special=False) if echo else None
-    return Prompt(tuple(prompt), text)
+    if not echo:
+        return Prompt(tuple(prompt))
+    decode = partial(api.words.decode, prompt, skip_special=False)
+    return Prompt(tuple(prompt), await api.off_loop(share, size, decode))

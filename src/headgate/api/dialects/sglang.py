@@ -29,7 +29,7 @@ from headgate.api.host import Host, host_of
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.logprobs import LOWEST
 from headgate.api.metrics import EngineView, look_at_all
-from headgate.api.prompts import text_prompt
+from headgate.api.prompts import text_prompts
 from headgate.api.schema import CompletionRequest, Name, Resume, convert, decode, prompts_of, read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.sse import DONE
@@ -153,7 +153,7 @@ async def _prepare(
         prompt_logprobs=0 if scores_prompt else None,
         grammar=grammar,
     )
-    read = [await text_prompt(api, prompt, call.share) for prompt in prompts]
+    read = await text_prompts(api, prompts, call.share)
     return make_jobs(body, read, sampling, body.n or 1), GenerateDialect(api, asked, call)
 
 
