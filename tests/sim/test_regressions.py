@@ -334,3 +334,11 @@ def test_71_a_request_that_waits_for_weights_obeys_a_pause_like_any_other(carry_
     report, _ = carry_out([ask("a", 1.2, max_tokens=12)], deed(0.1, "roll"), *lost, pause)
     assert not report.failures
     assert report.ends == {end: 1}
+
+
+def test_55_a_worker_that_comes_back_with_older_weights_during_a_rolling_update_gets_no_requests(carry_out):
+    """During a rolling update any weights were good enough. Found by seed 6550026."""
+    back = [deed(2.0, "cut", lasts_s=2.0), deed(2.3, "kill_server", lasts_s=0.2)]
+    report, _ = carry_out([ask("a", 2.1)], deed(0.1, "roll"), *back, deed(2.2, "roll"), servers=1)
+    assert not report.failures
+    assert report.ends == {"max_tokens": 1}

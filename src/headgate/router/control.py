@@ -287,7 +287,6 @@ class FleetControls:
             )
         version, replies = self._new_version(body, look), []
         self._fleet.rolling = True
-        self._fleet.set_floor()
         try:
             for worker in self._able():
                 if worker not in self._fleet:

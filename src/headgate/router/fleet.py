@@ -262,8 +262,12 @@ class Fleet:
             self.set_floor()
 
     def set_floor(self) -> None:
-        """Which weights a worker must have to be asked: what an update through us has set, or the majority's."""
-        self.floor_version = None if self.rolling else self._settled_version()
+        """Which weights a worker must have to be asked: what an update through us has set, or the majority's.
+
+        During a rolling update it stays as it was: workers have the old weights or the new ones, and none older than both.
+        """
+        if not self.rolling:
+            self.floor_version = self._settled_version()
 
     def _settled_version(self) -> int | None:
         versions = sorted(
