@@ -122,6 +122,18 @@ def test_71_a_drain_and_a_freeze_keep_a_request_that_no_engine_has(
     assert heard.end == ("length", "max_tokens") and len(heard.tokens) == 8
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_69_a_deadline_holds_while_a_prompt_waits_for_a_thread(server: LiveServer, path: str):
+    async def main() -> None:
+        body = {"deadline_ms": 100, "input" if path == "/v1/responses" else "prompt": "hello"}
+        async with without_threads(server):
+            told = await asyncio.wait_for(post(server.url, path, body), 30)
+            assert (told.status, told.body["error"]["code"]) == (409, "deadline")
+            assert not server.api.ledger.live
+
+    asyncio.run(main())
+
+
 def test_19_71_a_request_that_comes_during_a_pause_is_new_also_if_the_pause_is_asked_again(server: LiveServer):
     async def main() -> None:
         await pause(server, "freeze")

@@ -5,6 +5,7 @@ A dialect turns pieces into bytes and knows nothing of engines or connections; t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from headgate.api.ledger import PREFILL
 from headgate.api.schema import Generation
 from headgate.api.sse import Exchange, Reply
 from headgate.api.state import Api, api_of
+from headgate.engine.replicas import DEADLINE_GRACE_S
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.keys import tenant_salt
 from headgate.protocol.output import Cause
@@ -37,6 +39,11 @@ if TYPE_CHECKING:
 ON_PREEMPT = "x-headgate-on-preempt"  # with `recompute`: as `--on-preempt recompute`, for this request
 PREFILL_HEADER = "x-headgate-prefill"  # a router's: the request is the prefill part of another
 encode = msgspec.json.Encoder().encode
+
+
+class Overdue(RequestError):
+    status = 409
+    code = "deadline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class Call:
     journal: bool = False  # another server may have to go on
     recompute: bool = False  # it must not be given back for want of room once more
     client: str = ""  # its address
+    timeout_s: float | None = None  # from its arrival
 
     def id(self, prefix: str) -> str:
         return prefix + self.request_id.removeprefix("req-")
@@ -98,6 +106,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         journal=asked_s is not None,
         recompute=request.headers.get(ON_PREEMPT) == "recompute",
         client=f"{request.client.host}:{request.client.port}" if request.client else "",
+        timeout_s=None if body.deadline_ms is None else body.deadline_ms / 1000,
     )
     if request.headers.get(PREFILL_HEADER) is not None and body.export_kv:
         kind = PREFILL
@@ -137,7 +146,7 @@ async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare
             tags=call.tags,
         ) as record:
             record.reply, reply.on_left = reply, partial(_left, api, call, record)
-            jobs, dialect = await prepare(call)
+            jobs, dialect = await _prepared(prepare, call, record)
             if call.recompute:
                 jobs = [replace(job, request=structs.replace(job.request, recompute=True)) for job in jobs]
             call.charge.release()
@@ -156,6 +165,16 @@ async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare
             raise
     finally:
         reply.on_left = None  # which would keep reply and record alive until the collector comes
+
+
+async def _prepared(prepare: Prepare, call: Call, record: Record) -> tuple[list[Job], Dialect]:
+    """A deadline holds also while a prompt waits for its turn to be read; there is no answer yet that could say so."""
+    left_s = None if call.timeout_s is None else max(call.timeout_s - record.age_s, 0) + DEADLINE_GRACE_S
+    try:
+        async with asyncio.timeout(left_s):
+            return await prepare(call)
+    except TimeoutError:
+        raise Overdue("the deadline of this request has passed before its prompt was read") from None
 
 
 def _left(api: Api, call: Call, record: Record, cause: Cause) -> None:
