@@ -1053,3 +1053,15 @@ def test_63_the_tenant_that_owns_most_is_preempted_and_its_first_sequence_last()
     assert {seq.id for seq in engine.scheduler.running} == {1, 3}  # although 3 came last
     engine.run()
     assert {id: end.finish_reason for id, end in engine.ended.items()} == dict.fromkeys((1, 2, 3), "length")
+
+
+def test_63_a_step_looks_only_at_the_tenants_whose_turn_it_may_be(monkeypatch: pytest.MonkeyPatch):
+    engine, looked = Engine(blocks=24), []
+    engine.add(0, prompt=20, max_tokens=60, tenant="busy")
+    engine.step()
+    for id in range(1, 51):
+        engine.add(id, prompt=90, tenant=f"t{id}")  # which does not fit beside it
+    may_start = Scheduler._may_start
+    monkeypatch.setattr(Scheduler, "_may_start", lambda self, seq: looked.append(seq) or may_start(self, seq))
+    engine.step()
+    assert [seq.id for seq in looked] == [1]

@@ -197,8 +197,8 @@ class Scheduler:
     def _next_waiting(self) -> Sequence | None:
         """Of the tenants that may have more, the first of the one that has the fewest rows."""
         held = self._rows.held
-        able = [seq for seq in self.waiting.fronts() if self._may_start(seq)]
-        return min(able, key=lambda seq: (held[seq.request.tenant], self._rank(seq)), default=None)
+        fronts = sorted(self.waiting.fronts(), key=lambda seq: (held[seq.request.tenant], self._rank(seq)))
+        return next(filter(self._may_start, fronts), None)  # which looks at as few as it can
 
     def _may_start(self, seq: Sequence) -> bool:
         if seq.holds or (self.flow is Flow.DRAIN and not seq.preempted):
