@@ -1,12 +1,12 @@
 """What a polite tenant feels while another one is hostile, on one server.
 
-    python benchmarks/hostile.py [--seconds 30] [--json FILE]
+    python benchmarks/hostile.py [--seconds 30] [--first] [--json FILE]
 
 The polite tenant streams short completions at a steady rate: first undisturbed, then while the other tenant has 20 sockets
 that ask for 64 answers each and read nothing, sends 5 prompts of 30 MB a second, and sends 5,000 requests at once. Measured
 are the time to the first token and to the last, and the memory of the server and its engine. The model is tiny, so that its
 computation does not hide what the server does. Clients are processes of their own, and share the machine's cores with
-the server.
+the server. On a machine that others use too, --first (as root) gives our processes the cores whenever they can use them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from disagg import process
+from disagg import go_first, process
 
 from headgate.httpclient import Address, call
 from headgate.testing.tiny import tiny_model
@@ -215,12 +215,13 @@ def judge(undisturbed: Felt, disturbed: Felt) -> dict[str, Any]:
 
 
 @contextmanager
-def served() -> Iterator[str]:
+def served(rows: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "tiny", max_position_embeddings=CONTEXT)
         keys = Path(folder) / "keys"
         keys.write_text("".join(f"{name}:{key}\n" for name, key in KEYS.items()))
-        with process("serve", model, "--device", "cpu", "--api-keys", keys, "--kv-blocks", 8192) as url:
+        limits = ("--kv-blocks", 8192, "--max-running", rows)
+        with process("serve", model, "--device", "cpu", "--api-keys", keys, *limits) as url:
             yield url
 
 
@@ -231,7 +232,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_before": [round(value, 1) for value in os.getloadavg()],
         "python": platform.python_version(),
-        "model": f"tiny random llama, {CONTEXT} tokens of context, float32, cpu, 256 rows, queue of 1024",
+        "model": f"tiny random llama, {CONTEXT} tokens of context, float32, cpu, queue of 1024",
     }
 
 
@@ -240,6 +241,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each part")
     parser.add_argument("--rate", type=float, default=10.0, help="polite requests a second")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="in which the other tenant is hostile")
+    parser.add_argument("--max-running", type=int, default=64, help="rows of the engine: a CPU's step grows with them")
+    parser.add_argument("--first", action="store_true", help="take the cores before the processes of others")
     parser.add_argument("--json", type=Path, help="where to write the result too")
     parser.add_argument("--hostile", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -251,9 +254,13 @@ def main() -> None:
         "polite_per_s": options.rate,
         "polite_tokens": TOKENS,
         "ways": options.ways,
+        "max_running": options.max_running,
+        "first": options.first,
     }
     before = machine()
-    with served() as url:
+    with served(options.max_running) as url:
+        if options.first:
+            go_first()
         result = {**before, **settings, **asyncio.run(measure(url, options.seconds, options.rate, options.ways))}
     text = json.dumps(result, indent=1)
     print(text)

@@ -123,7 +123,8 @@ def live_server(
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         if send_bytes is not None:  # of the kernel, per connection
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-        server = HttpServer(build_app(api, host, keys or Keys(), 1 << 20), listener, known.set, stall_s)
+        app = build_app(api, host, keys or Keys(), 1 << 20)
+        server = HttpServer(app, listener, known.set, stall_s, app.begin)
         ready.append(LiveServer(url, api, host, asyncio.get_running_loop()))
         stop.append(partial(asyncio.get_running_loop().call_soon_threadsafe, server.stop_accepting))
         await server.serve()

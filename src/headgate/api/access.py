@@ -18,17 +18,18 @@ class Access(Enum):
     ADMIN = "admin"
 
 
+# Requests for these take places of a server.
+GENERATING: Final = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate", "/inference/v1/generate")
+)
+
 DECLARED: Final[dict[str, Access]] = {
     **dict.fromkeys(("/live", "/ready", "/health", "/metrics", "/openapi.json", "/version"), Access.OPEN),
     **dict.fromkeys(page.ASSETS, Access.OPEN),
     **dict.fromkeys(
         (
-            "/v1/chat/completions",
-            "/v1/completions",
-            "/v1/responses",
+            *GENERATING,
             "/v1/embeddings",
-            "/generate",
-            "/inference/v1/generate",
             "/tokenize",
             "/detokenize",
             "/v1/models",

@@ -24,11 +24,11 @@ from headgate.api.health import health, live, ready
 from headgate.api.host import Host
 from headgate.api.idempotency import Replays
 from headgate.api.keys import Keys
+from headgate.api.ledger import Ledger
 from headgate.api.metrics import metrics
 from headgate.api.models import list_models, show_model
 from headgate.api.openapi import openapi
 from headgate.api.responses import responses
-from headgate.api.sharing import Sharing
 from headgate.api.state import Api
 from headgate.api.tokenize import detokenize, tokenize
 from headgate.dashboard import page
@@ -137,17 +137,20 @@ PAGE_ROUTES: tuple[BaseRoute, ...] = (
 class App(Starlette):
     """Starlette's router and state, with our gate in place of its middleware."""
 
-    def __init__(self, routes: Sequence[BaseRoute], keys: Keys, sharing: Sharing, max_body_bytes: int) -> None:
+    def __init__(self, routes: Sequence[BaseRoute], keys: Keys, ledger: Ledger, max_body_bytes: int) -> None:
         super().__init__(routes=routes)
         self.router.redirect_slashes = False
-        self._gate = Gate(self.router, keys, sharing, max_body_bytes)
+        self._gate = Gate(self.router, keys, ledger, max_body_bytes)
+
+    def begin(self, scope: Scope, start: Callable[[], None]) -> None:
+        self._gate.begin(scope, start)
 
     def build_middleware_stack(self) -> ASGIApp:
         return self._gate
 
 
 def build_app(api: Api, host: Host, keys: Keys, max_body_bytes: int) -> App:
-    app = App((*ROUTES, *PAGE_ROUTES), keys, api.ledger.sharing, max_body_bytes)
+    app = App((*ROUTES, *PAGE_ROUTES), keys, api.ledger, max_body_bytes)
     app.state.api = api
     app.state.host = host
     app.state.controls = Controls(api, host)

@@ -8,32 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headgate.api.access import GENERATING
 from headgate.api.bodies import Bodies, Charge
 from headgate.api.errors import error_response, status_of
-from headgate.api.host import host_of
 from headgate.api.ids import Ids
-from headgate.api.keys import Headers, Keys
-from headgate.api.sharing import Sharing
+from headgate.api.keys import Caller, Headers, Keys
+from headgate.api.ledger import Ledger
 from headgate.errors import HeadgateError, RequestError
+from headgate.turns import Turns
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
+REPLAYED = b"idempotency-key"  # its answer may be kept, and needs no place
 LONGEST_REQUEST_ID = 256
+BEGUN_AT_ONCE = 2  # requests in a turn of the event loop, where there are several tenants
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, keys: Keys, sharing: Sharing, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, ledger: Ledger, max_body_bytes: int) -> None:
         self._app = app
         self._keys = keys
-        self._sharing = sharing
-        self._bodies = Bodies(sharing, max_body_bytes)
+        self._ledger = ledger
+        self._sharing = ledger.sharing
+        self._bodies = Bodies(ledger.sharing, max_body_bytes)
+        self._turns = Turns(BEGUN_AT_ONCE)
         self._ids = Ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,10 +53,12 @@ class Gate:
             state["request_id"] = _given_id(headers) or state["request_id"]
             caller = self._keys.caller(scope["path"], headers)
             state["tenant"], state["admin"] = caller.tenant, caller.admin
-            peer = (scope.get("client") or ("",))[0]
-            state["share"] = share = self._sharing.name(caller.tenant, peer, admin=caller.admin)
+            state["share"] = share = self._share(caller, scope)
             state["charge"] = charge = self._bodies.charge(share)
-            await self._app(scope, self._bounded(headers, receive, charge), answer.send)
+            receive = self._bounded(headers, receive, charge)
+            if self._sharing.several:
+                self._check_place(scope["path"], headers, share, charge)
+            await self._app(scope, receive, answer.send)
         except ClientDisconnect:
             log.debug("%s: the client has gone", state["request_id"])
         except asyncio.CancelledError:
@@ -62,6 +70,25 @@ class Gate:
         finally:
             if charge is not None:
                 charge.release()
+
+    def begin(self, scope: Scope, start: Callable[[], None]) -> None:
+        """Start a request when it is its caller's turn; at once if there is only one tenant."""
+        if not self._sharing.several:
+            return start()
+        try:
+            caller = self._keys.caller(scope["path"], scope["headers"])
+        except RequestError:
+            return self._turns.call("", start)  # to be refused
+        return self._turns.call(self._share(caller, scope), start)
+
+    def _share(self, caller: Caller, scope: Scope) -> str:
+        peer = (scope.get("client") or ("",))[0]
+        return self._sharing.name(caller.tenant, peer, admin=caller.admin)
+
+    def _check_place(self, path: str, headers: Headers, share: str, charge: Charge) -> None:
+        """Refuse a caller that has taken all its places: here, where that costs least."""
+        if path in GENERATING and not charge.charged and not any(name == REPLAYED for name, _ in headers):
+            self._ledger.check_place(share, 1)
 
     def _bounded(self, headers: Headers, receive: Receive, charge: Charge) -> Receive:
         """`receive`, but a body beyond the limit is refused: at once if its length is told, as it comes if not."""
@@ -83,7 +110,7 @@ class Gate:
         else:
             log.debug("%s: %s %s answered %d: %s", id, scope["method"], scope["path"], status, error)
         if isinstance(error, RequestError | HTTPException):
-            host_of(Request(scope)).ledger.refuse(error, _code_of(error))
+            self._ledger.refuse(error, _code_of(error))
         if isinstance(error, HTTPException):
             error = _reworded(error, scope)
         await error_response(error, id)(scope, receive, answer.send)

@@ -459,13 +459,17 @@ class Ledger:
         if record.key in self.live:
             raise DuplicateId(f"a request with the id {record.label!r} is still running", param="request_id")
         self.sharing.takes(record.share)
-        if not self._places.may_take(record.share, record.choices, several=self.sharing.several):
-            raise QueueFull(self._why_full(record), self._retry_after_s(record.choices))
+        self.check_place(record.share, record.choices)
 
-    def _why_full(self, record: Record) -> str:
-        if self.in_flight + record.choices > self.limit:
+    def check_place(self, share: str, choices: int) -> None:
+        """Refuse unless `share` may take that many places."""
+        if not self._places.may_take(share, choices, several=self.sharing.several):
+            raise QueueFull(self._why_full(share, choices), self._retry_after_s(choices))
+
+    def _why_full(self, share: str, choices: int) -> str:
+        if self.in_flight + choices > self.limit:
             return f"the queue is full: {self.in_flight} of {self.limit} places are taken; try again later"
-        held = self._places.held[record.share]
+        held = self._places.held[share]
         return f"you have {held} of {self.limit} places, and the rest is kept for others; try again later"
 
     def _retry_after_s(self, choices: int) -> int:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvloop
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from headgate.api.app import build_app
@@ -121,7 +122,7 @@ async def _serve(
             host = Host(version, config.model_name, engines.replicas, ledger)
             app = build_app(api, host, keys, config.max_body_bytes)
             ready = Ready(config, engines.info, url_of(listener), template is not None, keys.warning)
-            server = HttpServer(app, listener, partial(announce, ready), config.client_stall_timeout_s)
+            server = HttpServer(app, listener, partial(announce, ready), config.client_stall_timeout_s, app.begin)
             beats = None if config.register is None else Heartbeats(config.register, config, url_of(listener))
             spare_the_collector()
             drain = Drain(server, ledger, engines, config.drain_timeout_s)
@@ -195,6 +196,13 @@ class Drain:
             log.warning("%d clients did not read their last words", len(self._ledger.live))
 
 
+Begin = Callable[[Scope, Callable[[], None]], None]  # starts a request, now or later
+
+
+def _at_once(scope: Scope, start: Callable[[], None]) -> None:
+    start()
+
+
 class HeadTooLarge(RequestError):
     status = 431
     code = "headers_too_large"
@@ -212,8 +220,9 @@ class BoundedHttp(HttpToolsProtocol):
     A deadline is a number that `HttpServer` looks at once a second: nothing is scheduled per request, let alone per token.
     """
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
+    def __init__(self, *arguments: Any, begin: Begin, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self._begin = begin
         self._due_s: float | None = None  # when what is being received must be whole
         self._part = "nothing"  # of a request that has come yet; then its head, then its body
         self._head_bytes = 0  # of what the parser has told
@@ -243,7 +252,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        self._begin(cast(Any, cycle.scope), partial(super()._start_asgi_task, cycle, app))
 
     def check(self, now_s: float, stall_s: float) -> None:
         """Hang up if time is up. A request behind another one has time when that one has been answered."""
@@ -327,12 +336,17 @@ class HttpServer(uvicorn.Server):
     """Uvicorn on a socket of ours, with signals left to us and an end that has a deadline."""
 
     def __init__(
-        self, app: object, listener: socket.socket, announce: Callable[[], None], stall_s: float = STALL_S
+        self,
+        app: object,
+        listener: socket.socket,
+        announce: Callable[[], None],
+        stall_s: float = STALL_S,
+        begin: Begin = _at_once,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=BoundedHttp,
+                http=partial(BoundedHttp, begin=begin),  # type: ignore[arg-type]
                 lifespan="off",
                 ws="none",
                 access_log=False,

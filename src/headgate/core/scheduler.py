@@ -128,6 +128,12 @@ class Scheduler:
                 self._finish(seq, "abort" if seq.exports else reason, cause)
         return live
 
+    def suspend(self, ids: Iterable[int], *, suspended: bool) -> None:
+        """Compute no tokens for these sequences, or go on. What was launched still lands. A drain computes them all."""
+        for id in ids:
+            if seq := self.sequences.get(id):
+                seq.suspended = suspended
+
     def has_any(self, ids: Collection[int]) -> bool:
         """Whether one of these sequences is live, or gone but not yet rid of all it owned."""
         return any(id in self.sequences for id in ids) or any(seq.id in ids for seq in self.leaving)
@@ -180,6 +186,8 @@ class Scheduler:
         for seq in list(self.running):
             if draft.budget == 0:
                 return
+            if seq.suspended and self.flow is Flow.RUN:
+                continue
             if seq.phase is Phase.RUNNING and (todo := seq.todo) > 0:
                 todo = min(todo, draft.budget)
                 if self._cover(seq, seq.computed + todo):

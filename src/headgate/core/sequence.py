@@ -55,6 +55,7 @@ class Sequence:
     published: int = 0  # leading blocks already offered to the prefix cache
     pure: bool = True  # all our KV belongs to the current weights, and may be published or exported
     ticket: Ticket | None = None  # good for one fetch
+    suspended: bool = False  # its client does not read, and needs no more tokens for now
     lease: int | None = None  # under which another engine may fetch our KV
     _keys: list[Key] = field(default_factory=list)
     _keys_version: int = -1

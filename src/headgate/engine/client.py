@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -34,16 +34,20 @@ from headgate.protocol.message import (
     Ping,
     Pong,
     Submit,
+    Suspend,
     Told,
     Welcome,
 )
 from headgate.protocol.output import Cause, Ended, Outputs, Refused
 from headgate.protocol.plan import Logprobs
 from headgate.protocol.request import GenerateRequest, Ticket
+from headgate.turns import Turns
 
 log = logging.getLogger(__name__)
 
 MOST_IDS = 1024
+WOKEN_AT_ONCE = 12  # readers in a turn of the event loop, where there are several tenants
+UNREAD_TOKENS = 32  # of a stream; then its engine makes no more until they are read
 CALL_TIMEOUT_S = 60.0  # longer than any command's own timeout by default
 
 
@@ -140,6 +144,44 @@ class TokenStream:
             self._waiter.set_result(None)
 
 
+class SharedStream(TokenStream):
+    """The stream of one tenant among several.
+
+    Tenants take turns in having their readers woken; tokens that come meanwhile are read together. A stream that is not
+    read suspends its sequence.
+    """
+
+    def __init__(self, request: GenerateRequest, turns: Turns, suspend: Callable[[int, bool], None]) -> None:
+        super().__init__(request.id, len(request.generated))
+        self._tenant = request.tenant
+        self._turns = turns
+        self._suspend = suspend
+        self._suspended = False
+        self._queued = False  # to be woken
+
+    async def __anext__(self) -> Chunk:
+        chunk = await super().__anext__()
+        if self._suspended:
+            self._suspended = False
+            self._suspend(self.id, False)
+        return chunk
+
+    def hear_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
+        super().hear_token(token, version, logprobs)
+        if not self._suspended and len(self._chunk.tokens) >= UNREAD_TOKENS:
+            self._suspended = True
+            self._suspend(self.id, True)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not (self._queued or self._waiter.done()):
+            self._queued = True
+            self._turns.call(self._tenant, self._wake_now)
+
+    def _wake_now(self) -> None:
+        self._queued = False
+        super()._wake()
+
+
 class EngineClient:
     """One client of one engine. Use `connected` to get one."""
 
@@ -159,6 +201,8 @@ class EngineClient:
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         self._submits: list[GenerateRequest] = []
         self._aborts: dict[int, Cause] = {}
+        self._suspends: dict[int, bool] = {}
+        self._turns = Turns(WOKEN_AT_ONCE)
 
     def __repr__(self) -> str:
         return f"<EngineClient {len(self._streams)} streams{', lost' if self.lost else ''}>"
@@ -243,11 +287,16 @@ class EngineClient:
         if self.lost is not None:
             raise self.lost
         request = msgspec.structs.replace(request, id=self._base | next(self._ids))
-        stream = self._streams[request.id] = TokenStream(request.id, len(request.generated))
+        stream = self._streams[request.id] = self._stream(request)
         if not self._submits:
             asyncio.get_running_loop().call_soon(self._send_submits)
         self._submits.append(request)
         return stream
+
+    def _stream(self, request: GenerateRequest) -> TokenStream:
+        if request.tenant:
+            return SharedStream(request, self._turns, self._suspend)
+        return TokenStream(request.id, len(request.generated))
 
     def _close(self, stream: TokenStream) -> None:
         # An id leaves the registry at the moment its abort is taken, so that no abort is sent twice.
@@ -293,6 +342,19 @@ class EngineClient:
                 ", ".join(map(str, abort.ids)),
                 error,
             )
+
+    def _suspend(self, id: int, suspended: bool) -> None:
+        if not self._suspends:
+            asyncio.get_running_loop().call_soon(self._send_suspends)
+        self._suspends[id] = suspended
+
+    def _send_suspends(self) -> None:
+        suspends, self._suspends = self._suspends, {}
+        for suspended in (True, False):
+            ids = [id for id, asked in suspends.items() if asked is suspended]
+            for i in range(0, len(ids), MOST_IDS):
+                with suppress(EngineDead):  # which every stream is told
+                    self._channel.send(Suspend(ids[i : i + MOST_IDS], suspended))
 
     # -- in ---------------------------------------------------------------------
 

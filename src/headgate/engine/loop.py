@@ -25,7 +25,7 @@ from headgate.engine.evidence import Recorder
 from headgate.engine.post import sort_by_client
 from headgate.errors import EngineDead, RankLost, RequestError
 from headgate.protocol.command import Stop
-from headgate.protocol.message import Abort, Answer, Call, EngineStatus, Message, Submit, Told
+from headgate.protocol.message import Abort, Answer, Call, EngineStatus, Message, Submit, Suspend, Told
 from headgate.protocol.output import Refused
 from headgate.protocol.plan import StepResult
 from headgate.protocol.request import GenerateRequest
@@ -196,6 +196,8 @@ class EngineLoop:
             case Abort(ids, cause):
                 self._abort_messages += 1
                 self.scheduler.abort(ids, cause)
+            case Suspend(ids, suspended):
+                self.scheduler.suspend(ids, suspended=suspended)
             case Call(client, number, command):
                 self._abort_messages += isinstance(command, Stop)
                 self.control.start(client, number, command)

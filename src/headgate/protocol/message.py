@@ -12,7 +12,7 @@ from headgate.protocol.command import Command, PauseMode, Result, State, Tag
 from headgate.protocol.output import Cause, Outputs
 from headgate.protocol.request import GenerateRequest
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 # The high bits of a request id name the client it belongs to, so that a reused label never reaches another's request.
 CLIENT_SHIFT = 40
@@ -38,6 +38,13 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
     ids: list[int]
     cause: Cause
+
+
+class Suspend(msgspec.Struct, frozen=True, array_like=True, tag="suspend"):
+    """Compute no tokens for these ids, or go on. Ids that are no longer live are skipped."""
+
+    ids: list[int]
+    suspended: bool
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
@@ -128,6 +135,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     result: Result
 
 
-Message = Submit | Abort | Call  # for the step loop
-FromClient = Hello | Submit | Abort | Call | Ping
+Message = Submit | Abort | Suspend | Call  # for the step loop
+FromClient = Hello | Submit | Abort | Suspend | Call | Ping
 FromEngine = Welcome | Pong | Told | Answer

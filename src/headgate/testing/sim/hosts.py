@@ -165,7 +165,11 @@ class SimServer(SimHost):
             )
             self.app.state.replays = Replays(self.loop.time)
             self.http = HttpServer(
-                cast(Any, Liar(self, self.app)), cast(Any, SimSocket(*self.address)), lambda: None, self._stall_s
+                cast(Any, Liar(self, self.app)),
+                cast(Any, SimSocket(*self.address)),
+                lambda: None,
+                self._stall_s,
+                self.app.begin,
             )
             self.http.server_state.connections = cast(Any, OrderedSet())
             self.ledger, self.engines = ledger, engines
