@@ -6,6 +6,7 @@ common clients send them; everything else with a name here does what its name sa
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -253,6 +254,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 T = TypeVar("T")
 
 LARGE_BYTES = 1 << 18  # of a body that is looked at before it is decoded
+BYTES_PER_CHAR = 12  # at most: two escaped halves of a surrogate pair
 VALUES_PER_TOKEN = 8  # of context, that a body may have
 MORE_VALUES = 1 << 16  # for all else
 CONTROL_VALUES = 1 << 20  # of the body of a control call
@@ -263,14 +265,35 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 
 
-async def read_body(request: Request, kind: type[T]) -> T:
-    body = b"".join([chunk async for chunk in request.stream()])  # which, unlike `body()`, keeps no copy
+async def read_body(request: Request, kind: type[T], most_tokens: int = 0) -> T:
+    """The body; a text of it has at most as many tokens as the context, or `most_tokens` if that is more."""
+    body = await _received(request, most_tokens)
     if len(body) > LARGE_BYTES:
+        await asyncio.sleep(0)  # what was waiting while it came goes first
         _check_values(body, api_of(request).engines.info.max_context)
+        await asyncio.sleep(0)
     return decode(body, kind)
 
 
-def _check_values(body: bytes, context: int) -> None:
+async def _received(request: Request, most_tokens: int) -> bytearray:
+    """The body. One with a text that cannot fit the context is refused while it comes, before its end is awaited."""
+    body, api, text_bytes = bytearray(), api_of(request), 0
+    async for chunk in request.stream():  # which, unlike `body()`, keeps no copy
+        body += chunk
+        if len(body) > LARGE_BYTES and api.tokenizer is not None:
+            text_bytes = _without_quotes(chunk, text_bytes)
+            most = max(most_tokens, api.engines.info.max_context)
+            api.tokenizer.check_length(text_bytes // BYTES_PER_CHAR, most)
+    return body
+
+
+def _without_quotes(chunk: bytes, before: int) -> int:
+    """Bytes since the last quote, with `before` of them before `chunk`: they are of one text, or blanks."""
+    last = chunk.rfind(b'"')
+    return before + len(chunk) if last < 0 else len(chunk) - last - 1
+
+
+def _check_values(body: bytearray, context: int) -> None:
     """Refuse a body of more values than a prompt of `context` tokens can have: each would be built on the event loop.
 
     A value is followed by a comma, a bracket or the end, so commas bound their number; those of texts do not count.
@@ -286,7 +309,7 @@ def _check_values(body: bytes, context: int) -> None:
         )
 
 
-def decode(body: bytes, kind: type[T]) -> T:
+def decode(body: bytes | bytearray, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

@@ -29,7 +29,7 @@ class Detokenized(msgspec.Struct, kw_only=True):
 
 
 async def tokenize(request: Request) -> Response:
-    body, api = await read_body(request, TokenizeRequest), api_of(request)
+    body, api = await read_body(request, TokenizeRequest, MOST_TOKENS), api_of(request)
     check_model(api, body.model)
     tokens = await _tokens(api, body, request.state.share)
     answer = Tokenized(count=len(tokens), max_model_len=api.engines.info.max_context, tokens=tokens)
