@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "logs",
         "collector",
         "scratch",
+        "turns",
     },
     "text": {"text", "protocol", "errors", "zoo"},
     "zoo": {"zoo", "errors"},
@@ -59,6 +60,7 @@ MAY_IMPORT = {
         "listening",
         "collector",
         "shares",
+        "turns",
     },
     "bench": {"bench", "errors", "httpclient"},
     "router": {
@@ -102,6 +104,7 @@ ONLY_IN = {
         "httpclient.py",
         "cluster",
         "listening.py",
+        "turns.py",
         "testing/chaos",
         "testing/sim",
     },

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from tokenizers import normalizers, pre_tokenizers
@@ -104,6 +106,26 @@ def test_64_a_body_of_very_many_values_is_refused_before_they_are_built(server: 
 def test_64_commas_in_a_text_are_no_values(server: LiveServer):
     message = server.post("/v1/completions", {"prompt": "a," * 200_000}).json()["error"]["message"]
     assert message.startswith("prompt has at least ")
+
+
+def test_64_a_text_that_cannot_fit_is_refused_while_it_comes(server: LiveServer):
+    body = b'{"prompt": "' + b"word " * 100_000  # and more to come
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 1000000\r\n\r\n"
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), 60) as connection:
+        connection.sendall(head + body)
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_64_many_prompts_of_token_ids_are_not_taken_for_a_text(server: LiveServer):
+    body = {"prompt": [[100_000_005] * 500] * 64, "max_tokens": 1, "user": ", " + " " * 10_000}
+    assert "outside the vocabulary" in server.post("/v1/completions", body).json()["error"]["message"]
+
+
+def test_64_a_long_text_with_many_quotes_is_refused_too(server: LiveServer):
+    response = server.post("/v1/completions", {"prompt": 'a "word" ' * 50_000})
+    assert response.json()["error"]["message"].startswith("prompt has at least ")
 
 
 def stripping() -> Tokenizer:

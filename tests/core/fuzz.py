@@ -247,6 +247,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self.ids = iter(range(1, 10**9))
         self.now_s = 0.0
+        self.readers = random.Random(seed + 1)
         self.weights_change = seed % 2 == 0
         self.tenants = (("",), ("a", "b", "c"), ("", "a"))[(seed + 2) % 3]
 
@@ -255,6 +256,7 @@ class World:
             self.turn(live=True)
         for engine in self.engines:
             engine.scheduler.resume()
+            engine.scheduler.suspend(engine.clients, suspended=False)
         for _ in range(turns * 5):
             if all(engine.quiet() for engine in self.engines) and not self.fetches:
                 break
@@ -303,6 +305,15 @@ class World:
             rng.choice(self.engines).scheduler.pool.flush()
         if rng.random() < 0.02:
             self.disturb_leases()
+        if self.readers.random() < 0.2:
+            self.stop_reading()
+
+    def stop_reading(self) -> None:
+        """Some clients do not read what they get, and others read again."""
+        engine, draw = self.readers.choice(self.engines), self.readers
+        known = [*engine.clients, 10**9]
+        engine.scheduler.suspend(draw.choices(known, k=3), suspended=draw.random() < 0.6)
+        self.counts["suspended"] += any(seq.suspended for seq in engine.scheduler.running)
 
     def add(self, engine: Engine) -> None:
         rng = self.rng

@@ -1003,6 +1003,38 @@ def test_63_a_tenant_alone_leaves_rows_to_others_and_a_newcomer_runs_at_once():
     assert rows_of(engine) == {"greedy": 8, "polite": 1}
 
 
+def test_62_a_suspended_sequence_computes_nothing_until_it_goes_on():
+    engine = Engine()
+    engine.add(1, max_tokens=10)
+    engine.add(2, max_tokens=10)
+    engine.step()
+    engine.scheduler.suspend([1, 999], suspended=True)
+    engine.run()
+    assert (len(engine.tokens[1]), len(engine.tokens[2])) == (1, 10)
+    engine.scheduler.suspend([1], suspended=False)
+    engine.run()
+    assert engine.ended[1].cause == "max_tokens"
+
+
+def test_62_what_was_launched_for_a_suspended_sequence_still_lands():
+    engine = Engine()
+    engine.add(1, max_tokens=10)
+    engine.launch()
+    engine.scheduler.suspend([1], suspended=True)
+    engine.land()
+    assert len(engine.tokens[1]) == 1 and engine.launch() is None
+
+
+def test_62_a_drain_waits_for_no_reader():
+    engine = Engine()
+    engine.add(1, max_tokens=10)
+    engine.step()
+    engine.scheduler.suspend([1], suspended=True)
+    engine.scheduler.pause(Flow.DRAIN)
+    engine.run()
+    assert engine.ended[1].cause == "max_tokens" and engine.scheduler.drained
+
+
 def test_63_where_there_is_one_tenant_it_has_all_rows():
     engine = Engine(running=10, blocks=200)
     for id in range(20):

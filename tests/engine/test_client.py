@@ -16,9 +16,9 @@ import pytest
 import zmq
 
 from headgate.engine.channel import EngineChannel
-from headgate.engine.client import MOST_IDS, EngineClient, connected
+from headgate.engine.client import MOST_IDS, UNREAD_TOKENS, WOKEN_AT_ONCE, EngineClient, TokenStream, connected
 from headgate.errors import EngineDead, RequestError
-from headgate.protocol.message import Abort, EngineInfo, Submit
+from headgate.protocol.message import Abort, EngineInfo, Submit, Suspend
 from headgate.protocol.request import GenerateRequest, SamplingParams
 from tests.engine.test_loop import Harness, answer, prompt_of
 
@@ -76,6 +76,58 @@ def test_many_streams_each_get_their_own_answer(tmp_path):
             assert client.open_streams == 0
 
     asyncio.run(main())
+
+
+def test_62_an_unread_stream_of_a_tenant_suspends_its_sequence(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path, blocks=2600, max_context=10_000)
+        request = msgspec.structs.replace(ask(1, 9000), tenant="a")
+        async with stage.client() as client, client.generate(request) as stream:
+            while not any(isinstance(message, Suspend) for message in stage.received):
+                await asyncio.sleep(0.001)
+            assert await collect(client, ask(2, 50)) == answer(2, 50)  # what was launched for the other has landed
+            made = stream.made
+            assert UNREAD_TOKENS <= made < 9000
+            assert await collect(client, ask(3, 50)) == answer(3, 50)
+            assert stream.made == made
+            assert len((await anext(stream)).tokens) == made
+            assert (await anext(stream)).tokens  # it goes on
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_62_a_stream_without_a_tenant_is_made_whether_it_is_read_or_not(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path)
+        async with stage.client() as client, client.generate(ask(1, 90)) as stream:
+            while not stream.done:
+                await asyncio.sleep(0.001)
+            assert (await anext(stream)).tokens == answer(1, 90)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_63_readers_of_a_tenant_do_not_wait_for_all_readers_of_another(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path)
+        woken: list[str] = []
+
+        async def read(stream: TokenStream, tenant: str) -> None:
+            await anext(stream)
+            woken.append(tenant)
+
+        async with stage.client() as client, asyncio.TaskGroup() as tasks:
+            streams = []
+            for tenant in ["greedy"] * 20 * WOKEN_AT_ONCE + ["polite"]:
+                stream = client._stream(msgspec.structs.replace(ask(1), tenant=tenant))
+                streams.append(stream)
+                tasks.create_task(read(stream, tenant))
+            await asyncio.sleep(0)
+            for stream in streams:
+                stream.hear_token(1, 0, None)
+        assert woken.index("polite") < 3 * WOKEN_AT_ONCE
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_slow_reader_gets_everything_in_one_chunk(tmp_path):

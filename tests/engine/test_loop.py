@@ -29,10 +29,16 @@ class Harness:
     """A loop over the fake device, and everything that its clients have heard."""
 
     def __init__(
-        self, *, by_hand: bool = False, run_ahead: int = 1, blocks: int = 32, transport: Transport | None = None
+        self,
+        *,
+        by_hand: bool = False,
+        run_ahead: int = 1,
+        blocks: int = 32,
+        max_context: int = 100,
+        transport: Transport | None = None,
     ) -> None:
         self.clock = ManualClock()
-        limits = Limits(max_context=100, max_running=4, max_batch_tokens=64, vocab_size=VOCAB_SIZE)
+        limits = Limits(max_context=max_context, max_running=4, max_batch_tokens=64, vocab_size=VOCAB_SIZE)
         self.executor = FakeExecutor(FakeDevice(blocks, 4, 4, VOCAB_SIZE), by_hand=by_hand)
         self.scheduler = Scheduler(BlockPool(blocks, 4), limits)
         self.loop = EngineLoop(

@@ -255,6 +255,7 @@ T = TypeVar("T")
 
 LARGE_BYTES = 1 << 18  # of a body that is looked at before it is decoded
 BYTES_PER_CHAR = 12  # at most: two escaped halves of a surrogate pair
+AFTER_TEXT = b",:]}"  # one of these follows a quote that ends a text
 VALUES_PER_TOKEN = 8  # of context, that a body may have
 MORE_VALUES = 1 << 16  # for all else
 CONTROL_VALUES = 1 << 20  # of the body of a control call
@@ -277,20 +278,20 @@ async def read_body(request: Request, kind: type[T], most_tokens: int = 0) -> T:
 
 async def _received(request: Request, most_tokens: int) -> bytearray:
     """The body. One with a text that cannot fit the context is refused while it comes, before its end is awaited."""
-    body, api, text_bytes = bytearray(), api_of(request), 0
+    body, api, quote = bytearray(), api_of(request), -1
     async for chunk in request.stream():  # which, unlike `body()`, keeps no copy
         body += chunk
+        quote = max(quote, body.rfind(b'"', len(body) - len(chunk)))
         if len(body) > LARGE_BYTES and api.tokenizer is not None:
-            text_bytes = _without_quotes(chunk, text_bytes)
             most = max(most_tokens, api.engines.info.max_context)
-            api.tokenizer.check_length(text_bytes // BYTES_PER_CHAR, most)
+            api.tokenizer.check_length(_text_bytes(body, quote) // BYTES_PER_CHAR, most)
     return body
 
 
-def _without_quotes(chunk: bytes, before: int) -> int:
-    """Bytes since the last quote, with `before` of them before `chunk`: they are of one text, or blanks."""
-    last = chunk.rfind(b'"')
-    return before + len(chunk) if last < 0 else len(chunk) - last - 1
+def _text_bytes(body: bytearray, quote: int) -> int:
+    """Bytes of one text at the end of `body`, whose last quote is given; 0 if that may have ended a text."""
+    following = body[quote + 1 : quote + 65].strip()
+    return 0 if following[:1] in AFTER_TEXT else len(body) - quote - 1
 
 
 def _check_values(body: bytearray, context: int) -> None:
