@@ -291,7 +291,7 @@ async def _received(request: Request, most_tokens: int) -> bytearray:
 def _text_bytes(body: bytearray, quote: int) -> int:
     """Bytes of one text at the end of `body`, whose last quote is given; 0 if that may have ended a text."""
     following = body[quote + 1 : quote + 65].strip()
-    return 0 if following[:1] in AFTER_TEXT else len(body) - quote - 1
+    return 0 if quote < 0 or following[:1] in AFTER_TEXT else len(body) - quote - 1
 
 
 def _check_values(body: bytearray, context: int) -> None:
