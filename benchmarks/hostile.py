@@ -241,7 +241,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each part")
     parser.add_argument("--rate", type=float, default=10.0, help="polite requests a second")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="in which the other tenant is hostile")
-    parser.add_argument("--max-running", type=int, default=64, help="rows of the engine: a CPU's step grows with them")
+    parser.add_argument(
+        "--max-running", type=int, default=64, help="rows of the engine: a CPU's step grows with them"
+    )
     parser.add_argument("--first", action="store_true", help="take the cores before the processes of others")
     parser.add_argument("--json", type=Path, help="where to write the result too")
     parser.add_argument("--hostile", help=argparse.SUPPRESS)
