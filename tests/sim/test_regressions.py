@@ -342,3 +342,11 @@ def test_55_a_worker_that_comes_back_with_older_weights_during_a_rolling_update_
     report, _ = carry_out([ask("a", 2.1)], deed(0.1, "roll"), *back, deed(2.2, "roll"), servers=1)
     assert not report.failures
     assert report.ends == {"max_tokens": 1}
+
+
+def test_72_a_request_that_has_moved_is_listed_once_though_another_worker_still_makes_it_for_its_key(carry_out):
+    keyed = ask("a", headers={"idempotency-key": "k"})
+    broken = deed(0.3, "reset", between=["router", "server1"])
+    report, _ = carry_out([keyed], broken, deed(0.6, "look"))
+    assert not report.failures
+    assert report.counts["resumes"] == 1

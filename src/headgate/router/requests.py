@@ -64,19 +64,29 @@ async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[st
         asking,
         router.config.control_timeout_s,
     )
+    mine = {_name(router, e.tenant, e.id): e for e in router.live.values() if scope.sees(e)}
     told: list[dict[str, Any]] = []
     for reply in replies:
         entries = [to_builtins(entry) for entry in reply.told.data] if reply.ok else []
         told += [entry | {"worker": reply.worker.url} for entry in entries if entry.get("kind") != "prefill"]
-    known = {_name(router, entry.get("tenant", ""), entry["request_id"]) for entry in told}
-    mine = [exchange for exchange in router.live.values() if scope.sees(exchange)]
-    here = [_entry(e, router) for e in mine if _name(router, e.tenant, e.id) not in known]
+    told = [entry for entry in told if _is_there(entry, mine.get(_name_of(router, entry)))]
+    known = {_name_of(router, entry) for entry in told}
+    here = [_entry(exchange, router) for name, exchange in mine.items() if name not in known]
     return {"object": "list", "data": told + here, "unreachable": [r.worker.url for r in replies if not r.ok]}
 
 
 def _name(router: Router, tenant: str, id: str) -> tuple[str, str]:
     """What tells one request from another; a router without keys does not know the tenants of its workers."""
     return (tenant if router.config.api_keys or router.config.admin_key else "", id)
+
+
+def _name_of(router: Router, entry: dict[str, Any]) -> tuple[str, str]:
+    return _name(router, entry.get("tenant", ""), entry["request_id"])
+
+
+def _is_there(entry: dict[str, Any], exchange: Exchange | None) -> bool:
+    """Whether it is told by the worker that has it now: one that it has left may still make it, for its key."""
+    return exchange is None or exchange.worker is None or exchange.worker.url == entry["worker"]
 
 
 async def show_request(router: Router, scope: Scope, asking: Asking, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from headgate.router.disagg import PREFILL
 from headgate.testing.sim.caller import Reply
 from headgate.testing.sim.network import SimTransport
 from headgate.testing.sim.script import Ask
@@ -79,11 +80,14 @@ def moved_counters(world: World) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------ control answers
 
 
-def lists_twice(path: str, result: Any, known: Counter[str]) -> Iterator[str]:
+def lists_twice(path: str, told: Any, known: Counter[str]) -> Iterator[str]:
     """72. `known`: how many requests of the run have each id."""
-    if not isinstance(result, dict):
+    if not isinstance(told, dict):
         return
+    if path == "/v1/requests":
+        yield from _too_often("the list", Counter(str(each["request_id"]) for each in told["data"]), known)
     if path == "/v1/abort_requests":
+        result = told["result"]
         for kind in ("aborted", "errors"):
             named = Counter(str(each["request_id"]) for each in result.get(kind, ()))
             yield from _too_often(kind, named, known)
@@ -93,7 +97,7 @@ def lists_twice(path: str, result: Any, known: Counter[str]) -> Iterator[str]:
 
 def _too_often(kind: str, named: Counter[str], known: Counter[str]) -> Iterator[str]:
     for name, times in named.items():
-        if name.endswith("-prefill"):
+        if name.endswith(PREFILL):
             yield f"72: {kind} names {name}, which no client has asked for"
         if times > max(known[name], 1):
             yield f"72: {kind} names {name} {times} times"

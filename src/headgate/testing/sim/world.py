@@ -480,11 +480,16 @@ class World:
         dark = any(deed.what == "lose_machine" and deed.who == to for deed in self.plan.deeds)  # and out of reach
         if not dark and not (path == "/v1/update_weights" and body and "strategy" in body):
             complaints += promises.late_answer(f"{path} to {to}", reply, promises.timeout_of(path, body), away_s)
-        if reply.status == 200 and to in ROUTERS and not self.liars:
-            result = reply.json().get("result")
-            complaints += promises.lists_twice(path, result, self._ids)
-            if path == "/v1/pause" and not any(deed.what in hostile.ASKING for deed in self.plan.deeds):
-                complaints += promises.overcounts(result, self.plan.asks, reply.began_s)
+        if reply.status in (200, 202) and to in ROUTERS and not self.liars:
+            told = reply.json()
+            if path != "/v1/requests" or len(self.routers) == 1:  # which knows where each request is
+                complaints += promises.lists_twice(path, told, self._ids)
+            if (
+                reply.status == 200
+                and path == "/v1/pause"
+                and not any(deed.what in hostile.ASKING for deed in self.plan.deeds)
+            ):
+                complaints += promises.overcounts(told["result"], self.plan.asks, reply.began_s)
         if to in ROUTERS and self.liars and not self._other_trouble() and not self.plan.update_breaks:
             others = [server.url for server in self.servers if server.name not in self.liars]
             complaints += promises.slanders(_result_of(reply), others)
