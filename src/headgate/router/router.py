@@ -274,6 +274,8 @@ class Router:
             return True  # the worker that is being updated is back in a moment
         if course.overtaken:
             return True
+        if course.rescheduled:  # room comes back, also at a worker that somebody else holds for a moment
+            return any(worker.state in (*AWAITED, "paused") for worker in self.fleet)
         if course.last is not None and not course.may_return:
             # A part of an answer is worth more than that: another worker may be back in a moment.
             others = (worker for worker in self.fleet if worker not in course.excluded)
