@@ -182,10 +182,15 @@ def test_30_34_what_finds_no_room_carries_its_ids_and_no_text(served):
         (kept,) = (choice for choice in choices if choice["finish_reason"] == "length")
         (moved,) = (choice for choice in choices if choice["finish_reason"] == "pd_reschedule")
         assert kept["text"] and moved["text"] == "" and moved["cause"] == "preempted"
-        assert 0 < len(moved["completion_token_ids"]) < 64
+        assert 0 < len(moved["generated_token_ids"]) < 64
         strict = server.post("/v1/completions", body, headers={"X-OpenAI-Strict": "true"}).json()
         assert strict["error"]["code"] == "pd_error" and strict["error"]["message"].startswith("PD Error")
-        one = body | {"n": 1, "seed": 1 + moved["index"], "generated_token_ids": moved["completion_token_ids"]}
+        one = body | {"n": 1, "seed": 1 + moved["index"], "generated_token_ids": moved["generated_token_ids"]}
         whole = server.post("/v1/completions", body | {"n": 1, "seed": 1 + moved["index"]}).json()["choices"][0]
         assert server.post("/v1/completions", one).json()["choices"][0]["text"] == whole["text"]
-        assert server.status().rescheduled == 2 and home(server)
+        events = server.events("/v1/completions", body | {"return_token_ids": True})
+        parts = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+        (last,) = (part for part in parts if part["finish_reason"] == "pd_reschedule")
+        told = [id for part in parts if part["index"] == last["index"] for id in part["completion_token_ids"]]
+        assert last["generated_token_ids"] == told and len(last["completion_token_ids"]) < len(told)
+        assert server.status().rescheduled == 3 and home(server)

@@ -28,7 +28,8 @@ class Choice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     cause: str | UnsetType = UNSET  # why it ended, when it has
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    completion_token_ids: list[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET  # made by this answer, or by this part of it
+    generated_token_ids: list[int] | UnsetType = UNSET  # all, of a choice that must go on elsewhere
     weight_versions: list[VersionSpan] | UnsetType = UNSET
 
 
@@ -37,10 +38,12 @@ def extras(body: Sampled, job: Job, piece: Piece, *, first: bool) -> dict[str, A
     fields: dict[str, Any] = {}
     if piece.finish is not None:
         fields["cause"] = piece.finish.cause
-    if body.return_token_ids or piece.said is not None:
-        fields["completion_token_ids"] = piece.tokens if piece.said is None else piece.said
+    if body.return_token_ids:
+        fields["completion_token_ids"] = piece.tokens
         if first:
             fields["prompt_token_ids"] = job.request.prompt
+    if piece.said is not None:
+        fields["generated_token_ids"] = piece.said
     if body.return_weight_versions:
         fields["weight_versions"] = version_spans(piece.versions)
     return fields

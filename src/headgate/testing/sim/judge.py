@@ -56,6 +56,7 @@ class Choice:
     finish: str | None = None
     cause: str | None = None
     prompt: list[int] | None = None
+    given_back: list[int] | None = None  # all ids, of one that must go on elsewhere
     ends: int = 0  # how often that was told
     cut: bool = False  # by the router, who knows no words: what was held back is not told
 
@@ -167,9 +168,8 @@ def _read_strictly(told: Told, parts: list[Any], errors: list[dict[str, Any]]) -
 def _add(told: Told, part: dict[str, Any], text: str) -> None:
     choice = told.choices.setdefault(part["index"], Choice())
     choice.text += text
-    if part.get("finish_reason") == "pd_reschedule":
-        choice.ids = []  # its end repeats them all
     choice.ids += part.get("completion_token_ids", ())
+    choice.given_back = part.get("generated_token_ids", choice.given_back)
     for span in part.get("weight_versions", ()):
         choice.versions += [span["version"]] * span["tokens"]
     choice.ends += part.get("finish_reason") is not None
@@ -213,6 +213,8 @@ def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterat
         elif choice.text != _text(ask, ids):
             yield f"{choice.text!r} instead of {_text(ask, ids)!r}"
         return
+    if choice.finish == "pd_reschedule" and choice.given_back != choice.ids:
+        yield f"{choice.given_back} are given back, and its ids are {choice.ids}"
     if len(choice.versions) != len(choice.ids):
         yield f"{len(choice.ids)} tokens have {len(choice.versions)} weight versions"
         return
