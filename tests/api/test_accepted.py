@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headgate.api import state
+from headgate.api import abort, state
 from headgate.engine import replicas
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import Heard, Told, asking, begun, post, send, streaming, until
@@ -130,6 +130,20 @@ def test_69_a_deadline_holds_while_a_prompt_waits_for_a_thread(server: LiveServe
             told = await asyncio.wait_for(post(server.url, path, body), 30)
             assert (told.status, told.body["error"]["code"]) == (409, "deadline")
             assert not server.api.ledger.live
+
+    asyncio.run(main())
+
+
+def test_61_an_abort_does_not_blame_the_client_of_a_request_whose_prompt_is_still_being_read(server: LiveServer):
+    async def main() -> None:
+        hindrance = AsyncExitStack()
+        await hindrance.enter_async_context(without_threads(server))
+        async with hindrance, streaming(server.url, [asking(8, request_id="unread")]) as heard:
+            await accepted(server, 1)
+            told = await post(server.url, "/v1/abort_requests", {"req_ids": ["unread"], "timeout": 0.1})
+            await hindrance.aclose()
+        assert [error["message"] for error in told.result["errors"]] == [abort.UNPLACED]
+        assert heard[0].end == ("abort", "api_abort") and not heard[0].tokens
 
     asyncio.run(main())
 

@@ -200,6 +200,13 @@ def test_sglang_information_has_what_frameworks_read(server: LiveServer):
         assert http.get("/health_generate").status_code == 200
 
 
+def test_63_a_probe_that_makes_a_token_is_no_second_tenant(server: LiveServer):
+    assert server.post("/v1/completions", {"prompt": "hello", "max_tokens": 1}).status_code == 200
+    with server.http as http:
+        assert http.get("/health_generate").status_code == 200
+    assert not server.api.ledger.sharing.several
+
+
 def test_42_loads_tell_how_far_back_the_prefix_cache_reaches(server: LiveServer):
     def age_s() -> float:
         with server.http as http:

@@ -35,6 +35,7 @@ LEAST_S = 0.05  # for clients to be told of what the engines have ended just in 
 
 MOST_NAMES = 1 << 14  # in one call: each is looked up on the event loop
 
+UNPLACED = "no engine has it, and it ends before one gets it; its prompt is still being read"
 UNREAD = "it has ended and holds no blocks; its client has not read the end"
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
@@ -230,7 +231,8 @@ def _result(found: Found, held: set[Target]) -> AbortResult:
                 Trouble(target.name, "still_held", "it has ended, and the engine still holds blocks")
             )
         elif target.record.open and outcome is None:
-            result.errors.append(Trouble(target.name, "not_told", UNREAD))
+            why = UNREAD if target.record.begun_anywhere else UNPLACED
+            result.errors.append(Trouble(target.name, "not_told", why))
         elif outcome is not None and outcome.finish_reason == "abort" and outcome.cause != "deadline":
             result.aborted.append(Aborted(target.name, outcome.output_tokens))
         elif outcome is not None and outcome.finish_reason == "error":

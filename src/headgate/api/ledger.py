@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 HISTORY = 10_000  # usage records kept for those who ask later
 LONGEST_RETRY_S = 60
+PROBE = "probe"  # the kind of a request that is made to see whether the engine answers
 PREFILL = "prefill"  # the kind of a request that computes the prompt of another: no entry and no count of its own
 
 
@@ -458,7 +459,8 @@ class Ledger:
             raise Unavailable("the server is shutting down; ask another one", code="shutting_down")
         if record.key in self.live:
             raise DuplicateId(f"a request with the id {record.label!r} is still running", param="request_id")
-        self.sharing.takes(record.share)
+        if record.kind != PROBE:
+            self.sharing.takes(record.share)
         self.check_place(record.share, record.choices)
 
     def check_place(self, share: str, choices: int) -> None:

@@ -27,6 +27,7 @@ from headgate.api.generation import Job, Piece, run
 from headgate.api.health import PING_TIMEOUT_S, judge, overall
 from headgate.api.host import Host, host_of
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
+from headgate.api.ledger import PROBE
 from headgate.api.logprobs import LOWEST
 from headgate.api.metrics import EngineView, look_at_all
 from headgate.api.prompts import text_prompts
@@ -427,7 +428,8 @@ async def health_generate(request: Request) -> Response:
         probe = GenerateRequest(0, (0,), SamplingParams(max_tokens=1, temperature=0.0))
         try:
             # A request like any other, so that what it costs is accounted for.
-            async with asyncio.timeout(PROBE_TIMEOUT_S), api.ledger.admit(kind="probe") as record:
+            probing = api.ledger.admit(kind=PROBE, share=request.state.share)
+            async with asyncio.timeout(PROBE_TIMEOUT_S), probing as record:
                 await run(api, record, Job(index=0, request=probe), _unheard)
         except QueueFull:
             pass  # busy is not dead
