@@ -183,6 +183,18 @@ def test_69_deadlines_that_a_busy_worker_holds_late_take_no_answer_of_others_fro
     run(main())
 
 
+@pytest.mark.parametrize("due_ms", [-5, 0, 2e12])
+def test_69_a_deadline_that_workers_refuse_reaches_them_as_it_is(due_ms: float):
+    """One in the past was made a valid one, and its client was told that it had passed."""
+
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (_, url):
+            await ask(url, CHAT, BODY | {"deadline_ms": due_ms})
+            assert [asked.body["deadline_ms"] for asked in mock.asked] == [due_ms]
+
+    run(main())
+
+
 def test_69_a_deadline_that_is_kept_leaves_no_timer():
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):

@@ -61,6 +61,7 @@ RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
 PAUSED = b'"code":"paused"'  # cannot stand inside a JSON string, which would escape its quotes
 MOST_CHOICES = 1024  # that are told of an end which no worker tells
 DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
+LONGEST_MS = 1e12  # of a deadline
 WORDS_S = 2.0  # for a worker to tell the text of an answer that was aborted
 
 
@@ -288,9 +289,13 @@ class Exchange:
 
     @property
     def _left_s(self) -> float | None:
-        """Until its deadline; negative after it."""
+        """Until its deadline; negative after it. None also for one that workers refuse."""
         due_ms = self.ask.deadline_ms
-        return None if due_ms is None else self.began_s + due_ms / 1000 - self.router.loop.time()
+        return (
+            None
+            if due_ms is None or not 0 < due_ms <= LONGEST_MS
+            else self.began_s + due_ms / 1000 - self.router.loop.time()
+        )
 
     def _overdue(self) -> None:
         """The deadline has passed. What no worker has ends here and now.
