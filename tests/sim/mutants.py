@@ -263,8 +263,8 @@ MUTANTS = [
     Mutant(
         "a worker with other weights than the fleet's gets nothing",
         "router/fleet.py",
-        "        self.floor_version = None if self.rolling else self._settled_version()\n",
-        "        self.floor_version = None\n",
+        "            self.floor_version = self._settled_version()\n",
+        "            self.floor_version = None\n",
         test="tests/router/test_fleet.py",
     ),
     Mutant(
