@@ -290,3 +290,33 @@ def test_38_71_a_prefill_request_that_a_pause_has_overtaken_is_dropped_and_is_no
             await setting.resume()
 
     run(main())
+
+
+def test_71_a_request_that_a_pause_has_kept_waits_for_the_news_that_its_worker_was_resumed():
+    """A probe from before the resume came after it, and the request was refused as paused."""
+
+    async def main() -> None:
+        async with Mock() as mock, routing(mock, probe_interval_s=60.0) as (router, url):
+            worker, connect = router.fleet.find(mock.url), Pool.connect
+            waiting, go_on = asyncio.Event(), asyncio.Event()
+
+            async def slowly(pool: Pool) -> Any:
+                waiting.set()
+                await go_on.wait()
+                return await connect(pool)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Pool, "connect", slowly)
+                asking = asyncio.create_task(ask(url, CHAT, CHATTING))
+                await waiting.wait()
+                router.hold(queue=False, mode="drain")
+                go_on.set()
+                await asyncio.sleep(SOON)
+            router.fleet.set_state(worker, "paused")
+            router.release()
+            await asyncio.sleep(SOON)
+            assert not asking.done(), asking.result()
+            router.fleet.set_state(worker, "ready")
+            assert (await asking).status == 200
+
+    run(main())

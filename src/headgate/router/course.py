@@ -136,6 +136,11 @@ class Course:
         return self._exchange.overtaken
 
     @property
+    def kept(self) -> bool:
+        """Whether a pause of the fleet has kept it, and is over."""
+        return self._exchange.kept
+
+    @property
     def unwilling(self) -> set[Worker]:
         """Workers that ended or refused it, and have not been in another state since."""
         return {worker for worker, changes in self._unwilling.items() if worker.changes == changes}

@@ -99,6 +99,7 @@ class Exchange:
     cut = False  # and it was the router that ended it
     held: PauseMode | None = None  # the pause of the fleet that has found it here
     overtaken = False  # that pause came while it was on its way to a worker, or there
+    kept = False  # such a pause has kept it, and is over
     paused_here = False  # it was ended by a pause, and no worker counts it
     cause = CAUSE  # of an end that the router tells
     _timer: asyncio.TimerHandle | None = None  # of its deadline

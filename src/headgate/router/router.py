@@ -253,7 +253,8 @@ class Router:
     def release(self) -> None:
         self.holding = self.queueing = False
         for exchange in self.live.values():
-            exchange.held = None
+            if exchange.held is not None:
+                exchange.held, exchange.kept = None, True
         self._fleet_changed()
 
     async def _wait_for_one(self, exchange: Exchange, course: Course) -> Placement | None:
@@ -280,8 +281,9 @@ class Router:
             # A part of an answer is worth more than that: another worker may be back in a moment.
             others = (worker for worker in self.fleet if worker not in course.excluded)
             return course.was_cut and any(worker.state in ("starting", "stopping", "down") for worker in others)
-        # An answer whose worker was lost has nothing to tell of a pause, which others may be in.
-        awaited = (*AWAITED, "paused") if course.was_lost else AWAITED
+        # An answer whose worker was lost has nothing to tell of a pause, which others may be in. A worker that a request
+        # which was kept in a pause finds paused is about to be known as resumed.
+        awaited = (*AWAITED, "paused") if course.was_lost or course.kept else AWAITED
         return any(worker.state in awaited for worker in self.fleet)
 
     def choose(self, exchange: Exchange, course: Course | None = None) -> Placement | None:
