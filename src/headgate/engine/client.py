@@ -46,8 +46,8 @@ from headgate.turns import Turns
 log = logging.getLogger(__name__)
 
 MOST_IDS = 1024
-WOKEN_AT_ONCE = 12  # readers in a turn of the event loop, where there are several tenants
-UNREAD_TOKENS = 32  # of a stream; then its engine makes no more until they are read
+WOKEN_AT_ONCE = 8  # readers in a turn of the event loop, where there are several tenants
+UNREAD_TOKENS = 16  # of a stream; then its engine makes no more until they are read
 CALL_TIMEOUT_S = 60.0  # longer than any command's own timeout by default
 
 
