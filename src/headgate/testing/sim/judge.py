@@ -224,7 +224,8 @@ def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterat
         yield from _tokens(ask, choice, seed + index)
     whole = _text(ask, choice.ids)
     # The router knows the ids of a whole answer whose worker was lost, and not its text.
-    wordless = choice.finish == "abort" and choice.cause in UNHEARD and not choice.text and ask.routed
+    lost = ask.routed and not ask.stream and seen.trouble
+    wordless = lost and choice.finish == "abort" and choice.cause in UNHEARD and not choice.text
     if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut or wordless:
         if not whole.startswith(choice.text):
             yield f"{choice.text!r} is no beginning of {whole!r}"
@@ -294,7 +295,7 @@ def _ends(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
             for complaint in _end(ask, choice, seen):
                 yield f"choice {index}: {complaint}"
     if told.usage is not None:
-        yield from _usage(ask, told)
+        yield from _usage(ask, told, seen)
     elif not ask.stream or "stream_options" in ask.body:
         yield "there is no usage"
 
@@ -329,12 +330,14 @@ def _causes(ask: Ask, seen: Circumstances) -> set[str]:
     return allowed | (CAUSES["deadline"] if "deadline_ms" in ask.body else set())
 
 
-def _usage(ask: Ask, told: Told) -> Iterator[str]:
+def _usage(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
     usage = told.usage or {}
-    unread = not usage["prompt_tokens"] and any(choice.cause in UNHEARD for choice in told.choices.values())
-    if usage["prompt_tokens"] != len(ask.prompt) and not unread:  # one that no worker has read has no length
-        yield f"{usage['prompt_tokens']} prompt tokens instead of {len(ask.prompt)}"
     made = sum(len(choice.ids) for choice in told.choices.values())
+    # A prompt that no worker has read has no length; nor has one whose worker was lost before it has told.
+    unread = ask.routed and not usage["prompt_tokens"] and (seen.trouble or not usage["completion_tokens"])
+    unread = unread and any(choice.cause in UNHEARD for choice in told.choices.values())
+    if usage["prompt_tokens"] != len(ask.prompt) and not unread:
+        yield f"{usage['prompt_tokens']} prompt tokens instead of {len(ask.prompt)}"
     if ask.tells_ids and usage["completion_tokens"] != made:
         yield f"{usage['completion_tokens']} tokens in its usage, and {made} told"
 
