@@ -350,3 +350,14 @@ def test_72_a_request_that_has_moved_is_listed_once_though_another_worker_still_
     report, _ = carry_out([keyed], broken, deed(0.6, "look"))
     assert not report.failures
     assert report.counts["resumes"] == 1
+
+
+def test_71_what_was_accepted_before_a_pause_waits_for_a_server_that_comes_back_paused(carry_out):
+    """The fleet had been resumed meanwhile, and the server had not heard of it. Found by seed 300000874."""
+    asks = [ask("a"), ask("b", 0.1)]
+    asks[0].manners = Manners(leaves_after_s=15.0)
+    engine, server = deed(0.3, "stop_engine", lasts_s=20.0, which=0.0), deed(1.0, "stop_server", lasts_s=20.0)
+    pause = deed(0.4, "pause", mode="freeze", new_requests="queue", timeout=1.0, lasts_s=0.5)
+    report, _ = carry_out(asks, engine, pause, server, servers=1, max_in_flight=1)
+    assert not report.failures
+    assert report.ends == {"left": 1, "max_tokens": 1}
