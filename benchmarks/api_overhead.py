@@ -130,7 +130,7 @@ async def serving(address: str, model: Path) -> AsyncIterator[int]:
     """The API in front of the engine at `address`; gives its port."""
     async with connected(address, 0, 30) as client:
         engines = Replicas(EngineStart("", "", EngineConfig()), 1, 0, model)
-        engines.replicas[0].client = client
+        engines.replicas[0].client, engines._info = client, client.info
         metrics = Metrics()
         ledger = Ledger(metrics, limit=100_000)
         api = Api(
@@ -144,7 +144,8 @@ async def serving(address: str, model: Path) -> AsyncIterator[int]:
         host = Host("0", "scripted", engines.replicas, ledger)
         listener = take_port("127.0.0.1", 0)
         up = asyncio.Event()
-        server = HttpServer(build_app(api, host, Keys(), 1 << 20), listener, up.set)
+        app = build_app(api, host, Keys(), 1 << 20)
+        server = HttpServer(app, listener, up.set, begin=app.begin)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve())
             await up.wait()
