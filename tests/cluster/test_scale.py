@@ -138,7 +138,13 @@ def test_what_waits_is_told_from_what_computes():
         worker.total_blocks, worker.free_blocks, worker.max_running, worker.running = 100, 25, 8, 2
         began_s = router.loop.time() - 7
         waiting = SimpleNamespace(
-            began_s=began_s, moves=0, told_raw=False, journal=SimpleNamespace(tokens=0), worker=worker, leg=None
+            began_s=began_s,
+            moves=0,
+            told_raw=False,
+            journal=SimpleNamespace(tokens=0),
+            worker=worker,
+            leg=None,
+            hold=lambda mode: None,
         )
         router.live["", "a", 0] = waiting  # type: ignore[assignment]
         load = load_of(router, "mixed")

@@ -102,6 +102,7 @@ class Client:
     """Reads everything."""
 
     gone = False
+    transport = None
 
     def write(self, data: bytes) -> None: ...
 

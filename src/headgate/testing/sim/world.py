@@ -357,9 +357,10 @@ class World:
         if ask.retries and ask.reply.broken:
             await asyncio.sleep(0.2)
             self.report.counts["asked again"] += 1
-            # What was begun the first time may be told now, by the weights of then.
-            if ask.reply.broken.startswith("no connection"):
-                ask.floor = self._floor(ask.to)
+            # What was begun the first time may be answered now by the weights of then; a server that has been started
+            # anew since may have older ones.
+            begun = not ask.reply.broken.startswith("no connection")
+            ask.floor = min(self._floor(ask.to), ask.floor) if begun else self._floor(ask.to)
             self._asked_again[ask.name] = self.loop.time()
             self._aborted.pop(ask.name, None)
             for names in self.asked_to_end.values():
