@@ -144,7 +144,7 @@ def test_what_waits_is_told_from_what_computes():
             journal=SimpleNamespace(tokens=0),
             worker=worker,
             leg=None,
-            hold=lambda mode: None,
+            hold=lambda _: None,
         )
         router.live["", "a", 0] = waiting  # type: ignore[assignment]
         load = load_of(router, "mixed")
