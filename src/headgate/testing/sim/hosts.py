@@ -226,6 +226,8 @@ class Liar:
                 body.extend(message.get("body", b""))
 
         await self._app(scope, receive, keep)
+        if not start:
+            return  # the caller has left, and the application has said nothing
         lie = self._server.lie
         said = bytes(body) if lie is None or start["status"] >= 300 else lie(scope["path"], bytes(body))
         headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
