@@ -16,8 +16,10 @@ import pytest
 
 from headgate.api.keys import Keys
 from headgate.client import Fleet
+from headgate.config import RouteConfig
 from headgate.protocol.keys import tenant_salt
 from headgate.router.disagg import PREFILL, prefill_name
+from headgate.router.router import Router
 from tests.api.live import LiveServer, live_server
 from tests.api.serving import serving, up, wait_until
 from tests.router.client import Wire, ask, check, routing, until
@@ -300,3 +302,16 @@ def test_68_a_tenants_claims_through_a_router_are_refused_and_move_no_counter(se
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "resume.choices[0].finish")
         assert dict(servers[0].api.ledger.metrics.tokens) == before
         assert (worker.prompt_tokens, worker.cached_tokens) == (0, 0)
+
+
+def test_63_a_tenant_of_a_router_leaves_places_to_others():
+    async def main() -> None:
+        router = Router(RouteConfig(max_in_flight=10, api_keys={"ann": "key-a", "bob": "key-b"}))
+        assert [router.admission.try_enter("ann") for _ in range(10)] == [True] * 8 + [False] * 2
+        assert router.admission.try_enter("bob")
+        alone = Router(RouteConfig(max_in_flight=10, api_keys={"ann": "key-a"}))
+        assert all(alone.admission.try_enter("ann") for _ in range(10))
+        await router.close()
+        await alone.close()
+
+    asyncio.run(main())

@@ -20,6 +20,7 @@ from headgate.api.admission import Admission
 from headgate.api.departures import Departures
 from headgate.api.ids import Ids
 from headgate.api.keys import Caller, Keys, is_loopback
+from headgate.api.sharing import Sharing
 from headgate.api.tenant_store import TenantStore
 from headgate.config import RouteConfig
 from headgate.errors import DuplicateId, RequestError, Unavailable
@@ -137,7 +138,7 @@ class Router:
         self.fleet.on_lost = self._worker_lost
         self.fleet.on_change = self._fleet_changed
         self.index = PrefixIndex(config.index_nodes)
-        self.admission = Admission(config.max_in_flight, config.max_queue)
+        self.admission = Admission(config.max_in_flight, config.max_queue, Sharing(config.api_keys))
         self.retry_budget = RetryBudget()
         self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
         self.live: dict[Key, Exchange] = {}
