@@ -201,6 +201,6 @@ def close_behind_the_gate(app: Any, router: Any) -> None:
 
 def server_app(routes: list[BaseRoute], keys: Keys) -> App:
     ledger = Ledger(Metrics(), limit=1)
-    app = App(routes, keys, ledger.sharing, 1 << 20)
+    app = App(routes, keys, ledger, 1 << 20)
     app.state.host = Host("0", "model", [], ledger)
     return app

@@ -447,8 +447,8 @@ MUTANTS = [
     Mutant(
         "an answer whose worker was lost waits for workers that others have paused",
         "router/router.py",
-        '(*AWAITED, "paused") if course.was_lost else AWAITED',
-        "AWAITED",
+        '(*AWAITED, "paused") if course.was_lost or course.kept else AWAITED',
+        '(*AWAITED, "paused") if course.kept else AWAITED',
         test="tests/sim/test_regressions.py",
     ),
     Mutant(

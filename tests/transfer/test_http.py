@@ -192,5 +192,5 @@ def test_30_34_what_finds_no_room_carries_its_ids_and_no_text(served):
         parts = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
         (last,) = (part for part in parts if part["finish_reason"] == "pd_reschedule")
         told = [id for part in parts if part["index"] == last["index"] for id in part["completion_token_ids"]]
-        assert last["generated_token_ids"] == told and len(last["completion_token_ids"]) < len(told)
+        assert last["generated_token_ids"] == told  # deltas add up to all ids
         assert server.status().rescheduled == 3 and home(server)

@@ -122,6 +122,6 @@ def slanders(result: Any, others: Collection[str]) -> Iterator[str]:
     workers = result.get("workers", {}) if isinstance(result, dict) else {}
     for url in others:
         said = workers.get(url)
-        # A worker's own 202 says that it has not followed yet, which is no failure.
-        if isinstance(said, dict) and said.get("error") and said.get("code") != "accepted":
+        # An error with a code is the worker's own answer, for example that its engine is down.
+        if isinstance(said, dict) and said.get("error") and not said.get("code"):
             yield f"70: {url} is said to have failed because another worker's answer was malformed: {said}"
