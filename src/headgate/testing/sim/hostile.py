@@ -148,7 +148,7 @@ def _stalled_readers(rng: random.Random, draft: Draft) -> None:
         body: dict[str, Any] = {
             "n": rng.choice((1, 4, 8)),
             "stream": rng.random() < 0.8,
-            "max_tokens": 100,
+            "max_tokens": 80,
             "ignore_eos": True,
         }
         ask = _ask(rng, draft, f"stalled-{i}", at_s + rng.uniform(0, 0.2), **body)
