@@ -295,7 +295,7 @@ def _ends(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
             for complaint in _end(ask, choice, seen):
                 yield f"choice {index}: {complaint}"
     if told.usage is not None:
-        yield from _usage(ask, told, seen)
+        yield from _usage(ask, told)
     elif not ask.stream or "stream_options" in ask.body:
         yield "there is no usage"
 
@@ -330,11 +330,11 @@ def _causes(ask: Ask, seen: Circumstances) -> set[str]:
     return allowed | (CAUSES["deadline"] if "deadline_ms" in ask.body else set())
 
 
-def _usage(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
+def _usage(ask: Ask, told: Told) -> Iterator[str]:
     usage = told.usage or {}
     made = sum(len(choice.ids) for choice in told.choices.values())
-    # A prompt that no worker has read has no length; nor has one whose worker was lost before it has told.
-    unread = ask.routed and not usage["prompt_tokens"] and (seen.trouble or not usage["completion_tokens"])
+    # A router learns the length of a prompt from the end of an answer: it reports none where it ends the answer itself.
+    unread = ask.routed and not usage["prompt_tokens"]
     unread = unread and any(choice.cause in UNHEARD for choice in told.choices.values())
     if usage["prompt_tokens"] != len(ask.prompt) and not unread:
         yield f"{usage['prompt_tokens']} prompt tokens instead of {len(ask.prompt)}"
