@@ -7,6 +7,7 @@ import pytest
 from headgate.testing.sim import hostile
 from headgate.testing.sim.caller import Manners
 from headgate.testing.sim.engine import Pace
+from headgate.testing.sim.hosts import ServerSettings
 from headgate.testing.sim.kv import KvSettings
 from headgate.testing.sim.network import Weather
 from headgate.testing.sim.world import simulate
@@ -361,3 +362,13 @@ def test_71_what_was_accepted_before_a_pause_waits_for_a_server_that_comes_back_
     report, _ = carry_out(asks, engine, pause, server, servers=1, max_in_flight=1)
     assert not report.failures
     assert report.ends == {"left": 1, "max_tokens": 1}
+
+
+def test_63_a_request_whose_choices_take_all_places_leaves_some_to_other_tenants(carry_out):
+    """It was alone when it came, and was given all of them. Found by seed 1912349599."""
+    greedy = ask("a", n=8)
+    hostile.belong(greedy, hostile.BOB)
+    polite, few = deed(0.3, "ask_politely", times=2), ServerSettings(most_choices=8)
+    report, _ = carry_out([greedy], polite, tenants=hostile.TENANTS, settings=few, servers=1)
+    assert not report.failures
+    assert report.ends == {"max_tokens": 8}
