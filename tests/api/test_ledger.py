@@ -262,9 +262,9 @@ async def test_63_one_tenant_cannot_take_the_last_places_while_there_may_be_othe
 
 async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
     ledger = Ledger(Metrics(), limit=4)
-    async with ledger.admit(share=ledger.sharing.name("", "10.0.0.1"), kind="chat", choices=4):
-        async with ledger.admit(share=ledger.sharing.name("", "10.0.0.2"), kind="chat"):
-            assert ledger.in_flight == 5
+    first = ledger.admit(share=ledger.sharing.name("", "10.0.0.1"), kind="chat", choices=4)
+    async with first, ledger.admit(share=ledger.sharing.name("", "10.0.0.2"), kind="chat"):
+        assert ledger.in_flight == 5
     async with ledger.admit(share="10.0.0.1", kind="chat", choices=3):
         with pytest.raises(QueueFull):
             await ledger.admit(share="10.0.0.1", kind="chat").__aenter__()

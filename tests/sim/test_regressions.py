@@ -372,3 +372,13 @@ def test_63_a_request_whose_choices_take_all_places_leaves_some_to_other_tenants
     report, _ = carry_out([greedy], polite, tenants=hostile.TENANTS, settings=few, servers=1)
     assert not report.failures
     assert report.ends == {"max_tokens": 8}
+
+
+def test_71_what_a_pause_has_kept_is_not_refused_by_a_server_that_is_paused_again_after_the_resume():
+    """A server that had come back was paused like the fleet, after the fleet had been resumed."""
+    assert not simulate(1912348010).failures
+
+
+def test_29_another_router_fails_no_request_while_servers_are_updated_one_by_one():
+    """It knew the first server as paused when the second one refused the request."""
+    assert not simulate(1912348655).failures

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -55,6 +55,7 @@ OVERTAKEN_S = (
 LEAST_S = 0.05  # for a worker to answer
 
 encode = msgspec.json.Encoder().encode
+T = TypeVar("T")
 
 
 class ControlTold(msgspec.Struct):
@@ -111,7 +112,7 @@ class FleetControls:
         self._moving: str | None = None  # what is moving weights or memory
         self._verbs = 0  # calls in progress
         self._resuming = asyncio.Lock()
-        self._pauses: set[asyncio.Future[list[Reply]]] = set()  # not answered yet
+        self._pauses: set[asyncio.Future[Any]] = set()  # not answered yet
         self._asked: list[PauseRequest] = []  # pauses that hold, or may yet be refused by all; the last one counts
         self.paused: set[Worker] = set()  # who has followed
         self._fleet.on_restart = lambda worker: self.paused.discard(worker)
@@ -143,7 +144,11 @@ class FleetControls:
 
     async def _told_to_pause(self, body: PauseRequest, asking: Asking, due_s: float) -> list[Reply]:
         call = Call("POST", "/v1/pause", encode(body), ControlTold)
-        told = asyncio.ensure_future(self._all(call, asking, self._left_s(due_s) + SLACK_S))
+        return await self.pausing(self._all(call, asking, self._left_s(due_s) + SLACK_S))
+
+    async def pausing(self, asking: Coroutine[Any, Any, T]) -> T:
+        """Wait for a pause that workers are asked for. A resume is said again when it has come."""
+        told = asyncio.ensure_future(asking)
         self._pauses.add(told)
         try:
             return await told

@@ -42,6 +42,7 @@ class Follower:
             if self._controls.at_rest:
                 await asyncio.gather(*(self._note_paused(worker) for worker in self._unnoted()))
                 await self._look_for_others()
+            if self._controls.at_rest:  # still: a resume has begun, perhaps, and a pause would follow it
                 await asyncio.gather(*(self._catch_up(worker) for worker in self._late()))
 
     async def _note_paused(self, worker: Worker) -> None:
@@ -115,7 +116,7 @@ class Follower:
     async def _pause(self, worker: Worker) -> Reply:
         asked = self._controls.pause_asked or FOR_AN_UPDATE
         pause = Call("POST", "/v1/pause", msgspec.json.encode(asked), ControlTold)
-        reply = await self._ask(worker, pause, asked.timeout + SLACK_S)
+        reply = await self._controls.pausing(self._ask(worker, pause, asked.timeout + SLACK_S))
         if reply.ok and self._controls.pause_asked is not None:
             self._controls.paused.add(worker)
         return reply
