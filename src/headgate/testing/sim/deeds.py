@@ -16,15 +16,11 @@ from headgate.testing.sim.network import Damage, SimTransport
 from headgate.testing.sim.script import ROUTERS, Deed
 
 if TYPE_CHECKING:
+    from headgate.router.worker import Worker
     from headgate.testing.sim.world import World
 
 END_S = 60.0  # for a server that was asked to end
 BACK_S = 60.0  # for whoever was away to be like the others
-
-
-def _lives(server: SimServer, host: Host) -> bool:
-    """Whether it has not been away since it was this host."""
-    return server.alive and server.host is host
 
 
 def _states(reply: Reply) -> dict[str, str]:
@@ -258,14 +254,21 @@ class Deeds(HostileDeeds):
         world = self._world
         paused = _states(await world.control(deed.via, "POST", "/v1/pause", deed.more))
         await asyncio.sleep(deed.lasts_s)
-        pauses, lives = world.pauses, [(server, server.host) for server in world.servers]
+        pauses, lives = world.pauses, {server: self._life(server, deed.via) for server in world.servers}
         reply = await world.control(deed.back, "POST", "/v1/resume")
         if deed.back != deed.via and reply.status == 200:
             had = _states(reply)
             # A server that had not followed the pause may yet do so, for the router that was asked for it.
             both = [url for url, state in paused.items() if state == "paused" and url in had]
-            resumed = [(server, host) for server, host in lives if server.url in both]
-            await self._let_go(deed.via, lambda: world.pauses != pauses or not any(_lives(*each) for each in resumed))
+            resumed = {server: life for server, life in lives.items() if server.url in both and None not in life}
+            await self._let_go(
+                deed.via,
+                lambda: world.pauses != pauses or not any(self._life(s, deed.via) == resumed[s] for s in resumed),
+            )
+
+    def _life(self, server: SimServer, router: str) -> tuple[Host | None, Worker | None]:
+        """Its process, and the worker that it is to a router: another one after it was removed and has joined again."""
+        return server.host if server.alive else None, self._world.worker(router, server)
 
     async def _let_go(self, router: str, overtaken: Callable[[], bool]) -> None:
         """A router must notice that the fleet which it has paused was resumed by another one, if any of it still lives."""
@@ -284,7 +287,7 @@ class Deeds(HostileDeeds):
     async def pause_and_kill(self, deed: Deed) -> None:
         """Somebody dies in a pause of the whole fleet, and must be paused when he is back."""
         world, body = self._world, {"mode": deed.more["mode"], "timeout": 5}
-        resumes = world.resumes
+        resumes, host = world.resumes, world.hosts[deed.who].host
         reply = await world.control(deed.via, "POST", "/v1/pause", body)
         # Whoever is taken out of the fleet is not paused with it.
         removed = any(other.what == "remove" and other.who == deed.who for other in world.plan.deeds)
@@ -293,13 +296,13 @@ class Deeds(HostileDeeds):
                 await self.kill_server(deed)
             else:
                 await self.kill_engine(deed)
-            await self._come_back_paused(deed, lambda: world.resumes != resumes)
+            await self._come_back_paused(deed, host, lambda: world.resumes != resumes)
         await world.control(deed.via, "POST", "/v1/resume")
 
-    async def _come_back_paused(self, deed: Deed, overtaken: Callable[[], bool]) -> None:
+    async def _come_back_paused(self, deed: Deed, host: Host, overtaken: Callable[[], bool]) -> None:
+        """`host`: the server when the pause was asked. One that was started anew since runs until its router pauses it."""
         world, until_s = self._world, self._loop.time() + BACK_S
         server = next(server for server in world.servers if server.name == deed.who)
-        host = server.host
         while not overtaken():
             if server.failed:  # its engine was killed before it ran
                 world.restart(server)

@@ -81,7 +81,7 @@ class HostileDeeds:
         """75: a process dies while it follows a pause, and must be paused when it is back."""
         world, more = self._world, deed.more
         resumes, server = world.resumes, world.hosts[deed.who]
-        engine, body = self._engine(deed), {"mode": more["mode"], "timeout": 2}
+        engine, body, host = self._engine(deed), {"mode": more["mode"], "timeout": 2}, server.host
         pausing = world.operator.spawn(world.control(deed.via, "POST", "/v1/pause", body))
         await asyncio.sleep(more["after_s"])
         if more["whole"]:
@@ -97,7 +97,7 @@ class HostileDeeds:
                 world.fail(
                     f"75: a pause in which an engine crashed was answered {reply.status}: {reply.body[:200]!r}"
                 )
-            await self._come_back_paused(deed, lambda: world.resumes != resumes)
+            await self._come_back_paused(deed, host, lambda: world.resumes != resumes)
         await world.control(deed.via, "POST", "/v1/resume")
 
     # -- clients ------------------------------------------------------------------------------

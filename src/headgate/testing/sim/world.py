@@ -21,6 +21,7 @@ from typing import Any
 
 from headgate.config import EngineConfig, RouteConfig
 from headgate.router.relay import Exchange
+from headgate.router.worker import Worker
 from headgate.testing.sim import home, hostile, promises
 from headgate.testing.sim.caller import Manners, Reply, call
 from headgate.testing.sim.deeds import Deeds
@@ -269,6 +270,12 @@ class World:
         processes = {engine.get_pid(): engine for engine in self.processes.living}
         loops = [processes[r.pid].loop for r in replicas if r.pid in processes]
         return [loop.control.state for loop in loops if loop is not None]
+
+    def worker(self, router: str, server: SimServer) -> Worker | None:
+        """A server as a router knows it; None if it is not in the router's fleet."""
+        host = next(host for host in self.routers if host.name == router)
+        workers = host.router.fleet if host.router is not None else ()
+        return next((worker for worker in workers if worker.url == server.url), None)
 
     def holds(self, router: str) -> bool:
         host = next(host for host in self.routers if host.name == router)
