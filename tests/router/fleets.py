@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from headgate.api.orders import Order, Orders, Overtaken
 from headgate.config import RouteConfig, WorkerAddress
 from headgate.listening import take_port
 from headgate.router.dialects import PAUSES, RESUMES
@@ -133,8 +134,9 @@ class FakeWorker:
     tenants: dict[str, str | None] = field(default_factory=dict)  # path -> in whose name it was last called
     url: str = ""
     over: threading.Event = field(default_factory=threading.Event)
+    orders: Orders = field(default_factory=Orders)
 
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, body: dict[str, Any], order: Order) -> tuple[int, Any]:
         if method == "POST":
             self.calls.append((path, body))
         if path in self.refuses:
@@ -147,6 +149,11 @@ class FakeWorker:
             return 200, {"world_size": 2}
         if path == "/v1/requests":
             return 200, {"object": "list", "data": []}
+        if path in ("/v1/pause", "/v1/resume"):
+            try:
+                self.orders.take(order, paused=self.state == "paused")
+            except Overtaken as error:
+                return 409, {"error": {"message": str(error), "code": error.code}}
         if path == "/v1/pause" or path in PAUSES:
             self.state = "paused"
         elif path == "/v1/resume" or path in RESUMES:
@@ -183,7 +190,8 @@ def fake_worker(**options: Any) -> Iterator[FakeWorker]:
                 fake.over.wait(60)
             fake.late.get(self.path, bool)()
             fake.tenants[self.path] = self.headers["x-headgate-tenant"]
-            status, told = fake.answer(self.command, self.path.partition("?")[0], json.loads(body or b"{}"))
+            order = Order.of(self.headers)
+            status, told = fake.answer(self.command, self.path.partition("?")[0], json.loads(body or b"{}"), order)
             raw = json.dumps(told).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from headgate.client import Fleet, FleetError
-from headgate.router import control, following
+from headgate.router import following
 from headgate.router.abort import Target, _end_here
 from headgate.router.attempt import Streamed
 from tests.api.live import LiveServer, eventually
@@ -71,7 +71,7 @@ def test_43_of_eight_workers_two_dead_ones_are_named_within_the_timeout():
         told = wait_until(two_named)
         assert {url for url, outcome in told.items() if "error" in outcome} == set(urls[:2])
         assert "0.5 s" in told[urls[0]]["error"] and told[urls[2]]["state"] == "running"
-        refused = wait_until(lambda: "6 of 8" in (r := router.post("/v1/flush_cache", {"timeout": 2})).text and r)
+        refused = wait_until(lambda: "6 of 8" in (r := router.post("/v1/flush_cache")).text and r)
         assert refused.status_code == 502 and refused.json()["error"]["code"] == "partial"
         assert urls[0] in refused.json()["error"]["message"]
 
@@ -560,19 +560,6 @@ def test_24_a_resume_cancels_a_pause_that_still_waits(router: LiveRouter):
         assert not router.router.holding and not running.done()
         fleet.abort("long")
         assert running.result(60).cause == "api_abort"
-
-
-def test_24_a_worker_that_hears_of_a_pause_after_its_end_runs_too(
-    fakes: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(control, "OVERTAKEN_S", (30.0,))
-    fakes[0].late["/v1/pause"] = lambda: wait_until(lambda: fakes[0].asked("/v1/resume"))
-    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
-        pausing = threads.submit(router.post, "/v1/pause")
-        wait_until(lambda: fakes[1].state == fakes[2].state == "paused")
-        assert router.post("/v1/resume").json()["result"]["state"] == "running"
-        assert [fake.state for fake in fakes] == ["running"] * 3
-        assert pausing.result(60).json()["result"]["state"] == "running" and not router.router.holding
 
 
 def test_24_a_pause_that_comes_after_a_resume_is_kept(fakes: list[FakeWorker]):

@@ -23,6 +23,7 @@ from headgate.api.abort import Count, Seconds
 from headgate.api.host import BOOT_HEADER, Host, host_of
 from headgate.api.ledger import PREFILL, Record
 from headgate.api.metrics import look_at_all
+from headgate.api.orders import UNORDERED, Order, Orders
 from headgate.api.schema import convert, read_object
 from headgate.api.state import Api
 from headgate.api.tickets import NEWEST_VERSION, Version
@@ -170,9 +171,10 @@ class Controls:
         self._host = host
         self._metrics = host.ledger.metrics
         self._moving: str | None = None  # what is moving weights or memory
+        self._orders = Orders()
 
-    async def pause(self, pause: Pause) -> FleetResult:
-        self._refuse_while_moving()
+    async def pause(self, pause: Pause, order: Order = UNORDERED) -> FleetResult:
+        self._take(order)
         clock = asyncio.get_running_loop().time
         began_s, before = clock(), self._places()
         due_s = began_s + pause.timeout_s + MARGIN_S
@@ -195,8 +197,8 @@ class Controls:
             self._metrics.paused.stop()  # a resume came in between
         return result
 
-    async def resume(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> FleetResult:
-        self._refuse_while_moving()
+    async def resume(self, timeout_s: float = DEFAULT_TIMEOUT_S, order: Order = UNORDERED) -> FleetResult:
+        self._take(order)
         result = self._result(await self._call(Resume(), timeout_s))
         self._metrics.paused.stop()
         return result
@@ -269,6 +271,10 @@ class Controls:
         if late:
             log.warning("not every engine has followed: %s", "; ".join(late))
         return outcome
+
+    def _take(self, order: Order) -> None:
+        self._refuse_while_moving()
+        self._orders.take(order, paused=isinstance(self._api.engines.asked, Pause))
 
     def _refuse_while_moving(self) -> None:
         if self._moving is not None:
@@ -425,12 +431,12 @@ async def read_control(request: Request, kind: type[T]) -> T:
 async def pause(request: Request) -> Response:
     body = await read_control(request, PauseRequest)
     command = Pause(body.mode, body.new_requests == "queue", body.timeout)
-    return answer(request, await controls_of(request).pause(command))
+    return answer(request, await controls_of(request).pause(command, Order.of(request.headers)))
 
 
 async def resume(request: Request) -> Response:
     body = await read_control(request, ControlBody)
-    return answer(request, await controls_of(request).resume(body.timeout))
+    return answer(request, await controls_of(request).resume(body.timeout, Order.of(request.headers)))
 
 
 async def is_paused(request: Request) -> Response:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -29,6 +32,7 @@ from headgate.api.control import (
     overall,
     source_of,
 )
+from headgate.api.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
 from headgate.errors import RequestError
 from headgate.router.ending import PAUSE
 from headgate.router.fanout import SLACK_S, Asking, Call, Reply, all_refuse, ask, fan_out, is_down, to_all
@@ -45,17 +49,12 @@ log = logging.getLogger(__name__)
 DRAIN_S = 30.0
 LAST_WORDS_S = 2.0  # for clients of what workers have ended to be answered
 ACCEPTED = 202  # a worker's own word for: not all of my engines yet
-OVERTAKEN_S = (
-    0.05,
-    0.1,
-    0.2,
-    0.4,
-)  # how long a resume waits for pauses on their way, before each time it is said again
-
 LEAST_S = 0.05  # for a worker to answer
 
+ONLY_IF_OWN = ONLY_IF_HEADER.encode(), OWN.encode()
+ONLY_IF_RUNNING = ONLY_IF_HEADER.encode(), RUNNING.encode()
+
 encode = msgspec.json.Encoder().encode
-T = TypeVar("T")
 
 
 class ControlTold(msgspec.Struct):
@@ -69,7 +68,6 @@ class WorldSize(msgspec.Struct):
 
 
 LOOK = Call("GET", "/v1/is_paused", reads=ControlTold)
-RESUME = Call("POST", "/v1/resume", reads=ControlTold)
 SIZE = Call("GET", "/get_world_size", reads=WorldSize)
 
 
@@ -112,7 +110,9 @@ class FleetControls:
         self._moving: str | None = None  # what is moving weights or memory
         self._verbs = 0  # calls in progress
         self._resuming = asyncio.Lock()
-        self._pauses: set[asyncio.Future[Any]] = set()  # not answered yet
+        self._name = secrets.token_hex(8)  # of this process, to the workers
+        self._orders = count(1)
+        self.owed: dict[Worker, Call] = {}  # a resume that this worker has not answered
         self._asked: list[PauseRequest] = []  # pauses that hold, or may yet be refused by all; the last one counts
         self.paused: set[Worker] = set()  # who has followed
         self._fleet.on_restart = lambda worker: self.paused.discard(worker)
@@ -128,11 +128,14 @@ class FleetControls:
         due_s = began_s + body.timeout
         with self.busy():
             async with self._alone(due_s):
+                self._refuse_if_empty()
                 accepted = self.hold(body)
-            replies = await self._told_to_pause(body, asking, due_s)
+                call = self.ordered("/v1/pause", encode(body))
+                calls = to_all(self._fleet, call)
+            replies = await fan_out(self._router, calls, asking, self._left_s(due_s) + SLACK_S)
             async with self._alone(due_s + SLACK_S):
                 if not self.judge_pause(body, replies):  # what was told is old
-                    return await self.look(asking, self._left_s(due_s))
+                    return self._pending(await self.look(asking, self._left_s(due_s)))
             ended = await self.end_accepted(body, accepted, due_s + SLACK_S)
         result = self._result(replies)
         told: list[FleetResult] = [reply.told.result for reply in replies if reply.ok]
@@ -142,18 +145,12 @@ class FleetControls:
         result.elapsed_s = round(self._router.loop.time() - began_s, 6)
         return self._checked(result, replies)
 
-    async def _told_to_pause(self, body: PauseRequest, asking: Asking, due_s: float) -> list[Reply]:
-        call = Call("POST", "/v1/pause", encode(body), ControlTold)
-        return await self.pausing(self._all(call, asking, self._left_s(due_s) + SLACK_S))
-
-    async def pausing(self, asking: Coroutine[Any, Any, T]) -> T:
-        """Wait for a pause that workers are asked for. A resume is said again when it has come."""
-        told = asyncio.ensure_future(asking)
-        self._pauses.add(told)
-        try:
-            return await told
-        finally:
-            self._pauses.discard(told)
+    def _pending(self, result: RouterResult) -> RouterResult:
+        """Where the fleet stands after a pause that another one has replaced: workers that run are to follow that one."""
+        for outcome in result.workers.values() if self.pause_asked is not None else ():
+            if outcome.state in ("running", "pausing") and outcome.error is UNSET:
+                outcome.error, outcome.code = "it has not followed the latest pause yet", "accepted"
+        return result
 
     async def resume(self, body: ControlBody, asking: Asking) -> RouterResult:
         self.refuse_while_moving()
@@ -161,27 +158,28 @@ class FleetControls:
         with self.busy():
             async with self._alone(due_s):
                 try:
-                    replies = await self._told_to_resume(asking, due_s)
+                    replies = await self._resume_all(asking, self._left_s(due_s))
                     result = self._result(replies)
                 finally:
                     self.release()
         return self._checked(result, replies)
 
-    async def _told_to_resume(self, asking: Asking, due_s: float) -> list[Reply]:
-        """Again while pauses that were asked before come back: a worker may have heard of one of them last."""
-        pauses = set(self._pauses)
-        replies = await self._resume_all(asking, due_s)
-        for patience_s in OVERTAKEN_S:
-            if not pauses or self._router.loop.time() >= due_s:
-                break
-            _, pauses = await asyncio.wait(pauses, timeout=min(patience_s, self._left_s(due_s)))
-            replies = await self._resume_all(asking, due_s)
+    async def _resume_all(self, asking: Asking, left_s: float) -> list[Reply]:
+        call = self.ordered("/v1/resume", encode({"timeout": left_s}))
+        replies = await self._all(call, asking, left_s + SLACK_S)
+        for reply in replies:
+            self.owe(reply, call)
         return replies
 
-    async def _resume_all(self, asking: Asking, due_s: float) -> list[Reply]:
-        left_s = self._left_s(due_s)
-        call = Call("POST", "/v1/resume", encode({"timeout": left_s}), ControlTold)
-        return await self._all(call, asking, left_s + SLACK_S)
+    def owe(self, reply: Reply, call: Call) -> None:
+        """A worker that has not answered a resume is resumed when it answers, unless it is paused anew until then."""
+        if not reply.status:
+            self.owed[reply.worker] = replace(call, order=(call.order[0], ONLY_IF_OWN))
+
+    def ordered(self, path: str, body: bytes = b"", *only_if: tuple[bytes, bytes]) -> Call:
+        """A pause or a resume; a worker that gets it after a later one refuses it."""
+        order = (ORDER_HEADER.encode(), f"{self._name}:{next(self._orders)}".encode())
+        return Call("POST", path, body, ControlTold, (order, *only_if))
 
     async def look(self, asking: Asking, timeout_s: float | None = None) -> RouterResult:
         patience_s = self.patience_s if timeout_s is None else min(timeout_s, self.patience_s)
@@ -311,19 +309,25 @@ class FleetControls:
         update = update_call(_plain(body, version))
         self._fleet.set_state(worker, "draining")
         drain = encode({"mode": "drain", "timeout": body.drain_timeout})
-        pause = Call("POST", "/v1/pause", drain, ControlTold)
+        pause = self.ordered("/v1/pause", drain)
         try:
             paused = await ask(self._router, worker, pause, asking, body.drain_timeout + SLACK_S)
             if not paused.ok:
                 return paused
             updated = await ask(self._router, worker, update, asking, body.timeout + SLACK_S)
             self.note_update(updated, update.body, version)
-            resumed = await ask(self._router, worker, RESUME, asking, self.patience_s)
+            resumed = await self.resume_one(worker, asking)
             return resumed if updated.ok else updated
         finally:
             if worker in self._fleet:  # or it was removed meanwhile, and is to leave
                 self._fleet.set_state(worker, "paused")
                 await self.probe(worker)
+
+    async def resume_one(self, worker: Worker, asking: Asking, *only_if: tuple[bytes, bytes]) -> Reply:
+        call = self.ordered("/v1/resume", b"", *only_if)
+        reply = await ask(self._router, worker, call, asking, self.patience_s)
+        self.owe(reply, call)
+        return reply
 
     def _stopped(self, replies: Sequence[Reply]) -> RouterResult:
         last = replies[-1]
@@ -345,6 +349,7 @@ class FleetControls:
     def hold(self, pause: PauseRequest) -> tuple[Exchange, ...]:
         """From now on nothing is placed; returns what was accepted before."""
         self._asked.append(pause)
+        self.owed.clear()
         return self._router.hold(queue=pause.new_requests == "queue", mode=pause.mode)
 
     async def end_accepted(self, pause: PauseRequest, accepted: Sequence[Exchange], due_s: float) -> int:
@@ -372,15 +377,15 @@ class FleetControls:
     def judge_pause(self, pause: PauseRequest, replies: Sequence[Reply]) -> bool:
         """Whether nobody has resumed or paused otherwise while that was asked. One that all refuse holds no longer."""
         latest = self.pause_asked is pause
-        if all_refuse(replies):
-            self._withdraw(pause)
+        if not replies or all_refuse(replies):
+            self.withdraw(pause)
         elif latest:
             self._asked = [pause]
             # Who has been started anew since it answered knows nothing of a pause.
             self.paused = {reply.worker for reply in replies if reply.ok and reply.worker.life == reply.life}
         return latest
 
-    def _withdraw(self, pause: PauseRequest) -> None:
+    def withdraw(self, pause: PauseRequest) -> None:
         """What was asked before it is what holds, if anything was."""
         self._asked = [each for each in self._asked if each is not pause]
         if self.pause_asked is None:

@@ -83,7 +83,7 @@ async def for_all(router: Router, controls: FleetControls, request: Request) -> 
         if path in PAUSES:
             replies = await _pause_all(router, controls, request)
         else:
-            replies = await _ask_all(router, request)
+            replies = await _ask_all(router, controls, request)
             await controls.probe_all()
         if path in RESUMES and not any(worker.state == "paused" for worker in router.fleet):
             controls.release()  # waking a part of what sleeps resumes nothing
@@ -97,7 +97,7 @@ async def for_all(router: Router, controls: FleetControls, request: Request) -> 
 async def _pause_all(router: Router, controls: FleetControls, request: Request) -> list[Reply]:
     pause = PauseRequest(mode=await _mode_of(request), new_requests="queue", timeout=DRAIN_S)
     accepted = controls.hold(pause)
-    replies = await _ask_all(router, request)
+    replies = await _ask_all(router, controls, request)
     await controls.probe_all()
     controls.judge_pause(pause, replies)
     await controls.end_accepted(pause, accepted, router.loop.time() + DEFAULT_TIMEOUT_S)
@@ -124,11 +124,12 @@ def _held(router: Router, controls: FleetControls, update: bool) -> Iterator[Non
     if not update or router.holding:
         yield
         return
-    controls.hold(PauseRequest(mode="freeze", new_requests="queue"))
+    pause = PauseRequest(mode="freeze", new_requests="queue")
+    controls.hold(pause)
     try:
         yield
     finally:
-        controls.release()
+        controls.withdraw(pause)
 
 
 def _settle(router: Router, controls: FleetControls, body: FromDisk) -> None:
@@ -138,9 +139,10 @@ def _settle(router: Router, controls: FleetControls, body: FromDisk) -> None:
         controls.settle({"path": body.model_path, "version": version}, version)
 
 
-async def _ask_all(router: Router, request: Request) -> list[Reply]:
+async def _ask_all(router: Router, controls: FleetControls, request: Request) -> list[Reply]:
     query = f"?{request.url.query}" if request.url.query else ""
-    call = Call(request.method, request.url.path + query, await request.body())
+    order = controls.ordered("").order if request.url.path in PAUSES | RESUMES else ()
+    call = Call(request.method, request.url.path + query, await request.body(), order=order)
     calls = to_all(of_kind(router.fleet, KINDS), call)
     if request.url.path in MEETINGS:
         calls = await _ranked(router, calls, Asking.of(request))

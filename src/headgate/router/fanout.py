@@ -50,6 +50,7 @@ class Call:
     path: str
     body: bytes = b""
     reads: Any = None  # the type of its answer; None: it is passed on as it is
+    order: tuple[tuple[bytes, bytes], ...] = ()  # among the pauses and resumes of this router
 
 
 class Complaint(msgspec.Struct):
@@ -135,7 +136,7 @@ def is_down(worker: Worker) -> bool:
 
 
 async def _call(router: Router, worker: Worker, one: Call, asking: Asking, timeout_s: float) -> Reply:
-    headers: Headers = router.credentials(worker, list(asking.headers), asking.tenant)
+    headers: Headers = [*router.credentials(worker, list(asking.headers), asking.tenant), *one.order]
     try:
         pool = router.fleet.pool(worker)
         status, told, body = await call(pool, one.method, one.path, one.body, headers=headers, timeout_s=timeout_s)

@@ -1,7 +1,8 @@
 """Workers that come back: whatever the fleet was asked while they were away, they do before they get a request.
 
-One that comes back while the fleet is paused is paused. One that has older weights than the fleet gets the fleet's last
-update, if that can be given to it: files can, a trainer's group is gone. Until then it is outdated and gets nothing.
+One that comes back while the fleet is paused is paused; one that has missed a resume is resumed. One that has older
+weights than the fleet gets the fleet's last update, if that can be given to it: files can, a trainer's group is gone.
+Until then it is outdated and gets nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headgate.api.control import UPDATE_TIMEOUT_S, PauseRequest
-from headgate.router.control import LOOK, RESUME, ControlTold, FleetControls, update_call
+from headgate.api.orders import Overtaken
+from headgate.router.control import LOOK, ONLY_IF_OWN, ONLY_IF_RUNNING, FleetControls, update_call
 from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask
 from headgate.router.worker import Worker
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-CONFLICT = 409
+OK, CONFLICT = 200, 409
 TRY_AGAIN_S = 3.0  # with one that did not follow
 FOR_AN_UPDATE = PauseRequest(new_requests="queue")  # alone: what its older weights have begun ends
 
@@ -42,7 +44,7 @@ class Follower:
             if self._controls.at_rest:
                 await asyncio.gather(*(self._note_paused(worker) for worker in self._unnoted()))
                 await self._look_for_others()
-            if self._controls.at_rest:  # still: a resume has begun, perhaps, and a pause would follow it
+                await asyncio.gather(*(self._resume(worker) for worker in self._owed()))
                 await asyncio.gather(*(self._catch_up(worker) for worker in self._late()))
 
     async def _note_paused(self, worker: Worker) -> None:
@@ -60,7 +62,8 @@ class Follower:
         controls = self._controls
         for worker in [worker for worker in self._fleet if worker in controls.paused]:
             if worker.state in ("down", "starting"):
-                controls.paused.discard(worker)
+                if worker.life is None:  # otherwise a restart shows, and a worker out of reach may be resumed there
+                    controls.paused.discard(worker)
             elif worker.state in ("ready", "outdated") and await self._runs(worker):
                 log.warning("%s was resumed by somebody else; the fleet is not held any longer", worker.name)
                 controls.release()
@@ -79,7 +82,25 @@ class Follower:
         same = (worker.errors, worker.life) == (errors, life)
         return str(reply.told.result.state) if reply.ok and same and controls.at_rest else None
 
+    def _owed(self) -> list[Worker]:
+        return [worker for worker in self._reachable() if worker in self._controls.owed]
+
+    async def _resume(self, worker: Worker) -> None:
+        """A worker that has not answered a resume; one that another caller has paused since refuses it."""
+        controls = self._controls
+        call = controls.owed[worker]
+        reply = await self._ask(worker, call, controls.patience_s)
+        if (reply.ok or reply.code == Overtaken.code) and controls.owed.get(worker) is call:
+            del controls.owed[worker]
+        elif not reply.ok:
+            self._not_before_s[worker] = self._router.loop.time() + TRY_AGAIN_S
+        await controls.probe(worker)
+
     def _late(self) -> list[Worker]:
+        late = [worker for worker in self._reachable() if self._is_unpaused(worker) or self._is_outdated(worker)]
+        return [worker for worker in late if worker not in self._controls.owed]
+
+    def _reachable(self) -> list[Worker]:
         now_s = self._router.loop.time()
         return [
             worker
@@ -87,7 +108,6 @@ class Follower:
             if worker.kind == "headgate"
             and worker.state in ("ready", "outdated", "paused")
             and now_s >= self._not_before_s.get(worker, -inf)
-            and (self._is_unpaused(worker) or self._is_outdated(worker))
         ]
 
     def _is_unpaused(self, worker: Worker) -> bool:
@@ -106,20 +126,30 @@ class Follower:
         if (reply.ok or reply.status == CONFLICT) and self._is_outdated(worker):
             reply = await self._update(worker)
         if self._controls.pause_asked is None:
-            resumed = await self._ask(worker, RESUME, self._controls.patience_s)
-            reply = resumed if reply.ok else reply
+            resumed = await self._controls.resume_one(worker, Asking(), ONLY_IF_OWN)
+            reply = resumed if reply.ok and resumed.code != Overtaken.code else reply
         if not reply.ok:
             log.warning("%s does not follow the fleet: %s", worker.name, reply.error)
             self._not_before_s[worker] = self._router.loop.time() + TRY_AGAIN_S
         await self._controls.probe(worker)
 
     async def _pause(self, worker: Worker) -> Reply:
-        asked = self._controls.pause_asked or FOR_AN_UPDATE
-        pause = Call("POST", "/v1/pause", msgspec.json.encode(asked), ControlTold)
-        reply = await self._controls.pausing(self._ask(worker, pause, asked.timeout + SLACK_S))
-        if reply.ok and self._controls.pause_asked is not None:
-            self._controls.paused.add(worker)
+        """For the fleet's pause; or for an update alone, and then not if another caller has paused it."""
+        controls = self._controls
+        asked = controls.pause_asked
+        if asked is None:
+            return await self._ask(
+                worker, self._pause_call(FOR_AN_UPDATE, ONLY_IF_RUNNING), FOR_AN_UPDATE.timeout + SLACK_S
+            )
+        if worker in controls.paused:
+            return Reply(worker, OK)  # a second pause would hide that another caller has resumed it
+        reply = await self._ask(worker, self._pause_call(asked), asked.timeout + SLACK_S)
+        if reply.ok and controls.pause_asked is not None:
+            controls.paused.add(worker)
         return reply
+
+    def _pause_call(self, asked: PauseRequest, *only_if: tuple[bytes, bytes]) -> Call:
+        return self._controls.ordered("/v1/pause", msgspec.json.encode(asked), *only_if)
 
     async def _update(self, worker: Worker) -> Reply:
         asked = self._controls.update_asked

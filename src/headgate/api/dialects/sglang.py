@@ -30,6 +30,7 @@ from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.ledger import PROBE
 from headgate.api.logprobs import LOWEST
 from headgate.api.metrics import EngineView, look_at_all
+from headgate.api.orders import Order
 from headgate.api.prompts import text_prompts
 from headgate.api.schema import CompletionRequest, Name, Resume, convert, decode, prompts_of, read_body
 from headgate.api.serve import Call, Dialect, exchange
@@ -280,12 +281,12 @@ MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "freeze", "retract"
 
 async def pause_generation(request: Request) -> Response:
     body = await read_control(request, PauseBody)
-    followed(await controls_of(request).pause(pause_of(MODES[body.mode])))
+    followed(await controls_of(request).pause(pause_of(MODES[body.mode]), Order.of(request.headers)))
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
 
 async def continue_generation(request: Request) -> Response:
-    followed(await controls_of(request).resume())
+    followed(await controls_of(request).resume(order=Order.of(request.headers)))
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 

@@ -20,6 +20,7 @@ from headgate.api.generation import Job, Piece
 from headgate.api.host import host_of
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.logprobs import ChatLogprobs, chat_logprobs
+from headgate.api.orders import Order
 from headgate.api.prompts import text_prompt
 from headgate.api.schema import CompletionRequest, Resume, TokenId, convert, read_body
 from headgate.api.serve import Call, Dialect, exchange
@@ -33,7 +34,7 @@ MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "freez
 
 
 async def pause(request: Request) -> Response:
-    followed(await controls_of(request).pause(pause_of(mode_of(request))))
+    followed(await controls_of(request).pause(pause_of(mode_of(request)), Order.of(request.headers)))
     if _flag(request, "clear_cache", default=True):
         followed(await controls_of(request).flush())
     return json_response({"status": "paused"})
@@ -54,7 +55,7 @@ def _flag(request: Request, name: str, *, default: bool) -> bool:
 
 
 async def resume(request: Request) -> Response:
-    followed(await controls_of(request).resume())
+    followed(await controls_of(request).resume(order=Order.of(request.headers)))
     return json_response({"status": "resumed"})
 
 

@@ -1,0 +1,152 @@
+"""Pauses and resumes that overtake each other, or that a worker has missed; other callers that interfere."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from headgate.api.control import PauseRequest
+from headgate.router.control import FleetControls
+from headgate.router.fanout import Asking
+from headgate.router.relay import NoWorker
+from tests.api.serving import wait_until
+from tests.router.fleets import FakeWorker, LiveRouter, fake_worker, live_router
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeWorker]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(fake_worker()) for _ in range(3)]
+
+
+def cut_off(router: LiveRouter, fake: FakeWorker) -> None:
+    """Until `fake.refuses` is cleared."""
+    fake.refuses |= {"/v1/loads": 500, "/v1/models": 500}
+    router.wait_for(down=1)
+
+
+def test_24_29_a_worker_that_has_missed_a_resume_is_resumed_when_it_is_back(fakes: list[FakeWorker]):
+    """The answer was 202, and the worker stayed paused for ever."""
+    with live_router(*(fake.url for fake in fakes)) as router:
+        assert router.post("/v1/pause").status_code == 200
+        cut_off(router, fakes[2])
+        assert router.post("/v1/resume").status_code == 202
+        assert fakes[2].state == "paused"
+        fakes[2].refuses.clear()
+        wait_until(lambda: fakes[2].state == "running")
+        router.wait_for(ready=3)
+
+
+def test_24_a_worker_that_has_missed_a_resume_and_was_paused_by_another_caller_stays_paused(fakes: list[FakeWorker]):
+    late = fakes[2]
+    with live_router(*(fake.url for fake in fakes)) as router:
+        assert router.post("/v1/pause").status_code == 200
+        cut_off(router, late)
+        assert router.post("/v1/resume").status_code == 202
+        httpx.post(f"{late.url}/v1/pause", json={}, trust_env=False).raise_for_status()
+        late.refuses.clear()
+        wait_until(lambda: late.asked("/v1/resume"))
+        router.wait_for(ready=2, paused=1)
+        assert late.state == "paused" and not router.router.holding
+
+
+def test_24_55_an_update_leaves_a_worker_paused_that_another_caller_has_paused(fakes: list[FakeWorker]):
+    """The router resumed it afterwards, which another router took for the end of its own pause."""
+    late = fakes[2]
+    with live_router(*(fake.url for fake in fakes)) as router:
+        router.post("/v1/pause")
+        assert router.post("/v1/update_weights", {"path": "/w", "version": 7}).status_code == 200
+        assert router.post("/v1/resume").status_code == 200
+        cut_off(router, late)
+        httpx.post(f"{late.url}/v1/pause", json={}, trust_env=False).raise_for_status()
+        late.calls.clear()
+        late.version = 0
+        late.refuses.clear()
+        wait_until(lambda: late.version == 7 and late.asked("/v1/resume"))
+        router.wait_for(ready=2, paused=1)
+        assert late.state == "paused"
+
+
+def test_24_an_update_does_not_hide_that_another_caller_has_resumed_a_worker(fakes: list[FakeWorker]):
+    """The worker was paused again for the update, so that the router held the fleet for ever."""
+    late = fakes[2]
+    with live_router(*(fake.url for fake in fakes), probe_interval_s=60.0) as router:
+        router.post("/v1/pause")
+        assert router.post("/v1/update_weights", {"path": "/w", "version": 7}).status_code == 200
+        late.state, late.version, late.refuses["/v1/update_weights"] = "running", 0, 409  # as long as it runs
+        router.do(lambda: router.router.fleet.set_version(router.router.fleet.find(late.url), 0))
+        wait_until(lambda: not router.router.holding)
+        assert len(late.asked("/v1/pause")) == 1
+
+
+def test_24_a_pause_that_is_asked_during_an_update_outlives_it(fakes: list[FakeWorker]):
+    """The end of the update released the fleet, whatever had been asked meanwhile."""
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
+        fakes[0].slow = "/update_weights_from_distributed"
+        updating = threads.submit(router.post, fakes[0].slow, {})
+        wait_until(lambda: router.router.queueing)
+        assert router.post("/v1/pause", {"new_requests": "reject"}).status_code == 200
+        fakes[0].over.set()
+        assert updating.result(60).status_code == 200
+        assert router.router.holding and not router.router.queueing
+        assert router.post("/v1/resume").status_code == 200 and not router.router.holding
+
+
+@pytest.mark.parametrize("path", ["/pause", "/pause_generation", "/sleep"])
+def test_24_a_fleet_without_workers_is_not_held_by_a_pause_under_another_name(path: str):
+    with live_router() as router:
+        assert router.post(path, {}).json()["error"]["code"] == "no_worker" and not router.router.holding
+
+
+def test_24_a_fleet_that_empties_while_a_pause_waits_is_not_held(fakes: list[FakeWorker]):
+    with live_router(fakes[0].url) as router:
+
+        async def main() -> None:
+            controls, fleet = FleetControls(router.router), router.router.fleet
+            await controls._resuming.acquire()
+            pausing = asyncio.create_task(controls.pause(PauseRequest(), Asking()))
+            await asyncio.sleep(0)
+            assert not controls.at_rest and not pausing.done()
+            fleet.remove(fleet.find(fakes[0].url))
+            controls._resuming.release()
+            with pytest.raises(NoWorker):
+                await pausing
+
+        asyncio.run_coroutine_threadsafe(main(), router.loop).result(60)
+        assert not router.router.holding
+
+
+def test_24_59_a_pause_that_another_one_has_replaced_is_not_done_while_a_worker_runs(fakes: list[FakeWorker]):
+    """It was answered 200, although a worker that had been started anew was still to follow."""
+    told = threading.Event()
+    first_alone = [told]
+    fakes[0].late["/v1/pause"] = lambda: first_alone.pop().wait(60) if first_alone else None
+    with (
+        live_router(*(fake.url for fake in fakes), probe_interval_s=60.0) as router,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first = threads.submit(router.post, "/v1/pause", {"mode": "freeze"})
+        wait_until(lambda: fakes[1].state == fakes[2].state == "paused")
+        assert router.post("/v1/pause").status_code == 200
+        fakes[1].state = "running"  # after a restart that the router has not noticed
+        told.set()
+        answer = first.result(60)
+        outcomes = answer.json()["result"]["workers"]
+        assert answer.status_code == 202 and not answer.json()["result"]["is_paused"]
+        assert outcomes[fakes[1].url]["code"] == "accepted" and "error" not in outcomes[fakes[0].url]
+
+
+def test_24_a_worker_that_gets_a_pause_after_its_resume_runs_too(fakes: list[FakeWorker]):
+    fakes[0].late["/v1/pause"] = lambda: wait_until(lambda: fakes[0].asked("/v1/resume"))
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
+        pausing = threads.submit(router.post, "/v1/pause")
+        wait_until(lambda: fakes[1].state == fakes[2].state == "paused")
+        assert router.post("/v1/resume").json()["result"]["state"] == "running"
+        assert [fake.state for fake in fakes] == ["running"] * 3
+        assert pausing.result(60).json()["result"]["state"] == "running" and not router.router.holding
