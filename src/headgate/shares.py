@@ -2,7 +2,8 @@
 
 A tenant may take places as long as it then holds at most `FACTOR` times what is left free. One greedy tenant gets four
 fifths of all places, two get four ninths each, and a tenant that holds nothing finds a place at once. While there is only
-one tenant, nothing is kept back.
+one tenant, nothing is kept back, and a request that is alone may take more than there is. What a tenant has beyond four
+fifths in either way is not counted against the others, so that at most a fifth more than all places is taken by them.
 
 Rules: no clock, no I/O, one thread.
 """
@@ -32,10 +33,17 @@ class Shares:
         left = self.total - self.taken - count
         if not self.taken:
             return True  # more than all places are given to a request that is alone: it must not wait for ever
+        if left < 0 and several:
+            left += self._excess
         if left < 0 or not several:
             return left >= 0
         held = self.held[tenant]
         return (count == 1 and not held) or held + count <= FACTOR * left
+
+    @property
+    def _excess(self) -> int:
+        """What the tenant that holds most has beyond the share of one greedy tenant."""
+        return max(0, max(self.held.values()) - max(1, FACTOR * self.total // (FACTOR + 1)))
 
     def take(self, tenant: str, count: int = 1) -> None:
         self.taken += count

@@ -262,9 +262,9 @@ async def test_63_one_tenant_cannot_take_the_last_places_while_there_may_be_othe
 
 async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
     ledger = Ledger(Metrics(), limit=4)
-    async with ledger.admit(share=ledger.sharing.name("", "10.0.0.1"), kind="chat", choices=4):
-        with pytest.raises(QueueFull):
-            await ledger.admit(share=ledger.sharing.name("", "10.0.0.2"), kind="chat").__aenter__()
+    first = ledger.admit(share=ledger.sharing.name("", "10.0.0.1"), kind="chat", choices=4)
+    async with first, ledger.admit(share=ledger.sharing.name("", "10.0.0.2"), kind="chat"):
+        assert ledger.in_flight == 5
     async with ledger.admit(share="10.0.0.1", kind="chat", choices=3):
         with pytest.raises(QueueFull):
             await ledger.admit(share="10.0.0.1", kind="chat").__aenter__()
@@ -329,3 +329,14 @@ def test_63_whatever_tenants_take_one_that_has_nothing_finds_a_place():
             assert 0 <= shares.taken <= shares.total
             assert shares.may_take("newcomer", several=True) or shares.free == 0
             assert all(count <= 0.8 * shares.total + 1 for count in shares.held.values())
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_63_a_request_that_is_alone_and_takes_all_places_leaves_some_to_others(count: int):
+    shares = Shares(8)
+    shares.take("greedy", count)
+    assert not shares.may_take("greedy", several=True)
+    for polite in ("ann", "bob"):
+        assert shares.may_take(polite, several=True)
+        shares.take(polite)
+    assert not shares.may_take("eve", several=True)

@@ -202,7 +202,7 @@ def test_70_a_malformed_probe_is_its_workers_failure_alone(lies: list[Callable[[
 def test_70_a_worker_that_answers_a_pause_with_nonsense_is_named():
     async def main(liar: Speaker, honest: Speaker, router: Router, url: str) -> None:
         liar.lie = lambda _: b'{"result": {"state": 7}}'
-        answer = await call(url, "POST", "/v1/pause", {})
+        answer = await call(url, "POST", "/v1/pause", {"timeout": 2})
         assert answer.status == 502 and "cannot be read" in answer.json["error"]["message"]
         workers = answer.json["result"]["workers"]
         assert "cannot be read" in workers[liar.url]["error"] and workers[honest.url]["state"] == "paused"

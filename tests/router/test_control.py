@@ -71,7 +71,7 @@ def test_43_of_eight_workers_two_dead_ones_are_named_within_the_timeout():
         told = wait_until(two_named)
         assert {url for url, outcome in told.items() if "error" in outcome} == set(urls[:2])
         assert "0.5 s" in told[urls[0]]["error"] and told[urls[2]]["state"] == "running"
-        refused = wait_until(lambda: "6 of 8" in (r := router.post("/v1/flush_cache")).text and r)
+        refused = wait_until(lambda: "6 of 8" in (r := router.post("/v1/flush_cache", {"timeout": 2})).text and r)
         assert refused.status_code == 502 and refused.json()["error"]["code"] == "partial"
         assert urls[0] in refused.json()["error"]["message"]
 

@@ -150,3 +150,22 @@ def test_24_a_worker_that_gets_a_pause_after_its_resume_runs_too(fakes: list[Fak
         assert router.post("/v1/resume").json()["result"]["state"] == "running"
         assert [fake.state for fake in fakes] == ["running"] * 3
         assert pausing.result(60).json()["result"]["state"] == "running" and not router.router.holding
+
+
+def test_24_a_worker_that_has_come_back_and_gets_its_pause_after_the_resume_runs_too(fakes: list[FakeWorker]):
+    late, on_its_way = fakes[2], threading.Event()
+
+    def overtaken() -> None:
+        on_its_way.set()
+        wait_until(lambda: late.asked("/v1/resume"))
+
+    with live_router(*(fake.url for fake in fakes)) as router:
+        cut_off(router, late)
+        assert router.post("/v1/pause").status_code == 202
+        late.late["/v1/pause"] = overtaken
+        late.refuses.clear()
+        assert on_its_way.wait(60)
+        assert router.post("/v1/resume").status_code == 200
+        wait_until(lambda: late.asked("/v1/pause"))
+        router.wait_for(ready=3)
+        assert late.state == "running"

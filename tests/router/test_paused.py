@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
+from headgate.api.control import PauseRequest
+from headgate.router.control import FleetControls
+from headgate.router.following import Follower
 from headgate.router.router import Router
 from headgate.router.upstream import Pool
 from tests.router.client import Response, Wire, ask, check, routing, until
@@ -292,31 +295,120 @@ def test_38_71_a_prefill_request_that_a_pause_has_overtaken_is_dropped_and_is_no
     run(main())
 
 
+async def held_while_connecting(router: Router, url: str) -> asyncio.Task[Response]:
+    """A request that was on its way to its worker when the fleet was paused, and is kept."""
+    waiting, go_on, connect = asyncio.Event(), asyncio.Event(), Pool.connect
+
+    async def slowly(pool: Pool) -> Any:
+        waiting.set()
+        await go_on.wait()
+        return await connect(pool)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pool, "connect", slowly)
+        asking = asyncio.create_task(ask(url, CHAT, CHATTING))
+        await waiting.wait()
+        router.hold(queue=False, mode="drain")
+        go_on.set()
+        await asyncio.sleep(SOON)
+    return asking
+
+
+async def queued_while_held(router: Router, url: str) -> asyncio.Task[Response]:
+    """A request that came during a pause which queues new ones."""
+    router.hold(queue=True, mode="drain")
+    asking = asyncio.create_task(ask(url, CHAT, CHATTING))
+    await until(lambda: bool(router.live))
+    return asking
+
+
 def test_71_a_request_that_a_pause_has_kept_waits_for_the_news_that_its_worker_was_resumed():
     """A probe from before the resume came after it, and the request was refused as paused."""
 
     async def main() -> None:
         async with Mock() as mock, routing(mock, probe_interval_s=60.0) as (router, url):
-            worker, connect = router.fleet.find(mock.url), Pool.connect
-            waiting, go_on = asyncio.Event(), asyncio.Event()
-
-            async def slowly(pool: Pool) -> Any:
-                waiting.set()
-                await go_on.wait()
-                return await connect(pool)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Pool, "connect", slowly)
-                asking = asyncio.create_task(ask(url, CHAT, CHATTING))
-                await waiting.wait()
-                router.hold(queue=False, mode="drain")
-                go_on.set()
-                await asyncio.sleep(SOON)
+            worker = router.fleet.find(mock.url)
+            asking = await held_while_connecting(router, url)
+            mock.pause({})
             router.fleet.set_state(worker, "paused")
             router.release()
             await asyncio.sleep(SOON)
             assert not asking.done(), asking.result()
+            mock.resume()
             router.fleet.set_state(worker, "ready")
             assert (await asking).status == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("kept", [held_while_connecting, queued_while_held])
+def test_71_a_request_that_a_pause_has_kept_waits_for_a_worker_that_refuses_it_as_paused(kept: Any):
+    """The fleet was resumed, and its worker was not, or was paused once more: the request was refused."""
+
+    async def main() -> None:
+        async with Mock() as mock, routing(mock, probe_interval_s=60.0) as (router, url):
+            asking = await kept(router, url)
+            mock.pause({})
+            router.release()
+            await until(lambda: bool(mock.asked))
+            await asyncio.sleep(SOON)
+            assert not asking.done(), asking.result()
+            mock.resume()
+            router.fleet.set_state(router.fleet.find(mock.url), "ready")
+            assert (await asking).status == 200
+
+    run(main())
+
+
+def test_29_a_request_is_refused_as_paused_only_if_every_worker_says_so_now():
+    """Somebody else updates one worker after another: a probe of the first one is older than its resume."""
+
+    async def main() -> None:
+        async with Mock() as first, Mock() as second, routing(first, second, probe_interval_s=60.0) as (router, url):
+            router.fleet.set_state(router.fleet.find(first.url), "paused")
+            second.pause({})
+            assert (await ask(url, CHAT, CHATTING)).status == 200
+            assert first.asked and router.fleet.find(second.url).state == "paused"
+            first.pause({})
+            refused = await ask(url, CHAT, CHATTING)
+            assert (refused.status, refused.json["error"]["code"]) == (503, "paused")
+
+    run(main())
+
+
+def test_29_a_worker_that_refused_a_request_as_paused_is_asked_again_if_it_runs_by_now():
+    """Its turn in somebody else's update was over before the other worker's began."""
+
+    async def main() -> None:
+        turns = [Fault("status", status=503, code="paused")]
+        async with Mock(lambda _: turns.pop() if turns else FINE) as mock, routing(mock) as (_, url):
+            assert (await ask(url, CHAT, CHATTING)).status == 200
+            assert len(mock.asked) == 2
+
+    run(main())
+
+
+def test_71_a_worker_is_not_paused_on_behalf_of_a_fleet_that_is_being_resumed(monkeypatch: pytest.MonkeyPatch):
+    """The resume began while another worker was asked for its state, and reached this one before the pause."""
+
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, _):
+            controls = FleetControls(router)
+            follower, resuming = Follower(router, controls), asyncio.Event()
+
+            async def asks_another() -> None:
+                verbs.enter_context(controls.busy())
+                resuming.set()
+
+            monkeypatch.setattr(follower, "_look_for_others", asks_another)
+            controls.hold(PauseRequest(mode="drain"))
+            with ExitStack() as verbs:
+                following = asyncio.create_task(follower.run())
+                await resuming.wait()
+                await asyncio.sleep(SOON)
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+            controls.release()
+            assert mock.state == "running"
 
     run(main())

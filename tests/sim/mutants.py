@@ -490,8 +490,36 @@ MUTANTS = [
     Mutant(
         "no tenant takes the last places",
         "shares.py",
-        "        return (count == 1 and not held) or held + count <= FACTOR * left\n",
-        "        return True\n",
+        "        if left < 0 and several:\n",
+        "        if True:\n            return left >= 0\n        if left < 0:\n",
+    ),
+    Mutant(
+        "what one request takes alone is not missing to others",
+        "shares.py",
+        "            left += self._excess\n",
+        "            pass\n",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "workers are asked before a client hears of a pause",
+        "router/router.py",
+        "        return known and course.is_told_of_a_pause and not course.looked\n",
+        "        return False\n",
+        test="tests/router/test_paused.py",
+    ),
+    Mutant(
+        "what a pause has kept waits for a worker that refuses it as paused",
+        "router/course.py",
+        "        return self.kept and self.last is not None and refused_as_paused(self.last[1])\n",
+        "        return False\n",
+        test="tests/router/test_paused.py",
+    ),
+    Mutant(
+        "no worker is paused for a fleet that is being resumed",
+        "router/following.py",
+        "            if self._controls.at_rest:  # still",
+        "            if True:  # still",
+        test="tests/router/test_paused.py",
     ),
     Mutant(
         "a text that cannot fit is refused from its length",

@@ -7,6 +7,7 @@ import pytest
 from headgate.testing.sim import hostile
 from headgate.testing.sim.caller import Manners
 from headgate.testing.sim.engine import Pace
+from headgate.testing.sim.hosts import ServerSettings
 from headgate.testing.sim.kv import KvSettings
 from headgate.testing.sim.network import Weather
 from headgate.testing.sim.world import simulate
@@ -385,3 +386,23 @@ def test_24_a_pause_is_neither_asked_again_after_a_resume_elsewhere_nor_done_whi
     """A worker was paused again for an update, after another router had resumed it. A pause that another one had replaced
     was answered 200 with a running fleet, whose worker had just been started anew."""
     assert not simulate(seed).failures
+
+
+def test_63_a_request_whose_choices_take_all_places_leaves_some_to_other_tenants(carry_out):
+    """It was alone when it came, and was given all of them. Found by seed 1912349599."""
+    greedy = ask("a", n=8)
+    hostile.belong(greedy, hostile.BOB)
+    polite, few = deed(0.3, "ask_politely", times=2), ServerSettings(most_choices=8)
+    report, _ = carry_out([greedy], polite, tenants=hostile.TENANTS, settings=few, servers=1)
+    assert not report.failures
+    assert report.ends == {"max_tokens": 8}
+
+
+def test_71_what_a_pause_has_kept_is_not_refused_by_a_server_that_is_paused_again_after_the_resume():
+    """A server that had come back was paused like the fleet, after the fleet had been resumed."""
+    assert not simulate(1912348010).failures
+
+
+def test_29_another_router_fails_no_request_while_servers_are_updated_one_by_one():
+    """It knew the first server as paused when the second one refused the request."""
+    assert not simulate(1912348655).failures

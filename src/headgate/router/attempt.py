@@ -54,6 +54,7 @@ DONES = DONE, b"data: [DONE]\r\n\r\n"
 VERSION = re.compile(rb":j \d+ (\d{1,18}) ")
 LATER_VERSION = re.compile(rb"\n:j \d+ (\d{1,18}) ")
 FAILED = re.compile(rb"^:e ([45]\d\d)$", re.MULTILINE)
+PAUSED = b'"code":"paused"'  # cannot stand inside a JSON string, which would escape its quotes
 
 
 class Answered(msgspec.Struct, frozen=True, gc=False):  # one per request, and cheaper to make than a dataclass
@@ -325,6 +326,16 @@ class Attempt:
         upstream.send(request, self)
         if self._exchange.full:
             upstream.hold()
+
+
+def refused_as_paused(outcome: Outcome) -> bool:
+    """Whether the worker took nothing of the request, because it is paused."""
+    match outcome:
+        case Answered(status, _, body):
+            return status == 503 and PAUSED in body
+        case Veiled(_, ending, ""):
+            return PAUSED in ending
+    return False
 
 
 def withheld(ending: bytes) -> Veiled:

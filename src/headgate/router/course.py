@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headgate.router.attempt import FAILED, Answered, Lost, Outcome, Streamed, Veiled
+from headgate.router.attempt import FAILED, Answered, Lost, Outcome, Streamed, Veiled, refused_as_paused
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -51,9 +51,11 @@ class Course:
         self.excluded: set[Worker] = set()
         self._unwilling: dict[Worker, int] = {}  # workers that ended or refused it themselves, and in which state
         self._failed: set[Worker] = set()  # workers whose failure may pass
+        self._paused: set[Worker] = set()  # workers that refused it because they were paused
         self.fruitless = 0  # attempts in a row that brought no token
         self.last: tuple[Worker, Outcome] | None = None  # what the client is told if nobody does better
         self.extent = (0, 0, 0)  # of what it had been told by then
+        self.looked = False  # whether the workers were asked how they are, since the last refusal
         self.left_behind: Worker | None = None  # who still has an earlier attempt, and therefore refuses this one
         self._tried: set[Worker] = set()
         self._reschedules = 0
@@ -112,6 +114,7 @@ class Course:
             self._unwilling.clear()
             self._failed.clear()
         self.fruitless += 1
+        self.looked = False
         refused = isinstance(outcome, Answered) and outcome.status == 409
         self.left_behind = worker if refused and worker in self._tried else None
         self._tried.add(worker)
@@ -119,6 +122,7 @@ class Course:
         self._reschedules += rescheduled
         if not rescheduled or self._config.preempt_retry_exclude_decode:
             self.excluded.add(worker)
+        (self._paused.add if refused_as_paused(outcome) else self._paused.discard)(worker)
         (self._failed.add if _may_pass(outcome) else self._failed.discard)(worker)
         if _is_refusal(outcome) and not self._waits_for_room(outcome):
             self._unwilling[worker] = worker.changes
@@ -149,6 +153,23 @@ class Course:
     def was_full(self) -> bool:
         """Whether a worker had too much to do: that is the reason, and not who else is paused."""
         return self.last is not None and isinstance(self.last[1], Answered) and self.last[1].status == 429
+
+    @property
+    def is_told_of_a_pause(self) -> bool:
+        """Whether its client would hear that workers are paused, and nothing else."""
+        return self.last is None or refused_as_paused(self.last[1])
+
+    @property
+    def was_kept_out(self) -> bool:
+        """Whether a pause of the fleet has kept it, and a worker that has not heard of its end has refused it."""
+        return self.kept and self.last is not None and refused_as_paused(self.last[1])
+
+    def ask_again(self, worker: Worker) -> None:
+        """It has been seen to run since it was known as paused."""
+        if worker in self._paused:
+            self._paused.remove(worker)
+            self.excluded.discard(worker)
+            self._unwilling.pop(worker, None)
 
     @property
     def was_cut(self) -> bool:

@@ -45,6 +45,7 @@ class Follower:
                 await asyncio.gather(*(self._note_paused(worker) for worker in self._unnoted()))
                 await self._look_for_others()
                 await asyncio.gather(*(self._resume(worker) for worker in self._owed()))
+            if self._controls.at_rest:  # still: a resume has begun, perhaps, and a pause would follow it
                 await asyncio.gather(*(self._catch_up(worker) for worker in self._late()))
 
     async def _note_paused(self, worker: Worker) -> None:

@@ -28,6 +28,7 @@ from headgate.router.attempt import (
     Outcome,
     Streamed,
     Veiled,
+    refused_as_paused,
     whole_answer,
 )
 from headgate.router.course import Course, is_final
@@ -58,7 +59,6 @@ WHOLE = (
 MOST_MEMOS = 64  # ways to ask workers, remembered of one head
 LAST_CHUNK = b"0\r\n\r\n"
 RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
-PAUSED = b'"code":"paused"'  # cannot stand inside a JSON string, which would escape its quotes
 MOST_CHOICES = 1024  # that are told of an end which no worker tells
 DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
 LONGEST_MS = 1e12  # of a deadline
@@ -230,12 +230,7 @@ class Exchange:
 
     def _came_too_late(self, outcome: Outcome) -> bool:
         """Whether the worker only refused it because the pause was there first: it has not been tried, then."""
-        match outcome:
-            case Answered(status, _, body):
-                return self.overtaken and status == 503 and PAUSED in body
-            case Veiled(_, ending, ""):
-                return self.overtaken and PAUSED in ending
-        return False
+        return self.overtaken and refused_as_paused(outcome)
 
     def _tell_end(self) -> None:
         """Tell the client that it is over, and what there is."""

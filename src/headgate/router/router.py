@@ -62,6 +62,7 @@ RELAYED = frozenset(
 JOURNALLED = frozenset(("/v1/chat/completions", "/v1/completions"))  # our workers show life while they compute these
 EXPORTING = JOURNALLED | {"/v1/responses"}  # and take `export_kv` and `kv_ticket` with these
 KEEP_ALIVE_S = 10.0
+LOOK_EVERY_S = 0.1  # at most, on behalf of clients that would hear of a pause
 AWAITED = ("starting", "stopping", "down", "outdated", "ready")  # states of workers that are worth waiting for
 LONGEST_ID = 256
 
@@ -161,6 +162,8 @@ class Router:
         self._retries = count(1)
         self._keyed: TenantStore[Worker] = TenantStore(KEPT_KEYS)  # by Idempotency-Key
         self._changed = asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._looked_s = -inf
         self.bridge: Bridge | None = None
         self.monitor: Monitor | None = None
         self.scaler: Scaler | None = None  # who has started the workers together with us
@@ -252,10 +255,10 @@ class Router:
         return accepted
 
     def release(self) -> None:
-        self.holding = self.queueing = False
         for exchange in self.live.values():
-            if exchange.held is not None:
+            if exchange.held is not None or self.queueing:
                 exchange.held, exchange.kept = None, True
+        self.holding = self.queueing = False
         self._fleet_changed()
 
     async def _wait_for_one(self, exchange: Exchange, course: Course) -> Placement | None:
@@ -264,11 +267,37 @@ class Router:
             async with asyncio.timeout(self.config.patience_s):
                 while not self.holding:
                     placement = self.choose(exchange, course)
+                    if placement is None and self._is_in_doubt(course):
+                        await self._look_again(course)
+                        continue
                     if placement is not None or not self._worth_waiting(course):
                         return placement
                     if not await self.fleet_changed(KEEP_ALIVE_S):
                         exchange.keep_alive()
         return None
+
+    def _is_in_doubt(self, course: Course) -> bool:
+        """Whether its client would hear of a pause that was not asked for here, from a probe that may be old by now."""
+        known = course.last is not None or any(worker.state == "paused" for worker in self.fleet)
+        return known and course.is_told_of_a_pause and not course.looked
+
+    async def _look_again(self, course: Course) -> None:
+        """Ask the workers how they are. In an update of one after another, those that had their turn run again."""
+        course.looked = True
+        asked_s = self.loop.time()
+        async with self._looking:
+            if self._looked_s < asked_s:  # or else another request has had them asked meanwhile
+                await asyncio.sleep(self._looked_s + LOOK_EVERY_S - self.loop.time())
+                self._looked_s = self.loop.time()
+                await self._look()
+        for worker in self.fleet:
+            if worker.available:
+                course.ask_again(worker)
+
+    async def _look(self) -> None:
+        assert self.monitor is not None
+        doubtful = [worker for worker in self.fleet if worker.state in ("ready", "paused")]
+        await asyncio.gather(*map(self.monitor.probe, doubtful))
 
     def _worth_waiting(self, course: Course) -> bool:
         """A worker may come up; one that is paused says so, and the client should hear it."""
@@ -278,7 +307,7 @@ class Router:
             return True
         if course.rescheduled:  # room comes back, also at a worker that somebody else holds for a moment
             return any(worker.state in (*AWAITED, "paused") for worker in self.fleet)
-        if course.last is not None and not course.may_return:
+        if course.last is not None and not (course.may_return or course.was_kept_out):
             # A part of an answer is worth more than that: another worker may be back in a moment.
             others = (worker for worker in self.fleet if worker not in course.excluded)
             return course.was_cut and any(worker.state in ("starting", "stopping", "down") for worker in others)
@@ -323,7 +352,7 @@ class Router:
         workers = self._able(half, model, course.excluded, going_on)
         if not workers and not course.rescheduled:
             workers = self._able("any", model, course.excluded, going_on)  # rather than back to who has failed
-        if not workers and (course.may_return or course.was_cut or self.fleet.rolling):
+        if not workers and (course.may_return or course.was_cut or course.was_kept_out or self.fleet.rolling):
             # Workers that failed, or that were paused then, may be well again.
             workers = self._able(half, model, course.unwilling, going_on)
         return workers
