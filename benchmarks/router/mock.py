@@ -72,7 +72,7 @@ class Worker:
         self.connections: set[Connection] = set()
         self._paced: dict[int, set[Connection]] = {}  # by milliseconds
         self._whole = _whole(name)
-        told = b":j 0 0 0 " + b",".join([b"31415"] * 16) + b"\n" + FINISH + b"\n"
+        told = b":p 64\n:j 0 0 0 " + b",".join([b"31415"] * 16) + b"\n" + FINISH + b"\n"
         self._journalled = (
             (STREAM_HEAD % JOURNAL_HEADER) + framed(told) + framed(b"data: %b\n\n" % self._whole) + b"0\r\n\r\n"
         )

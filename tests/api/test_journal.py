@@ -230,12 +230,21 @@ def test_the_lines_of_a_journal(model: Path):
     )
     lines = [line for line in body.split(b"\n") if line.startswith(b":")]
     assert lines == [
+        b":p 2",
         b":j 0 0 1 71",
         b":j 0 1 1 127",
         b":j 0 1 3 102,0",
         b":f 0 length max_tokens 2 0 4",
     ]
     assert b"\n:f 0 length max_tokens 2 0 4\ndata: {" in body
+
+
+def test_53_the_lengths_of_prompts_are_told_once_each(model: Path):
+    """So that a router which ends the answer itself knows its usage."""
+    for stream in (True, False):
+        asked = COMPLETING | {"stream": stream, "prompt": [[5, 6, 7], [8, 9], [8, 9]], "n": 2}
+        body = journalled(model, Engine("ab", size=1), COMPLETIONS, asked)
+        assert body.startswith(b":p 7\n:j ") and body.count(b":p ") == 1
 
 
 def test_tokens_whose_text_is_held_back_are_told_at_once(model: Path):

@@ -159,6 +159,8 @@ class Saying:
 class Answer:
     """What a request is told, block by block."""
 
+    _silent = True  # no block of its journal was written
+
     def __init__(self, asked: Asked, mistakes: list[str], rng: random.Random) -> None:
         self.asked, self.body = asked, asked.body
         self.chat = asked.path == CHAT
@@ -215,6 +217,8 @@ class Answer:
             end = b":f %d length max_tokens 5 0 %d\n" % (saying.index, len(saying.tokens))
         if self.journal is None:
             line = end = b""
+        elif self._silent:
+            self._silent, line = False, b":p 5\n" + line
         if not self.stream:
             return line + end + b"\n"
         event = self._event(saying.index, text, first, "length" if saying.finished else None)

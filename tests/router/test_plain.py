@@ -319,8 +319,20 @@ def test_keys_that_change_what_they_are_looked_up_in_harm_nobody(native: ModuleT
 # -- answers told whole ------------------------------------------------------------------------------------------------
 
 ANSWER_LINE = b'data: {"a": ":e 500"}\n\n'
-LINES = [b":j 0 3 0 1,2\n", b":j 0 4 9 7\n", b":j 0 4 9 \n", b":f 0 stop eos 64 32 9\n", b"\n", ANSWER_LINE]
+LINES = [
+    b":p 64\n",
+    b":j 0 3 0 1,2\n",
+    b":j 0 4 9 7\n",
+    b":j 0 4 9 \n",
+    b":f 0 stop eos 64 32 9\n",
+    b"\n",
+    ANSWER_LINE,
+]
 ODD = [
+    b":p\n",
+    b":p 1 2\n",
+    b":p x\n",
+    b":p 1234567890123\n",
     b":j 1 3 0 1\n",
     b":j 00 3 0 1\n",
     b":f 1 stop eos 1 1 1\n",
@@ -343,7 +355,7 @@ ODD = [
     b":f 0 stop eos 1234567890123 1 1\n",
     b"x\n",
 ]
-WRITTEN = [LINES[0], LINES[3], ANSWER_LINE]
+WRITTEN = [LINES[0], LINES[1], LINES[4], ANSWER_LINE]
 
 
 def long_way(events: bytes) -> tuple[int, int, int, bytes] | None:

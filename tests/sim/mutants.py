@@ -522,6 +522,13 @@ MUTANTS = [
         test="tests/router/test_paused.py",
     ),
     Mutant(
+        "a router knows how long the prompt of an answer is that it ends",
+        "router/ending.py",
+        "    prompt = journal.prompt\n",
+        "    prompt = 0\n",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
         "a text that cannot fit is refused from its length",
         "text/tokenizer.py",
         "        if chars <= most * (self.longest or UNBOUNDED_CHARS):\n",

@@ -406,3 +406,15 @@ def test_71_what_a_pause_has_kept_is_not_refused_by_a_server_that_is_paused_agai
 def test_29_another_router_fails_no_request_while_servers_are_updated_one_by_one():
     """It knew the first server as paused when the second one refused the request."""
     assert not simulate(1912348655).failures
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_5_the_usage_of_an_answer_that_a_router_ends_has_the_length_of_its_prompt(carry_out, stream):
+    """The router learned it from the end of an answer, and the worker was lost before that."""
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    cut = ask("a", stream=stream, deadline_ms=1500, **usage)
+    stops = [deed(0.4, "stop_server", f"server{i}", lasts_s=9.0) for i in (0, 1)]
+    report, _ = carry_out([cut], *stops, deed(0.5, "abort", req_ids=["a"], timeout=1.0))
+    assert not report.failures
+    told = cut.reply.events()[-2] if stream else cut.reply.json()
+    assert told["usage"]["prompt_tokens"] == len(cut.prompt) and told["usage"]["completion_tokens"] > 10

@@ -2,6 +2,7 @@
 
 It is written in comments between the events, which clients skip, so a router can pass the bytes on as they are:
 
+    :p TOKENS                          how long the prompts are together; once, before the first tokens
     :j INDEX VERSION CHARS ID,ID,...   tokens of a choice, and how many characters of it the client has with this block
     :f INDEX REASON CAUSE PROMPT_TOKENS CACHED_TOKENS OUTPUT_TOKENS   a choice has ended
     :e STATUS                          the answer has failed; the status that this would have had at its beginning
@@ -66,8 +67,9 @@ def seed_of(request_id: str) -> int:
 class StreamJournal:
     """A stream, event by event."""
 
-    def __init__(self, dialect: Dialect, reply: Reply) -> None:
+    def __init__(self, dialect: Dialect, reply: Reply, jobs: Sequence[Job]) -> None:
         self._dialect, self._reply = dialect, reply
+        self._opening = prompt_line(jobs)  # of the first block that is not withheld
         self._chars: dict[int, int] = {}  # of the text of each choice, that the client has
         self._veiled = False
 
@@ -83,6 +85,7 @@ class StreamJournal:
             await self._reply.send_event(veil(token_lines(job, piece, chars) + finish_line(job, piece) + event))
             return
         if block := token_lines(job, piece, chars) + self._finish(job, piece, event):
+            block, self._opening = self._opening + block, b""
             await self._reply.send_event(block if event else block + b"\n")
 
     def _finish(self, job: Job, piece: Piece, event: bytes) -> bytes:
@@ -107,6 +110,7 @@ class WholeJournal:
     def __init__(self, dialect: Dialect, reply: Reply, jobs: Sequence[Job]) -> None:
         self._dialect, self._reply, self._jobs = dialect, reply, jobs
         self._answers = {job.index: Piece() for job in jobs}
+        self._opening = prompt_line(jobs)
         self._lines = b""
         self._clock = asyncio.get_running_loop().time
         self._sent_s = -inf
@@ -136,11 +140,18 @@ class WholeJournal:
         await self._reply.end(failure(error, error_event(error)))
 
     def _take_lines(self) -> bytes:
-        lines, self._lines = self._lines, b""
+        lines, self._opening, self._lines = self._opening + self._lines, b"", b""
         return lines
 
 
 # ------------------------------------------------------------------------------------------------------------- lines
+
+
+def prompt_line(jobs: Sequence[Job]) -> bytes:
+    """A prompt counts once, whatever the number of its choices, which come one after another."""
+    prompts = [job.request.prompt for job in jobs]
+    lengths = [len(prompt) for i, prompt in enumerate(prompts) if not i or prompt is not prompts[i - 1]]
+    return b":p %d\n" % sum(lengths)
 
 
 def token_lines(job: Job, piece: Piece, chars: int) -> bytes:

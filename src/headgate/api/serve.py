@@ -198,7 +198,7 @@ async def _stream(api: Api, record: Record, jobs: Sequence[Job], dialect: Dialec
 
 async def _journal(api: Api, call: Call, record: Record, jobs: Sequence[Job], dialect: Dialect, reply: Reply) -> None:
     reply.headers.append((HEADER.lower().encode(), b"1"))
-    journal = StreamJournal(dialect, reply) if call.stream else WholeJournal(dialect, reply, jobs)
+    journal = StreamJournal(dialect, reply, jobs) if call.stream else WholeJournal(dialect, reply, jobs)
     try:
         async with reply.kept_alive(api.settings.keep_alive_s):
             await run_all(api, record, jobs, journal.tell)

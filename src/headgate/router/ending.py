@@ -103,9 +103,8 @@ def _problem(tokens: int, cause: str) -> bytes:
 
 
 def usage_told(journal: Journal) -> Usage:
-    """What the client has got; how long its prompt is, only a worker that has finished a choice has said."""
-    prompts = [int(str(told.finish[2])) for told in journal.choices.values() if told.finish is not None]
-    prompt = prompts[0] if prompts else 0
+    """What the client has got. A prompt of which no worker has told the first token has no length yet."""
+    prompt = journal.prompt
     return {"prompt_tokens": prompt, "completion_tokens": journal.tokens, "total_tokens": prompt + journal.tokens}
 
 

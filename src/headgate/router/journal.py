@@ -14,8 +14,9 @@ from operator import itemgetter
 
 import msgspec
 
-# Both begin with a literal, which is searched for many times faster than a `^`.
+# All begin with a literal, which is searched for many times faster than a `^`.
 TOKENS = re.compile(rb"\n:j (\d+) (-?\d+) (\d+) ([\d,]*)(?=\r?\n)")
+PROMPT = re.compile(rb"\n:p (\d{1,12})(?=\r?\n)")
 CACHED = re.compile(rb"\n:f \d+ \w+ \w+ (\d{1,12}) (\d{1,12}) \d+(?=\r?\n)")
 FINISH = re.compile(rb"\n:f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)(?=\r?\n)")
 VEIL = b":m "
@@ -50,6 +51,7 @@ class Journal:
 
     _size = 0
     _unreadable = False
+    _prompt = 0
 
     def __init__(self) -> None:
         self.raw: list[bytes] = []  # what is kept as it came
@@ -73,6 +75,8 @@ class Journal:
             self._unreadable = True
 
     def _parse(self, raw: bytes) -> None:
+        if not self._choices and (prompt := PROMPT.search(raw)):  # it comes with the first tokens
+            self._prompt = int(prompt[1])
         for (index, version), lines in groupby(TOKENS.findall(raw), itemgetter(0, 1)):
             *_, chars, ids = zip(*lines, strict=True)
             self._told(int(index)).add(int(version), int(chars[-1]), b",".join(filter(None, ids)))
@@ -96,6 +100,18 @@ class Journal:
         """Whether the worker wrote what makes no sense: nobody can go on from there."""
         self.read()
         return self._unreadable
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt; 0 until a worker has sent the first tokens of its answer."""
+        self.read()
+        return self._prompt
+
+    def emptied(self) -> Journal:
+        """That of an answer of which the client gets nothing."""
+        journal = Journal()
+        journal._prompt = self.prompt
+        return journal
 
     @property
     def choices(self) -> dict[int, Told]:

@@ -178,6 +178,12 @@ static const char *space(const char *at, const char *end) {
     return at != NULL && at < end && *at == ' ' ? at + 1 : NULL;
 }
 
+// Whether this is a whole line of the length of the prompt: `:p TOKENS`.
+static int prompt_line(const char *at, const char *end) {
+    long long other;
+    return STARTS(at, end, ":p ") && digits(at + 3, end, 12, &other) == end;
+}
+
 // Whether this is a whole line of tokens of the first choice: `:j 0 VERSION CHARS ID,ID`.
 static int tokens_line(const char *at, const char *end, long long *version) {
     long long other;
@@ -211,6 +217,7 @@ static PyObject *told(PyObject *module, PyObject *events) {
         end = memchr(at, '\n', (size_t)(all.end - at));
         if (end == at || tokens_line(at, end, version < 0 ? &version : &other)) continue;
         if (prompt < 0 && finish_line(at, end, &prompt, &cached)) continue;
+        if (prompt_line(at, end)) continue;
         if (answer.at != NULL || !STARTS(at, end, "data: ")) Py_RETURN_NONE;
         answer = (Span){at + 6, end};
     }

@@ -47,6 +47,7 @@ ID: Final = b"\r\nx-request-id: "
 # A message follows: inside a text its quotes would be escaped.
 NEXT = re.compile(rb'\s*,\s*\{\s*"(?:role|content)"')
 LAST_CHUNK: Final = b"0\r\n\r\n"
+PROMPT_LINE = re.compile(rb":p \d{1,12}")
 TOKENS_LINE = re.compile(rb":j 0 (\d{1,18}) \d{1,12} (?:\d{1,9}(?:,\d{1,9})*)?")
 FINISH_LINE = re.compile(rb":f 0 \w+ \w+ (\d{1,12}) (\d{1,12}) \d{1,12}")
 
@@ -114,6 +115,8 @@ def told(events: bytes) -> tuple[int, int, int, bytes] | None:
             version = version or tokens
         elif finish is None and (finished := FINISH_LINE.fullmatch(line)):
             finish = finished
+        elif PROMPT_LINE.fullmatch(line):
+            continue
         elif answer is None and line.startswith(b"data: "):
             answer = line[6:]
         else:

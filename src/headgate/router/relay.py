@@ -235,7 +235,7 @@ class Exchange:
     def _tell_end(self) -> None:
         """Tell the client that it is over, and what there is."""
         if self.cause == DEADLINE and not self.ask.stream and self._unshown() is None:
-            self.journal = Journal()  # the client gets nothing of it, and the usage says so
+            self.journal = self.journal.emptied()  # the client gets nothing of it, and the usage says so
         ends = [self._end_of(i) for i in range(min(self.ask.n, MOST_CHOICES))]
         finished = {i for i, told in self.journal.choices.items() if told.finish is not None}
         unfinished = [end for end in ends if end.index not in finished]

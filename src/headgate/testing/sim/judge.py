@@ -333,8 +333,8 @@ def _causes(ask: Ask, seen: Circumstances) -> set[str]:
 def _usage(ask: Ask, told: Told) -> Iterator[str]:
     usage = told.usage or {}
     made = sum(len(choice.ids) for choice in told.choices.values())
-    # A router learns the length of a prompt from the end of an answer: it reports none where it ends the answer itself.
-    unread = ask.routed and not usage["prompt_tokens"]
+    # A router learns the length of a prompt with the first token of an answer.
+    unread = ask.routed and not (usage["prompt_tokens"] or usage["completion_tokens"])
     unread = unread and any(choice.cause in UNHEARD for choice in told.choices.values())
     if usage["prompt_tokens"] != len(ask.prompt) and not unread:
         yield f"{usage['prompt_tokens']} prompt tokens instead of {len(ask.prompt)}"
