@@ -444,7 +444,7 @@ def test_7_an_abort_in_the_moment_of_the_last_word_adds_nothing(router: LiveRout
         def race() -> bool:
             exchange.attempt.leave()
             exchange.attempt._finish(Streamed())
-            _end_here([Target("last", exchange)])
+            _end_here([Target("last", exchange)], "api_abort")
             return exchange.cut
 
         assert not router.do(race)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headgate.api.orders import Order
 from headgate.client import Fleet
 from tests.api.clients import COMPLETIONS, Heard, asking
 from tests.api.clients import stream as read
@@ -24,8 +25,8 @@ def telling(fake: FakeWorker, *known: str) -> None:
     """Have it answer aborts as a worker that knows these requests alone."""
     plain = fake.answer
 
-    def answer(method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        status, told = plain(method, path, body)
+    def answer(method: str, path: str, body: dict[str, Any], order: Order) -> tuple[int, Any]:
+        status, told = plain(method, path, body, order)
         if path == ABORT:
             names = body.get("req_ids", known)
             told["result"]["aborted"] = [{"request_id": n, "output_token_count": 3} for n in names if n in known]
@@ -62,11 +63,51 @@ def test_what_a_worker_has_told_of_is_not_asked_again():
             lambda: ("", "there", 0) in router.router.live and router.router.live["", "there", 0].worker is not None
         )
         told = router.post(ABORT, {"abort_all": True, "timeout": 0.2}).json()["result"]
-        assert told["aborted"] == [{"request_id": "there", "output_token_count": 3}]
+        assert told["aborted"] == [] and [error["code"] for error in told["errors"]] == ["not_told"]  # nor is it over
         assert len(fake.asked(ABORT)) == 1
         telling(fake)  # it has forgotten, and so the router ends it
         assert Fleet(router.url).abort("there").aborted == {"there": 0}
         asked.result(60)
+
+
+@pytest.mark.parametrize("body", [{"abort_all": True}, {"tags": {"run": "7"}}, {"req_ids": ["way"]}])
+def test_21_61_an_abort_reaches_a_worker_that_leaves_although_another_worker_is_silent(body: dict[str, Any]):
+    """It was asked after the others had answered, for which one that was stopped left no time."""
+    with (
+        fake_worker(slow=COMPLETIONS) as fake,
+        fake_worker(slow=ABORT) as silent,
+        live_router(fake.url) as router,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        telling(fake)
+        request = {"prompt": "x", "request_id": "way", "tags": {"run": "7"}}
+        asked = threads.submit(router.post, COMPLETIONS, request)
+        wait_until(
+            lambda: ("", "way", 0) in router.router.live and router.router.live["", "way", 0].worker is not None
+        )
+        router.post("/v1/workers", {"url": silent.url})
+        wait_until(lambda: router.router.fleet.find(silent.url).state == "ready")
+        router.delete(f"/v1/workers?url={fake.url}&timeout=0.01")
+        told = router.post(ABORT, body | {"timeout": 0.5}).json()["result"]
+        assert told["aborted"] == [{"request_id": "way", "output_token_count": 0}]
+        assert fake.asked(ABORT)[0]["req_ids"] == ["way"]
+        assert asked.result(60).json()["choices"][0]["cause"] == "api_abort"
+
+
+def test_2_a_worker_is_believed_only_about_requests_that_it_was_asked_to_end():
+    with fake_worker() as fake, live_router(fake.url) as router:
+        plain = fake.answer
+
+        def claiming(method: str, path: str, body: dict[str, Any], order: Order) -> tuple[int, Any]:
+            status, told = plain(method, path, body, order)
+            if path == ABORT:
+                told["result"]["aborted"] = [{"request_id": "other", "output_token_count": 3}]
+                told["result"]["not_found"] = body["req_ids"]
+            return status, told
+
+        fake.answer = claiming  # type: ignore[method-assign]
+        told = router.post(ABORT, {"req_ids": ["one"]}).json()["result"]
+        assert (told["aborted"], told["not_found"]) == ([], ["one"])
 
 
 def test_49_an_answer_with_a_key_goes_on_at_the_server_that_still_makes_it_for_nobody(servers: list[LiveServer]):

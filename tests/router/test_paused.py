@@ -277,6 +277,27 @@ def test_71_an_answer_that_lost_its_worker_is_ended_with_the_ids_of_what_there_i
     run(main())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_71_an_answer_that_goes_on_in_the_queue_of_a_paused_worker_is_ended(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The second worker queues it: the tokens are the first worker's."""
+    monkeypatch.setattr("headgate.router.control.LAST_WORDS_S", SOON)
+
+    async def main() -> None:
+        faults = [Fault("late"), Fault("cut", at=4)]
+        async with Mock(lambda _: faults.pop() if faults else FINE) as mock, routing(mock) as (_, url):
+            asked = asyncio.ensure_future(ask(url, CHAT, CHATTING | {"request_id": "one", "stream": stream}))
+            await until(lambda: len(mock.asked) == 2)
+            result = (await control(url, "/v1/pause", {"mode": "abort", "new_requests": "queue"})).json["result"]
+            assert result["aborted"] == 1
+            answer = await asked
+            assert answer.complete and answer.body.count(b'"finish_reason":"abort","cause":"pause"') == 1
+            await control(url, "/v1/resume")
+
+    run(main())
+
+
 def test_38_71_a_prefill_request_that_a_pause_has_overtaken_is_dropped_and_is_no_fault(
     monkeypatch: pytest.MonkeyPatch,
 ):

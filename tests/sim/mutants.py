@@ -222,8 +222,8 @@ MUTANTS = [
     Mutant(
         "who is asked to abort marks what it finds",
         "router/abort.py",
-        "        exchange.ending = exchange.ending or whole\n",
-        "        pass\n",
+        "            exchange.ask_end(cause)\n        if whole and",
+        "            pass\n        if whole and",
         test="tests/router/test_on_the_way.py",
     ),
     Mutant(
@@ -454,9 +454,37 @@ MUTANTS = [
     Mutant(
         "an abort believes the worker that has the request",
         "router/abort.py",
-        "if reply.worker not in homes}",
-        "if False}",
+        " and url in self._homes.get(name, (url,))\n",
+        "\n",
         test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "an abort believes a worker about what it was asked to end",
+        "router/abort.py",
+        "(asked is None or name in asked) and ",
+        "",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "a pause ends requests at a worker that leaves the fleet",
+        "router/control.py",
+        "            ended = await self._end_at_leaving(_unended(accepted), asking, due_s)\n",
+        "",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "a pause ends what goes on in the queue of a paused worker",
+        "router/control.py",
+        "        if worker is None or exchange.is_untouched:\n",
+        "        if worker is None or not exchange.journal.choices:\n",
+        test="tests/router/test_paused.py",
+    ),
+    Mutant(
+        "an abort reports no end that the client was not sent",
+        "router/abort.py",
+        "        if target is not None and name not in self.errors and target.exchange.end_pending:\n",
+        "        if False:\n",
+        test="tests/router/test_on_the_way.py",
     ),
     Mutant(
         "an abort reaches workers that still make an answer for its key",
@@ -640,7 +668,7 @@ MUTANTS = [
     Mutant(
         "a pause ends what was accepted and no worker has",
         "router/control.py",
-        "            ended = await self.end_accepted(body, accepted, due_s + SLACK_S)\n",
+        "            ended = await self.end_accepted(body, accepted, asking, due_s + SLACK_S)\n",
         "            ended = 0\n",
     ),
     Mutant(

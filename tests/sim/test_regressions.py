@@ -418,3 +418,24 @@ def test_5_the_usage_of_an_answer_that_a_router_ends_has_the_length_of_its_promp
     assert not report.failures
     told = cut.reply.events()[-2] if stream else cut.reply.json()
     assert told["usage"]["prompt_tokens"] == len(cut.prompt) and told["usage"]["completion_tokens"] > 10
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("joins_again", [True, False])
+def test_71_a_pause_that_aborts_ends_requests_at_a_worker_that_leaves_the_fleet(carry_out, stream, joins_again):
+    """No pause reaches such a worker, and its requests went on. Found by seeds 1912348545, 1912348808 and 3889145659."""
+    cut, slow = ask("a", stream=stream), deed(0.2, "slow_engine", "server1", lasts_s=9.0, times=10.0)
+    leave = deed(0.4, "remove", "server1", lasts_s=0.1 if joins_again else 5.0)
+    pause = deed(2.6, "pause", mode="abort", new_requests="reject", timeout=1.0, lasts_s=0.5)
+    report, _ = carry_out([cut], slow, leave, pause)
+    assert not report.failures
+    assert report.ends == {"pause": 1} and report.counts["tokens"] < 60
+
+
+def test_2_a_worker_that_was_asked_to_end_one_request_is_not_believed_about_another(carry_out):
+    """The answer named what the worker claimed. Found by seeds 1912347863 and 1912352248."""
+    slow = [deed(0.1, "slow_engine", f"server{i}", lasts_s=9.0, times=10.0) for i in (0, 1)]
+    lie = deed(0.2, "lie", "server0", lasts_s=9.0, lie=None, ids=["a"])
+    report, _ = carry_out([ask("a"), ask("b", 0.05)], *slow, lie, deed(5.0, "abort", req_ids=["b"], wait=True))
+    assert not report.failures
+    assert report.ends == {"max_tokens": 1, "api_abort": 1}

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -41,6 +41,7 @@ UNREAD = "it has ended and holds no blocks; its client has not read the end"
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Id = Annotated[str, Meta(min_length=1)]
+AbortCause = Literal["api_abort", "pause"]
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +52,7 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tags: Tags | None = None
     wait: bool = True
     timeout: Seconds = DEFAULT_TIMEOUT_S
+    cause: AbortCause = "api_abort"  # that clients read; a router passes on that of a pause
 
 
 class Aborted(msgspec.Struct, frozen=True):
@@ -197,24 +199,24 @@ def _labels(name: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- ending
 
 
-def begin(found: Found) -> dict[ChunkStream, Target]:
+def begin(found: Found, cause: AbortCause) -> dict[ChunkStream, Target]:
     """Ask for the end of what was found; the streams that are to be told."""
-    return {stream: t for t in found.targets for stream in t.record.ask_end("api_abort", t.choice)}
+    return {stream: t for t in found.targets for stream in t.record.ask_end(cause, t.choice)}
 
 
-async def abort(api: Api, found: Found, timeout_s: float) -> AbortResult:
+async def abort(api: Api, found: Found, timeout_s: float, cause: AbortCause = "api_abort") -> AbortResult:
     """End what was found, and wait until nothing is held for it and its clients have been told.
 
     A client that reads nothing is not waited for (`await_readers`): its request is `not_told`.
     """
     clock = asyncio.get_running_loop().time
-    places = {place: target for stream, target in begin(found).items() if (place := stream.end_at("api_abort"))}
+    places = {place: target for stream, target in begin(found, cause).items() if (place := stream.end_at(cause))}
     deadline_s = clock() + timeout_s
     telling: dict[asyncio.Future[None], asyncio.Transport | None] = {
         asyncio.ensure_future(t.record.ended(t.choice)): t.transport for t in found.targets
     }
     try:
-        held = await api.engines.stop_at(places, "api_abort", timeout_s)
+        held = await api.engines.stop_at(places, cause, timeout_s)
         await await_readers(telling, max(deadline_s - clock(), LEAST_S))
     finally:
         for task in telling:
@@ -242,10 +244,10 @@ def _result(found: Found, held: set[Target]) -> AbortResult:
     return result
 
 
-def accept(found: Found) -> AbortResult:
+def accept(found: Found, cause: AbortCause = "api_abort") -> AbortResult:
     """Ask for the end and wait for nothing."""
-    for stream in begin(found):
-        stream.end("api_abort")
+    for stream in begin(found, cause):
+        stream.end(cause)
     return AbortResult(
         not_found=found.not_found,
         already_finished=found.already_finished,
@@ -261,8 +263,8 @@ async def abort_requests(request: Request) -> Response:
     ids, ledger = body.req_ids, api.ledger
     found = find_all(ledger, scope, body.tags) if ids is None else find(ledger, scope, ids)
     if not body.wait:
-        return answer(request, accept(found), done=False)
-    result = await abort(api, found, body.timeout)
+        return answer(request, accept(found, body.cause), done=False)
+    result = await abort(api, found, body.timeout, body.cause)
     log.info("%s: aborted %d requests", request.state.request_id, len(result.aborted))
     return answer(request, result, done=not result.errors)
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headgate.api.abort import UNREAD, Aborted, AbortRequest, AbortResult, Trouble, readings
+from headgate.api.abort import LEAST_S, UNREAD, AbortCause, Aborted, AbortRequest, AbortResult, Trouble, readings
 from headgate.api.errors import Forbidden
 from headgate.api.outflow import await_readers
 from headgate.router.ask import UNREADABLE
+from headgate.router.ending import CAUSE
 from headgate.router.fanout import KEYS, SLACK_S, Asking, Call, Reply, ask, fan_out
 from headgate.router.worker import Worker
 
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+GOING_ON = "it was asked to end, and has not yet"
 FORMER_S = 5.0  # for an attempt that nobody reads to end
 
 encode = msgspec.json.Encoder().encode
+
+Names = Sequence[str] | None  # of requests that a worker is asked to end; None: all that it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +102,19 @@ async def abort(router: Router, body: AbortRequest, scope: Scope, asking: Asking
     else:
         targets, unknown = _named(router, scope, body.req_ids)
     due_s = router.loop.time() + body.timeout
-    _end_here(targets)
-    homes = _homes(targets)
+    _end_here(targets, body.cause)
+    merged = Merged(_homes(targets))
     # Beside the calls: their workers wait for the same clients.
     telling = router.loop.create_task(_ended(targets, body.timeout))
     try:
-        calls = _calls(router, body, targets, unknown)
-        merged = Merged(await fan_out(router, calls, asking, body.timeout + SLACK_S), homes)
+        await _ask_workers(router, _asked(router, body, targets, unknown), body, asking, body.timeout, merged)
         if body.req_ids is None and (left_s := due_s - router.loop.time()) > 0:
-            again = _again(body, _untold(targets, merged), left_s)
-            merged.add(await fan_out(router, again, asking, left_s + SLACK_S))
-        _end_unheard(targets, merged.unknown)
+            # By name: a worker reports truthfully that it does not know a request.
+            await _ask_workers(router, _by_worker(_untold(targets, merged)), body, asking, left_s, merged)
+        unheard = _end_unheard(targets, merged.unknown)
         if body.wait:
             await telling
+            await _ended(unheard, LEAST_S)
     finally:
         telling.cancel()
     return merged.result(body, targets, unknown)
@@ -137,39 +141,58 @@ def _tags(exchange: Exchange) -> dict[str, str]:
         return {}
 
 
-def _end_here(targets: Iterable[Target]) -> None:
+def _end_here(targets: Iterable[Target], cause: AbortCause) -> None:
     """End what no worker could be asked about. The others go on nowhere else."""
     for target in targets:
         exchange, whole = target.exchange, target.choice is None or target.exchange.ask.n == 1
-        exchange.ending = exchange.ending or whole
+        if whole:
+            exchange.ask_end(cause)
         if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
             exchange.end()
 
 
-def _end_unheard(targets: Iterable[Target], unknown: Collection[str]) -> None:
+def _end_unheard(targets: Iterable[Target], unknown: Collection[str]) -> list[Target]:
     """End what its worker does not know: the request is on its way there, and the abort was faster."""
-    for target in targets:
-        exchange = target.exchange
-        if target.name in unknown and exchange.ending and not exchange.over:
-            exchange.end()
+    unheard = [target for target in targets if target.name in unknown and target.exchange.end_pending]
+    for target in unheard:
+        target.exchange.end()
+    return unheard
 
 
-def _calls(
+def _asked(
     router: Router, body: AbortRequest, targets: Sequence[Target], unknown: Sequence[str]
-) -> dict[Worker, Call]:
-    """One call for each worker concerned."""
-    plain = {"wait": body.wait, "timeout": body.timeout}
+) -> Mapping[Worker, Names]:
+    """What each worker concerned is asked to end."""
     everybody = [worker for worker in router.fleet if worker.kind in ("headgate", "unknown")]
-    if body.req_ids is None:
-        which = {"abort_all": True} if body.tags is None else {"tags": body.tags}
-        return dict.fromkeys(everybody, _call(plain | which))
     names = _by_worker(targets)
+    if body.req_ids is None:
+        # A worker that leaves the fleet is asked for the requests of this router alone.
+        urls = {worker.url for worker in everybody}
+        leaving = {worker: named for worker, named in names.items() if worker.url not in urls}
+        return dict.fromkeys(everybody) | leaving
     for target in targets:
         for worker in _left_behind(router, target.exchange):
             names[worker].append(target.name)
     for worker in everybody if unknown else ():
         names[worker] += unknown
-    return {worker: _call(plain | {"req_ids": asked}) for worker, asked in names.items()}
+    return names
+
+
+async def _ask_workers(
+    router: Router,
+    asked: Mapping[Worker, Names],
+    body: AbortRequest,
+    asking: Asking,
+    timeout_s: float,
+    merged: Merged,
+) -> None:
+    every = {"abort_all": True} if body.tags is None else {"tags": body.tags}
+    plain = {"wait": body.wait, "timeout": timeout_s} | ({} if body.cause == CAUSE else {"cause": body.cause})
+    calls = {
+        worker: _call(plain | (every if names is None else {"req_ids": names})) for worker, names in asked.items()
+    }
+    for reply in await fan_out(router, calls, asking, timeout_s + SLACK_S):
+        merged.add(reply, asked[reply.worker])
 
 
 def _by_worker(targets: Iterable[Target]) -> defaultdict[Worker, list[str]]:
@@ -181,11 +204,12 @@ def _by_worker(targets: Iterable[Target]) -> defaultdict[Worker, list[str]]:
     return names
 
 
-def _homes(targets: Iterable[Target]) -> dict[str, set[Worker | None]]:
-    """The workers that have requests of each name now."""
-    homes: defaultdict[str, set[Worker | None]] = defaultdict(set)
+def _homes(targets: Iterable[Target]) -> dict[str, set[str]]:
+    """The addresses of the workers that have requests of each name now."""
+    homes: defaultdict[str, set[str]] = defaultdict(set)
     for target in targets:
-        homes[target.name].add(target.exchange.worker)
+        worker = target.exchange.worker
+        homes[target.name] |= set() if worker is None else {worker.url}
     return homes
 
 
@@ -198,19 +222,10 @@ def _left_behind(router: Router, exchange: Exchange) -> list[Worker]:
 
 
 def _untold(targets: Iterable[Target], merged: Merged) -> list[Target]:
-    """What was on its way to a worker that was asked to end all it had, and did not have this."""
-    silent = {reply.worker for reply in merged.silent}
-    return [
-        target
-        for target in targets
-        if not target.exchange.over and not merged.tells_of(target.name) and target.exchange.worker not in silent
-    ]
-
-
-def _again(body: AbortRequest, targets: Iterable[Target], timeout_s: float) -> dict[Worker, Call]:
-    """The same, by name: a worker says truthfully that it does not know one."""
-    plain = {"wait": body.wait, "timeout": timeout_s}
-    return {worker: _call(plain | {"req_ids": names}) for worker, names in _by_worker(targets).items()}
+    """Requests on their way to a worker that was asked to end all it had, and did not have them."""
+    silent = {reply.worker.url for reply in merged.silent}
+    unnamed = [target for target in targets if not target.exchange.over and not merged.tells_of(target.name)]
+    return [target for target in unnamed if (worker := target.exchange.worker) is None or worker.url not in silent]
 
 
 def _call(body: dict[str, Any]) -> Call:
@@ -224,48 +239,63 @@ async def end_former(exchange: Exchange, worker: Worker) -> None:
     await ask(exchange.router, worker, call, Asking(exchange.tenant, keys), FORMER_S + 1)
 
 
+async def end_at_leaving(
+    router: Router, exchanges: Sequence[Exchange], cause: AbortCause, asking: Asking, timeout_s: float
+) -> set[Exchange]:
+    """End requests at workers that leave the fleet, which no pause of it reaches; returns what those have ended."""
+    targets = [Target(exchange.id, exchange) for exchange in exchanges]
+    for exchange in exchanges:
+        exchange.ask_end(cause)
+    merged, body = Merged(_homes(targets)), AbortRequest(cause=cause)
+    await _ask_workers(router, _by_worker(targets), body, asking, timeout_s, merged)
+    return {target.exchange for target in targets if target.name in merged.aborted}
+
+
 async def _ended(targets: Sequence[Target], timeout_s: float) -> None:
     exchanges = [target.exchange for target in targets if target.exchange.ending and not target.exchange.over]
     await await_readers({exchange.when_over(): exchange.client.transport for exchange in exchanges}, timeout_s)
 
 
 class Merged:
-    """What the workers have said, by name; of a request that has moved, only the worker that has it now counts."""
+    """What the workers have reported, by name.
 
-    def __init__(self, replies: Sequence[Reply], homes: Mapping[str, set[Worker | None]]) -> None:
+    A worker's report counts for the requests that it was asked to end, unless the router knows a request to be at
+    another worker.
+    """
+
+    def __init__(self, homes: Mapping[str, set[str]]) -> None:
         self._homes = homes
         self.workers: dict[str, AbortOutcome] = {}
         self.silent: list[Reply] = []
         self.aborted: dict[str, list[int]] = {}  # tokens; several if tenants use the same name
         self.finished: set[str] = set()
-        self.unknown: set[str] = set()  # to those who were asked
+        self.unknown: set[str] = set()  # to the workers that were asked
         self.errors: dict[str, Trouble] = {}
         self.accepted: dict[str, None] = {}
-        self.add(replies)
-
-    def add(self, replies: Iterable[Reply]) -> None:
-        for reply in replies:
-            self._take(reply)
 
     def tells_of(self, name: str) -> bool:
-        """Whether somebody has it, or had."""
+        """Whether a worker has it, or had."""
         return name in self.aborted or name in self.finished or name in self.errors or name in self.accepted
 
-    def _take(self, reply: Reply) -> None:
+    def add(self, reply: Reply, asked: Names) -> None:
         if not reply.ok:
             self.silent.append(reply)
             self.workers[reply.worker.url] = AbortOutcome(status=reply.status or UNSET, error=reply.error)
             return
         self.workers[reply.worker.url] = AbortOutcome(status=reply.status)
-        told: AbortResult = reply.told.result
-        away = {name for name, homes in self._homes.items() if reply.worker not in homes}
+        self._take(reply.told.result, reply.worker.url, None if asked is None else frozenset(asked))
+
+    def _take(self, told: AbortResult, url: str, asked: frozenset[str] | None) -> None:
+        def counts(name: str) -> bool:
+            return (asked is None or name in asked) and url in self._homes.get(name, (url,))
+
         for each in told.aborted:
-            if each.request_id not in away:
+            if counts(each.request_id):
                 self.aborted.setdefault(each.request_id, []).append(each.output_token_count)
-        self.finished |= set(told.already_finished) - away
-        self.unknown |= set(told.not_found) - away
-        self.errors |= {error.request_id: error for error in told.errors if error.request_id not in away}
-        self.accepted |= {name: None for name in told.accepted or () if name not in away}
+        self.finished |= set(filter(counts, told.already_finished))
+        self.unknown |= set(filter(counts, told.not_found))
+        self.errors |= {error.request_id: error for error in told.errors if counts(error.request_id)}
+        self.accepted |= dict.fromkeys(filter(counts, told.accepted or ()))
 
     def result(self, body: AbortRequest, targets: Sequence[Target], unknown: Collection[str]) -> RouterAbortResult:
         result = RouterAbortResult(workers=self.workers)
@@ -280,10 +310,11 @@ class Merged:
         return result
 
     def _judge(self, result: RouterAbortResult, name: str, target: Target | None) -> None:
-        if target is not None and target.exchange.cut:  # its worker may have made more, which nobody was told
+        if target is not None and name not in self.errors and target.exchange.end_pending:
+            unread = name in self.aborted and target.exchange.is_unread
+            result.errors.append(Trouble(name, "not_told", UNREAD if unread else GOING_ON))
+        elif target is not None and target.exchange.cut:  # its worker may have made more, which no client was sent
             result.aborted.append(Aborted(name, target.exchange.journal.tokens))
-        elif target is not None and name in self.aborted and target.exchange.is_unread:
-            result.errors.append(Trouble(name, "not_told", UNREAD))
         elif name in self.aborted:
             counts = self.aborted[name]
             result.aborted.append(Aborted(name, counts.pop(0) if len(counts) > 1 else counts[0]))
@@ -292,7 +323,7 @@ class Merged:
         elif name in self.finished:
             result.already_finished.append(name)
         elif target is not None and not target.exchange.over:
-            result.errors.append(Trouble(name, "not_told", "it was asked to end, and has not yet"))
+            result.errors.append(Trouble(name, "not_told", GOING_ON))
         elif target is not None:
             result.already_finished.append(name)
         elif self.silent:

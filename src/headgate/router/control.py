@@ -34,6 +34,7 @@ from headgate.api.control import (
 )
 from headgate.api.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
 from headgate.errors import RequestError
+from headgate.router.abort import end_at_leaving
 from headgate.router.ending import PAUSE
 from headgate.router.fanout import SLACK_S, Asking, Call, Reply, all_refuse, ask, fan_out, is_down, to_all
 from headgate.router.monitor import STATES
@@ -136,7 +137,7 @@ class FleetControls:
             async with self._alone(due_s + SLACK_S):
                 if not self.judge_pause(body, replies):  # what was told is old
                     return self._pending(await self.look(asking, self._left_s(due_s)))
-            ended = await self.end_accepted(body, accepted, due_s + SLACK_S)
+            ended = await self.end_accepted(body, accepted, asking, due_s + SLACK_S)
         result = self._result(replies)
         told: list[FleetResult] = [reply.told.result for reply in replies if reply.ok]
         result.aborted = ended + sum(each.aborted or 0 for each in told)
@@ -352,18 +353,36 @@ class FleetControls:
         self.owed.clear()
         return self._router.hold(queue=pause.new_requests == "queue", mode=pause.mode)
 
-    async def end_accepted(self, pause: PauseRequest, accepted: Sequence[Exchange], due_s: float) -> int:
+    async def end_accepted(
+        self, pause: PauseRequest, accepted: Sequence[Exchange], asking: Asking, due_s: float
+    ) -> int:
         """Have a pause that ends what is in flight end what no worker has ended; how many those are.
 
         Only now, because a pause that every worker refuses ends nothing.
         """
+        ended: set[Exchange] = set()
         if pause.mode == "abort" and self.pause_asked is pause:
             await self._end([each for each in _unended(accepted) if each.worker is None], due_s)
+            ended = await self._end_at_leaving(_unended(accepted), asking, due_s)
             await self._over(_unended(accepted), min(due_s, self._router.loop.time() + pause.timeout))
-            # The pause reached their workers first, which queue them.
-            last = [each for each in _unended(accepted) if each.worker is None or not each.journal.choices]
-            await self._end(last, due_s)
-        return sum(exchange.paused_here for exchange in accepted)
+            # The pause reached their workers first, which queue them, or does not reach their workers.
+            await self._end([each for each in _unended(accepted) if self._is_unheard(each)], due_s)
+        return sum(exchange.paused_here or exchange in ended for exchange in accepted)
+
+    async def _end_at_leaving(self, exchanges: Iterable[Exchange], asking: Asking, due_s: float) -> set[Exchange]:
+        """A worker that leaves the fleet is not paused with it, but knows the text of what it has."""
+        leaving = [each for each in exchanges if each.worker is not None and each.worker not in self._fleet]
+        timeout_s = min(due_s - SLACK_S - self._router.loop.time(), LAST_WORDS_S)
+        if not leaving or timeout_s <= 0:
+            return set()
+        return await end_at_leaving(self._router, leaving, PAUSE, asking, timeout_s)
+
+    def _is_unheard(self, exchange: Exchange) -> bool:
+        """Whether no worker ends it. A worker has ended a request whose end waits for its client."""
+        worker = exchange.worker
+        if worker is None or exchange.is_untouched:
+            return True
+        return (worker not in self._fleet or is_down(worker)) and not exchange.full
 
     async def _end(self, exchanges: Sequence[Exchange], due_s: float) -> None:
         for exchange in exchanges:

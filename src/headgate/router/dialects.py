@@ -100,7 +100,7 @@ async def _pause_all(router: Router, controls: FleetControls, request: Request) 
     replies = await _ask_all(router, controls, request)
     await controls.probe_all()
     controls.judge_pause(pause, replies)
-    await controls.end_accepted(pause, accepted, router.loop.time() + DEFAULT_TIMEOUT_S)
+    await controls.end_accepted(pause, accepted, Asking.of(request), router.loop.time() + DEFAULT_TIMEOUT_S)
     return replies
 
 

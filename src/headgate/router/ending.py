@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -21,7 +21,9 @@ from headgate.router.journal import Journal
 
 Usage = dict[str, int]
 
-CAUSE, DEADLINE, PAUSE = "api_abort", "deadline", "pause"
+CAUSE: Final = "api_abort"
+DEADLINE: Final = "deadline"
+PAUSE: Final = "pause"
 WORKERS_END = re.compile(
     rb'"finish_reason":"(?:abort|length|pd_reschedule)","cause":"(?:shutdown|pause|engine_lost|preempted)"'
 )

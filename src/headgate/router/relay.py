@@ -207,14 +207,29 @@ class Exchange:
         return None if self.leg is None else self.leg.worker
 
     @property
+    def is_untouched(self) -> bool:
+        """The worker that has it has made nothing of it: it may be in that worker's queue."""
+        moved = self.course is not None and self.journal.extent == self.course.extent
+        return moved or not self.journal.choices
+
+    @property
+    def end_pending(self) -> bool:
+        """Its end was asked for, and its client has not been sent it."""
+        return self.ending and not self.over
+
+    @property
     def is_unread(self) -> bool:
         """Its end waits here for a client that does not read."""
-        return self.ending and self.full and not self.over
+        return self.end_pending and self.full
+
+    def ask_end(self, cause: str) -> None:
+        """From now on no other worker goes on with it; the first cause counts."""
+        if not self.ending:
+            self.ending, self.cause = True, cause
 
     def end(self, cause: str = CAUSE) -> None:
         """End it here and now; a worker that has it learns that by the closing of its connection."""
-        if not self.ending:
-            self.ending, self.cause = True, cause
+        self.ask_end(cause)
         self.cancel()
 
     def hold(self, mode: PauseMode) -> None:
@@ -321,8 +336,7 @@ class Exchange:
         self.cancel()
 
     def _note_late(self) -> None:
-        if not self.ending:
-            self.ending, self.cause = True, DEADLINE
+        self.ask_end(DEADLINE)
 
     def _cancelled(self) -> None:
         """Its task was ended: by its client, by somebody who asked for that, or because the router closes."""
@@ -477,8 +491,8 @@ class Exchange:
                 self.router.counters.moved(self)
                 if course.left_behind is not None:
                     await end_former(self, course.left_behind)
-            if tried is not None and self.held == "abort" and not self.ending:
-                self.ending, self.cause = True, PAUSE
+            if tried is not None and self.held == "abort":
+                self.ask_end(PAUSE)
             if self.ending and not self._has_words_to_find(course):
                 return self._tell_end()
             placement, self._placement = self._placement, None

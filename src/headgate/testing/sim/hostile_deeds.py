@@ -41,9 +41,14 @@ class HostileDeeds:
         assert isinstance(server, SimServer)
         self._world.liars[server.name] = None
         which, ids = deed.more["lie"], deed.more["ids"]
-        server.lie = partial(claim, ids) if which is None else partial(malformed, which)
+        server.lie = partial(self._claim, ids) if which is None else partial(malformed, which)
         await asyncio.sleep(deed.lasts_s)
         server.lie = None
+
+    def _claim(self, ids: list[str], path: str, body: bytes) -> bytes:
+        if path == "/v1/abort_requests":
+            self._world.claimed(ids)
+        return claim(ids, path, body)
 
     # -- processes that stop or die in the middle of a control call ---------------------------
 

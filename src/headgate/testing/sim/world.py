@@ -113,6 +113,7 @@ class World:
         self._asked_again: dict[str, float] = {}  # requests with a key, and when their clients have tried again
         self._calls = 0
         self.liars: dict[str, None] = {}  # servers that have lied
+        self._unknown_claims: set[tuple[str, str]] = set()  # router and id: claimed by a liar when it was not there
         self._ids = Counter(ask.id for ask in plan.asks)
         self._placements: dict[tuple[str, str], list[str]] = {}  # addresses of workers, by router and id
         self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # by router: what it had at each pause
@@ -309,7 +310,13 @@ class World:
     def _is_known(self, ask: Ask, asked_s: float) -> bool:
         """Whether a router knows better than a worker that lies: of what it does not have, it can only repeat claims."""
         there = 0 < ask.reply.began_s < asked_s - GONE_S and not 0 < ask.reply.ended_s <= asked_s
-        return not self.liars or there
+        return not self.liars or (there and (ask.to, ask.id) not in self._unknown_claims)
+
+    def claimed(self, ids: Iterable[str]) -> None:
+        """A worker claims now that it has aborted these."""
+        for host in self.routers:
+            live = {id for _, id, _ in host.router.live} if host.router is not None else set()
+            self._unknown_claims |= {(host.name, id) for id in ids if id not in live}
 
     def _tokenised(self, text: str) -> None:
         if len(text) > promises.LONGEST_TEXT:
