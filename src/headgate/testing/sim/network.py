@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections import Counter, deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
@@ -17,6 +18,7 @@ from hashlib import blake2b
 from itertools import count, pairwise
 from typing import Any, cast
 
+from headgate.api.outflow import BYTES_ACKED
 from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
 
 FIN = b""
@@ -54,6 +56,24 @@ class SimSocket:
         pass
 
 
+class SimConnection:
+    """As much of a connected socket as servers look at: its addresses, and how many bytes the peer has taken."""
+
+    def __init__(self, names: tuple[Any, Any]) -> None:
+        self._names = names
+        self.taken = 0
+
+    def getsockname(self) -> Any:
+        return self._names[0]
+
+    def getpeername(self) -> Any:
+        return self._names[1]
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        return BYTES_ACKED.pack(self.taken)
+
+
 @dataclass(eq=False)
 class Listener:
     """What `create_server` gives."""
@@ -74,7 +94,8 @@ class Listener:
 
 class SimTransport(asyncio.Transport):
     def __init__(self, network: Network, number: int, host: Host, context: Context, names: tuple[Any, Any]) -> None:
-        super().__init__({"sockname": names[0], "peername": names[1]})
+        self._socket = SimConnection(names)
+        super().__init__({"sockname": names[0], "peername": names[1], "socket": self._socket})
         self.network = network
         self.number = number
         self.host = host
@@ -199,6 +220,7 @@ class SimTransport(asyncio.Transport):
 
     def taken(self, size: int) -> None:
         self._unread -= size
+        self._socket.taken += size
         self._moved_s = self._working_s()
         if self._full and self._unread <= self._high // 4:
             self._full = False
