@@ -106,6 +106,7 @@ class SimExecutor(FakeExecutor):
         self._random = rng
         self._breaks = breaks  # share of updates that fail
         self.broken_updates = 0
+        self.half_written = False  # one of them left no weights to answer with
         self.slowness = 1.0  # how much longer steps take than they should
         self._steps = Pipe(host.loop, lambda _: self.land(), host.context)
         self._free_s = 0.0  # when the device has done all it was given
@@ -128,8 +129,9 @@ class SimExecutor(FakeExecutor):
     def _loaded(self, loading: Future[None], source: Files) -> None:
         if self._random.random() < self._breaks():
             self.broken_updates += 1
-            broken = HalfWritten("a tensor broke off") if self._random.random() < 0.3 else SourceLost("it is gone")
-            loading.set_exception(broken)
+            half_written = self._random.random() < 0.3
+            self.half_written |= half_written
+            loading.set_exception(HalfWritten("a tensor broke off") if half_written else SourceLost("it is gone"))
             return
         self.device.version = weights_in(source)
         self.asleep = tuple(tag for tag in self.asleep if tag != "weights")
@@ -473,6 +475,14 @@ class Processes:
     @property
     def broken_updates(self) -> int:
         return sum(engine.executor.broken_updates for engine in self.engines if engine.executor is not None)
+
+    @property
+    def quarantined(self) -> set[str]:
+        """Servers of which an engine has been without weights."""
+        hosts = (
+            engine.host for engine in self.engines if engine.executor is not None and engine.executor.half_written
+        )
+        return {host.name.partition("/")[0] for host in hosts}
 
     @property
     def living(self) -> list[EngineProcess]:

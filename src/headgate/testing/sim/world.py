@@ -613,6 +613,8 @@ class World:
         """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
         removed = {deed.who for deed in self.plan.deeds if deed.what == "remove"}
         if ask.routed and self.plan.servers > max(len(removed), 1):
+            if len(self.processes.quarantined | removed) >= self.plan.servers:
+                return True  # at some time, perhaps, no server had weights
             return any(name not in (*MADE_UP_FOR, *hostile.HARMLESS) for name in self.report.deeds)
         if self.processes.broken_updates:
             return True  # an engine whose update broke off answers nothing until another one succeeds
