@@ -192,8 +192,8 @@ def _content(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
 
 
 def _was_given_back(ask: Ask, choice: Choice, seen: Circumstances) -> bool:
-    """Such a choice has ids and no text (34), also if its request is aborted or overdue before anybody has gone on."""
-    given_back = seen.reschedules and choice.finish == "abort" and choice.cause in ("api_abort", "deadline")
+    """Such a choice has ids and no text (34), also if it is aborted, paused or overdue before another worker has it."""
+    given_back = seen.reschedules and choice.finish == "abort" and choice.cause in ("api_abort", "deadline", "pause")
     return given_back and not choice.text and not ask.stream
 
 
