@@ -24,11 +24,11 @@ BACK_S = 60.0  # for whoever was away to be like the others
 
 
 def _states(reply: Reply) -> dict[str, str]:
-    """Of the workers, as a control call has told them; none if it was not answered."""
+    """Of the workers that have followed a control call, as it was answered; none if it was not."""
     told = reply.json() if reply.whole else {}
     result = told.get("result") if isinstance(told, dict) else None
     workers = result.get("workers", {}) if isinstance(result, dict) else {}
-    return {url: each["state"] for url, each in workers.items()}
+    return {url: each["state"] for url, each in workers.items() if "error" not in each}
 
 
 class Deeds(HostileDeeds):
