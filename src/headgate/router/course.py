@@ -38,7 +38,7 @@ def _is_refusal(outcome: Outcome) -> bool:
         case Veiled(rescheduled):
             return not rescheduled
         case Answered(status):
-            return status in (429, 503)
+            return status == 503  # the queue of a 429 empties by itself
     return False
 
 
@@ -124,7 +124,7 @@ class Course:
             self.excluded.add(worker)
         (self._paused.add if refused_as_paused(outcome) else self._paused.discard)(worker)
         (self._failed.add if _may_pass(outcome) else self._failed.discard)(worker)
-        if _is_refusal(outcome) and not self._waits_for_room(outcome):
+        if _is_refusal(outcome):
             self._unwilling[worker] = worker.changes
         else:
             self._unwilling.pop(worker, None)

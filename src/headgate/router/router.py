@@ -353,8 +353,10 @@ class Router:
         if not workers and not course.rescheduled:
             workers = self._able("any", model, course.excluded, going_on)  # rather than back to who has failed
         if not workers and (course.may_return or course.was_cut or course.was_kept_out or self.fleet.rolling):
-            # Workers that failed, or that were paused then, may be well again.
+            # Workers that failed, or that were full or paused then, may be well again.
             workers = self._able(half, model, course.unwilling, going_on)
+            if not workers and not course.rescheduled:
+                workers = self._able("any", model, course.unwilling, going_on)
         return workers
 
     def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:
