@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headgate.router.attempt import FAILED, Answered, Lost, Outcome, Streamed, Veiled, refused_as_paused
+from headgate.router.ending import PAUSE
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -157,7 +158,9 @@ class Course:
     @property
     def is_told_of_a_pause(self) -> bool:
         """Whether its client would hear that workers are paused, and nothing else."""
-        return self.last is None or refused_as_paused(self.last[1])
+        if self.last is None or refused_as_paused(self.last[1]):
+            return True
+        return isinstance(self.last[1], Veiled) and self.last[1].cause == PAUSE
 
     @property
     def was_kept_out(self) -> bool:

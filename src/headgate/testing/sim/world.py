@@ -603,17 +603,22 @@ class World:
         return Circumstances(
             busy=plan.settings.most_choices < 64 or plan.max_queue < 64,
             abort=any(deed.ends(ask) for deed in plan.deeds),
-            pause=self._paused or ((plan.servers == 1 or not ask.routed) and bool(deeds["roll"])),
+            pause=self._paused
+            or ((plan.servers - len(self._removed) <= 1 or not ask.routed) and bool(deeds["roll"])),
             trouble=self._in_trouble(ask),
             updated=self.version > 0,
             reschedules=plan.pace.reschedules,
         )
 
+    @property
+    def _removed(self) -> set[str]:
+        """Servers that a router is without for a while."""
+        return {deed.who for deed in self.plan.deeds if deed.what == "remove"}
+
     def _in_trouble(self, ask: Ask) -> bool:
         """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
-        removed = {deed.who for deed in self.plan.deeds if deed.what == "remove"}
-        if ask.routed and self.plan.servers > max(len(removed), 1):
-            if len(self.processes.quarantined | removed) >= self.plan.servers:
+        if ask.routed and self.plan.servers > max(len(self._removed), 1):
+            if len(self.processes.quarantined | self._removed) >= self.plan.servers:
                 return True  # at some time, perhaps, no server had weights
             return any(name not in (*MADE_UP_FOR, *hostile.HARMLESS) for name in self.report.deeds)
         if self.processes.broken_updates:
