@@ -183,9 +183,11 @@ class HostileDeeds:
                 f"66: {to} showed with cache_salt {salt!r} that {hits} tokens of another tenant are cached"
             )
 
-    def _moves(self, via: str) -> tuple[int, int]:
+    def _moves(self, via: str) -> tuple[int, ...]:
+        """Changes when a request may have been sent to a server twice, which then finds its own prompt cached."""
         router = next(host.router for host in self._world.routers if host.name == via)
-        return (0, 0) if router is None else (router.counters.retries, router.counters.resumes)
+        resets = self._world.report.deeds["reset"]
+        return (resets,) if router is None else (resets, router.counters.retries, router.counters.resumes)
 
     async def pry(self, deed: Deed) -> None:
         """65, 67: a tenant or a stranger neither sees nor ends what is not its own, also not through a router."""

@@ -504,7 +504,10 @@ class World:
                 and path == "/v1/pause"
                 and not any(deed.what in hostile.ASKING for deed in self.plan.deeds)
             ):
-                complaints += promises.overcounts(told["result"], self.plan.asks, reply.began_s)
+                # Another router moves a request from a server that is paused to one that is about to be.
+                others = [ask for ask in self.plan.asks if ask.routed and ask.to != to]
+                asks = (*self.plan.asks, *others * (len(self.servers) - 1))
+                complaints += promises.overcounts(told["result"], asks, reply.began_s)
         if to in ROUTERS and self.liars and not self._other_trouble() and not self.plan.update_breaks:
             others = [server.url for server in self.servers if server.name not in self.liars]
             complaints += promises.slanders(_result_of(reply), others)
@@ -617,7 +620,7 @@ class World:
 
     def _in_trouble(self, ask: Ask) -> bool:
         """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
-        if ask.routed and self.plan.servers > max(len(self._removed), 1):
+        if ask.routed and self.plan.servers - len(self._removed) > 1:
             if len(self.processes.quarantined | self._removed) >= self.plan.servers:
                 return True  # at some time, perhaps, no server had weights
             return any(name not in (*MADE_UP_FOR, *hostile.HARMLESS) for name in self.report.deeds)
