@@ -505,8 +505,8 @@ class World:
                 and not any(deed.what in hostile.ASKING for deed in self.plan.deeds)
             ):
                 # Another router moves a request from a server that is paused to one that is about to be.
-                others = [ask for ask in self.plan.asks if ask.routed and ask.to != to]
-                asks = (*self.plan.asks, *others * (len(self.servers) - 1))
+                moving = [ask for ask in self.plan.asks if ask.routed and ask.to != to]
+                asks = (*self.plan.asks, *moving * (len(self.servers) - 1))
                 complaints += promises.overcounts(told["result"], asks, reply.began_s)
         if to in ROUTERS and self.liars and not self._other_trouble() and not self.plan.update_breaks:
             others = [server.url for server in self.servers if server.name not in self.liars]
