@@ -55,6 +55,23 @@ def test_40_every_kind_of_prompt_can_be_looked_up(path: str, body: Any, prompt: 
     assert list(index.match(way).found) == ([worker] if prompt else [])
 
 
+@pytest.mark.parametrize(
+    ("body", "choices"),
+    [
+        ({"prompt": "one"}, 1),
+        ({"prompt": ["one", "two"]}, 2),
+        ({"prompt": ["one", "two"], "n": 3}, 6),
+        ({"prompt": [1, 2, 3], "n": 2}, 2),
+        ({"prompt": [[1, 2], [3], [4]]}, 3),
+        ({"prompt": ["one", 2]}, 2),
+        ({"prompt": []}, 1),
+        ({"messages": HELLO * 3, "n": 2}, 2),
+    ],
+)
+def test_an_answer_has_the_choices_of_all_its_prompts(body: Any, choices: int):
+    assert ask(COMPLETIONS, **body).n == choices
+
+
 def test_spaces_and_line_breaks_do_not_hide_messages():
     read = read_ask(CHAT, b'{"messages": [\n    {"role": "user", "content": "x"}\n  ]}')
     assert read.chat and read.prompt.endswith(b'"x"}\n  ')

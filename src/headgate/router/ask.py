@@ -54,7 +54,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     request_id: str | None
     session: bytes  # who goes on talking; empty if nobody said
-    n: int
+    n: int  # choices of the answer: those of each prompt, and there may be several
     root: int  # prompts of different roots have nothing in common: endpoint, model, tools, salt, tenant
     prompt: bytes  # as it was sent, but for its closing bracket or quote; empty if there is none
     chat: bool  # the prompt is a list of messages
@@ -64,6 +64,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 
 
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_name = msgspec.json.Decoder(str).decode
 
 
@@ -73,22 +74,36 @@ def read_ask(path: str, body: bytes, *, session: str | None = None, tenant: str 
     if known is not None:
         model, stream, prompt, chat, tokens = known
         root = hash((path, model, b"", b"", None, tenant))
-        return Ask(model, stream, None, session.encode() if session else b"", 1, root, prompt, chat, tokens, False)
+        prompts = 1 if chat else _prompts_in(prompt)
+        return Ask(
+            model, stream, None, session.encode() if session else b"", prompts, root, prompt, chat, tokens, False
+        )
     told = _read(body)
     prompt = _prompt(told)
+    chat = _first(prompt) == b"{"
     return Ask(
         told.model,
         told.stream is True,
         told.request_id or (_name(told.rid) if told.rid else None),
         session.encode() if session else bytes(told.session_id or told.user),
-        told.n or 1,
+        (told.n or 1) * (1 if chat else _prompts_in(prompt)),
         hash((path, told.model, bytes(told.tools), bytes(told.instructions), told.cache_salt, tenant)),
         prompt,
-        _first(prompt) == b"{",
+        chat,
         estimate_tokens(prompt),
         told.return_logprob is True or (bool(told.logprobs) and bytes(told.logprobs) not in _UNASKED),
         told.deadline_ms,
     )
+
+
+def _prompts_in(prompt: bytes) -> int:
+    """As many as there are entries in a list of texts, or of lists of token ids."""
+    if prompt[:1] != b"[" or _first(prompt) not in (b'"', b"["):
+        return 1
+    try:
+        return len(_decode_list(prompt + b"]")) or 1
+    except UNREADABLE:
+        return 1  # which the worker refuses
 
 
 def estimate_tokens(prompt: bytes) -> int:

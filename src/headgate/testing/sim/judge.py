@@ -350,7 +350,7 @@ def judge_abort(ask: Ask, tokens: int) -> list[str]:
     if told.error is not None:
         return []
     causes = [choice.cause for choice in told.choices.values()]
-    if "api_abort" not in causes:
+    if not {"api_abort", "pause"} & set(causes):  # the one that was first, where an abort and a pause meet
         return [f"{ask.name}: it was said to be aborted, and ended with {causes}"]
     made = sum(len(choice.ids) for choice in told.choices.values())
     if ask.tells_ids and made != tokens:
