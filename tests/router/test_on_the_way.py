@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -108,6 +109,43 @@ def test_2_a_worker_is_believed_only_about_requests_that_it_was_asked_to_end():
         fake.answer = claiming  # type: ignore[method-assign]
         told = router.post(ABORT, {"req_ids": ["one"]}).json()["result"]
         assert (told["aborted"], told["not_found"]) == ([], ["one"])
+
+
+def test_2_a_worker_is_not_believed_about_a_request_that_another_worker_has():
+    """An abort of all asks both: the count of the one that does not have the request was reported."""
+    with (
+        fake_worker() as holder,
+        fake_worker() as claimant,
+        live_router(holder.url) as router,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        asked_to_end = threading.Event()
+        holder.late[COMPLETIONS] = lambda: asked_to_end.wait(60)
+        plain, quiet = holder.answer, claimant.answer
+
+        def finishing(method: str, path: str, body: dict[str, Any], order: Order) -> tuple[int, Any]:
+            status, told = plain(method, path, body, order)
+            if path == ABORT:
+                asked_to_end.set()
+                told["result"]["already_finished"] = ["one"]
+            return status, told
+
+        def claiming(method: str, path: str, body: dict[str, Any], order: Order) -> tuple[int, Any]:
+            status, told = quiet(method, path, body, order)
+            if path == ABORT:
+                told["result"]["aborted"] = [{"request_id": "one", "output_token_count": 999}]
+            return status, told
+
+        holder.answer, claimant.answer = finishing, claiming  # type: ignore[method-assign]
+        asked = threads.submit(router.post, COMPLETIONS, {"prompt": "x", "request_id": "one"})
+        wait_until(
+            lambda: ("", "one", 0) in router.router.live and router.router.live["", "one", 0].worker is not None
+        )
+        router.post("/v1/workers", {"url": claimant.url})
+        wait_until(lambda: router.router.fleet.find(claimant.url).state == "ready")
+        told = router.post(ABORT, {"abort_all": True, "timeout": 60}).json()["result"]
+        assert len(claimant.asked(ABORT)) == 1 and asked.result(60).status_code == 200
+        assert (told["aborted"], told["already_finished"], told["errors"]) == ([], ["one"], [])
 
 
 def test_49_an_answer_with_a_key_goes_on_at_the_server_that_still_makes_it_for_nobody(servers: list[LiveServer]):

@@ -456,7 +456,7 @@ MUTANTS = [
         "router/abort.py",
         " and url in self._homes.get(name, (url,))\n",
         "\n",
-        test="tests/sim/test_regressions.py",
+        test="tests/router/test_on_the_way.py",
     ),
     Mutant(
         "an abort believes a worker about what it was asked to end",
