@@ -148,6 +148,39 @@ def test_2_a_worker_is_not_believed_about_a_request_that_another_worker_has():
         assert (told["aborted"], told["already_finished"], told["errors"]) == ([], ["one"], [])
 
 
+def test_18_a_pause_that_aborts_leaves_the_partial_answer_to_a_worker_that_leaves_the_fleet():
+    """No pause reaches that worker, and only that worker has the text."""
+    partial = {"choices": [{"index": 0, "text": "a part", "finish_reason": "abort", "cause": "pause"}]}
+    with (
+        fake_worker() as leaving,
+        fake_worker() as staying,
+        live_router(leaving.url) as router,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        asked_to_end = threading.Event()
+        leaving.late[COMPLETIONS] = lambda: asked_to_end.wait(60)
+        plain = leaving.answer
+
+        def answering(method: str, path: str, body: dict[str, Any], order: Order) -> tuple[int, Any]:
+            status, told = plain(method, path, body, order)
+            if path == ABORT:
+                asked_to_end.set()
+                told["result"]["aborted"] = [{"request_id": "one", "output_token_count": 3}]
+            return status, partial if path == COMPLETIONS else told
+
+        leaving.answer = answering  # type: ignore[method-assign]
+        asked = threads.submit(router.post, COMPLETIONS, {"prompt": "x", "request_id": "one"})
+        wait_until(
+            lambda: ("", "one", 0) in router.router.live and router.router.live["", "one", 0].worker is not None
+        )
+        router.post("/v1/workers", {"url": staying.url})
+        wait_until(lambda: router.router.fleet.find(staying.url).state == "ready")
+        router.delete(f"/v1/workers?url={leaving.url}&timeout=0.01")
+        told = router.post("/v1/pause", {"mode": "abort", "timeout": 20}).json()["result"]
+        assert asked.result(60).json() == partial and told["aborted"] == 1
+        assert [(call["req_ids"], call["cause"]) for call in leaving.asked(ABORT)] == [(["one"], "pause")]
+
+
 def test_49_an_answer_with_a_key_goes_on_at_the_server_that_still_makes_it_for_nobody(servers: list[LiveServer]):
     """Its connection broke, and no other server is there: the first attempt must end before it can be asked again."""
     body = asking(1200, request_id="keyed")

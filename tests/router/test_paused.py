@@ -397,6 +397,28 @@ def test_29_a_request_is_refused_as_paused_only_if_every_worker_says_so_now():
     run(main())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_29_36_an_answer_that_another_caller_s_pause_ended_goes_on_at_a_worker_that_was_resumed_since(stream: bool):
+    """The last probe of that worker was older than its resume, and the client got a part of its answer."""
+
+    async def main() -> None:
+        def paused_meanwhile(_: object) -> Fault:
+            first.state = "paused"
+            return Fault("veiled", at=3)
+
+        body = CHATTING | {"stream": stream}
+        async with (
+            Mock(paused_meanwhile) as first,
+            Mock() as second,
+            routing(first, second, probe_interval_s=60.0) as (router, url),
+        ):
+            router.fleet.set_state(router.fleet.find(second.url), "paused")
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert len(first.asked) == len(second.asked) == 1 and second.mistakes == []
+
+    run(main())
+
+
 def test_29_a_worker_that_refused_a_request_as_paused_is_asked_again_if_it_runs_by_now():
     """Its turn in somebody else's update was over before the other worker's began."""
 

@@ -20,6 +20,7 @@ from headgate.router.abort import Scope, abort
 from headgate.router.ending import as_aborted
 from headgate.router.fanout import Asking
 from headgate.router.fleet import FAILURES, FIRST_BREAK_S
+from headgate.router.router import Router
 from tests.router.client import Wire, ask, check, routing, until
 from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock, text_of
 from tests.router.run import run
@@ -467,6 +468,43 @@ def test_an_answer_that_a_pause_ended_is_told_as_the_worker_would_when_nobody_el
     run(main())
 
 
+def of_two_halves(router: Router, prefill: Mock, decode: Mock) -> None:
+    """Of these two workers the first computes prompts, and answers only if there is no other."""
+    router.fleet.set_role(router.fleet.find(prefill.url), "prefill")
+    router.fleet.set_role(router.fleet.find(decode.url), "decode")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_36_an_answer_goes_back_to_the_worker_that_was_full_after_others_have_lost_it(stream: bool):
+    """The worker that was full was left out until its state changed, but a queue empties without that."""
+
+    async def main() -> None:
+        script = first(Fault("status", status=429))
+        async with Mock(lambda _: Fault("after_head")) as p, Mock(script) as d, routing(p, d) as (router, url):
+            of_two_halves(router, p, d)
+            body = BODY | {"stream": stream}
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert (len(p.asked), len(d.asked)) == (1, 2)
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_36_an_answer_that_decode_workers_refuse_goes_back_to_the_prefill_worker_that_lost_it(stream: bool):
+    """Only decode workers were asked again, and the client was told that no worker could take it."""
+
+    async def main() -> None:
+        script = first(Fault("after_head"))
+        busy = Fault("status", status=503)
+        async with Mock(script) as p, Mock(lambda _: busy) as d, routing(p, d) as (router, url):
+            of_two_halves(router, p, d)
+            body = BODY | {"stream": stream}
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert (len(p.asked), len(d.asked)) == (2, 1)
+
+    run(main())
+
+
 @pytest.mark.parametrize("stays", [True, False])
 def test_35_an_answer_is_rescheduled_so_many_times_and_the_worker_that_had_no_room_is_asked_last(stays: bool):
     async def main() -> None:
@@ -520,8 +558,7 @@ def test_73_a_strict_client_is_rescheduled_as_often_as_any_other(stream: bool):
         fault = Fault("veiled", at=2, cause="pd_reschedule")
         one, two = Mock(lambda _: fault), Mock(lambda _: fault)
         async with one, two, routing(one, two, policy="round_robin", preempt_retry_count=3) as (router, url):
-            router.fleet.set_role(router.fleet.find(one.url), "prefill")
-            router.fleet.set_role(router.fleet.find(two.url), "decode")
+            of_two_halves(router, one, two)
             counts = []
             for headers in ({}, {"X-OpenAI-Strict": "true"}):
                 before = len(one.asked), len(two.asked)

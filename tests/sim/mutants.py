@@ -438,6 +438,27 @@ MUTANTS = [
         test="tests/router/test_relay.py",
     ),
     Mutant(
+        "a worker that was full may be asked again after another has failed",
+        "router/course.py",
+        "            return status == 503  # the queue of a 429 empties by itself\n",
+        "            return status in (429, 503)\n",
+        test="tests/router/test_relay.py",
+    ),
+    Mutant(
+        "a prefill worker that lost an answer may be asked again",
+        "router/router.py",
+        '                workers = self._able("any", model, course.unwilling, going_on)\n',
+        "                pass\n",
+        test="tests/router/test_relay.py",
+    ),
+    Mutant(
+        "workers are asked before an answer ends with another caller's pause",
+        "router/course.py",
+        "        return isinstance(self.last[1], Veiled) and self.last[1].cause == PAUSE\n",
+        "        return False\n",
+        test="tests/router/test_paused.py",
+    ),
+    Mutant(
         "what a rolling update cuts waits for the worker that is updated",
         "router/router.py",
         "        if self.fleet.rolling and not course.was_full:\n            return True",
@@ -470,7 +491,7 @@ MUTANTS = [
         "router/control.py",
         "            ended = await self._end_at_leaving(_unended(accepted), asking, due_s)\n",
         "",
-        test="tests/sim/test_regressions.py",
+        test="tests/router/test_on_the_way.py",
     ),
     Mutant(
         "a pause ends what goes on in the queue of a paused worker",
