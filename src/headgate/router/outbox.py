@@ -17,7 +17,7 @@ class Outbox:
     __slots__ = ("writes",)
 
     MOST: Final = 64  # connections that are made to wait for it: a turn may be long
-    LARGE: Final = 16 * 2**10  # bytes that go out at once: their writer should hear now if the reader is too slow
+    LARGE: Final = 32 * 2**10  # bytes that go out at once: their writer should hear now if the reader is too slow
 
     def __init__(self) -> None:
         self.writes: dict[asyncio.WriteTransport, bytes] = {}
