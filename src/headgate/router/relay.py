@@ -355,7 +355,7 @@ class Exchange:
 
     def begin(self) -> None:
         """Ask a worker at once if nothing has to be waited for."""
-        if (left_s := self._left_s) is not None:
+        if self.ask.deadline_ms is not None and (left_s := self._left_s) is not None:
             self._timer = self.router.loop.call_later(left_s, self._overdue)
         try:
             asked = self._ask_at_once()
@@ -597,7 +597,7 @@ class Exchange:
             return self.request_to(worker, body)
         if self.moves:
             body = self._going_on(body)
-        if (left_s := self._left_s) is not None:
+        if self.ask.deadline_ms is not None and (left_s := self._left_s) is not None:
             body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
         if ticket is not None:
             body = splice(body, "kv_ticket", ticket)
