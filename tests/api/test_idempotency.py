@@ -155,3 +155,20 @@ def test_a_shared_store_keeps_the_newest_of_each_tenant_and_all_of_a_small_part(
         assert all(None not in entries[entries.count(None) :] for entries in kept.values())
         assert sum(weight or 0 for entries in kept.values() for weight in entries) <= most
         assert None not in kept["small"]
+
+
+def test_49_74_an_answer_that_was_given_back_for_want_of_room_is_not_kept():
+    """A router asks the same server again, with the same key, when that is the only one."""
+
+    async def main() -> None:
+        replays = Replays(Clock())
+
+        async def give_back(reply: Reply) -> None:
+            reply.given_back = True
+            await reply.send_json(b"no room")
+
+        assert await answer(replays, "a", "k", work=give_back) == b"no room"
+        assert await answer(replays, "a", "k", b"whole") == b"whole"
+        assert await answer(replays, "a", "k", b"another") == b"whole"
+
+    asyncio.run(main())

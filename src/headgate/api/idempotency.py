@@ -3,7 +3,7 @@
 The first request with a key makes the answer; what is sent to it is kept. A retry gets the same bytes, from the first one
 on: at once if the answer is whole, as they come if it is still being made. An answer with a key belongs to the key and
 not to a connection, so it is finished even when its client has gone (abort it by its id) or does not read. A refusal is not
-kept.
+kept, and neither is an answer that there was no room for and that goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ class Replays:
         self._making.take(tenant, size)
         return True
 
-    def ended(self, tenant: str, key: str, recording: Recording, failure: Exception | None) -> None:
+    def ended(self, tenant: str, key: str, recording: Recording, failure: Exception | None, *, kept: bool) -> None:
         recording.end(self._clock(), failure)
         self._making.give_back(tenant, recording.taken)
         del self._running[tenant, key]
-        if failure is None:
+        if kept:
             self._kept.put(tenant, key, recording, recording.weight)
 
     def _forget(self, tenant: str) -> None:
@@ -200,7 +200,8 @@ class _First(Response):
             failure = error if isinstance(error, Exception) else cut
             raise
         finally:
-            self._replays.ended(self._tenant, self._key, recording, failure)
+            kept = failure is None and not reply.given_back
+            self._replays.ended(self._tenant, self._key, recording, failure, kept=kept)
 
 
 class _Retry(Exchange):

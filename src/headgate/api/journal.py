@@ -82,6 +82,7 @@ class StreamJournal:
         if movable(piece.finish):
             # The last tokens go unsaid with it: whoever goes on makes them again, and their event.
             self._veiled = True
+            self._reply.given_back |= is_given_back(piece.finish)
             await self._reply.send_event(veil(token_lines(job, piece, chars) + finish_line(job, piece) + event))
             return
         if block := token_lines(job, piece, chars) + self._finish(job, piece, event):
@@ -123,6 +124,7 @@ class WholeJournal:
         self._lines += token_lines(job, piece, 0)
         if movable(piece.finish):
             self._withheld += finish_line(job, piece)
+            self._reply.given_back |= is_given_back(piece.finish)
         else:
             self._lines += finish_line(job, piece)
         now_s = self._clock()
@@ -194,4 +196,9 @@ def movable(finish: Finish | None) -> bool:
     """Whether it ended here and not for good."""
     if finish is None:
         return False
-    return finish.reason == "pd_reschedule" or (finish.reason == "abort" and finish.cause in MOVABLE_CAUSES)
+    return is_given_back(finish) or (finish.reason == "abort" and finish.cause in MOVABLE_CAUSES)
+
+
+def is_given_back(finish: Finish | None) -> bool:
+    """Whether there was no room for it."""
+    return finish is not None and finish.reason == "pd_reschedule"

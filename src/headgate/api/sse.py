@@ -42,6 +42,7 @@ class Reply:
         self.headers: list[tuple[bytes, bytes]] = []  # more of them, for a reply in events
         self.started = False
         self.ended = False
+        self.given_back = False  # the answer must go on elsewhere, and no retry may have it for the whole
 
     async def send_json(self, body: bytes, status: int = 200) -> None:
         length = str(len(body)).encode()
