@@ -364,6 +364,8 @@ class World:
             host.spawn(self._check_stalled(ask, host))
         await call(address, "POST", ask.path, ask.body, ask.headers, ask.manners, ask.reply)
         ask.away_s += asked.away_s
+        if not ask.routed and self.hosts[ask.to].host is not asked:
+            ask.floor = 0  # another process has answered, perhaps
         self.note(host, f"got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
         alone = self._ids[ask.name] == 1  # no other tenant has a request of that id
         if ask.reply.left and self.plan.calm and alone and "idempotency-key" not in ask.headers:
