@@ -117,6 +117,7 @@ MUTANTS = [
         "router/relay.py",
         "        self.router.client_left(self)\n        self.cancel()\n",
         "        self.router.client_left(self)\n",
+        test="tests/router/test_relay.py",
     ),
     Mutant(
         "a worker that shuts down may come back",
@@ -653,6 +654,7 @@ MUTANTS = [
         "router/router.py",
         "        if tenant is not None and ours:\n",
         "        if tenant and ours:\n",
+        test="tests/router/test_tenants.py",
     ),
     Mutant(
         "a worker takes no request without a key",
