@@ -323,16 +323,17 @@ class Deeds(HostileDeeds):
     async def update_all(self, via: str, mode: str) -> None:
         world = self._world
         await world.control(via, "POST", "/v1/pause", {"mode": mode, "timeout": 5})
-        body = world.new_weights()
-        reply = await world.control(via, "POST", "/v1/update_weights", body)
-        world.updated(via, body["version"], reply)
+        await self._update(via, world.new_weights())
         await world.control(via, "POST", "/v1/resume")
 
-    async def roll(self, deed: Deed) -> None:
+    async def _update(self, via: str, body: dict[str, Any]) -> None:
         world = self._world
-        body = world.new_weights() | {"strategy": "rolling", "drain_timeout": 2}
-        reply = await world.control(deed.via, "POST", "/v1/update_weights", body)
-        world.updated(deed.via, body["version"], reply)
+        processes = {server: server.host for server in world.servers}
+        reply = await world.control(via, "POST", "/v1/update_weights", body)
+        world.updated(via, body["version"], reply, processes)
+
+    async def roll(self, deed: Deed) -> None:
+        await self._update(deed.via, self._world.new_weights() | {"strategy": "rolling", "drain_timeout": 2})
 
     async def flush(self, deed: Deed) -> None:
         await self._world.control(deed.via, "POST", "/v1/flush_cache")

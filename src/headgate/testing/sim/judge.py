@@ -208,7 +208,9 @@ def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterat
             return
         ids = reference(ask, seed + index)
         if choice.finish == "abort" or choice.finish is None or choice.finish == "pd_reschedule":
-            if not _text(ask, ids).startswith(choice.text.rstrip("\ufffd")):
+            # The beginning of a stop string is told if the answer ends before the rest of it has come.
+            stopped = _stop_at(choice.text, ask.stops) is not None
+            if stopped or not _decode(ids).startswith(choice.text.rstrip("\ufffd")):
                 yield f"{choice.text!r} is no beginning of {_text(ask, ids)!r}"
         elif choice.text != _text(ask, ids):
             yield f"{choice.text!r} instead of {_text(ask, ids)!r}"

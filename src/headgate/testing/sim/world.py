@@ -545,13 +545,14 @@ class World:
     def _weights(self, version: int) -> Path:
         return self._folder / f"weights-{version}.safetensors"
 
-    def updated(self, via: str, version: int, reply: Reply) -> None:
+    def updated(self, via: str, version: int, reply: Reply, processes: dict[SimServer, Host]) -> None:
+        """`processes`: of the servers when the update began; one that was started anew since may have older weights."""
         self.agreed = reply.status == 200
         if self.agreed:
             self.floors[via] = max(version, self.floors.get(via, 0))
             had = reply.json()["result"]["workers"]  # others may not have been of the fleet just then
             for server in self.servers:
-                if server.alive and server.url in had:
+                if server.alive and server.host is processes[server] and server.url in had:
                     self._held[server.name] = server.host, version
 
     def _floor(self, to: str) -> int:
