@@ -25,6 +25,7 @@ from headgate.router.worker import Worker
 if TYPE_CHECKING:
     from headgate.router.router import Router
 
+WENT_DOWN = "it went down before it had answered"
 SLACK_S = 0.85  # after its timeout, for a call to be answered; servers take 0.7 s of it
 LONGEST_MESSAGE = 1000  # of a worker's error, in characters
 BAD_GATEWAY = 502
@@ -126,7 +127,7 @@ async def ask(router: Router, worker: Worker, one: Call, asking: Asking, timeout
             change = asyncio.ensure_future(router.fleet_changed(timeout_s))
             await asyncio.wait({asked, change}, return_when=asyncio.FIRST_COMPLETED)
             change.cancel()
-        return asked.result() if asked.done() else Reply(worker, why="it went down before it had answered")
+        return asked.result() if asked.done() else Reply(worker, why=WENT_DOWN)
     finally:
         asked.cancel()
 

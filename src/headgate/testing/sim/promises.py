@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from headgate.router.disagg import PREFILL
+from headgate.router.fanout import WENT_DOWN
 from headgate.testing.sim.caller import Reply
 from headgate.testing.sim.network import SimTransport
 from headgate.testing.sim.script import Ask
@@ -122,6 +123,7 @@ def slanders(result: Any, others: Collection[str]) -> Iterator[str]:
     workers = result.get("workers", {}) if isinstance(result, dict) else {}
     for url in others:
         said = workers.get(url)
-        # An error with a code is the worker's own answer, for example that its engine is down.
-        if isinstance(said, dict) and said.get("error") and not said.get("code"):
+        # An error with a code is the worker's own answer. A worker without engines is down.
+        error = said.get("error") if isinstance(said, dict) and not said.get("code") else None
+        if error and error != WENT_DOWN:
             yield f"70: {url} is said to have failed because another worker's answer was malformed: {said}"
