@@ -30,11 +30,14 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.checkpoint import SHAPES, add_tokenizer, checkpoint
+from benchmarks.checkpoint import SHAPES, add_tokenizer, family_of
+
+from headgate.testing.tiny import tiny_config
 
 BANDWIDTH, FP8_FLOPS, BF16_FLOPS = 4.29e12, 1.5e15, 783e12  # measured on an H200
 READY_S, STOP_S, LEAD_S = 400.0, 20.0, 2.0
@@ -227,9 +230,28 @@ def floor_tokens_s(shape: str, work: Work, fp8: str | None) -> float:
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
+def make_checkpoint(shape: str, folder: Path) -> None:
+    """With weights that are drawn on the card, which takes seconds where a processor takes minutes."""
+    if (folder / "tokenizer.json").exists():
+        return
+    from benchmarks.gpu.bench import RandomWeights
+    from safetensors.torch import save_file
+
+    from headgate.models import read_spec
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(family_of(shape), "bfloat16") | SHAPES[shape]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.cpu() for name, tensor in RandomWeights(read_spec(folder))}, folder / "model.safetensors")
+    add_tokenizer(folder)
+
+
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    model = checkpoint(options.shape, options.checkpoint or folder / "model")
-    add_tokenizer(model)
+    model = options.checkpoint or folder / "model"
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn")
+    ) as pool:  # whose memory on the card is free afterwards
+        pool.submit(make_checkpoint, options.shape, model).result()
     works = [Work.of(text) for text in options.work]
     figures: dict[str, dict[str, list[Figures]]] = {work.name: {} for work in works}
     for round_ in range(options.rounds):
