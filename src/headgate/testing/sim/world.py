@@ -547,8 +547,9 @@ class World:
 
     def updated(self, via: str, version: int, reply: Reply, processes: dict[SimServer, Host]) -> None:
         """`processes`: of the servers when the update began; one that was started anew since may have older weights."""
-        self.agreed = reply.status == 200
-        if self.agreed:
+        followed = reply.status == 200
+        self.agreed = followed and (self.agreed or version == self.version)  # a newer one may have been refused
+        if followed:
             self.floors[via] = max(version, self.floors.get(via, 0))
             had = reply.json()["result"]["workers"]  # others may not have been of the fleet just then
             for server in self.servers:
