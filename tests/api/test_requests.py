@@ -139,6 +139,8 @@ def test_49_a_retry_attaches_to_the_running_request_or_replays_its_result(server
             third = await client.post(PATH, json=body)
         assert first.status_code == 200 and first.content == second.content == third.content
         assert first.headers["x-request-id"] == second.headers["x-request-id"] == third.headers["x-request-id"]
+        assert ["idempotent-replayed" in each.headers for each in (first, second, third)].count(False) == 1
+        assert third.headers["idempotent-replayed"] == "true"
         assert generated(server) == before + 1
 
     asyncio.run(main())

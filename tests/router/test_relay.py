@@ -449,6 +449,22 @@ def test_55_tokens_of_older_weights_are_seen_by_nobody_though_life_was_shown_bef
     run(main())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_27_first_tokens_that_are_read_after_an_update_are_those_of_a_request_from_before_it(stream: bool):
+    async def main() -> None:
+        body = BODY | {"stream": stream}
+
+        def updated_meanwhile(_: object) -> Fault:
+            router.fleet.floor_version = mock.version + 1
+            return Fault("alive")
+
+        async with Mock(updated_meanwhile) as mock, routing(mock, retries=0) as (router, url):
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert router.fleet.find(mock.url).errors == 0
+
+    run(main())
+
+
 def test_an_answer_that_a_pause_ended_is_told_as_the_worker_would_when_nobody_else_is_there():
     async def main() -> None:
         def paused_meanwhile(_: object) -> Fault:

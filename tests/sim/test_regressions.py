@@ -441,7 +441,18 @@ def test_2_a_worker_that_was_asked_to_end_one_request_is_not_believed_about_anot
     assert report.ends == {"max_tokens": 1, "api_abort": 1}
 
 
-# Of the last four, the simulation or its judge was wrong.
+@pytest.mark.parametrize("stream", [True, False])
+def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(carry_out, stream):
+    """The router took its worker for one that had come back with old weights. Found by seed 126303143."""
+    first = ask("a", headers={"idempotency-key": "k"}, stream=stream)
+    first.retries, first.manners = True, Manners(leaves_after_s=0.8)
+    report, world = carry_out([first], deed(0.3, "update", mode="freeze"), servers=1)
+    assert not report.failures
+    assert report.counts["asked again"] == 1 and report.ends == {"max_tokens": 1}
+    assert [worker.errors for worker in world.router.router.fleet] == [0]
+
+
+# Of the last five, the simulation or its judge was wrong.
 LATEST = {
     2044193742: "a worker that was full, and one that failed since, are both asked again",
     2044199300: "an answer ended by another router's update goes on at a worker that was known as paused",
@@ -450,6 +461,7 @@ LATEST = {
     946855756: "a worker whose answer to a pause cannot be read has not followed it",
     2044205121: "a request whose connection was reset finds its own prompt cached",
     77000196: "no server has weights after an update that broke off everywhere",
+    3047417735: "an update that was refused is repeated, though an older one has ended since",
 }
 
 

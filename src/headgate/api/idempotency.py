@@ -32,6 +32,7 @@ RECORDING_BYTES, MESSAGE_BYTES = 1000, 300  # that keeping an answer, and each p
 LONGEST_ANSWER = 16 * 2**20  # that is kept
 MAKING_BYTES = 64 * 2**20  # of all answers that are being made; tenants share them
 LONGEST_KEY = 256
+REPLAYED = b"idempotent-replayed", b"true"
 
 Work = Callable[[Reply], Awaitable[None]]
 
@@ -102,10 +103,20 @@ class Recording:
             await self._more.wait()
 
     async def replay(self, send: Send) -> None:
+        async def send_marked(message: Message) -> None:
+            await send(_marked(message))
+
         if self.failure is None:
-            await self.tell(send)
+            await self.tell(send_marked)
         if self.failure is not None:
             raise self.failure
+
+
+def _marked(message: Message) -> Message:
+    """A reader may have to know that weights of before an update have made it."""
+    if message["type"] == "http.response.start":
+        message["headers"] = [*message.get("headers", ()), REPLAYED]
+    return message
 
 
 class Replays:

@@ -51,6 +51,7 @@ ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-headgate-jour
 JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
 DONES = DONE, b"data: [DONE]\r\n\r\n"
+REPLAYED = b"idempotent-replayed"  # the answer was kept for a key, and may be older than the fleet's weights
 VERSION = re.compile(rb"(?::p \d+\n)?:j \d+ (\d{1,18}) ")
 LATER_VERSION = re.compile(rb"\n:j \d+ (\d{1,18}) ")
 FAILED = re.compile(rb"^:e ([45]\d\d)$", re.MULTILINE)
@@ -90,6 +91,7 @@ class Attempt:
         "_before",
         "_body",
         "_exchange",
+        "_floor",
         "_headers",
         "_last",
         "_mode",
@@ -119,7 +121,8 @@ class Attempt:
         self._last = b""  # events that were passed on
         self._before = b""  # and those before them, of somebody else's stream
         self._veiled: list[bytes] = []
-        self._vetted = False  # its first tokens have come, and their weights are the fleet's
+        self._vetted = False  # its first tokens are of the fleet's weights, or the answer is a kept one
+        self._floor: int | None = None  # of the fleet's weights when it was asked
         self._pipe: plain.Pipe | None = None
         self._body: list[bytes] = []
         self._size = 0
@@ -144,6 +147,8 @@ class Attempt:
                 streams = value.startswith(b"text/event-stream")
             elif name == b"x-headgate-journal":
                 self.journalled = True
+            elif name == REPLAYED:
+                self._vetted = True
         if status != 200 or not streams:
             return
         if not exchange.ask.stream and self.journalled:
@@ -223,11 +228,11 @@ class Attempt:
         return data[:end]
 
     def _outdated(self, events: bytes) -> bool:
-        """Whether its first tokens come from weights that the fleet no longer has; nobody sees them then."""
+        """Whether its first tokens come from weights that the fleet no longer had; no client sees them then."""
         if (first := VERSION.match(events) or LATER_VERSION.search(events)) is None:
             return False
         self._vetted = True
-        floor = self._exchange.router.fleet.floor_version
+        floor = self._floor
         if floor is None or int(first[1]) >= floor:
             return False
         self.fail(f"its weights have version {int(first[1])}, and the fleet's {floor}")
@@ -322,7 +327,9 @@ class Attempt:
 
     def start(self, upstream: Upstream, request: bytes) -> None:
         self.upstream = upstream
-        self.last_s = self._exchange.router.loop.time()
+        router = self._exchange.router
+        self.last_s = router.loop.time()
+        self._floor = router.fleet.floor_version
         upstream.send(request, self)
         if self._exchange.full:
             upstream.hold()
