@@ -11,7 +11,7 @@ import pytest
 
 from headgate.config import EngineConfig
 from headgate.engine.client import TokenStream
-from headgate.engine.replicas import MOST_MOVES, Replicas
+from headgate.engine.replicas import MOST_MOVES, MovingStream, Replicas
 from headgate.engine.start import EngineStart
 from headgate.errors import EngineDead, HeadgateError
 from headgate.protocol.command import Files, Result, Resume, StateTold, UpdateWeights
@@ -119,3 +119,22 @@ def test_an_update_that_succeeded_too_late_to_be_told_does_not_take_the_fleet_ou
             assert replicas.replicas[0].state == "ready"
 
     asyncio.run(main())
+
+
+def test_20_a_stream_may_be_asked_to_end_in_the_moment_in_which_its_wait_for_an_engine_times_out():
+    """A pause that came in that moment was answered with 500. Found by seed 148919683."""
+
+    async def wait_and_end() -> list[str]:
+        answer, causes = MovingStream(), []
+
+        def end() -> None:
+            answer.end("pause")
+            causes.append(answer.cause)
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0) as answer.wait:
+                asyncio.get_running_loop().call_soon(end)  # the timeout has passed, and its task has not run yet
+                await asyncio.sleep(60)
+        return causes
+
+    assert asyncio.run(wait_and_end()) == ["pause"]

@@ -161,7 +161,7 @@ class MovingStream:
     def _leave(self, cause: Cause) -> None:
         if not self.ending:
             self.cause, self.ending = cause, True
-        if self.wait is not None:
+        if self.wait is not None and not self.wait.expired():
             self.wait.reschedule(asyncio.get_running_loop().time())
 
 
