@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from headgate.api.dialects import sglang
 from headgate.api.health import Readiness, judge, judge_readiness, overall
 from headgate.api.metrics import EngineView
 from headgate.protocol.message import EngineInfo, EngineStatus, Pong
@@ -57,3 +58,9 @@ def test_50_55_whoever_has_only_engines_without_the_weights_of_the_fleet_is_not_
     assert judge_readiness([old]) == Readiness(False, "outdated")
     assert judge_readiness([good, old]) == Readiness(True)
     assert judge_readiness([EngineView(0, 1, None, None)]) == Readiness(False, "no engine is ready")
+
+
+@pytest.mark.parametrize(("outdated", "state"), [(True, "outdated"), (False, "running")])
+def test_55_the_load_of_an_engine_without_the_weights_of_its_server_says_so(outdated, state):
+    load = sglang.load_of(replace(view(0.5, busy=False), outdated=outdated))
+    assert load is not None and load["state"] == state

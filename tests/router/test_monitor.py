@@ -45,11 +45,12 @@ def test_44_a_worker_that_talks_nonsense_leaves_and_returns_and_the_others_are_w
     run(main())
 
 
-def test_a_worker_that_is_paused_gets_nothing_until_it_says_that_it_runs():
+@pytest.mark.parametrize("state", ["paused", "outdated"])
+def test_a_worker_that_takes_no_requests_gets_none_until_it_says_that_it_runs(state):
     async def main() -> None:
         async with Mock() as one, Mock() as two, routing(one, two) as (router, url):
-            one.state = "paused"
-            await until(lambda: router.fleet.find(one.url).state == "paused")
+            one.state = state
+            await until(lambda: router.fleet.find(one.url).state == state)
             for seed in range(5):
                 body = BODY | {"seed": seed}
                 assert check(body, await ask(url, CHAT, body)) is None

@@ -452,8 +452,9 @@ def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(carry_
     assert [worker.errors for worker in world.router.router.fleet] == [0]
 
 
-# Of the last five, the simulation or its judge was wrong.
+# Of the last six, the simulation or its judge was wrong.
 LATEST = {
+    2196412318: "an answer whose workers all lacked the weights goes on when a probe has found one ready",
     2044193742: "a worker that was full, and one that failed since, are both asked again",
     2044199300: "an answer ended by another router's update goes on at a worker that was known as paused",
     184266789: "the answer of a key that was given back for want of room was replayed to the router that asked again",
@@ -462,6 +463,7 @@ LATEST = {
     2044205121: "a request whose connection was reset finds its own prompt cached",
     77000196: "no server has weights after an update that broke off everywhere",
     3047417735: "an update that was refused is repeated, though an older one has ended since",
+    2196408953: "an abort by an operator ends the requests of all tenants that use the id",
 }
 
 

@@ -33,6 +33,16 @@ def _may_pass(outcome: Outcome) -> bool:
     return False
 
 
+def _lacks_an_engine(outcome: Outcome) -> bool:
+    """Whether the worker has no engine for the request, which its next probe may not show any more."""
+    match outcome:
+        case Veiled(_, ending):
+            return ENGINE_LOST in ending
+        case Answered(503, _, body):
+            return ENGINE_LOST in body
+    return False
+
+
 def _is_refusal(outcome: Outcome) -> bool:
     """Whether the worker would answer the same until its state changes."""
     match outcome:
@@ -50,7 +60,8 @@ class Course:
         self._exchange = exchange
         self._config = exchange.router.config
         self.excluded: set[Worker] = set()
-        self._unwilling: dict[Worker, int] = {}  # workers that ended or refused it themselves, and in which state
+        # Workers that ended or refused it themselves, in which state, and after how many probes if a probe may tell more.
+        self._unwilling: dict[Worker, tuple[int, int | None]] = {}
         self._failed: set[Worker] = set()  # workers whose failure may pass
         self._paused: set[Worker] = set()  # workers that refused it because they were paused
         self.fruitless = 0  # attempts in a row that brought no token
@@ -126,7 +137,7 @@ class Course:
         (self._paused.add if refused_as_paused(outcome) else self._paused.discard)(worker)
         (self._failed.add if _may_pass(outcome) else self._failed.discard)(worker)
         if _is_refusal(outcome):
-            self._unwilling[worker] = worker.changes
+            self._unwilling[worker] = worker.changes, worker.probes if _lacks_an_engine(outcome) else None
         else:
             self._unwilling.pop(worker, None)
 
@@ -147,8 +158,12 @@ class Course:
 
     @property
     def unwilling(self) -> set[Worker]:
-        """Workers that ended or refused it, and have not been in another state since."""
-        return {worker for worker, changes in self._unwilling.items() if worker.changes == changes}
+        """Workers that ended or refused it, and have not been in another state since, nor found ready by a probe."""
+        return {
+            worker
+            for worker, (changes, probes) in self._unwilling.items()
+            if worker.changes == changes and probes in (None, worker.probes)
+        }
 
     @property
     def was_full(self) -> bool:

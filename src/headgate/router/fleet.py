@@ -240,6 +240,7 @@ class Fleet:
             worker.failures = 0
         if worker.state != "draining":
             self.set_state(worker, self._judged(worker, state))
+            worker.probes += worker.state == "ready"
 
     def _judged(self, worker: Worker, state: WorkerState) -> WorkerState:
         floor = self.floor_version

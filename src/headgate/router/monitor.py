@@ -32,6 +32,7 @@ STATES: dict[str, WorkerState] = {
     "paused": "paused",
     "updating": "paused",
     "quarantined": "paused",
+    "outdated": "outdated",  # it runs, and refuses requests until it has the weights of its server
     "draining": "stopping",  # it shuts down, and may come back; *our* draining ends only when we say so
 }
 
@@ -170,4 +171,6 @@ class Monitor:
         if (age_s := told.cache_horizon_age_s) is not None:
             worker.horizon_s = max(worker.horizon_s, self._fleet.clock() - age_s)
         states = {STATES.get(load.state, "paused") for load in loads}
-        return "ready" if states == {"ready"} else "paused"
+        if states == {"outdated"}:
+            return "outdated"
+        return "ready" if states <= {"ready", "outdated"} else "paused"

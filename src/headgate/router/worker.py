@@ -38,6 +38,7 @@ class Worker:
         "others_waiting",
         "pending_tokens",
         "pid",
+        "probes",
         "prompt_tokens",
         "role",
         "running",
@@ -58,6 +59,7 @@ class Worker:
         self.models: frozenset[str] = frozenset()  # empty: not known
         self.state: WorkerState = "starting"
         self.changes = 0  # of its state
+        self.probes = 0  # that have found it ready
         self.key: str | None = None  # what it wants to see, if not what all do
         self.listed = False  # in the file of workers
         self.managed = False  # registered by itself, and gone when its heartbeats stop

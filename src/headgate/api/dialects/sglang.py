@@ -385,7 +385,7 @@ async def server_info(request: Request) -> Response:
 async def loads(request: Request) -> Response:
     host = host_of(request)
     views = await look_at_all(host.replicas, PING_TIMEOUT_S)
-    told = [load for view in views if (load := _load(view))]
+    told = [load for view in views if (load := load_of(view))]
     return json_response(
         {
             "timestamp": time.time(),
@@ -398,7 +398,7 @@ async def loads(request: Request) -> Response:
     )
 
 
-def _load(view: EngineView) -> dict[str, Any] | None:
+def load_of(view: EngineView) -> dict[str, Any] | None:
     if view.pong is None or view.info is None:
         return None
     status, info = view.pong.status, view.info
@@ -416,7 +416,7 @@ def _load(view: EngineView) -> dict[str, Any] | None:
         "max_running_requests": info.max_running,
         "token_usage": status.held_blocks / info.num_blocks,
         "weight_version": str(status.version),
-        "state": status.state,
+        "state": "outdated" if view.outdated and status.state == "running" else status.state,
     }
 
 

@@ -99,7 +99,7 @@ class Deed:
             case "pry":
                 return bool(ask.tenant == self.more["tenant"])
             case "abort" | "abort_and_kill":
-                return ask.name in self.more["req_ids"]
+                return ask.id in self.more["req_ids"]  # an operator's abort reaches every tenant's request of that id
             case "abort_tags":
                 return bool(ask.body["tags"] == self.more["tags"])
         return False

@@ -294,7 +294,7 @@ class World:
     def told_aborted(self, router: str, asked_s: float, tokens: dict[str, int]) -> None:
         """What the caller of an abort was told. Another router's requests may have gone on before it heard."""
         here = {ask.name for ask in self.plan.asks if ask.to == router and self._is_meant(ask, asked_s)}
-        told = {name: count for name, count in tokens.items() if name in here}
+        told = {name: count for name, count in tokens.items() if name in here and self._ids[name] == 1}
         self._aborted |= told
         self.asked_to_end[router] |= told.keys()
 
