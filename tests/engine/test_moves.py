@@ -131,7 +131,7 @@ def test_20_a_stream_may_be_asked_to_end_in_the_moment_in_which_its_wait_for_an_
             answer.end("pause")
             causes.append(answer.cause)
 
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError):  # noqa: PT012 (what follows must not run)
             async with asyncio.timeout(0) as answer.wait:
                 asyncio.get_running_loop().call_soon(end)  # the timeout has passed, and its task has not run yet
                 await asyncio.sleep(60)
