@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from headgate.router.relay import Exchange
 from headgate.router.upstream import Pool, Upstream, call
 from tests.router.client import ask, check, routing
 from tests.router.mock import CHAT, FINE, Fault, Mock
@@ -49,22 +46,27 @@ def test_41_a_connection_that_made_a_call_is_offered_to_nobody():
 
 def test_36_a_worker_given_up_while_a_kept_connection_breaks_is_not_asked_without_a_journal(monkeypatch):
     """What it answered then could not go on elsewhere: nobody knew any more that it was one of ours."""
-    goes_on = Exchange._run
-
-    def given_up_meanwhile(self: Exchange, *tried: Any, fresh: bool = False) -> None:
-        worker = self.worker
-        goes_on(self, *tried, fresh=fresh)
-        if fresh:
-            self.router.fleet.give_up(worker)
+    connect = Pool.connect
 
     async def main() -> None:
-        async with Mock(keep_alive_s=60.0) as one, Mock(keep_alive_s=60.0) as two, routing(one, two) as (_, url):
+        async with (
+            Mock(keep_alive_s=60.0) as one,
+            Mock(keep_alive_s=60.0) as two,
+            routing(one, two, probe_interval_s=60.0) as (router, url),
+        ):
+
+            async def given_up_meanwhile(pool: Pool) -> Upstream:
+                upstream = await connect(pool)
+                monkeypatch.undo()
+                router.fleet.give_up(next(worker for worker in router.fleet if router.fleet.pool(worker) is pool))
+                return upstream
+
             body = BODY | {"stream": True}
             for _ in range(4):  # one after another, so that connections are kept
                 await ask(url, CHAT, body)
             faults = [Fault("reset")]
             one.script = two.script = lambda _: faults.pop() if faults else FINE
-            monkeypatch.setattr(Exchange, "_run", given_up_meanwhile)
+            monkeypatch.setattr(Pool, "connect", given_up_meanwhile)
             assert check(body, await ask(url, CHAT, body), CHAT) is None
             assert not faults
             assert all(asked.header("x-headgate-journal") for asked in (*one.asked, *two.asked))

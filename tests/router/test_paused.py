@@ -106,7 +106,7 @@ async def scene(state: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sc
             async with Mock(times(Fault("late"), 1)) as mock, routing(mock, retries=0) as (router, url):
                 yield Scene(router, url, mock)
         case _:
-            monkeypatch.setattr("headgate.router.course.Course.backoff_s", 0.3)
+            monkeypatch.setattr("headgate.router.retry_state.RetryState.backoff_s", 0.3)
             async with Mock(times(Fault("close"), 1)) as mock, routing(mock) as (router, url):
                 yield Scene(router, url, mock)
 
@@ -260,7 +260,7 @@ def test_71_a_resume_before_the_answer_of_a_pause_lets_what_waits_run(monkeypatc
 
 
 def test_71_an_answer_that_lost_its_worker_is_ended_with_the_ids_of_what_there_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headgate.router.course.Course.backoff_s", 30.0)
+    monkeypatch.setattr("headgate.router.retry_state.RetryState.backoff_s", 30.0)
 
     async def main() -> None:
         async with Mock(times(Fault("cut", at=4), 1)) as mock, routing(mock) as (router, url):

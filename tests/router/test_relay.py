@@ -542,7 +542,7 @@ def test_35_an_answer_is_rescheduled_so_many_times_and_the_worker_that_had_no_ro
 def test_74_a_rescheduled_answer_waits_for_room_and_is_computed_again_by_the_only_worker(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headgate.router.course.Course.backoff_s", 0.02)
+    monkeypatch.setattr("headgate.router.retry_state.RetryState.backoff_s", 0.02)
 
     async def main() -> None:
         script = first(Fault("veiled", at=2, cause="pd_reschedule"), *[Fault("status", status=429)] * 8)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headgate.router import disagg
+from headgate.router import relay
 from headgate.router.router import Router
 from headgate.router.upstream import Pool
 from tests.router.client import Wire, ask, check, routing, until
@@ -89,7 +89,7 @@ def test_58_a_deadline_ends_what_waits_for_a_connection(stream: bool, monkeypatc
 @pytest.mark.parametrize("stream", [True, False])
 def test_58_a_deadline_ends_what_waits_for_a_ticket(stream: bool, monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
-        monkeypatch.setattr(disagg, "_ticket", never)
+        monkeypatch.setattr(relay, "request_ticket", never)
         async with Mock() as one, Mock() as other, routing(one, other, disaggregate_tokens=1) as (router, url):
             router.fleet.set_role(router.fleet.find(one.url), "prefill")
             router.fleet.set_role(router.fleet.find(other.url), "decode")
@@ -278,7 +278,7 @@ def test_19_23_29_what_waits_for_a_worker_goes_to_none_while_the_fleet_is_held(q
 
 
 def test_19_29_what_was_lost_waits_out_a_pause_that_began_before_it_was_asked_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headgate.router.course.Course.backoff_s", 0.2)
+    monkeypatch.setattr("headgate.router.retry_state.RetryState.backoff_s", 0.2)
 
     async def main() -> None:
         left = [Fault("close")]

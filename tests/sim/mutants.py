@@ -46,9 +46,9 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "load is given back whatever happens",
-        "router/fleet.py",
-        "    def __exit__(self, *exc: object) -> None:\n        self.give_back()\n",
-        "    def __exit__(self, *exc: object) -> None:\n        if exc[0] is None:\n            self.give_back()\n",
+        "router/relay.py",
+        "        placement.give_back()\n\n    def _undo",
+        "\n    def _undo",
     ),
     Mutant(
         "load is given back once",
@@ -59,8 +59,8 @@ MUTANTS = [
     Mutant(
         "a place is given back whatever happens",
         "router/relay.py",
-        "        if self._admitted:\n            self.router.admission.leave(self.tenant)\n",
-        "        if self._admitted and not self.client.gone:\n            self.router.admission.leave(self.tenant)\n",
+        "        if before is not State.QUEUED:\n",
+        "        if before is not State.QUEUED and not self.client.gone:\n",
     ),
     Mutant(
         "only whole events are passed on",
@@ -102,9 +102,9 @@ MUTANTS = [
     ),
     Mutant(
         "what an answer ended with reaches its client",
-        "router/relay.py",
-        "            self.client.write(LAST_CHUNK)\n        self.client.finished(keep_alive=self.chunked)\n",
-        "            pass\n        self.client.finished(keep_alive=self.chunked)\n",
+        "router/client_answer.py",
+        "            self._client.write(LAST_CHUNK)\n",
+        "            pass\n",
     ),
     Mutant(
         "a request that has ended is forgotten",
@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant(
         "a client that leaves the router ends its request",
         "router/relay.py",
-        "        self.router.client_left(self)\n        self.cancel()\n",
+        "        self.router.client_left(self)\n        self._on(Event.GONE)\n",
         "        self.router.client_left(self)\n",
         test="tests/router/test_relay.py",
     ),
@@ -215,16 +215,16 @@ MUTANTS = [
     # -- an end that somebody has asked for, and pauses and weights of those who come back --
     Mutant(
         "what was asked to end goes to no other worker",
-        "router/relay.py",
-        "            if self.ending and not self._has_words_to_find(course):\n                return self._tell_end()\n",
-        "            pass\n",
+        "router/states.py",
+        "        Event.UNFINISHED: lambda facts: _end(facts, Action.COUNT_MOVE),\n",
+        "        Event.UNFINISHED: (State.PLACING, (Action.COUNT_MOVE, Action.PLACE)),\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
         "who is asked to abort marks what it finds",
         "router/abort.py",
-        "            exchange.ask_end(cause)\n        if whole and",
-        "            pass\n        if whole and",
+        "        elif whole:\n            exchange.ask_end(cause)\n",
+        "        elif whole:\n            pass\n",
         test="tests/router/test_on_the_way.py",
     ),
     Mutant(
@@ -419,28 +419,28 @@ MUTANTS = [
     ),
     Mutant(
         "a worker that is full is a reason before one that is paused",
-        "router/course.py",
+        "router/retry_state.py",
         "        if self.was_full:\n            return isinstance",
         "        if False:\n            return isinstance",
         test="tests/router/test_relay.py",
     ),
     Mutant(
         "a part of an answer is told before another worker's refusal",
-        "router/course.py",
+        "router/retry_state.py",
         "        return self.was_cut and unchanged and bool(failed)\n",
         "        return False\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
         "a worker that lost an answer may be asked again after another has refused it",
-        "router/course.py",
+        "router/retry_state.py",
         "        return bool(self._failed)\n",
         "        return self.was_lost\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
         "a worker that was full may be asked again after another has failed",
-        "router/course.py",
+        "router/retry_state.py",
         "            return status == 503  # the queue of a 429 empties by itself\n",
         "            return status in (429, 503)\n",
         test="tests/router/test_relay.py",
@@ -448,13 +448,13 @@ MUTANTS = [
     Mutant(
         "a prefill worker that lost an answer may be asked again",
         "router/router.py",
-        '                workers = self._able("any", model, course.unwilling, going_on)\n',
+        '                workers = self._able("any", model, retry_state.unwilling, going_on)\n',
         "                pass\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
         "workers are asked before an answer ends with another caller's pause",
-        "router/course.py",
+        "router/retry_state.py",
         "        return isinstance(self.last[1], Veiled) and self.last[1].cause == PAUSE\n",
         "        return False\n",
         test="tests/router/test_paused.py",
@@ -462,15 +462,15 @@ MUTANTS = [
     Mutant(
         "what a rolling update cuts waits for the worker that is updated",
         "router/router.py",
-        "        if self.fleet.rolling and not course.was_full:\n            return True",
+        "        if self.fleet.rolling and not retry_state.was_full:\n            return True",
         "        if False:\n            return True",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
         "an answer whose worker was lost waits for workers that others have paused",
         "router/router.py",
-        '(*AWAITED, "paused") if course.was_lost or course.kept else AWAITED',
-        '(*AWAITED, "paused") if course.kept else AWAITED',
+        '(*AWAITED, "paused") if retry_state.was_lost or exchange.kept else AWAITED',
+        '(*AWAITED, "paused") if exchange.kept else AWAITED',
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
@@ -532,7 +532,7 @@ MUTANTS = [
     Mutant(
         "the end of a whole answer is told though its worker was lost",
         "router/relay.py",
-        "        return self._placement is not None\n",
+        "        return bool(self.journal.choices) and self._unshown() is None\n",
         "        return False\n",
         test="tests/sim/test_regressions.py",
     ),
@@ -553,15 +553,15 @@ MUTANTS = [
     Mutant(
         "workers are asked before a client hears of a pause",
         "router/router.py",
-        "        return known and course.is_told_of_a_pause and not course.looked\n",
+        "        return known and retry_state.is_told_of_a_pause and not retry_state.looked\n",
         "        return False\n",
         test="tests/router/test_paused.py",
     ),
     Mutant(
         "what a pause has kept waits for a worker that refuses it as paused",
-        "router/course.py",
-        "        return self.kept and self.last is not None and refused_as_paused(self.last[1])\n",
-        "        return False\n",
+        "router/router.py",
+        "    return exchange.kept and retry_state.was_refused_as_paused\n",
+        "    return False\n",
         test="tests/router/test_paused.py",
     ),
     Mutant(
@@ -614,7 +614,7 @@ MUTANTS = [
     Mutant(
         "a router holds a deadline while a worker is silent",
         "router/relay.py",
-        "            self._timer = self.router.loop.call_later(left_s, self._overdue)\n",
+        "            self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)\n",
         "            pass\n",
     ),
     Mutant(
@@ -704,8 +704,8 @@ MUTANTS = [
     Mutant(
         "a router marks the request that computes the prompt of another",
         "router/disagg.py",
-        '    return exchange.request_to(worker, body, b"x-headgate-prefill: 1\\r\\n", id=id)\n',
-        "    return exchange.request_to(worker, body, id=id)\n",
+        '    prefill = b"x-headgate-prefill: 1\\r\\n"\n',
+        '    prefill = b""\n',
         test="tests/router/test_disagg_counts.py",
     ),
     Mutant(

@@ -145,10 +145,10 @@ def _end_here(targets: Iterable[Target], cause: AbortCause) -> None:
     """End what no worker could be asked about. The others go on nowhere else."""
     for target in targets:
         exchange, whole = target.exchange, target.choice is None or target.exchange.ask.n == 1
-        if whole:
-            exchange.ask_end(cause)
         if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
-            exchange.end()
+            exchange.end(cause)
+        elif whole:
+            exchange.ask_end(cause)
 
 
 def _end_unheard(targets: Iterable[Target], unknown: Collection[str]) -> list[Target]:
@@ -199,7 +199,7 @@ def _by_worker(targets: Iterable[Target]) -> defaultdict[Worker, list[str]]:
     names: defaultdict[Worker, list[str]] = defaultdict(list)
     for target in targets:
         worker = target.exchange.worker
-        if worker is not None and worker.kind == "headgate":
+        if worker is not None and worker.kind == "headgate" and not target.exchange.cut:
             names[worker].append(target.name)
     return names
 

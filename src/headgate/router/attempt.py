@@ -214,7 +214,7 @@ class Attempt:
     def _use_pipe(self, may_use: bool) -> None:
         """What comes next, if it is plain, goes to the client without us."""
         exchange, upstream = self._exchange, self.upstream
-        if self._pipe is None and may_use and exchange.chunked:
+        if self._pipe is None and may_use and exchange.answer.chunked:
             self._pipe = exchange.client.pipe(exchange.journal)
         if upstream is not None and upstream.answers(self):
             upstream.pipe = self._pipe if may_use else None
@@ -256,7 +256,7 @@ class Attempt:
         if end:
             self._exchange.told_raw = True
             self._before, self._last = self._last, data[:end]
-            self._exchange.write_chunk(self._last)
+            self._exchange.answer.write_events(self._last)
         elif len(data) > LONGEST_EVENT:
             self.fail("an event of its answer never ends")
 
@@ -288,7 +288,7 @@ class Attempt:
             return self._whole
         if self._mode is Attempt._pass:
             if self._tail:
-                self._exchange.write_chunk(self._tail)
+                self._exchange.answer.write_events(self._tail)
             return Streamed(self._before + self._last)
         if self._tail:
             return Lost("its answer ended inside an event")

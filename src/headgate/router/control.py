@@ -367,7 +367,7 @@ class FleetControls:
             await self._over(_unended(accepted), min(due_s, self._router.loop.time() + pause.timeout))
             # The pause reached their workers first, which queue them, or does not reach their workers.
             await self._end([each for each in _unended(accepted) if self._is_unheard(each)], due_s)
-        return sum(exchange.paused_here or exchange in ended for exchange in accepted)
+        return sum(exchange.ended_by_pause or exchange in ended for exchange in accepted)
 
     async def _end_at_leaving(self, exchanges: Iterable[Exchange], asking: Asking, due_s: float) -> set[Exchange]:
         """A worker that leaves the fleet is not paused with it, but knows the text of what it has."""

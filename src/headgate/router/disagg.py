@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -74,12 +72,6 @@ class Leg(Reader):
         if not self.ticket.done():
             self.lost(why)
 
-    def cancel(self, why: str) -> None:
-        """Wait no longer for its ticket, through no fault of the worker's."""
-        if not self.ticket.done():
-            self._no_ticket(NoTicket(why))
-            self.leave()
-
     def leave(self) -> None:
         """Nobody wants the rest: the worker learns that by the closing of its connection."""
         if self.upstream is not None and self.upstream.answers(self):
@@ -98,20 +90,6 @@ class Leg(Reader):
             self.ticket.set_exception(error)
 
 
-@asynccontextmanager
-async def prefilled(exchange: Exchange, worker: Worker) -> AsyncIterator[bytes | None]:
-    """A ticket for the KV of the prompt, which `worker` computes as long as we are here; None if it cannot."""
-    leg = exchange.leg = Leg(exchange.router.fleet.taking(worker, exchange.ask.tokens))
-    try:
-        ticket = await _ticket(exchange, worker, leg)
-        if ticket is None:
-            leg.leave()  # now, not when the answer ends: it may be waiting for its turn
-        yield ticket
-    finally:
-        exchange.leg = None
-        leg.leave()
-
-
 def prefill_name(id: str) -> str:
     """Its own: the worker may yet be asked for the answer, before it has noticed that nobody wants its KV."""
     if len(id) > LONGEST_NAME:
@@ -125,11 +103,16 @@ def _request(exchange: Exchange, worker: Worker) -> bytes:
     body = splice(exchange.request.body, "export_kv", b"true")
     if exchange.ask.request_id is not None:
         body = splice(body, "request_id", msgspec.json.encode(id))  # the last of two counts
-    return exchange.request_to(worker, body, b"x-headgate-prefill: 1\r\n", id=id)
+    prefill = b"x-headgate-prefill: 1\r\n"
+    return exchange.router.forwarder.request_to(
+        worker, exchange.request, exchange.tenant, id, body, prefill, part=True
+    )
 
 
-async def _ticket(exchange: Exchange, worker: Worker, leg: Leg) -> bytes | None:
+async def request_ticket(exchange: Exchange, worker: Worker) -> bytes | None:
+    """A ticket for the KV of the prompt, which `worker` computes until the leg is left; None if it cannot."""
     router = exchange.router
+    leg = exchange.leg = Leg(router.fleet.taking(worker, exchange.ask.tokens))
     try:
         async with asyncio.timeout(router.config.ticket_timeout_s):
             # A fresh connection: a kept one may be closed by the worker in this very moment.
@@ -144,8 +127,6 @@ async def _ticket(exchange: Exchange, worker: Worker, leg: Leg) -> bytes | None:
         why = str(error)
         if worker.state != "down":
             router.fleet.failed(worker, why)
-    if router.holding:
-        return None  # and the request waits for the end of the pause
     log.info("%s: %s computes no prompt for it (%s)", exchange.id, worker.name, why)
     router.counters.prefills_lost += 1
     return None

@@ -14,8 +14,8 @@ from headgate.router.attempt import Answered, Outcome, Streamed
 
 if TYPE_CHECKING:
     from headgate.router.index import Found
+    from headgate.router.placement import Placement
     from headgate.router.relay import Exchange
-    from headgate.router.router import Placement
     from headgate.router.worker import Worker
 
 USAGE_BYTES: Final = 4096  # at the end of an answer, where its usage is looked for

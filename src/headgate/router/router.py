@@ -10,7 +10,6 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from math import inf
@@ -28,14 +27,16 @@ from headgate.protocol.command import PauseMode
 from headgate.protocol.output import Cause
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
-from headgate.router.course import Course
 from headgate.router.disagg import PREFILL
 from headgate.router.downstream import Answering, Connections, Downstream, HttpRequest, error_answer
-from headgate.router.fleet import Fleet, Half, Taken
+from headgate.router.fleet import Fleet, Half
+from headgate.router.forwarding import Forwarder
 from headgate.router.hits import note as note_hits
-from headgate.router.index import Found, Match, Path, PrefixIndex, Visit, path_of
+from headgate.router.index import Found, Match, Path, PrefixIndex, path_of
+from headgate.router.placement import Placement
 from headgate.router.policy import POLICIES, Policy
 from headgate.router.relay import Exchange, NoWorker
+from headgate.router.retry_state import RetryState
 from headgate.router.story import Memory
 from headgate.router.upstream import Headers
 from headgate.router.worker import Worker
@@ -70,42 +71,19 @@ Key = tuple[str, str, int]  # tenant, id, and the number of a retry that attache
 KEPT_KEYS = 10_000  # Idempotency-Keys, each with the worker that has its answer
 
 
-class Placement(Taken):
-    """Who answers, why, and who computes the prompt if that is somebody else. Given back when the attempt is over."""
-
-    __slots__ = ("found", "prefill", "reason", "visits")
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        worker: Worker,
-        tokens: int,
-        reason: str,
-        found: Found | None,
-        visits: Sequence[Visit],
-        prefill: Worker | None,
-    ) -> None:
-        Taken.__init__(self, fleet, worker, tokens)  # as `super` would, in less time
-        self.reason = reason
-        self.found = found  # of its prompt in that worker's cache, as far as we know
-        self.visits = visits
-        self.prefill = prefill
-
-    def give_back(self) -> None:
-        Taken.give_back(self)
-        now_s = self._fleet.clock()
-        for visit in self.visits:
-            visit.last_s = now_s
-
-    def undo(self) -> None:
-        """The worker has never had it, or has it no more."""
-        for visit in self.visits:
-            visit.undo()
-
-
 def _missing(ask: Ask, found: Found | None) -> int:
     """Tokens of the prompt that are not in a worker's cache, as far as we know."""
     return ask.tokens if found is None else int(ask.tokens * (1 - found.size / len(ask.prompt)))
+
+
+def _was_kept_out(exchange: Exchange, retry_state: RetryState) -> bool:
+    """Whether a pause of the fleet has kept it, and a worker that has not heard of its end has refused it."""
+    return exchange.kept and retry_state.was_refused_as_paused
+
+
+def _may_return(exchange: Exchange, retry_state: RetryState) -> bool:
+    """Whether a worker that was tried may be asked again, if there is no other."""
+    return retry_state.may_return or retry_state.was_cut or _was_kept_out(exchange, retry_state)
 
 
 OUTCOMES = {kind: kind.__name__.lower() for kind in (Answered, Streamed, Veiled, Lost)}
@@ -141,6 +119,7 @@ class Router:
         self.index = PrefixIndex(config.index_nodes)
         self.admission = Admission(config.max_in_flight, config.max_queue, Sharing(config.api_keys))
         self.retry_budget = RetryBudget()
+        self.forwarder = Forwarder(self.fleet, self.credentials)
         self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
         self.live: dict[Key, Exchange] = {}
         self.moved = Memory()
@@ -221,20 +200,20 @@ class Router:
 
     # -- who gets it --------------------------------------------------------------------
 
-    async def place(self, exchange: Exchange, course: Course) -> Placement | None:
+    async def place(self, exchange: Exchange, retry_state: RetryState) -> Placement | None:
         """Somebody for the next attempt; None if waiting for one is no use."""
-        backoff_s = course.backoff_s
-        while not self.holding or await self._resumed(exchange, course):
+        backoff_s = retry_state.backoff_s
+        while not self.holding or await self._resumed(exchange, retry_state):
             if backoff_s:
                 await asyncio.sleep(backoff_s)
                 backoff_s = 0.0
-            elif (placement := await self._wait_for_one(exchange, course)) is not None or not self.holding:
+            elif (placement := await self._wait_for_one(exchange, retry_state)) is not None or not self.holding:
                 return placement
         return None
 
-    async def _resumed(self, exchange: Exchange, course: Course) -> bool:
+    async def _resumed(self, exchange: Exchange, retry_state: RetryState) -> bool:
         """Whether this request has waited until the fleet was resumed; otherwise its client is answered now."""
-        while self.holding and exchange.waits_out_a_pause(course, queueing=self.queueing):
+        while self.holding and exchange.waits_out_a_pause(retry_state, queueing=self.queueing):
             if not await self.fleet_changed(KEEP_ALIVE_S):
                 exchange.keep_alive()
         return not self.holding
@@ -257,33 +236,33 @@ class Router:
     def release(self) -> None:
         for exchange in self.live.values():
             if exchange.held is not None or self.queueing:
-                exchange.held, exchange.kept = None, True
+                exchange.release()
         self.holding = self.queueing = False
         self._fleet_changed()
 
-    async def _wait_for_one(self, exchange: Exchange, course: Course) -> Placement | None:
+    async def _wait_for_one(self, exchange: Exchange, retry_state: RetryState) -> Placement | None:
         """Somebody now, or as soon as there is one; None also when the fleet is held meanwhile."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.patience_s):
                 while not self.holding:
-                    placement = self.choose(exchange, course)
-                    if placement is None and self._is_in_doubt(course):
-                        await self._look_again(course)
+                    placement = self.choose(exchange, retry_state)
+                    if placement is None and self._is_in_doubt(retry_state):
+                        await self._look_again(retry_state)
                         continue
-                    if placement is not None or not self._worth_waiting(course):
+                    if placement is not None or not self._worth_waiting(exchange, retry_state):
                         return placement
                     if not await self.fleet_changed(KEEP_ALIVE_S):
                         exchange.keep_alive()
         return None
 
-    def _is_in_doubt(self, course: Course) -> bool:
+    def _is_in_doubt(self, retry_state: RetryState) -> bool:
         """Whether its client would hear of a pause that was not asked for here, from a probe that may be old by now."""
-        known = course.last is not None or any(worker.state == "paused" for worker in self.fleet)
-        return known and course.is_told_of_a_pause and not course.looked
+        known = retry_state.last is not None or any(worker.state == "paused" for worker in self.fleet)
+        return known and retry_state.is_told_of_a_pause and not retry_state.looked
 
-    async def _look_again(self, course: Course) -> None:
+    async def _look_again(self, retry_state: RetryState) -> None:
         """Ask the workers how they are. In an update of one after another, those that had their turn run again."""
-        course.looked = True
+        retry_state.looked = True
         asked_s = self.loop.time()
         async with self._looking:
             if self._looked_s < asked_s:  # or else another request has had them asked meanwhile
@@ -292,38 +271,38 @@ class Router:
                 await self._look()
         for worker in self.fleet:
             if worker.available:
-                course.ask_again(worker)
+                retry_state.ask_again(worker)
 
     async def _look(self) -> None:
         assert self.monitor is not None
         doubtful = [worker for worker in self.fleet if worker.state in ("ready", "paused")]
         await asyncio.gather(*map(self.monitor.probe, doubtful))
 
-    def _worth_waiting(self, course: Course) -> bool:
+    def _worth_waiting(self, exchange: Exchange, retry_state: RetryState) -> bool:
         """A worker may come up; one that is paused says so, and the client should hear it."""
-        if self.fleet.rolling and not course.was_full:
+        if self.fleet.rolling and not retry_state.was_full:
             return True  # the worker that is being updated is back in a moment
-        if course.overtaken:
+        if exchange.overtaken:
             return True
-        if course.rescheduled:  # room comes back, also at a worker that somebody else holds for a moment
+        if retry_state.rescheduled:  # room comes back, also at a worker that somebody else holds for a moment
             return any(worker.state in (*AWAITED, "paused") for worker in self.fleet)
-        if course.last is not None and not (course.may_return or course.was_kept_out):
+        if retry_state.last is not None and not (retry_state.may_return or _was_kept_out(exchange, retry_state)):
             # A part of an answer is worth more than that: another worker may be back in a moment.
-            others = (worker for worker in self.fleet if worker not in course.excluded)
-            return course.was_cut and any(worker.state in ("starting", "stopping", "down") for worker in others)
+            others = (worker for worker in self.fleet if worker not in retry_state.excluded)
+            return retry_state.was_cut and any(worker.state in ("starting", "stopping", "down") for worker in others)
         # An answer whose worker was lost has nothing to tell of a pause, which others may be in. A worker that a request
         # which was kept in a pause finds paused is about to be known as resumed.
-        awaited = (*AWAITED, "paused") if course.was_lost or course.kept else AWAITED
+        awaited = (*AWAITED, "paused") if retry_state.was_lost or exchange.kept else AWAITED
         return any(worker.state in awaited for worker in self.fleet)
 
-    def choose(self, exchange: Exchange, course: Course | None = None) -> Placement | None:
-        """Somebody who is there, of whose load this request is a part from now on; `course`: after what was tried."""
+    def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
+        """Somebody who is there, of whose load this request is a part from now on; `retry_state`: after what was tried."""
         ask, going_on = exchange.ask, bool(exchange.moves and exchange.journal.choices)
         half: Half = "decode" if self.fleet.disaggregated else "mixed"
-        if course is None:
+        if retry_state is None:
             workers = self.fleet.candidates(half, ask.model)
         else:
-            workers = self._left(half, ask.model, course, going_on)
+            workers = self._left(half, exchange, retry_state, going_on)
         if not workers:
             return None
         path, match = self._look_up(ask, half)
@@ -335,7 +314,7 @@ class Router:
             )
             reason = "resume" if going_on else "cache" if worker in match.found else "load"
         splits = half == "decode" and not going_on and exchange.request.path in EXPORTING
-        prefill = self._prefiller(worker, ask, match, course) if splits else None
+        prefill = self._prefiller(worker, ask, match, retry_state) if splits else None
         visits = [] if path is None else [self.index.insert(path, worker)]
         if path is not None and prefill is not None:
             visits.append(self.index.insert(path, prefill))
@@ -347,16 +326,17 @@ class Router:
         found = match.found.get(worker)
         return Placement(self.fleet, worker, _missing(ask, found), reason, found, visits, prefill)
 
-    def _left(self, half: Half, model: str | None, course: Course, going_on: bool) -> tuple[Worker, ...]:
-        """Who may be asked after what has been tried."""
-        workers = self._able(half, model, course.excluded, going_on)
-        if not workers and not course.rescheduled:
-            workers = self._able("any", model, course.excluded, going_on)  # rather than back to who has failed
-        if not workers and (course.may_return or course.was_cut or course.was_kept_out or self.fleet.rolling):
+    def _left(self, half: Half, exchange: Exchange, retry_state: RetryState, going_on: bool) -> tuple[Worker, ...]:
+        """Workers that may be asked after what has been tried."""
+        model = exchange.ask.model
+        workers = self._able(half, model, retry_state.excluded, going_on)
+        if not workers and not retry_state.rescheduled:
+            workers = self._able("any", model, retry_state.excluded, going_on)  # rather than back to who has failed
+        if not workers and (self.fleet.rolling or _may_return(exchange, retry_state)):
             # Workers that failed, or that were full or paused then, may be well again.
-            workers = self._able(half, model, course.unwilling, going_on)
-            if not workers and not course.rescheduled:
-                workers = self._able("any", model, course.unwilling, going_on)
+            workers = self._able(half, model, retry_state.unwilling, going_on)
+            if not workers and not retry_state.rescheduled:
+                workers = self._able("any", model, retry_state.unwilling, going_on)
         return workers
 
     def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:
@@ -378,14 +358,16 @@ class Router:
         worker = self._keyed.get(tenant, key)
         return worker if worker in workers else None
 
-    def _prefiller(self, worker: Worker, ask: Ask, match: Match, course: Course | None) -> Worker | None:
+    def _prefiller(self, worker: Worker, ask: Ask, match: Match, retry_state: RetryState | None) -> Worker | None:
         """Somebody else for the prompt, unless it is short or `worker` has most of it."""
         missing = _missing(ask, match.found.get(worker))
         if worker.kind != "headgate" or ask.n > 1 or missing < self.config.disaggregate_tokens:
             return None
         others = tuple(
             other
-            for other in self.fleet.candidates("prefill", ask.model, course.excluded if course is not None else ())
+            for other in self.fleet.candidates(
+                "prefill", ask.model, retry_state.excluded if retry_state is not None else ()
+            )
             if other is not worker
             and other.kind == "headgate"
             and other.role != "decode"

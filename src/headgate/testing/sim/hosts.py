@@ -28,9 +28,10 @@ from headgate.engine import replicas
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError
 from headgate.listening import StopSignals
-from headgate.router.course import Course
+from headgate.router.placement import Placement
 from headgate.router.relay import Exchange
-from headgate.router.router import Placement, Router
+from headgate.router.retry_state import RetryState
+from headgate.router.router import Router
 from headgate.router.server import serving
 from headgate.testing.sim import kv, words
 from headgate.testing.sim.engine import SimClientChannel
@@ -245,8 +246,8 @@ class WatchedRouter(Router):
         self.on_hold(tuple(self.live.values()))
         return super().hold(*arguments, **named)
 
-    def choose(self, exchange: Exchange, course: Course | None = None) -> Placement | None:
-        placement = super().choose(exchange, course)
+    def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
+        placement = super().choose(exchange, retry_state)
         if placement is not None:
             self.on_place(exchange, placement.worker.url)
         return placement

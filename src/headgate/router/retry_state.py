@@ -1,15 +1,16 @@
-"""What has been tried for one request, and whether to go on trying."""
+"""The attempts at one request so far: which workers were tried, how that ended, and whether another attempt follows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
 
+from headgate.config import RouteConfig
 from headgate.router.attempt import FAILED, Answered, Lost, Outcome, Streamed, Veiled, refused_as_paused
 from headgate.router.ending import PAUSE
+from headgate.router.states import Event
 from headgate.router.worker import Worker
-
-if TYPE_CHECKING:
-    from headgate.router.relay import Exchange
 
 ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may do better
 PASSING = frozenset((409, 500, 502, 504))  # the same worker may do better the next time
@@ -53,12 +54,24 @@ def _is_refusal(outcome: Outcome) -> bool:
     return False
 
 
-class Course:
-    """What has been tried for one request, and whether to go on trying."""
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the client has of the answer when an attempt ends."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._config = exchange.router.config
+    extent: tuple[int, int, int] = (0, 0, 0)  # tokens, characters and ends
+    resumable: bool = True  # by another worker; an answer without a journal is not
+
+    @property
+    def tokens(self) -> int:
+        return self.extent[0]
+
+
+class RetryState:
+    def __init__(self, config: RouteConfig, take_retry: Callable[[], bool], random: Random) -> None:
+        """`take_retry` takes one retry from the budget of all requests, and returns False if there is none."""
+        self._config = config
+        self._take_retry = take_retry
+        self._random = random
         self.excluded: set[Worker] = set()
         # Workers that ended or refused it themselves, in which state, and after how many probes if a probe may tell more.
         self._unwilling: dict[Worker, tuple[int, int | None]] = {}
@@ -74,24 +87,25 @@ class Course:
         self._full: set[Worker] = set()  # workers that had no room for it
         self._tokens = 0
 
-    def ends_with(self, worker: Worker, outcome: Outcome) -> bool:
-        """Whether nobody else is to be asked, and the client is told what is `last`."""
+    def judge(self, worker: Worker, outcome: Outcome, progress: Progress) -> Event:
+        """Note how an attempt ended. FINAL and EXHAUSTED: no other follows, and the client gets what is `last`."""
         if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(worker, outcome)):
             self.last = worker, outcome
-            return True
-        if not self._tells_less(outcome):
+            return Event.FINAL
+        if not self._tells_less(outcome, progress):
             self.last = worker, outcome
-        self.extent = self._exchange.journal.extent
-        self._count(worker, outcome)
+        self.extent = progress.extent
+        self._count(worker, outcome, progress.tokens)
         if isinstance(outcome, Veiled) and outcome.rescheduled:
             self._full.add(worker)
-        if self._exchange.told_raw or self._exchange.journal.unreadable:
-            return True  # an answer without a journal cannot be carried on
+        return Event.UNFINISHED if progress.resumable and self._may_try(outcome) else Event.EXHAUSTED
+
+    def _may_try(self, outcome: Outcome) -> bool:
         if isinstance(outcome, Veiled) and outcome.rescheduled:
-            return self._reschedules > self._config.preempt_retry_count
+            return self._reschedules <= self._config.preempt_retry_count
         if self._waits_for_room(outcome):
-            return False
-        return self.fruitless > self._config.retries or not self._exchange.router.retry_budget.take()
+            return True
+        return self.fruitless <= self._config.retries and self._take_retry()
 
     def _waits_for_room(self, outcome: Outcome) -> bool:
         """Whether an answer that was given back finds a queue full: it asks again, with backoff, up to its deadline."""
@@ -110,16 +124,15 @@ class Course:
         asked_before = self.last is not None or worker in self._tried
         return answer.status in ELSEWHERE or (answer.status == 409 and asked_before)
 
-    def _tells_less(self, outcome: Outcome) -> bool:
+    def _tells_less(self, outcome: Outcome, progress: Progress) -> bool:
         """Whether the client is better told what came before: its part of the answer, or that a worker was full."""
         if self.was_full:
             return isinstance(outcome, Answered) and outcome.status == 503
-        unchanged = self._exchange.journal.extent == self.extent
+        unchanged = progress.extent == self.extent
         failed = FAILED.search(outcome.ending) if isinstance(outcome, Veiled) else True
         return self.was_cut and unchanged and bool(failed)
 
-    def _count(self, worker: Worker, outcome: Outcome) -> None:
-        tokens = self._exchange.journal.tokens
+    def _count(self, worker: Worker, outcome: Outcome, tokens: int) -> None:
         if tokens > self._tokens:
             self.fruitless, self._tokens = 0, tokens
             self.excluded.clear()
@@ -147,16 +160,6 @@ class Course:
         return self.last is not None and isinstance(self.last[1], Veiled) and self.last[1].rescheduled
 
     @property
-    def overtaken(self) -> bool:
-        """Whether a pause reached the last worker before the request did, and the request has been sent nowhere since."""
-        return self._exchange.overtaken
-
-    @property
-    def kept(self) -> bool:
-        """Whether a pause of the fleet has kept it, and is over."""
-        return self._exchange.kept
-
-    @property
     def unwilling(self) -> set[Worker]:
         """Workers that ended or refused it, and have not been in another state since, nor found ready by a probe."""
         return {
@@ -178,9 +181,8 @@ class Course:
         return isinstance(self.last[1], Veiled) and self.last[1].cause == PAUSE
 
     @property
-    def was_kept_out(self) -> bool:
-        """Whether a pause of the fleet has kept it, and a worker that has not heard of its end has refused it."""
-        return self.kept and self.last is not None and refused_as_paused(self.last[1])
+    def was_refused_as_paused(self) -> bool:
+        return self.last is not None and refused_as_paused(self.last[1])
 
     def ask_again(self, worker: Worker) -> None:
         """It has been seen to run since it was known as paused."""
@@ -207,4 +209,4 @@ class Course:
         """Before an attempt that follows fruitless ones; with jitter, so that clients of a dead worker come one by one."""
         if self.fruitless < 2:
             return 0.0
-        return min(0.05 * 2.0 ** (self.fruitless - 2), 1.0) * self._exchange.router.random.uniform(0.5, 1.5)
+        return min(0.05 * 2.0 ** (self.fruitless - 2), 1.0) * self._random.uniform(0.5, 1.5)
