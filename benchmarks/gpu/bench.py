@@ -27,7 +27,7 @@ from benchmarks.checkpoint import SHAPES  # noqa: E402
 import headgate.worker.crew as crew  # noqa: E402
 from headgate.config import FP8, EngineConfig  # noqa: E402
 from headgate.engine.build import Engine, build_engine  # noqa: E402
-from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, spec_of  # noqa: E402
+from headgate.models import Config, ModelSpec, Network, build_model, read_spec, spec_of  # noqa: E402
 from headgate.protocol.command import Files  # noqa: E402
 from headgate.protocol.message import Answer, Submit, Told  # noqa: E402
 from headgate.protocol.request import GenerateRequest, SamplingParams  # noqa: E402
@@ -160,7 +160,7 @@ def prefill(clients: Clients, rng: random.Random) -> float:
     return clients.run(random_prompts(rng, [PROMPT] * 256), [params(1, i) for i in range(256)])
 
 
-def floors(model: DenseModel) -> dict[str, float]:
+def floors(model: Network) -> dict[str, float]:
     spec = model.spec
     per_token = model.kv_bytes_per_block(32) / 32
     matrices = sum(
@@ -171,7 +171,7 @@ def floors(model: DenseModel) -> dict[str, float]:
         f"decode {batch}, ms": (matrices + batch * (PROMPT + DECODED / 2) * per_token) / BANDWIDTH * 1000
         for batch in DECODE_BATCHES
     }
-    attention = 2 * spec.layers * spec.heads * spec.head_dim * PROMPT
+    attention = 2 * len(spec.layers) * spec.heads * spec.head_dim * PROMPT
     return found | {"prefill 256 x 512, s": 256 * PROMPT * (matrices - head + attention) / FLOPS}
 
 

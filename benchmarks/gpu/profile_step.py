@@ -17,13 +17,13 @@ from benchmarks.checkpoint import SHAPES
 from torch.profiler import ProfilerActivity, profile
 
 from headgate.layers.batch import Batch
-from headgate.models import Config, DenseModel, build_model, spec_of
+from headgate.models import Config, Network, build_model, spec_of
 from headgate.testing.tiny import tiny_config
 
 CONTEXT, BLOCK_SIZE = 640, 32
 
 
-def random_model(shape: str) -> DenseModel:
+def random_model(shape: str) -> Network:
     spec = spec_of(Config(shape, tiny_config("qwen3", "bfloat16") | SHAPES[shape]))
     model = build_model(spec, device="cuda", dtype=torch.bfloat16)
     for name, parameter in model.parameters():
@@ -56,7 +56,7 @@ def profile_shape(shape: str) -> list[dict[str, Any]]:
     return [profile_batch(shape, model, kv, slices) for slices in (1, 8, 64, 256)]
 
 
-def profile_batch(shape: str, model: DenseModel, kv: list[Any], slices: int) -> dict[str, Any]:
+def profile_batch(shape: str, model: Network, kv: list[Any], slices: int) -> dict[str, Any]:
     batch = decode_batch(slices, model.spec.vocab)
 
     def step() -> torch.Tensor:

@@ -32,7 +32,7 @@ from headgate.engine.build import build_engine
 from headgate.layers.backend import Fp8
 from headgate.layers.batch import Batch
 from headgate.layers.triton.draw import draw_tokens
-from headgate.models import Config, DenseModel, build_model, spec_of
+from headgate.models import Config, Network, build_model, spec_of
 from headgate.testing.tiny import tiny_config
 
 BLOCK_SIZE = 32
@@ -61,7 +61,7 @@ def part_of(kernel: str) -> str:
 # -- one step ---------------------------------------------------------------------------------------------------------
 
 
-def random_model(shape: str, fp8: str) -> DenseModel:
+def random_model(shape: str, fp8: str) -> Network:
     spec = spec_of(Config(shape, config_of(shape)))
     kinds = Fp8(weights=fp8 in ("weights", "both"), kv=fp8 in ("kv", "both"))
     model = build_model(spec, device="cuda", dtype=torch.bfloat16, fp8=kinds)
@@ -89,7 +89,7 @@ def decode_batch(rows: int, context: int, vocab: int) -> Batch:
 
 
 @torch.inference_mode()
-def profile_rows(model: DenseModel, kv: list[Any], rows: int, context: int) -> dict[str, Any]:
+def profile_rows(model: Network, kv: list[Any], rows: int, context: int) -> dict[str, Any]:
     batch = decode_batch(rows, context, model.spec.vocab)
     temperatures = torch.full((rows,), 0.6, device="cuda")
     keys = torch.arange(rows, device="cuda")
@@ -122,7 +122,7 @@ def profile_rows(model: DenseModel, kv: list[Any], rows: int, context: int) -> d
     }
 
 
-def step_floors(model: DenseModel, rows: int, context: int) -> dict[str, float]:
+def step_floors(model: Network, rows: int, context: int) -> dict[str, float]:
     """Milliseconds: reading KV; reading or multiplying the matrices, whichever is longer."""
     read_kv = rows * context * model.kv_bytes_per_block(BLOCK_SIZE) / BLOCK_SIZE / BANDWIDTH
     read, multiply = 0.0, 0.0

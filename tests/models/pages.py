@@ -9,14 +9,14 @@ import torch
 
 from headgate.layers.batch import Batch
 from headgate.layers.choice import available_backends
-from headgate.models import DenseModel, build_model, read_spec
+from headgate.models import Network, build_model, read_spec
 from headgate.worker.weights import SafetensorsFolder, load_weights
 
 BACKENDS = available_backends()
 BLOCK_SIZE = 16
 
 
-def load(folder, **options) -> DenseModel:
+def load(folder, **options) -> Network:
     model = build_model(read_spec(folder), **options)
     load_weights(model, SafetensorsFolder(folder))
     return model
@@ -25,7 +25,7 @@ def load(folder, **options) -> DenseModel:
 class Pages:
     """`step({"a": tokens})` computes the next tokens of sequence "a" and gives their logits."""
 
-    def __init__(self, model: DenseModel, num_blocks: int = 64, seed: int = 0) -> None:
+    def __init__(self, model: Network, num_blocks: int = 64, seed: int = 0) -> None:
         self.model = model
         self.kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
         self.free = random.Random(seed).sample(range(num_blocks), num_blocks)

@@ -10,6 +10,7 @@ import torch
 from headgate.errors import NotAModel, UnsupportedModel
 from headgate.layers.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from headgate.models import read_spec
+from headgate.models.spec import AttentionSpec, Dense, LayerSpec
 from headgate.testing.tiny import tiny_config, tiny_model
 
 
@@ -19,11 +20,15 @@ def write_config(folder, architecture="llama", **overrides):
     return folder
 
 
+def windows_of(spec):
+    return tuple(layer.attention.window for layer in spec.layers)
+
+
 def test_a_spec_states_the_shape_of_the_model(tmp_path):
     spec = read_spec(write_config(tmp_path, "qwen2", dtype="bfloat16"))
-    assert (spec.hidden, spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (64, 2, 4, 2, 16)
-    assert (spec.intermediate, spec.vocab, spec.max_positions) == (96, 260, 512)
-    assert (spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.tied) == (True, False, False, True)
+    assert (spec.hidden, spec.heads, spec.kv_heads, spec.head_dim) == (64, 4, 2, 16)
+    assert (spec.vocab, spec.max_positions, spec.tied) == (260, 512, True)
+    assert spec.layers == (LayerSpec(AttentionSpec(qkv_bias=True), Dense(96)),) * 2
     assert spec.dtype is torch.bfloat16
 
 
@@ -85,7 +90,7 @@ def test_yarn_takes_the_context_of_the_model_for_the_original_one(tmp_path):
     ],
 )
 def test_windows_are_stated_per_layer(tmp_path, architecture, overrides, windows):
-    assert read_spec(write_config(tmp_path, architecture, **overrides)).windows == windows
+    assert windows_of(read_spec(write_config(tmp_path, architecture, **overrides))) == windows
 
 
 def test_a_mistral_that_says_nothing_of_a_window_has_that_of_the_first_mistral(tmp_path):
@@ -93,7 +98,7 @@ def test_a_mistral_that_says_nothing_of_a_window_has_that_of_the_first_mistral(t
     config = json.loads((folder / "config.json").read_text())
     del config["sliding_window"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert read_spec(folder).windows == (4096, 4096)
+    assert windows_of(read_spec(folder)) == (4096, 4096)
 
 
 REFUSED = [
@@ -128,6 +133,8 @@ REFUSED = [
     ({"hidden_size": None}, "config.json does not say hidden_size"),
     ({"hidden_size": "big"}, "config.json: hidden_size is 'big', which we cannot make sense of"),
     ({"num_hidden_layers": 0}, "layers = 0 makes no sense"),
+    ({"num_hidden_layers": -1}, "layers = -1 makes no sense"),
+    ({"intermediate_size": 0}, "a model with intermediate = 0 makes no sense; it must be at least 1"),
     ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads evenly"),
     ({"head_dim": 15}, "head size 15 is odd"),
 ]

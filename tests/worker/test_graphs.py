@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headgate.layers.backend import Heads
-from headgate.models import DenseModel, read_spec
+from headgate.models import Decoder, read_spec
 from headgate.protocol.request import SamplingParams
 from headgate.testing.tiny import tiny_model
 from headgate.worker.rows import Rows
@@ -51,7 +51,7 @@ def open_runner(folder, graphed):
 
     spec = read_spec(folder)
     heads = Heads(spec.heads, spec.kv_heads, spec.head_dim)
-    model = DenseModel(spec, TritonBackend(torch.device("cpu"), torch.float32, heads))
+    model = Decoder(spec, TritonBackend(torch.device("cpu"), torch.float32, heads))
     load_weights(model, SafetensorsFolder(folder))
     rows = Rows(max_rows=6, max_context=CONTEXT, block_size=BLOCK_SIZE, vocab_size=spec.vocab)
     kv = model.allocate_kv(24, BLOCK_SIZE)

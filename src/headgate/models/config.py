@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json`: typed access, and the facts that all dense decoders state alike.
+"""Reading a Hugging Face `config.json`: typed access, and the facts that all decoders state alike.
 
 Where a key is absent we take the default of `transformers`; where a value would change what the network computes in a
 way we do not do, we refuse it by name rather than serve something subtly wrong.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from headgate.errors import NotAModel, UnsupportedModel
 from headgate.layers.rotary import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from headgate.models.spec import ModelSpec
+from headgate.models.spec import AttentionSpec, Dense, LayerSpec, ModelSpec, refuse_less_than_one
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,6 +76,11 @@ class Config:
     def section(self, key: str) -> Config:
         return Config(f"{self.name}: {key}", self.get(key, dict, {}))
 
+    @property
+    def architecture(self) -> str:
+        names = self.get("architectures", list, [])
+        return str(names[0] if names else self.text("model_type", "unnamed"))
+
     def _required(self, key: str, value: Any) -> Any:
         if value is None:
             raise UnsupportedModel(f"{self.name} does not say {key}")
@@ -99,43 +105,45 @@ def read_json(path: Path) -> Config:
     return Config(path.name, values)
 
 
-def dense_spec(
-    config: Config,
-    architecture: str,
-    *,
-    windows: tuple[int | None, ...] | None = None,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-) -> ModelSpec:
-    """What the config says, plus the facts in which architectures differ."""
+def decoder_spec(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+    """What the config says of the whole model, with the layers as the architecture reads them."""
     refuse_quantised(config)
     refuse_activation(config)
-    layers, heads, hidden = (config.whole(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
     spec = ModelSpec(
-        architecture=architecture,
+        architecture=config.architecture,
         hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=config.whole("num_key_value_heads", heads),
         head_dim=config.whole("head_dim", hidden // max(heads, 1)),
-        intermediate=config.whole("intermediate_size"),
         vocab=config.whole("vocab_size"),
         max_positions=config.whole("max_position_embeddings"),
         rms_eps=config.number("rms_norm_eps", 1e-6),
         rope=rope(config),
-        windows=windows if windows is not None else (None,) * layers,
         dtype=checkpoint_dtype(config),
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         tied=config.flag("tie_word_embeddings"),
         eos_ids=eos_ids(config),
     )
     refuse_angles(config, spec)
     return spec
+
+
+def same_layers(config: Config, attention: AttentionSpec, *, mlp_bias: bool = False) -> tuple[LayerSpec, ...]:
+    """As many layers as the config says, all alike."""
+    count = config.whole("num_hidden_layers")
+    refuse_less_than_one("layers", count)
+    return (LayerSpec(attention, Dense(config.whole("intermediate_size"), mlp_bias)),) * count
+
+
+def windowed(layers: tuple[LayerSpec, ...], windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
+    """The same layers, each with a window of its own."""
+    if len(windows) != len(layers):
+        raise UnsupportedModel(f"{len(windows)} layer types are given for {len(layers)} layers")
+    return tuple(
+        replace(layer, attention=replace(layer.attention, window=window))
+        for layer, window in zip(layers, windows, strict=True)
+    )
 
 
 def refuse_quantised(config: Config) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headgate.errors import UnsupportedModel
-from headgate.models.config import Config, dense_spec
-from headgate.models.spec import ModelSpec
+from headgate.models.config import Config, decoder_spec, same_layers
+from headgate.models.spec import AttentionSpec, ModelSpec
 
 
 def mistral(config: Config) -> ModelSpec:
@@ -12,5 +12,4 @@ def mistral(config: Config) -> ModelSpec:
         raise UnsupportedModel("Mistral with layer_types is not supported; one sliding_window for all layers is")
     # Null says no window; an absent key says the window of the first Mistral.
     window = None if config.values.get("sliding_window", 0) is None else config.whole("sliding_window", 4096)
-    windows = (window,) * config.whole("num_hidden_layers")
-    return dense_spec(config, "MistralForCausalLM", windows=windows)
+    return decoder_spec(config, same_layers(config, AttentionSpec(window=window)))

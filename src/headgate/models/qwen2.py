@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from headgate.models.config import Config, dense_spec, qwen_windows
-from headgate.models.spec import ModelSpec
+from headgate.models.config import Config, decoder_spec, qwen_windows, same_layers, windowed
+from headgate.models.spec import AttentionSpec, ModelSpec
 
 
 def qwen2(config: Config) -> ModelSpec:
-    return dense_spec(config, "Qwen2ForCausalLM", qkv_bias=True, windows=qwen_windows(config))
+    layers = same_layers(config, AttentionSpec(qkv_bias=True))
+    return decoder_spec(config, windowed(layers, qwen_windows(config)))

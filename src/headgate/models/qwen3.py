@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from headgate.models.config import Config, dense_spec, qwen_windows
-from headgate.models.spec import ModelSpec
+from headgate.models.config import Config, decoder_spec, qwen_windows, same_layers, windowed
+from headgate.models.spec import AttentionSpec, ModelSpec
 
 
 def qwen3(config: Config) -> ModelSpec:
     bias = config.flag("attention_bias")
-    return dense_spec(
-        config,
-        "Qwen3ForCausalLM",
-        windows=qwen_windows(config),
-        qk_norm=True,
-        qkv_bias=bias,
-        out_bias=bias,
-    )
+    layers = same_layers(config, AttentionSpec(qk_norm=True, qkv_bias=bias, out_bias=bias))
+    return decoder_spec(config, windowed(layers, qwen_windows(config)))

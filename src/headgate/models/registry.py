@@ -1,30 +1,40 @@
-"""From a model folder to a spec, and from a spec to a network."""
+"""From a model folder to a spec, and from a spec to a network: one row per architecture (docs/architectures.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from headgate.errors import RequestError, UnsupportedModel
-from headgate.layers.backend import PLAIN, Fp8, Heads
+from headgate.layers.backend import PLAIN, Backend, Fp8, Heads
 from headgate.layers.choice import choose_backend
 from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.config import Config, eos_ids, read_config, read_json
-from headgate.models.dense import DenseModel
+from headgate.models.decoder import Decoder
 from headgate.models.llama import llama
 from headgate.models.mistral import mistral
+from headgate.models.network import Network
 from headgate.models.qwen2 import qwen2
 from headgate.models.qwen3 import qwen3
 from headgate.models.spec import ModelSpec
 
-ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a model of one architecture is read and built."""
+
+    read: Callable[[Config], ModelSpec]
+    build: Callable[[ModelSpec, Backend, Ranks], Network]
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(llama, Decoder),
+    "MistralForCausalLM": Architecture(mistral, Decoder),
+    "Qwen2ForCausalLM": Architecture(qwen2, Decoder),
+    "Qwen3ForCausalLM": Architecture(qwen3, Decoder),
 }
 
 
@@ -37,15 +47,10 @@ def read_spec(folder: str | Path) -> ModelSpec:
 
 def spec_of(config: Config) -> ModelSpec:
     """For configs that come from elsewhere than a folder: `spec_of(Config("model.gguf", values))`."""
-    return ARCHITECTURES[architecture(config)](config)
-
-
-def architecture(config: Config) -> str:
-    names = config.get("architectures", list, [])
-    name = names[0] if names else config.text("model_type", "unnamed")
+    name = config.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedModel(f"architecture {name} is not supported; {', '.join(ARCHITECTURES)} are")
-    return str(name)
+    return ARCHITECTURES[name].read(config)
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:
@@ -63,18 +68,19 @@ def build_model(
     deterministic: bool = False,
     fp8: Fp8 = PLAIN,
     ranks: Ranks = ALONE,
-) -> DenseModel:
+) -> Network:
     """The network of `spec`, or one rank's part of it; its parameters allocated but not filled."""
     refuse_uneven(spec, ranks.size)
     heads = Heads(query=spec.heads // ranks.size, kv=spec.kv_heads // ranks.size, size=spec.head_dim)
     chosen = choose_backend(backend, torch.device(device), dtype, heads, deterministic=deterministic, fp8=fp8)
-    return DenseModel(spec, chosen, ranks)
+    return ARCHITECTURES[spec.architecture].build(spec, chosen, ranks)
 
 
 def refuse_uneven(spec: ModelSpec, ranks: int) -> None:
     """The KV heads divide the attention heads, so these two decide."""
-    if spec.kv_heads % ranks or spec.intermediate % ranks:
-        fits = [n for n in range(1, spec.kv_heads + 1) if not spec.kv_heads % n and not spec.intermediate % n]
+    parts = (spec.kv_heads, *{layer.mlp.intermediate for layer in spec.layers})
+    fits = [n for n in range(1, spec.kv_heads + 1) if not any(part % n for part in parts)]
+    if ranks not in fits:
         raise RequestError(
             f"tensor_parallel is {ranks}, and this model's {spec.kv_heads} KV heads and MLP of {spec.intermediate} cannot "
             f"be divided by that; it takes {', '.join(map(str, fits))}",

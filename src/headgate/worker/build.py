@@ -15,7 +15,7 @@ import torch
 from headgate.config import EngineConfig
 from headgate.errors import BrokenCheckpoint, ModelError, OutOfMemory, RequestError
 from headgate.layers.backend import KV, Fp8
-from headgate.models import Config, DenseModel, ModelSpec, build_model, read_spec, refuse_uneven, spec_of
+from headgate.models import Config, ModelSpec, Network, build_model, read_spec, refuse_uneven, spec_of
 from headgate.protocol.command import Files
 from headgate.text.tokenizer import load_tokenizer
 from headgate.transfer.transport import BlockMemory
@@ -69,7 +69,7 @@ class Worker:
 class Loaded:
     """A model with its weights."""
 
-    model: DenseModel
+    model: Network
     origin: Origin
     version: int
 
@@ -172,7 +172,7 @@ def build_runner(
     )
 
 
-def capture_graphs(model: DenseModel, kv: list[KV], rows: Rows, max_tokens: int, prompts: bool) -> StepGraphs:
+def capture_graphs(model: Network, kv: list[KV], rows: Rows, max_tokens: int, prompts: bool) -> StepGraphs:
     # Only here: a machine without a GPU need not have Triton.
     from headgate.worker.graphs import StepGraphs
 
@@ -190,7 +190,7 @@ def refuse_oversized(spec: ModelSpec, path: Path, free: int) -> None:
     held = sum(file.stat().st_size for file in weight_files(path)) * LEAST_BITS
     if held and spec.num_parameters > held:
         raise BrokenCheckpoint(
-            f"{path} describes {spec.num_parameters} parameters (num_hidden_layers {spec.layers}, hidden_size "
+            f"{path} describes {spec.num_parameters} parameters (num_hidden_layers {len(spec.layers)}, hidden_size "
             f"{spec.hidden}, intermediate_size {spec.intermediate}, num_attention_heads {spec.heads}, "
             f"head_dim {spec.head_dim}, vocab_size {spec.vocab}), and its weights have room for at most {held}"
         )
@@ -235,7 +235,7 @@ def read_grammars(path: Path, spec: ModelSpec) -> Grammars | None:
     return None if vocabulary is None else Grammars(vocabulary)
 
 
-def size_kv(model: DenseModel, free: int, config: EngineConfig) -> tuple[int, int]:
+def size_kv(model: Network, free: int, config: EngineConfig) -> tuple[int, int]:
     """How many blocks to allocate where `free` bytes are, and the longest context that fits in them."""
     most = model.spec.max_positions
     wanted = config.max_context or most

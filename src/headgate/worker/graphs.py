@@ -41,9 +41,9 @@ from headgate.layers.triton.step import (
     open_mixed_step,
     open_step,
 )
+from headgate.models.network import Model
 from headgate.protocol.plan import StepPlan
 from headgate.worker.draw import stream_keys
-from headgate.worker.model import Model
 from headgate.worker.rows import Rows, upload
 
 log = logging.getLogger(__name__)

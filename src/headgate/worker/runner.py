@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from headgate.layers.backend import KV
+from headgate.models.network import Model
 from headgate.protocol.plan import Logprobs, StepPlan, StepResult
 from headgate.worker.draw import Draw, draw
 from headgate.worker.grammar import Grammars
 from headgate.worker.inputs import Inputs, Layout
 from headgate.worker.logprobs import chunks, score
-from headgate.worker.model import Model
 from headgate.worker.rows import Ints, Rows, to_device
 from headgate.worker.sampler import Sampler
 

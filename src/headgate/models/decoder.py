@@ -1,4 +1,4 @@
-"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 all are: read top to bottom.
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 all are, and parts that other networks may use: read top to bottom.
 
 Hidden states are `[tokens, hidden]`, tokens of all slices one after another. The residual stream is one tensor per
 step that every norm adds into. A layer is eight operations of the backend, and the forward pass reads nothing from
@@ -9,7 +9,8 @@ Among several ranks, each has some heads and a part of the MLP; what they make o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
@@ -17,27 +18,31 @@ from headgate.layers.backend import KV, Backend, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.linear import Embedding, GateUp, Linear, SummedLinear, Unembedding
 from headgate.layers.norm import Norm
-from headgate.layers.parameter import Parameter, plain, under
+from headgate.layers.parameter import Layer, Parameter, plain, under
 from headgate.layers.ranks import ALONE, Ranks
-from headgate.models.spec import ModelSpec
+from headgate.models.spec import AttentionSpec, Dense, LayerSpec, ModelSpec
+
+Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary embedding; see `Rope.tables`
 
 
 class Attention:
-    def __init__(self, spec: ModelSpec, backend: Backend, rotary: Rotary, window: int | None, ranks: Ranks) -> None:
+    def __init__(
+        self, spec: ModelSpec, attention: AttentionSpec, backend: Backend, tables: Tables, ranks: Ranks
+    ) -> None:
         self.backend = backend
-        self.rotary = rotary
-        self.window = window
+        self.rotary = rotary_of(spec, attention, backend, tables)
+        self.window = attention.window
         self.scale = spec.head_dim**-0.5
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.qkv = Linear(
             backend,
             backend.matrix((q + 2 * kv) // ranks.size, spec.hidden),
             {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            bias=spec.qkv_bias,
+            bias=attention.qkv_bias,
             ranks=ranks,
         )
         inputs = backend.matrix(spec.hidden, q // ranks.size)
-        self.out = SummedLinear(backend, inputs, "o_proj", bias=spec.out_bias, ranks=ranks)
+        self.out = SummedLinear(backend, inputs, "o_proj", bias=attention.out_bias, ranks=ranks)
 
     def __call__(self, hidden: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
         q = self.backend.rope_and_write(self.qkv(hidden), batch, self.rotary, kv)
@@ -52,17 +57,17 @@ class Attention:
 
 
 class MLP:
-    def __init__(self, spec: ModelSpec, backend: Backend, ranks: Ranks) -> None:
-        hidden, intermediate = spec.hidden, spec.intermediate
+    def __init__(self, hidden: int, mlp: Dense, backend: Backend, ranks: Ranks) -> None:
+        intermediate = mlp.intermediate
         self.gate_up = GateUp(
             backend,
             backend.gate_up_matrix(intermediate // ranks.size, hidden),
             {"gate_proj": intermediate, "up_proj": intermediate},
-            bias=spec.mlp_bias,
+            bias=mlp.bias,
             ranks=ranks,
         )
         inputs = backend.matrix(hidden, intermediate // ranks.size)
-        self.down = SummedLinear(backend, inputs, "down_proj", bias=spec.mlp_bias, ranks=ranks)
+        self.down = SummedLinear(backend, inputs, "down_proj", bias=mlp.bias, ranks=ranks)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(hidden))
@@ -73,11 +78,11 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, spec: ModelSpec, backend: Backend, rotary: Rotary, window: int | None, ranks: Ranks) -> None:
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, backend: Backend, tables: Tables, ranks: Ranks) -> None:
         self.input_norm = Norm(backend, spec.hidden, spec.rms_eps)
-        self.attention = Attention(spec, backend, rotary, window, ranks)
+        self.attention = Attention(spec, layer.attention, backend, tables, ranks)
         self.attention_norm = Norm(backend, spec.hidden, spec.rms_eps)
-        self.mlp = MLP(spec, backend, ranks)
+        self.mlp = MLP(spec.hidden, layer.mlp, backend, ranks)
 
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
         hidden = self.attention(self.input_norm(hidden, residual), batch, kv)
@@ -90,16 +95,26 @@ class DecoderLayer:
         yield from under("mlp", self.mlp)
 
 
-class DenseModel:
-    def __init__(self, spec: ModelSpec, backend: Backend, ranks: Ranks = ALONE) -> None:
+class NetworkLayer(Layer, Protocol):
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
+        """Takes what is yet to be added to `residual`, and returns such a tensor."""
+
+
+BuildLayer = Callable[[ModelSpec, LayerSpec, Backend, Tables, Ranks], NetworkLayer]
+
+
+class Decoder:
+    """A stack of layers between an embedding and its reverse; `build_layer` makes those of another kind."""
+
+    def __init__(
+        self, spec: ModelSpec, backend: Backend, ranks: Ranks = ALONE, *, build_layer: BuildLayer = DecoderLayer
+    ) -> None:
         self.spec = spec
         self.backend = backend
         self.unembedding = Unembedding(backend, spec.vocab, spec.hidden, ranks)
         self.embedding = self.unembedding if spec.tied else Embedding(backend, spec.vocab, spec.hidden, ranks)
         cos, sin = (table.to(backend.device) for table in spec.rope.tables(spec.head_dim, spec.max_positions))
-        self.layers = [
-            DecoderLayer(spec, backend, rotary_of(spec, backend, cos, sin), window, ranks) for window in spec.windows
-        ]
+        self.layers = [build_layer(spec, layer, backend, (cos, sin), ranks) for layer in spec.layers]
         self.norm = Norm(backend, spec.hidden, spec.rms_eps)
 
     def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
@@ -130,9 +145,9 @@ class DenseModel:
             yield from under("lm_head", self.unembedding)
 
 
-def rotary_of(spec: ModelSpec, backend: Backend, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+def rotary_of(spec: ModelSpec, attention: AttentionSpec, backend: Backend, tables: Tables) -> Rotary:
     """The tables, which all layers share, with the norms of one layer."""
-    if not spec.qk_norm:
-        return Rotary(cos, sin)
+    if not attention.qk_norm:
+        return Rotary(*tables)
     q_norm, k_norm = torch.empty(2, spec.head_dim, dtype=backend.dtype, device=backend.device)
-    return Rotary(cos, sin, q_norm, k_norm, spec.rms_eps)
+    return Rotary(*tables, q_norm, k_norm, spec.rms_eps)

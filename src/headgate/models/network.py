@@ -1,0 +1,42 @@
+"""What an architecture's builder returns, whatever is inside: all that the device side needs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from headgate.layers.backend import KV, Backend
+from headgate.layers.batch import Batch
+from headgate.layers.parameter import Parameter
+from headgate.models.spec import ModelSpec
+
+
+class Model(Protocol):
+    """What runs a step and takes weights."""
+
+    def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
+        """Hidden states [T, hidden] of all tokens, ready for `logits`; writes the KV of the batch."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocab] of some hidden states [R, hidden], in float32; the caller may overwrite them."""
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """By the names of the checkpoint."""
+
+
+class Network(Model, Protocol):
+    """A model together with what its cache and its rows are sized from."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def backend(self) -> Backend: ...
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
+        """The cache, layer by layer, in the backend's layout."""
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Of all layers together."""
