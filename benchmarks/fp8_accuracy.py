@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch.nn.functional as F
 import headgate.models.registry as registry
 from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
+from headgate.layers.formats import FP8, Weight, floating, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
-from headgate.layers.triton.rounding import FP8, rounded
 from headgate.offline import LLM
 from headgate.protocol.request import SamplingParams
 
@@ -37,12 +38,12 @@ class RoundedBackend(TorchBackend):
         self.fp8 = fp8
 
     def matrix(self, rows: int, columns: int) -> Matrix:
-        return Matrix(super().matrix(rows, columns).data, rows, columns, torch.ones(rows))
+        return replace(super().matrix(rows, columns), scale=torch.ones(rows))
 
-    def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
-        super().pack(
-            matrix, through_eight_bits(weight) if self.fp8.weights and matrix.scale is not None else weight, row
-        )
+    def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
+        if self.fp8.weights and matrix.scale is not None:
+            weight = floating(through_eight_bits(weight.numbers))
+        super().pack(matrix, weight, row)
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         if self.fp8.weights and len(x) > 1 and matrix.scale is not None:
@@ -59,8 +60,9 @@ class RoundedBackend(TorchBackend):
 
 
 def through_eight_bits(rows: torch.Tensor) -> torch.Tensor:
-    numbers, scale = rounded(rows)
-    return (numbers.float() * scale[:, None]).to(rows.dtype)
+    kept = fp8_rows(floating(rows))
+    assert kept.scale is not None
+    return (kept.numbers.float() * kept.scale[:, None]).to(rows.dtype)
 
 
 def logprobs_of(model: str | None, texts: list[Path], fp8: Fp8, windows: int) -> torch.Tensor:

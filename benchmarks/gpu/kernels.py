@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import KV, Heads, Matrix
 from headgate.layers.batch import Batch
+from headgate.layers.formats import Floating
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Program, Scratch, Tile, decode, prefill
 from headgate.layers.triton.elementwise import silu_mul
@@ -83,7 +84,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def whole(weight: torch.Tensor) -> Matrix:
-    return Matrix(weight, *weight.shape)
+    return Matrix(weight, *weight.shape, Floating(weight.dtype))
 
 
 def matrices(shape: dict[str, int]) -> dict[str, tuple[int, int]]:

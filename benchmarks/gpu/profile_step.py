@@ -17,6 +17,7 @@ from benchmarks.checkpoint import SHAPES
 from torch.profiler import ProfilerActivity, profile
 
 from headgate.layers.batch import Batch
+from headgate.layers.formats import floating
 from headgate.models import Config, Network, build_model, spec_of
 from headgate.testing.tiny import tiny_config
 
@@ -28,7 +29,8 @@ def random_model(shape: str) -> Network:
     model = build_model(spec, device="cuda", dtype=torch.bfloat16)
     for name, parameter in model.parameters():
         noise = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16)
-        parameter.write(1 + 0.1 * noise if name.endswith("norm.weight") else noise / parameter.shape[-1] ** 0.5)
+        numbers = 1 + 0.1 * noise if name.endswith("norm.weight") else noise / parameter.shape[-1] ** 0.5
+        parameter.write(floating(numbers))
     return model
 
 

@@ -31,6 +31,7 @@ from headgate.config import FP8, EngineConfig
 from headgate.engine.build import build_engine
 from headgate.layers.backend import Fp8
 from headgate.layers.batch import Batch
+from headgate.layers.formats import floating
 from headgate.layers.triton.draw import draw_tokens
 from headgate.models import Config, Network, build_model, spec_of
 from headgate.testing.tiny import tiny_config
@@ -67,7 +68,8 @@ def random_model(shape: str, fp8: str) -> Network:
     model = build_model(spec, device="cuda", dtype=torch.bfloat16, fp8=kinds)
     for name, parameter in model.parameters():
         noise = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16)
-        parameter.write(1 + 0.1 * noise if name.endswith("norm.weight") else noise / parameter.shape[-1] ** 0.5)
+        numbers = 1 + 0.1 * noise if name.endswith("norm.weight") else noise / parameter.shape[-1] ** 0.5
+        parameter.write(floating(numbers))
     return model
 
 

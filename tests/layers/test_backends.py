@@ -8,6 +8,7 @@ import torch
 from headgate.layers.backend import KV, Heads, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.choice import available_backends, choose_backend
+from headgate.layers.formats import floating
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -45,7 +46,7 @@ def packed(backend, *weights):
     matrix = backend.matrix(sum(len(weight) for weight in weights), weights[0].shape[1])
     row = 0
     for weight in weights:
-        backend.pack(matrix, weight, row)
+        backend.pack(matrix, floating(weight), row)
         row += len(weight)
     return matrix
 
@@ -61,7 +62,7 @@ def test_a_matrix_of_several_parts_multiplies_as_their_concatenation(backend):
 def test_parts_can_be_replaced_one_at_a_time(backend):
     first, second, update = (random(backend, 20, 40) for _ in range(3))
     matrix = packed(backend, first, second)
-    backend.pack(matrix, update, 20)
+    backend.pack(matrix, floating(update), 20)
     x = random(backend, 3, 40)
     assert torch.equal(backend.linear(x, matrix, None), backend.linear(x, packed(backend, first, update), None))
 
@@ -90,8 +91,8 @@ def test_rows_of_a_matrix_are_embeddings(backend):
 def test_gate_up_gates(backend):
     gate, up, x = random(backend, 24, 40) / 8, random(backend, 24, 40) / 8, random(backend, 5, 40)
     matrix = backend.gate_up_matrix(24, 40)
-    backend.pack_gate_up(matrix, up, 24)
-    backend.pack_gate_up(matrix, gate, 0)
+    backend.pack_gate_up(matrix, floating(up), 24)
+    backend.pack_gate_up(matrix, floating(gate), 0)
     expected = torch.nn.functional.silu(x.float() @ gate.float().T) * (x.float() @ up.float().T)
     close(backend.gate_up(x, matrix, None), expected, backend)
 

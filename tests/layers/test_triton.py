@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Rotary
 from headgate.layers.batch import Batch
+from headgate.layers.formats import floating
 from headgate.layers.rotary import Rope
 from headgate.layers.torch_backend import TorchBackend
 from headgate.worker.draw import Knobs, draw, stream_keys
@@ -206,7 +207,7 @@ def test_deterministic_products_have_the_same_bits_however_many_rows_there_are(d
     backend = DeterministicTritonBackend(cuda, dtype, Heads(4, 2, 64))
     for rows, columns in ((4096, 1024), (1024, 3072), (6144, 1024), (1000, 520)):
         matrix = backend.matrix(rows, columns)
-        backend.pack(matrix, torch.randn(rows, columns, device=cuda) / columns**0.5, 0)
+        backend.pack(matrix, floating(torch.randn(rows, columns, device=cuda) / columns**0.5), 0)
         x = torch.randn(8192, columns, device=cuda).to(dtype)
         most = len(x) if dtype == torch.bfloat16 else 300
         whole, logits = backend.linear(x[:most], matrix, None), backend.logits(x[:most], matrix)
@@ -267,7 +268,7 @@ def test_products_of_a_few_rows_are_those_of_the_reference(device, dtypes, count
         weight = (torch.randn(2 * rows, columns, device=device) / columns**0.5).to(dtype)
         x, bias = torch.randn(count, columns, device=device).to(dtype), torch.randn(2 * rows, device=device).to(dtype)
         matrix = plain.gate_up_matrix(rows, columns)
-        plain.pack_gate_up(matrix, weight, 0)
+        plain.pack_gate_up(matrix, floating(weight), 0)
         given = bias if biased else None
         assert_close(fast.linear(x, matrix, given), plain.linear(x, matrix, given), dtype)
         assert_close(fast.gate_up(x, matrix, given), plain.gate_up(x, matrix, given), dtype)
@@ -308,10 +309,10 @@ def test_matrices_of_eight_bits_give_what_their_numbers_say(device, dtypes, coun
         x, bias = torch.randn(count, columns, device=device).to(dtype), torch.randn(2 * rows, device=device).to(dtype)
         stored, exact = fast.gate_up_matrix(rows, columns), plain.gate_up_matrix(rows, columns)
         for part in (0, rows):
-            fast.pack_gate_up(stored, weight[part : part + rows], part)
+            fast.pack_gate_up(stored, floating(weight[part : part + rows]), part)
         numbers = stored.data.float() * stored.scale[:, None]
         assert ((numbers - weight).norm() / weight.norm()).item() < 0.03
-        plain.pack(exact, numbers, 0)
+        plain.pack(exact, floating(numbers), 0)
         # Several rows of activations are rounded too.
         rounded = count > 1 and dtype == torch.bfloat16
         for given in (None, bias):

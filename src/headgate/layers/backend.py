@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from headgate.layers.batch import Batch
+from headgate.layers.formats import Weight, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Matrix:
     data: torch.Tensor
     rows: int
     columns: int
+    format: WeightFormat
     scale: torch.Tensor | None = None  # [rows] float32: what the numbers of a rounded matrix are multiplied by
 
 
@@ -84,8 +86,11 @@ class Backend(Protocol):
     def vocabulary(self, rows: int, columns: int) -> Matrix:
         """As `matrix`, for `logits` and `embed`: never in fewer bits than the backend's dtype."""
 
-    def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
-        """Fill the rows of `matrix` from `row` on with a checkpoint tensor of any floating type on any device."""
+    def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
+        """Fill the rows of `matrix` from `row` on with a weight on any device, converted to the format of `matrix`.
+
+        Any floating-point type is taken for any format, and a format for itself.
+        """
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ matrix.T + bias`"""
@@ -99,7 +104,7 @@ class Backend(Protocol):
     def gate_up_matrix(self, intermediate: int, columns: int) -> Matrix:
         """Room for two weights of `intermediate` rows, the gate and what it gates."""
 
-    def pack_gate_up(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
+    def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
         """As `pack`; the gate starts at row 0, what it gates at row `intermediate`."""
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:

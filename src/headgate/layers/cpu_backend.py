@@ -14,6 +14,7 @@ from headgate.layers.backend import KV, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.cpu import Kernels
 from headgate.layers.cpu.kernels import LANES, kv_block_shapes
+from headgate.layers.formats import Floating, Weight, floating_numbers
 
 
 class CpuBackend:
@@ -27,13 +28,13 @@ class CpuBackend:
         self.heads = heads
 
     def matrix(self, rows: int, columns: int) -> Matrix:
-        return Matrix(self.kernels.empty_packed(rows, columns, self.dtype), rows, columns)
+        return Matrix(self.kernels.empty_packed(rows, columns, self.dtype), rows, columns, Floating(self.dtype))
 
     def vocabulary(self, rows: int, columns: int) -> Matrix:
         return self.matrix(rows, columns)
 
-    def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
-        self.kernels.pack_into(matrix.data, weight.cpu(), row)
+    def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
+        self.kernels.pack_into(matrix.data, floating_numbers(weight).cpu(), row)
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         return self.kernels.linear(x, matrix.data, matrix.rows, bias)
@@ -46,10 +47,10 @@ class CpuBackend:
 
     def gate_up_matrix(self, intermediate: int, columns: int) -> Matrix:
         packed = self.kernels.empty_packed_pair(intermediate, columns, self.dtype)
-        return Matrix(packed, 2 * intermediate, columns)
+        return Matrix(packed, 2 * intermediate, columns, Floating(self.dtype))
 
-    def pack_gate_up(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
-        self.kernels.pack_pair_into(matrix.data, weight.cpu(), 0, "up" if row else "gate")
+    def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
+        self.kernels.pack_pair_into(matrix.data, floating_numbers(weight).cpu(), 0, "up" if row else "gate")
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         return self.kernels.linear_silu_mul(x, matrix.data, matrix.rows // 2, bias)

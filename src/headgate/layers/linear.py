@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from headgate.layers.backend import Backend, Matrix
-from headgate.layers.parameter import Parameter, plain
+from headgate.layers.formats import Weight
+from headgate.layers.parameter import Parameter, copied_to, plain
 from headgate.layers.ranks import ALONE, Ranks, share
 
 
@@ -32,7 +33,7 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.backend.linear(x, self.matrix, self.bias)
 
-    def pack(self, row: int, weight: torch.Tensor) -> None:
+    def pack(self, row: int, weight: Weight) -> None:
         self.backend.pack(self.matrix, weight, row)
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -43,7 +44,7 @@ class Linear:
             end = row + mine.stop - mine.start
             if self.bias is not None:
                 place = self.bias[row:end]
-                yield f"{name}.bias", Parameter((rows,), cut(mine, place.copy_), place)
+                yield f"{name}.bias", Parameter((rows,), cut(mine, copied_to(place)), place)
             row = end
 
     def _rows(self, mine: slice, rows: int, row: int) -> Parameter:
@@ -56,7 +57,7 @@ class GateUp(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.backend.gate_up(x, self.matrix, self.bias)
 
-    def pack(self, row: int, weight: torch.Tensor) -> None:
+    def pack(self, row: int, weight: Weight) -> None:
         self.backend.pack_gate_up(self.matrix, weight, row)
 
 
@@ -76,8 +77,8 @@ class SummedLinear:
         bias = self.bias if self.ranks.rank == 0 else None  # of the sum, so it is added once
         return self.ranks.sum(self.backend.linear(x, self.matrix, bias))
 
-    def pack(self, weight: torch.Tensor) -> None:
-        self.backend.pack(self.matrix, weight[:, share(self.ranks, weight.shape[1])], 0)
+    def pack(self, weight: Weight) -> None:
+        self.backend.pack(self.matrix, weight.columns(share(self.ranks, weight.numbers.shape[1])), 0)
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         whole = (self.matrix.rows, self.matrix.columns * self.ranks.size)
@@ -101,7 +102,7 @@ class Embedding:
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         shape = (self.vocab, self.weight.shape[1])
-        yield "weight", Parameter(shape, cut(self.mine, self.weight.copy_), self.weight)
+        yield "weight", Parameter(shape, cut(self.mine, copied_to(self.weight)), self.weight)
 
 
 class Unembedding:
@@ -121,16 +122,16 @@ class Unembedding:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return look_up(tokens, self.mine, self.ranks, lambda ids: self.backend.embed(ids, self.matrix))
 
-    def pack(self, weight: torch.Tensor) -> None:
+    def pack(self, weight: Weight) -> None:
         self.backend.pack(self.matrix, weight, 0)
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         yield "weight", Parameter((self.vocab, self.matrix.columns), cut(self.mine, self.pack), self.matrix.data)
 
 
-def cut(rows: slice, write: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
-    """Write only these rows of a checkpoint tensor."""
-    return lambda tensor: write(tensor[rows])
+def cut(rows: slice, write: Callable[[Weight], object]) -> Callable[[Weight], object]:
+    """Write only these rows of a weight."""
+    return lambda weight: write(weight.rows(rows))
 
 
 def look_up(

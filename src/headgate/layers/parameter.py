@@ -8,13 +8,15 @@ from typing import Protocol
 
 import torch
 
+from headgate.layers.formats import Weight, floating_numbers
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A place in the model that one checkpoint tensor of `shape` fills; it may be a part of something fused."""
 
     shape: tuple[int, ...]
-    write: Callable[[torch.Tensor], object]
+    write: Callable[[Weight], object]
     home: torch.Tensor  # what it lies in, perhaps with others
 
 
@@ -24,7 +26,12 @@ class Layer(Protocol):
 
 
 def plain(tensor: torch.Tensor) -> Parameter:
-    return Parameter(tuple(tensor.shape), tensor.copy_, tensor)
+    return Parameter(tuple(tensor.shape), copied_to(tensor), tensor)
+
+
+def copied_to(tensor: torch.Tensor) -> Callable[[Weight], object]:
+    """Writes a weight that is kept as floating-point numbers."""
+    return lambda weight: tensor.copy_(floating_numbers(weight))
 
 
 def under(prefix: str, layer: Layer) -> Iterator[tuple[str, Parameter]]:

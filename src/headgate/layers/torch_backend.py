@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import KV, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
+from headgate.layers.formats import Floating, Weight, floating_numbers
 
 
 class TorchBackend:
@@ -26,13 +27,14 @@ class TorchBackend:
         self.heads = heads
 
     def matrix(self, rows: int, columns: int) -> Matrix:
-        return Matrix(torch.empty(rows, columns, dtype=self.dtype, device=self.device), rows, columns)
+        return self.vocabulary(rows, columns)
 
     def vocabulary(self, rows: int, columns: int) -> Matrix:
-        return Matrix(torch.empty(rows, columns, dtype=self.dtype, device=self.device), rows, columns)
+        data = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        return Matrix(data, rows, columns, Floating(self.dtype))
 
-    def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
-        matrix.data[row : row + len(weight)].copy_(weight)
+    def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
+        matrix.data[row : row + len(weight)].copy_(floating_numbers(weight))
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, matrix.data, bias)
@@ -46,7 +48,7 @@ class TorchBackend:
     def gate_up_matrix(self, intermediate: int, columns: int) -> Matrix:
         return self.matrix(2 * intermediate, columns)
 
-    def pack_gate_up(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
+    def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
         self.pack(matrix, weight, row)
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:

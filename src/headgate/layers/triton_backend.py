@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
+from headgate.layers.formats import FP8, Floating, Fp8Rows, Weight, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Scratch, decode, prefill
 from headgate.layers.triton.elementwise import add_rms_norm, silu_mul
@@ -29,7 +30,7 @@ from headgate.layers.triton.matmul import (
     vector_linear,
 )
 from headgate.layers.triton.rope import rope_and_write
-from headgate.layers.triton.rounding import FP8, round_rows, rounded
+from headgate.layers.triton.rounding import round_rows
 
 
 class TritonBackend(TorchBackend):
@@ -49,15 +50,16 @@ class TritonBackend(TorchBackend):
         if not self.fp8.weights:
             return super().matrix(rows, columns)
         data = torch.empty(rows, columns, dtype=FP8, device=self.device)
-        return Matrix(data, rows, columns, torch.empty(rows, device=self.device))
+        return Matrix(data, rows, columns, Fp8Rows(), torch.empty(rows, device=self.device))
 
-    def pack(self, matrix: Matrix, weight: torch.Tensor, row: int) -> None:
-        if matrix.scale is None:
+    def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
+        if isinstance(matrix.format, Floating):
             super().pack(matrix, weight, row)
             return
-        data, scale = rounded(weight.to(self.device))
-        matrix.data[row : row + len(weight)].copy_(data)
-        matrix.scale[row : row + len(weight)].copy_(scale)
+        kept = fp8_rows(weight.to(self.device))
+        assert matrix.scale is not None and kept.scale is not None
+        matrix.data[row : row + len(weight)].copy_(kept.numbers)
+        matrix.scale[row : row + len(weight)].copy_(kept.scale)
 
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         if self.dtype == torch.float32 or not x.is_cuda:

@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, OutOfMemory, RankLost, SourceLost
+from headgate.layers.formats import floating
 from headgate.layers.parameter import Parameter
 
 DTYPES = {
@@ -99,7 +100,7 @@ def write(parameters: Mapping[str, Parameter], tensors: Iterator[tuple[str, torc
         for name, tensor in tensors:
             if name in parameters:
                 missing.discard(name)
-                parameters[name].write(tensor)
+                parameters[name].write(floating(tensor))  # `verify` has refused all other formats
         refuse_missing(missing)
     except BaseException as error:
         if len(missing) == len(parameters):

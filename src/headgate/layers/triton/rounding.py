@@ -6,23 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from headgate.layers.formats import FP8, FP8_LARGEST, FP8_LEAST_SCALE
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
-FP8 = torch.float8_e4m3fn
-LARGEST = tl.constexpr(448.0)
-# A row of zeros has a scale too.
-LEAST = tl.constexpr(1e-12)
-
-
-def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as it is kept: numbers, and the scale of each row."""
-    wide = rows.float()
-    scale = (wide.abs().amax(1) / LARGEST.value).clamp_(min=LEAST.value)
-    return (wide / scale[:, None]).clamp_(-LARGEST.value, LARGEST.value).to(FP8), scale
+LARGEST = tl.constexpr(FP8_LARGEST)
+LEAST = tl.constexpr(FP8_LEAST_SCALE)
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rounded`, for activations, in one kernel."""
+    """As `formats.fp8_rows`, for activations, in one kernel."""
     rows, columns = x.shape
     numbers, scale = torch.empty_like(x, dtype=FP8), torch.empty(rows, device=x.device)
     block = triton.next_power_of_2(columns)

@@ -1,0 +1,74 @@
+"""How the numbers of a weight are stored: as a checkpoint or a trainer hands them over, and as a device holds them.
+
+A `Weight` is a tensor together with its format. `Backend.pack` takes one in any format that its matrix can be filled
+from, and converts; start-up and updates both go through it, and nothing else converts matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+FP8_LEAST_SCALE = 1e-12  # so that a row of zeros has a scale too
+
+
+@dataclass(frozen=True, slots=True)
+class Floating:
+    """Numbers of a floating-point type, as they are."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Eight-bit numbers (e4m3), and a float32 scale per row that makes its largest number the largest there is."""
+
+
+WeightFormat = Floating | Fp8Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of a model or a part of one, outputs by inputs where it is a matrix."""
+
+    numbers: torch.Tensor
+    format: WeightFormat
+    scale: torch.Tensor | None = None  # [rows]: what the numbers of each row are multiplied by
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def rows(self, which: slice) -> Weight:
+        return Weight(self.numbers[which], self.format, None if self.scale is None else self.scale[which])
+
+    def columns(self, which: slice) -> Weight:
+        return replace(self, numbers=self.numbers[:, which])
+
+    def to(self, device: torch.device) -> Weight:
+        scale = None if self.scale is None else self.scale.to(device)
+        return Weight(self.numbers.to(device), self.format, scale)
+
+
+def floating(numbers: torch.Tensor) -> Weight:
+    return Weight(numbers, Floating(numbers.dtype))
+
+
+def floating_numbers(weight: Weight) -> torch.Tensor:
+    """The numbers of a weight that needs no more than a change of type, which copying does."""
+    assert isinstance(weight.format, Floating), f"{weight.format} cannot be kept as floating-point numbers"
+    return weight.numbers
+
+
+def fp8_rows(weight: Weight) -> Weight:
+    """The same weight as it is kept in eight bits; one that has this format already is not rounded twice."""
+    match weight.format:
+        case Fp8Rows():
+            return weight
+        case Floating():
+            wide = weight.numbers.float()
+            scale = (wide.abs().amax(1) / FP8_LARGEST).clamp_(min=FP8_LEAST_SCALE)
+            numbers = (wide / scale[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8)
+            return Weight(numbers, Fp8Rows(), scale)

@@ -1,0 +1,109 @@
+"""Weights and their formats: what eight bits keep, what a part of a weight is, and what each matrix can be filled with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headgate.layers.backend import Fp8, Heads
+from headgate.layers.choice import available_backends, choose_backend
+from headgate.layers.formats import FP8, Floating, Fp8Rows, floating, fp8_rows
+from headgate.layers.linear import Linear, SummedLinear
+
+HEADS = Heads(2, 1, 32)
+
+
+class Part:
+    """One of two ranks, which computes nothing."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = rank, 2
+
+
+def fp8_backend():
+    pytest.importorskip("triton")
+    from headgate.layers.triton_backend import TritonBackend
+
+    return TritonBackend(torch.device("cpu"), torch.bfloat16, HEADS, Fp8(weights=True))
+
+
+def weight_of(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(rows, columns) * torch.rand(rows, 1)).to(dtype)
+
+
+def test_a_floating_weight_names_its_type():
+    assert floating(weight_of(2, 3, torch.float16)).format == Floating(torch.float16)
+
+
+def test_eight_bits_keep_the_largest_number_of_each_row_and_a_scale():
+    kept = fp8_rows(floating(torch.tensor([[7.0, 0.0, -3.5], [0.0, 0.0, 0.0], [1792.0, 4.0, -1792.0]])))
+    assert kept.numbers.tolist() == [[448.0, 0.0, -224.0], [0.0, 0.0, 0.0], [448.0, 1.0, -448.0]]
+    assert kept.scale.tolist() == torch.tensor([7 / 448, 1e-12, 4.0]).tolist()
+    assert (kept.format, kept.numbers.dtype) == (Fp8Rows(), FP8)
+
+
+def test_a_weight_in_eight_bits_is_not_rounded_again():
+    kept = fp8_rows(floating(weight_of(4, 6)))
+    assert fp8_rows(kept) is kept
+
+
+def test_a_part_of_a_weight_has_the_scales_of_its_rows():
+    kept = fp8_rows(floating(weight_of(4, 6)))
+    part = kept.rows(slice(1, 3)).columns(slice(2, 5))
+    assert torch.equal(part.numbers.float(), kept.numbers.float()[1:3, 2:5])
+    assert torch.equal(part.scale, kept.scale[1:3])
+    assert (len(part), part.format) == (2, Fp8Rows())
+
+
+@pytest.mark.parametrize("gate_up", [False, True])
+def test_a_matrix_of_eight_bits_holds_the_same_whether_it_is_given_floats_or_its_own_format(gate_up):
+    backend, weight = fp8_backend(), floating(weight_of(8, 16, torch.float32))
+    found = []
+    for given in (weight, fp8_rows(weight)):
+        matrix = backend.gate_up_matrix(8, 16) if gate_up else backend.matrix(16, 16)
+        pack = backend.pack_gate_up if gate_up else backend.pack
+        pack(matrix, given, 0)
+        pack(matrix, given, 8)
+        assert matrix.format == Fp8Rows()
+        found.append((matrix.data.float(), matrix.scale))
+    (data, scale), (other_data, other_scale) = found
+    assert torch.equal(data, other_data) and torch.equal(scale, other_scale)
+    assert torch.equal(scale, fp8_rows(weight).scale.repeat(2))
+
+
+def test_an_update_leaves_a_matrix_as_a_start_with_the_same_weights_does():
+    backend, old, new = fp8_backend(), floating(weight_of(8, 16)), floating(-3 * weight_of(8, 16))
+    updated, fresh = backend.matrix(8, 16), backend.matrix(8, 16)
+    for weight in (old, new):
+        backend.pack(updated, weight, 0)
+    backend.pack(fresh, new, 0)
+    assert torch.equal(updated.data.float(), fresh.data.float()) and torch.equal(updated.scale, fresh.scale)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_rows_with_their_scales(rank):
+    backend, weight = fp8_backend(), fp8_rows(floating(weight_of(8, 16)))
+    linear = Linear(backend, backend.matrix(4, 16), {"q": 8}, ranks=Part(rank))
+    dict(linear.parameters())["q.weight"].write(weight)
+    mine = slice(4 * rank, 4 * rank + 4)
+    assert torch.equal(linear.matrix.data.float(), weight.numbers[mine].float())
+    assert torch.equal(linear.matrix.scale, weight.scale[mine])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_columns_with_the_scales_of_all_rows(rank):
+    backend, weight = fp8_backend(), fp8_rows(floating(weight_of(8, 16)))
+    linear = SummedLinear(backend, backend.matrix(8, 8), "o", ranks=Part(rank))
+    dict(linear.parameters())["o.weight"].write(weight)
+    assert torch.equal(linear.matrix.data.float(), weight.numbers.float()[:, 8 * rank : 8 * rank + 8])
+    assert torch.equal(linear.matrix.scale, weight.scale)
+
+
+@pytest.mark.parametrize("name", available_backends())
+def test_a_matrix_of_floats_takes_no_other_format(name):
+    backend = choose_backend(name, torch.device("cpu"), torch.float32, HEADS)
+    matrix = backend.matrix(8, 16)
+    assert matrix.format == Floating(torch.float32)
+    with pytest.raises(AssertionError, match="cannot be kept as floating-point numbers"):
+        backend.pack(matrix, fp8_rows(floating(weight_of(8, 16))), 0)
