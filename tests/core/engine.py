@@ -39,15 +39,16 @@ class Engine:
         self.scheduler.check()
         return plan
 
-    def land(self) -> None:
-        self.scheduler.commit(self.device.land())
+    def land(self, *lengths: int) -> None:
+        """Commit the oldest launched step; each slice that samples has as many tokens as is said here, or one."""
+        self.scheduler.commit(self.device.land(lengths))
         self.scheduler.check()
         self.listen()
 
-    def step(self) -> StepPlan | None:
+    def step(self, *lengths: int) -> StepPlan | None:
         plan = self.launch()
         if plan is not None and plan.rows:
-            self.land()
+            self.land(*lengths)
         return plan
 
     def run(self) -> None:

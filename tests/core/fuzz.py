@@ -162,14 +162,16 @@ class Engine:
         return fetches
 
     def land(self) -> StepResult:
-        """What the device says; now and then, that it could not keep an answer within its grammar."""
+        """A result of the device. An answer in lockstep has any number of tokens, and now and then breaks its grammar."""
         plan, sequences = self.scheduler._launched[0]
-        result = self.device.land()
         sampling = [seq for seq, samples in zip(sequences, plan.samples, strict=True) if samples]
-        lost = [i for i, seq in enumerate(sampling) if seq.request.sampling.grammar and self.rng.random() < 0.03]
+        lengths = [self.rng.choice((0, 1, 1, 2, 3)) if seq.lockstep else 1 for seq in sampling]
+        result = self.device.land(lengths)
+        owners = [seq for seq, length in zip(sampling, lengths, strict=True) for _ in range(length)]
+        lost = [i for i, seq in enumerate(owners) if seq.lockstep and self.rng.random() < 0.03]
         for i in lost:
             result.tokens[i] = -1
-            self.clients[sampling[i].id].aborted = True
+            self.clients[owners[i].id].aborted = True
         return msgspec.structs.replace(result, lost=tuple(lost))
 
     def read_news(self) -> None:

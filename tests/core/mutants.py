@@ -335,6 +335,21 @@ MUTANTS = [
     scheduler(
         "a token that broke its grammar is not told", "            if index in result.lost:", "            if False:"
     ),
+    scheduler(
+        "tokens after the end are dropped",
+        "            if seq.phase is Phase.FINISHED:\n                return\n",
+        "",
+    ),
+    scheduler(
+        "a slice without a token is computed again",
+        "            seq.computed -= 1  # nothing",
+        "            pass  # nothing",
+    ),
+    scheduler(
+        "the tokens of each slice are its own",
+        "                last += next(lengths)",
+        "                last += min(next(lengths), 1)",
+    ),
     scheduler("the oldest step lands first", "self._launched.popleft()", "self._launched.pop()"),
     sequence(
         "the last token is never computed",

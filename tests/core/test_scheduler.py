@@ -972,6 +972,122 @@ def test_a_token_that_broke_its_grammar_ends_the_request_and_is_not_told():
     assert engine.pool.available == 32
 
 
+# -- several tokens per slice -----------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_slice_may_have_several_tokens_and_the_next_one_computes_them_all(length):
+    engine = Engine()
+    engine.add(1, max_tokens=9)
+    engine.step(length)
+    assert engine.tokens[1] == engine.answer(prompt_of(1), length)
+    plan = engine.step()
+    assert (plan.starts, plan.counts) == ([4], [length])
+    engine.run()
+    assert engine.tokens[1] == engine.answer(prompt_of(1), 9)
+    assert engine.scheduler.counters.output_tokens == engine.ended[1].output_tokens == 9
+    assert engine.pool.available == 32
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 6])
+def test_a_slice_without_a_token_computes_its_last_position_again(prompt):
+    engine = Engine()
+    engine.add(1, prompt=prompt, max_tokens=3)
+    engine.step(0)
+    assert 1 not in engine.tokens and 1 not in engine.ended
+    plan = engine.step(2)
+    assert (plan.starts, plan.counts, plan.samples) == ([prompt - 1], [1], [True])
+    engine.run()
+    assert engine.tokens[1] == engine.answer(prompt_of(1, prompt), 3)
+
+
+def test_slices_of_one_step_may_have_different_numbers_of_tokens():
+    engine = Engine()
+    for id in (1, 2, 3, 4):
+        engine.add(id, max_tokens=6)
+    engine.step(2, 0, 3, 1)
+    assert {id: len(tokens) for id, tokens in engine.tokens.items()} == {1: 2, 3: 3, 4: 1}
+    engine.run()
+    assert engine.tokens == {id: engine.answer(prompt_of(id), 6) for id in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_tokens_after_the_limit_are_dropped(length):
+    engine = Engine()
+    engine.add(1, max_tokens=3)
+    engine.step(2)
+    engine.step(length)
+    assert engine.tokens[1] == engine.answer(prompt_of(1), 3)
+    assert (engine.ended[1].cause, engine.ended[1].output_tokens) == ("max_tokens", 3)
+    assert engine.pool.available == 32
+
+
+@pytest.mark.parametrize(("min_tokens", "count", "cause"), [(0, 2, "stop_token"), (2, 3, "max_tokens")])
+def test_tokens_after_a_stop_token_are_dropped_unless_min_tokens_holds_it_back(min_tokens, count, cause):
+    engine = Engine(eos_token_ids=())
+    second = engine.answer(prompt_of(1), 2)[1]
+    engine.add(1, sampling=SamplingParams(max_tokens=3, min_tokens=min_tokens, stop_token_ids=(second,)))
+    engine.step(3)
+    assert engine.tokens[1] == engine.answer(prompt_of(1), count)
+    assert (engine.ended[1].cause, engine.ended[1].output_tokens) == (cause, count)
+
+
+def test_several_tokens_have_their_own_log_probabilities():
+    engine = Engine()
+    engine.add(1, max_tokens=2)
+    engine.add(2, max_tokens=9)
+    plan = engine.launch()
+    scores = {i: Logprobs(-float(i)) for i in range(5)}
+    engine.scheduler.commit(StepResult(plan.step, [5, 6, 7, 8, 9], scores, lengths=[3, 2]))
+    outputs = engine.scheduler.take_outputs()
+    assert (outputs.ids, outputs.tokens) == ([1, 1, 2, 2], [5, 6, 8, 9])
+    assert outputs.logprobs == {0: Logprobs(0.0), 1: Logprobs(-1.0), 2: Logprobs(-3.0), 3: Logprobs(-4.0)}
+
+
+def test_tokens_before_the_one_that_broke_its_grammar_count():
+    engine = Engine()
+    engine.add(1, sampling=GRAMMAR)
+    engine.add(2)
+    engine.launch()
+    engine.scheduler.commit(msgspec.structs.replace(engine.device.land([3, 1]), lost=(1,)))
+    engine.listen()
+    assert (engine.ended[1].cause, engine.tokens[1]) == ("grammar", engine.answer(prompt_of(1), 1))
+    engine.run()
+    assert engine.tokens[2] == engine.answer(prompt_of(2), 4)
+
+
+def test_tokens_of_a_sequence_that_was_aborted_meanwhile_are_not_taken_for_those_of_the_next():
+    engine = Engine()
+    engine.add(1)
+    engine.add(2, max_tokens=5)
+    engine.launch()
+    engine.scheduler.abort([1], "api_abort")
+    engine.land(3, 2)
+    assert 1 not in engine.tokens and engine.tokens[2] == engine.answer(prompt_of(2), 2)
+
+
+def test_a_block_that_accepted_tokens_fill_is_published_by_the_slice_that_computes_them():
+    engine = Engine()
+    engine.add(1, prompt=6, max_tokens=9)
+    engine.step(2)
+    following = [*prompt_of(1, 6), *engine.tokens[1], 1]
+    engine.add(2, prompt=following, max_tokens=1)
+    # The slice that fills the second block comes first in this step, so the other sequence finds it.
+    assert engine.step().counts == [2, 1]
+    engine.run()
+    assert (engine.ended[2].cached_tokens, engine.tokens[2]) == (8, engine.answer(following, 1))
+
+
+@pytest.mark.parametrize("length", [0, 2])
+def test_a_step_that_another_one_was_planned_upon_has_one_token(length):
+    engine = Engine()
+    engine.add(1, max_tokens=9)
+    engine.launch()
+    engine.launch()
+    with pytest.raises(AssertionError, match="a later step was planned for the position after one token"):
+        engine.land(length)
+
+
 def test_an_engine_that_takes_no_grammars_refuses_them():
     engine = Engine(takes_grammars=False)
     with pytest.raises(RequestError, match="no tokenizer that a grammar could be matched with") as refused:

@@ -17,6 +17,7 @@ from headgate.errors import EngineDead
 from headgate.protocol.command import Files, Pause, Resume, UpdateWeights
 from headgate.protocol.plan import Fetch, Join, StepPlan
 from headgate.protocol.request import SamplingParams, Ticket
+from tests.core.engine import Engine
 from tests.engine.test_loop import Harness
 
 
@@ -50,6 +51,19 @@ def test_what_a_sound_engine_leaves_is_consistent(tmp_path, blocks, run_ahead):
     found = replay(path)
     assert found.fault is None and found.steps > 20 and "on fire" in found.error
     assert str(found) == f"{found.steps} plans run again; every plan is consistent"
+
+
+def test_steps_with_several_tokens_per_slice_are_run_again(tmp_path):
+    engine, recorder = Engine(), Recorder(tmp_path)
+    for id in (1, 2):
+        engine.add(id, max_tokens=12)
+    for lengths in ([2, 0], [3, 1], [1, 2], [1, 1]):
+        recorder.planned(engine.launch())
+        result = engine.device.land(lengths)
+        recorder.landed(result)
+        engine.scheduler.commit(result)
+    path = recorder.write(RuntimeError("a bug"), engine.scheduler, "running", [])
+    assert str(replay(path)) == "4 plans run again; every plan is consistent"
 
 
 def test_the_evidence_says_what_the_engine_was_doing(tmp_path, caplog):

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import count
+from itertools import count, repeat
 from math import inf
 
 from headgate.core.blocks import BlockPool
@@ -239,13 +239,16 @@ class Scheduler:
         assert plan.step == result.step, f"step {result.step} landed before step {plan.step}"
         while self._touched and self._touched[0][0] <= plan.step:
             self._touched.popleft()
-        sampled = iter(enumerate(result.tokens))
+        tokens, logprobs, lost = result.tokens, result.logprobs, result.lost
+        lengths, last = iter(result.lengths or repeat(1)), 0
         for i, (seq, samples) in enumerate(zip(sequences, plan.samples, strict=True)):
-            index, token = next(sampled) if samples else (-1, -1)
+            first = last
+            if samples:
+                last += next(lengths)
             seq.holds -= 1
             seq.sampling -= samples
             if seq.phase is not Phase.RUNNING:
-                # Aborted or preempted while the step ran: its token does not count.
+                # Aborted or preempted while the step ran: its tokens do not count.
                 self._release(seq)
                 continue
             if scores := result.prompt_logprobs.get(i):
@@ -253,10 +256,10 @@ class Scheduler:
             if seq.lease is not None:
                 # Steps land in order, so whatever this one has found in the cache is written too.
                 self.leases.fill(seq.lease, (plan.starts[i] + plan.counts[i]) // self.pool.block_size)
-            if index in result.lost:
-                self._finish(seq, "abort", "grammar")
+            if last == first + 1 and not lost:  # nearly all
+                self._append(seq, tokens[first], logprobs.get(first))
             elif samples:
-                self._append(seq, token, result.logprobs.get(index))
+                self._accept_run(seq, result, first, last)
 
     @property
     def next_deadline_s(self) -> float:
@@ -535,6 +538,19 @@ class Scheduler:
         seq.sampling += samples
         draft.add_slice(seq, start, count, samples)
         self._publish(seq)
+
+    def _accept_run(self, seq: Sequence, result: StepResult, first: int, last: int) -> None:
+        """Append the tokens `first` to `last` of a result, up to the one that ends the answer."""
+        assert last - first == 1 or not seq.sampling, "a later step was planned for the position after one token"
+        if first == last:
+            seq.computed -= 1  # nothing was sampled: compute the last token again, because sampling needs one
+        for index in range(first, last):
+            if index in result.lost:
+                self._finish(seq, "abort", "grammar")
+            else:
+                self._append(seq, result.tokens[index], result.logprobs.get(index))
+            if seq.phase is Phase.FINISHED:
+                return
 
     def _append(self, seq: Sequence, token: int, logprobs: Logprobs | None) -> None:
         outbox = self._outbox

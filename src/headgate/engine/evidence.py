@@ -31,6 +31,7 @@ class Step(msgspec.Struct):
 
     plan: StepPlan
     tokens: list[int] | None = None
+    lengths: list[int] = []  # as in `StepResult`
 
 
 class Evidence(msgspec.Struct, frozen=True):
@@ -62,7 +63,8 @@ class Recorder:
             self._flying.append(step)
 
     def landed(self, result: StepResult) -> None:
-        self._flying.popleft().tokens = result.tokens
+        step = self._flying.popleft()
+        step.tokens, step.lengths = result.tokens, result.lengths
 
     def write(self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[Seen]) -> Path | None:
         """Leave a file, and say where. An engine that cannot even do that still dies of its first error."""

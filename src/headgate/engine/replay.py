@@ -8,6 +8,7 @@ earlier plan has set up is then taken on trust, row by row and block by block, u
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
@@ -183,15 +184,14 @@ class Replayer:
 
     def _learn_tokens(self, step: Step) -> None:
         """The tokens that the real device sampled, instead of the fake one's."""
-        plan, tokens = step.plan, iter(step.tokens or ())
+        plan, tokens, lengths = step.plan, iter(step.tokens or ()), iter(step.lengths or repeat(1))
         for number, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
-            if samples and (row := self.rows.get(number)):
+            if samples:
                 # A step that never landed sampled something; what, no later plan of this file tells.
-                token = next(tokens, 0)
-                row.tokens[start + count :] = [token]
-                self.device.write_token(number, start + count, token)
-            elif samples:
-                next(tokens, 0)
+                sampled = [next(tokens, 0) for _ in range(next(lengths))]
+                if row := self.rows.get(number):
+                    row.tokens[start + count :] = sampled
+                    self.device.write_tokens(number, start + count, sampled)
 
 
 def without_others(plan: StepPlan, known: list[int]) -> StepPlan:

@@ -55,10 +55,15 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Answers one plan. `tokens` has one entry per slice that samples, in plan order."""
+    """Answers one plan. `tokens` has the tokens of the slices that sample, slice after slice in plan order.
+
+    A slice may have any number of tokens, unless a later step of its sequence is in flight, which was planned for the
+    position after exactly one.
+    """
 
     step: int
     tokens: list[int]
     logprobs: dict[int, Logprobs] = {}  # by index into `tokens`
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = {}  # by slice: of prompt tokens starts+1 ... starts+counts
     lost: tuple[int, ...] = ()  # indices into `tokens` that mean nothing: the row's grammar could not be followed
+    lengths: list[int] = []  # how many tokens each slice that samples has; empty means one each

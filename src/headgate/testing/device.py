@@ -11,7 +11,8 @@ device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 from headgate.protocol.plan import Logprobs, StepPlan, StepResult
 
@@ -61,8 +62,8 @@ class FakeDevice:
     def launch(self, plan: StepPlan) -> None:
         self._queue.append(plan)
 
-    def land(self) -> StepResult:
-        """Run the oldest launched step."""
+    def land(self, lengths: Sequence[int] = ()) -> StepResult:
+        """Run the oldest launched step. Each slice that samples gives as many tokens as `lengths` has for it, or one."""
         plan = self._queue.popleft()
         assert plan.version == self.version, "weights changed under a launched step"
         for join in plan.joins:
@@ -73,15 +74,16 @@ class FakeDevice:
             self._tables[row] += blocks
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             self._write(row, start, count)
-        return StepResult(plan.step, self._sample(plan), {}, self._score(plan))
+        tokens = self._sample(plan, iter(lengths or repeat(1)))
+        return StepResult(plan.step, tokens, {}, self._score(plan), lengths=list(lengths))
 
     def forget(self) -> None:
         """All KV is lost."""
         self.kv = [[-1] * self.block_size for _ in self.kv]
 
-    def write_token(self, row: int, position: int, token: int) -> None:
-        """Take another device's word for what was sampled."""
-        self._tokens[row][position:] = [token]
+    def write_tokens(self, row: int, position: int, tokens: list[int]) -> None:
+        """Replace what was sampled by the tokens of another device."""
+        self._tokens[row][position:] = tokens
 
     def read(self, row: int, stop: int) -> list[Entry]:
         table, size = self._tables[row], self.block_size
@@ -95,14 +97,26 @@ class FakeDevice:
             before = self.kv[table[(position - 1) // size]][(position - 1) % size] if position else 0
             self.kv[table[position // size]][position % size] = entry(before, tokens[position], self.version)
 
-    def _sample(self, plan: StepPlan) -> list[int]:
+    def _sample(self, plan: StepPlan, lengths: Iterator[int]) -> list[int]:
         sampled = []
         for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
             if samples:
                 end = start + count
-                sampled.append(choose(self.read(row, end), self.vocab_size))
-                self._tokens[row][end:] = sampled[-1:]
+                tokens = self._choose_run(row, self.read(row, end), next(lengths))
+                self.write_tokens(row, end, tokens)
+                sampled += tokens
         return sampled
+
+    def _choose_run(self, row: int, entries: list[Entry], length: int) -> list[int]:
+        """The next tokens after `entries`. No KV is written: the slices that compute these tokens are yet to come."""
+        tokens: list[int] = []
+        for _ in range(length):
+            tokens.append(self._choose(row, entries))
+            entries.append(entry(entries[-1], tokens[-1], self.version))
+        return tokens
+
+    def _choose(self, row: int, entries: list[Entry]) -> int:
+        return choose(entries, self.vocab_size)
 
     def _score(self, plan: StepPlan) -> dict[int, tuple[Logprobs, ...]]:
         scores = {}

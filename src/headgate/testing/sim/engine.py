@@ -13,7 +13,7 @@ import asyncio
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -33,7 +33,7 @@ from headgate.protocol.command import Files, Source
 from headgate.protocol.message import Answer, EngineInfo, FromClient, FromEngine, Told
 from headgate.protocol.plan import StepPlan, StepResult
 from headgate.protocol.request import Ticket
-from headgate.testing.device import FakeDevice, expected_entries
+from headgate.testing.device import Entry, FakeDevice, expected_entries
 from headgate.testing.executor import FakeExecutor
 from headgate.testing.sim.kv import SimKv
 from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
@@ -63,19 +63,13 @@ class SimDevice(FakeDevice):
         super().__init__(num_blocks, block_size, max_rows, SPOKEN, version)
         self._seeds = [0] * max_rows
 
-    def land(self) -> StepResult:
+    def land(self, lengths: Sequence[int] = ()) -> StepResult:
         for join in self._queue[0].joins:
             self._seeds[join.row] = join.sampling.seed or 0
-        return super().land()
+        return super().land(lengths)
 
-    def _sample(self, plan: StepPlan) -> list[int]:
-        sampled = []
-        for row, start, length, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
-            if samples:
-                end = start + length
-                sampled.append(choose(self.read(row, end), self._seeds[row]))
-                self._tokens[row][end:] = sampled[-1:]
-        return sampled
+    def _choose(self, row: int, entries: list[Entry]) -> int:
+        return choose(entries, self._seeds[row])
 
 
 @dataclass(frozen=True, slots=True)
