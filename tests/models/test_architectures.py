@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import Exaone4Config, Exaone4ForCausalLM
 
-from headgate.errors import UnsupportedModel
+from headgate.errors import RequestError, UnsupportedModel
 from headgate.layers.ranks import ALONE
-from headgate.models import ARCHITECTURES, Architecture, Config, build_model, read_spec, spec_of
+from headgate.models import ARCHITECTURES, Architecture, Config, build_model, read_spec, refuse_uneven, spec_of
 from headgate.models.qwen2 import qwen2
 from headgate.models.spec import AttentionSpec, Dense, LayerSpec
 from headgate.testing.tiny import tiny_model
@@ -93,6 +93,14 @@ def test_the_row_of_an_architecture_decides_which_network_is_built(monkeypatch, 
     build_model(spec, backend="torch")
     [(given, backend, ranks)] = built
     assert (given, backend.name, ranks) == (spec, "torch", ALONE)
+
+
+def test_a_layer_that_cannot_be_divided_among_ranks_is_refused_with_its_width(tmp_path):
+    spec = read_spec(tiny_model(tmp_path, tokenizer=False))
+    odd = replace(spec.layers[0], mlp=Dense(33))
+    refuse_uneven(spec, 2)
+    with pytest.raises(RequestError, match=r"2 KV heads and MLP of 33 and 96 cannot be divided by that; it takes 1$"):
+        refuse_uneven(replace(spec, layers=(spec.layers[0], odd)), 2)
 
 
 def test_layers_of_one_model_may_differ(tmp_path):

@@ -77,12 +77,13 @@ def build_model(
 
 
 def refuse_uneven(spec: ModelSpec, ranks: int) -> None:
-    """The KV heads divide the attention heads, so these two decide."""
-    parts = (spec.kv_heads, *{layer.mlp.intermediate for layer in spec.layers})
-    fits = [n for n in range(1, spec.kv_heads + 1) if not any(part % n for part in parts)]
+    """The KV heads divide the attention heads, so they and the MLPs decide."""
+    widths = sorted({layer.mlp.intermediate for layer in spec.layers})
+    fits = [n for n in range(1, spec.kv_heads + 1) if not any(part % n for part in (spec.kv_heads, *widths))]
     if ranks not in fits:
+        mlp = " and ".join(map(str, widths))
         raise RequestError(
-            f"tensor_parallel is {ranks}, and this model's {spec.kv_heads} KV heads and MLP of {spec.intermediate} cannot "
+            f"tensor_parallel is {ranks}, and this model's {spec.kv_heads} KV heads and MLP of {mlp} cannot "
             f"be divided by that; it takes {', '.join(map(str, fits))}",
             param="tensor_parallel",
         )
