@@ -27,12 +27,12 @@ import uvloop
 
 from headgate.api.app import build_app
 from headgate.api.host import Host
-from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
 from headgate.api.server import HttpServer
 from headgate.api.state import Api
 from headgate.config import EngineConfig
+from headgate.contract.keys import Keys
 from headgate.engine.channel import EngineChannel
 from headgate.engine.client import connected
 from headgate.engine.replicas import Replicas

@@ -1,7 +1,8 @@
 """Every route of server and router, by every caller, under every kind of keys: who is let in.
 
-The routes come from the routing tables. What is expected of each follows from its declaration in `headgate.api.access` by
-the rule in `expected`, so a route that is not declared fails here. Run with `-s` to read the table.
+The routes come from the routing tables. What is expected of each follows from its declaration in
+`headgate.contract.access` by the rule in `expected`, so a route that is not declared fails here. Run with `-s` to read
+the table.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, Route
 
-from headgate.api.access import DECLARED, Access
 from headgate.api.app import PAGE_ROUTES, ROUTES, App
-from headgate.api.errors import Forbidden, Unauthorized
 from headgate.api.host import Host
-from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
+from headgate.contract.access import DECLARED, Access
+from headgate.contract.errors import Forbidden, Unauthorized
+from headgate.contract.keys import Keys
 from headgate.router.router import RELAYED
 from tests.router.fleets import live_router
 
@@ -152,7 +153,7 @@ def stubbed(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
 
 def test_every_route_of_a_server_is_declared():
     routes = {route.path for route in (*ROUTES, *PAGE_ROUTES) if isinstance(route, Route)}
-    assert routes <= set(DECLARED), f"not declared in headgate/api/access.py: {sorted(routes - set(DECLARED))}"
+    assert routes <= set(DECLARED), f"not declared in headgate/contract/access.py: {sorted(routes - set(DECLARED))}"
 
 
 def test_every_route_of_a_router_is_declared_and_nothing_else_is():
@@ -161,7 +162,7 @@ def test_every_route_of_a_router_is_declared_and_nothing_else_is():
         app: Any = router.router.bridge._app
         routes = {route.path for route in app.routes} | RELAYED
     served = {route.path for route in (*ROUTES, *PAGE_ROUTES) if isinstance(route, Route)}
-    assert routes <= set(DECLARED), f"not declared in headgate/api/access.py: {sorted(routes - set(DECLARED))}"
+    assert routes <= set(DECLARED), f"not declared in headgate/contract/access.py: {sorted(routes - set(DECLARED))}"
     assert set(DECLARED) <= routes | served, f"no such route: {sorted(set(DECLARED) - routes - served)}"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headgate.api.keys import Keys
+from headgate.contract.keys import Keys
 from headgate.testing.tiny import tiny_model
 from tests.api import test_abort, test_pause, test_weights
 from tests.api.clients import asking, streaming

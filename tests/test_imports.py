@@ -48,8 +48,12 @@ MAY_IMPORT = {
     "text": {"text", "protocol", "errors", "zoo"},
     "zoo": {"zoo", "errors"},
     "dashboard": {"dashboard", "errors"},
+    "contract": {"contract", "dashboard", "protocol", "errors"},
+    "edge": {"edge", "contract", "dashboard", "protocol", "errors", "shares"},
     "api": {
         "api",
+        "contract",
+        "edge",
         "dashboard",
         "engine",
         "text",
@@ -66,6 +70,8 @@ MAY_IMPORT = {
     "router": {
         "router",
         "api",
+        "contract",
+        "edge",
         "dashboard",
         "protocol",
         "errors",
@@ -92,8 +98,10 @@ ONLY_IN = {
     "zmq": {"engine/channel.py", "transfer"},
     "nixl": {"transfer/staging.py"},
     "ray": {"cluster/ray.py"},
+    "starlette": {"api", "edge", "router"},
     "asyncio": {
         "api",
+        "edge",
         "dashboard/feed.py",
         "router",
         "engine/client.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headgate import cli
-from headgate.api.keys import is_loopback
+from headgate.contract.keys import is_loopback
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/threat-model.md").read_text("utf-8")

@@ -19,14 +19,14 @@ import httpx
 
 from headgate.api.app import build_app
 from headgate.api.host import Host
-from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
-from headgate.api.outflow import STALL_S
 from headgate.api.server import HttpServer
-from headgate.api.sharing import Sharing
 from headgate.api.state import Api, ApiSettings
 from headgate.config import EngineConfig
+from headgate.contract.keys import Keys
+from headgate.edge.outflow import STALL_S
+from headgate.edge.sharing import Sharing
 from headgate.engine.replicas import Replicas, started
 from headgate.listening import take_port
 from headgate.protocol.message import EngineStatus

@@ -12,10 +12,10 @@ import msgspec
 
 from headgate.api.app import App, build_app
 from headgate.api.host import Host
-from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
 from headgate.api.state import Api, ApiSettings
+from headgate.contract.keys import Keys
 from headgate.engine.client import Chunk
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause

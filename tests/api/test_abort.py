@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headgate.api.keys import Keys
+from headgate.contract.keys import Keys
 from headgate.protocol.message import EngineStatus
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import Heard, Missed, asking, begun, get, post, send, streaming, unless_missed, until

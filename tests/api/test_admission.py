@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from headgate.api.admission import Admission
-from headgate.api.errors import QueueFull
-from headgate.api.sharing import Sharing
+from headgate.contract.errors import QueueFull
+from headgate.edge.admission import Admission
+from headgate.edge.sharing import Sharing
 from tests.router.run import run
 
 

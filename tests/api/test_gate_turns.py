@@ -8,10 +8,10 @@ from typing import Any
 
 from headgate.api.bodies import FREE_BYTES
 from headgate.api.gate import BEGUN_AT_ONCE, Gate
-from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
-from headgate.api.sharing import Sharing
+from headgate.contract.keys import Keys
+from headgate.edge.sharing import Sharing
 
 TENANTS = {"greedy": "kg", "polite": "kp"}
 

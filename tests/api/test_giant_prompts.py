@@ -14,8 +14,8 @@ from tokenizers import normalizers, pre_tokenizers
 from headgate.api import schema
 from headgate.api.abort import MOST_NAMES
 from headgate.api.bodies import BODIES_AT_ONCE, FREE_BYTES, Bodies
-from headgate.api.errors import BodyTooLarge, QueueFull
-from headgate.api.sharing import Sharing
+from headgate.contract.errors import BodyTooLarge, QueueFull
+from headgate.edge.sharing import Sharing
 from headgate.text.bounds import longest_token
 from headgate.text.tokenizer import Tokenizer
 from tests.api.live import LiveServer

@@ -12,8 +12,8 @@ import pytest
 
 from headgate.api import idempotency
 from headgate.api.idempotency import KEPT_S, AnswerTooLong, Replays
-from headgate.api.sse import Reply
-from headgate.api.tenant_store import TenantStore
+from headgate.edge.sse import Reply
+from headgate.edge.tenant_store import TenantStore
 
 
 class Clock:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headgate.api.keys import Keys
+from headgate.contract.keys import Keys
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import Missed, post, unless_missed, until
 from tests.api.live import LiveServer, live_server

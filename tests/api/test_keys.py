@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.api.access import DECLARED, Access
-from headgate.api.errors import Forbidden, Unauthorized
-from headgate.api.keys import Caller, Keys, is_loopback, parse_keys, presented, read_keys
+from headgate.contract.access import DECLARED, Access
+from headgate.contract.errors import Forbidden, Unauthorized
+from headgate.contract.keys import Caller, Keys, is_loopback, parse_keys, presented, read_keys
 from headgate.errors import RequestError
 
 CHAT = "/v1/chat/completions"

@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from headgate.api.errors import QueueFull
 from headgate.api.ledger import Ledger, UsageRecord
 from headgate.api.metrics import Metrics
-from headgate.api.sharing import Sharing
+from headgate.contract.errors import QueueFull
+from headgate.edge.sharing import Sharing
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
 from headgate.shares import Shares
 

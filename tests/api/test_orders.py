@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.api.orders import MOST_ROUTERS, OWN, RUNNING, UNORDERED, Order, Orders, Overtaken
+from headgate.contract.orders import MOST_ROUTERS, OWN, RUNNING, UNORDERED, Order, Orders, Overtaken
 from headgate.errors import RequestError
 from headgate.protocol.command import Pause, Resume
 from tests.api.test_control import PAUSED, Engines, controls

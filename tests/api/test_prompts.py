@@ -13,8 +13,8 @@ import pytest
 
 from headgate.api.prompts import chat_prompt, text_prompt, text_prompts
 from headgate.api.schema import ChatRequest, Message
-from headgate.api.sharing import Sharing
 from headgate.api.state import LONG_TEXT, Api
+from headgate.edge.sharing import Sharing
 from headgate.errors import ContextTooLong, RequestError
 from headgate.text.template import ChatTemplate
 from headgate.text.tokenizer import PIECE_CHARS, Tokenizer

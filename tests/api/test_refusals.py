@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from headgate.api.gate import Gate
-from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
+from headgate.contract.keys import Keys
 from headgate.errors import EngineDead
 from headgate.testing.tiny import tiny_model
 from tests.api.scripted import Client, ScriptedEngines, scripted_app

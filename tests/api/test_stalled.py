@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from headgate.api import departures
-from headgate.api.departures import Departures
-from headgate.api.outflow import Outflow, await_readers
+from headgate.edge import departures
+from headgate.edge.departures import Departures
+from headgate.edge.outflow import Outflow, await_readers
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import asking
 from tests.api.live import LiveServer, eventually, live_server
@@ -222,8 +222,8 @@ def test_62_clients_that_read_are_waited_for(monkeypatch: pytest.MonkeyPatch):
             return None
 
     async def main() -> None:
-        monkeypatch.setattr("headgate.api.outflow.UNREAD_S", 0.2)
-        monkeypatch.setattr("headgate.api.outflow.LOOK_S", 0.01)
+        monkeypatch.setattr("headgate.edge.outflow.UNREAD_S", 0.2)
+        monkeypatch.setattr("headgate.edge.outflow.LOOK_S", 0.01)
         loop = asyncio.get_running_loop()
         reading: Any = Buffer(10**6, drains=True)
         stuck: Any = Buffer(10**6, drains=False)

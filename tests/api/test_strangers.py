@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headgate.api.keys import Keys
+from headgate.contract.keys import Keys
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import asking, begun, get, post, send, streaming
 from tests.api.live import LiveServer, live_server

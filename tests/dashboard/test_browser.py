@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.api.keys import Keys
+from headgate.contract.keys import Keys
 from tests.api.live import LiveServer, live_server
 from tests.api.serving import serving, wait_until
 from tests.dashboard.conftest import ENGINE

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from headgate.api import dashboard
+from headgate.edge import dashboard
 from headgate.dashboard.feed import Feed, TooManyWatchers
 from headgate.dashboard.frame import Bounds, Card, Glance, Shown, Viewer
 from headgate.dashboard.meter import Counts

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from headgate.api.dashboard import phase_of
-from headgate.api.keys import Keys
+from headgate.contract.keys import Keys
 from headgate.dashboard import page
 from headgate.dashboard.feed import MOST_WATCHERS
 from tests.api.live import live_server

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from headgate.api.orders import Order, Orders, Overtaken
 from headgate.config import RouteConfig, WorkerAddress
+from headgate.contract.orders import Order, Orders, Overtaken
 from headgate.listening import take_port
 from headgate.router.dialects import PAUSES, RESUMES
 from headgate.router.router import Router

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headgate.api.orders import Order
 from headgate.client import Fleet
+from headgate.contract.orders import Order
 from tests.api.clients import COMPLETIONS, Heard, asking
 from tests.api.clients import stream as read
 from tests.api.live import LiveServer

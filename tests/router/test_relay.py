@@ -13,8 +13,8 @@ import pytest
 
 from headgate.api import wire
 from headgate.api.abort import AbortRequest
-from headgate.api.errors import cut_short, error_body
 from headgate.api.generation import Finish
+from headgate.contract.errors import cut_short, error_body
 from headgate.errors import HeadgateError
 from headgate.router.abort import Scope, abort
 from headgate.router.ending import as_aborted

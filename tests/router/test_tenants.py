@@ -14,9 +14,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from headgate.api.keys import Keys
 from headgate.client import Fleet
 from headgate.config import RouteConfig
+from headgate.contract.keys import Keys
 from headgate.protocol.keys import tenant_salt
 from headgate.router.disagg import PREFILL, prefill_name
 from headgate.router.router import Router

@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         "a client that leaves a server ends its request",
-        "api/sse.py",
+        "edge/sse.py",
         '    while (await receive())["type"] != "http.disconnect":\n        pass\n',
         "    await asyncio.sleep(1e9)\n",
         "tests/api/test_chat.py",
@@ -607,7 +607,7 @@ MUTANTS = [
     ),
     Mutant(
         "an id that was drawn tells of no other",
-        "api/ids.py",
+        "contract/ids.py",
         "        return PREFIX + self._drawn.pop()\n",
         "        self.count = getattr(self, 'count', 0) + 1\n        return f'{PREFIX}{0:08x}{self.count:x}'\n",
     ),
@@ -638,7 +638,7 @@ MUTANTS = [
     ),
     Mutant(
         "an abort waits at most two seconds for a client that does not read",
-        "api/outflow.py",
+        "edge/outflow.py",
         "(outflow is None or outflow.stalled_s(now_s) < UNREAD_S)\n",
         "True\n",
         test="tests/api/test_stalled.py",
@@ -658,7 +658,7 @@ MUTANTS = [
     ),
     Mutant(
         "a worker takes no request without a key",
-        "api/keys.py",
+        "contract/keys.py",
         "        self.closed = bool(self.tenants) or worker is not None",
         "        self.closed = bool(self.tenants)",
         test="tests/api/test_keys.py",
@@ -737,7 +737,7 @@ MUTANTS = [
     ),
     Mutant(
         "a pause that a later call has overtaken is refused",
-        "api/orders.py",
+        "contract/orders.py",
         "        if order.number < self._newest.get(order.router, 0):\n",
         "        if False:\n",
         test="tests/api/test_orders.py",

@@ -18,11 +18,11 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.errors import Forbidden
 from headgate.api.ledger import PREFILL, Ledger, Past, Record
-from headgate.api.outflow import await_readers
 from headgate.api.schema import Tags, convert, read_object
 from headgate.api.state import Api, ChunkStream, api_of
+from headgate.contract.errors import Forbidden
+from headgate.edge.outflow import await_readers
 from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S
 

@@ -23,7 +23,6 @@ from headgate.api.gate import Gate
 from headgate.api.health import health, live, ready
 from headgate.api.host import Host
 from headgate.api.idempotency import Replays
-from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import metrics
 from headgate.api.models import list_models, show_model
@@ -31,8 +30,10 @@ from headgate.api.openapi import openapi
 from headgate.api.responses import responses
 from headgate.api.state import Api
 from headgate.api.tokenize import detokenize, tokenize
+from headgate.contract.keys import Keys
 from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
+from headgate.edge.dashboard import show_page
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -128,7 +129,7 @@ ROUTES: tuple[BaseRoute, ...] = (
 
 # For people with a browser, and no part of the API.
 PAGE_ROUTES: tuple[BaseRoute, ...] = (
-    *(get(path, dashboard.show_page) for path in page.ASSETS),
+    *(get(path, show_page) for path in page.ASSETS),
     get(page.EVENTS, dashboard.watch),
     get(page.NUMBERS, dashboard.tell_numbers),
 )

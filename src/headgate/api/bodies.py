@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from starlette.types import Message, Receive
 
-from headgate.api.errors import BodyTooLarge, QueueFull
-from headgate.api.sharing import Sharing
+from headgate.contract.errors import BodyTooLarge, QueueFull
+from headgate.edge.sharing import Sharing
 from headgate.shares import Shares
 
 FREE_BYTES = 1 << 16

@@ -11,14 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.constraints import constraint_for
-from headgate.api.errors import Problem
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.logprobs import CompletionLogprobs, completion_logprobs, joined, prompt_offsets
 from headgate.api.prompts import text_prompts
 from headgate.api.schema import CompletionRequest, prompts_of, read_body, refuse
 from headgate.api.serve import Call, Dialect, exchange
-from headgate.api.sse import DONE
 from headgate.api.state import LONG_TEXT, Api, api_of
 from headgate.api.usage import Usage, usage_of
 from headgate.api.wire import (
@@ -32,6 +30,8 @@ from headgate.api.wire import (
     finish_reason,
     usage_asked,
 )
+from headgate.contract.errors import Problem
+from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.plan import Logprobs
 

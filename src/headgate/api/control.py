@@ -23,10 +23,10 @@ from headgate.api.abort import Count, Seconds
 from headgate.api.host import BOOT_HEADER, Host, host_of
 from headgate.api.ledger import PREFILL, Record
 from headgate.api.metrics import look_at_all
-from headgate.api.orders import UNORDERED, Order, Orders
 from headgate.api.schema import convert, read_object
 from headgate.api.state import Api
-from headgate.api.tickets import NEWEST_VERSION, Version
+from headgate.contract.orders import UNORDERED, Order, Orders
+from headgate.contract.tickets import NEWEST_VERSION, Version
 from headgate.engine.replicas import Place, finds_accepted
 from headgate.errors import EngineDead, HeadgateError, Late, RequestError, Unavailable
 from headgate.protocol.command import (

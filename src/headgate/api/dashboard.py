@@ -16,15 +16,13 @@ from headgate.api.control import overall
 from headgate.api.host import Host, host_of
 from headgate.api.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S, EngineView, look_at_all
 from headgate.api.requests import Sightings, in_flight, sightings
-from headgate.api.sse import ClientGone, Exchange, Reply
 from headgate.api.state import Api
-from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
 from headgate.dashboard.frame import Bounds, Card, Glance, Shown, Viewer
 from headgate.dashboard.meter import Counts
+from headgate.edge.dashboard import watched
 
 LOOK_TIMEOUT_S = 0.8  # an engine that takes longer is shown as one that does not answer
-SEND_TIMEOUT_S = 10.0  # a viewer that has not read for so long has gone
 BOUNDS = Bounds(tuple(FIRST_TOKEN_S), tuple(BETWEEN_TOKENS_S))
 
 # In the words of the page; what has no line here is its own.
@@ -155,10 +153,6 @@ def _card(engine: EngineNumbers) -> Card:
 # ------------------------------------------------------------------------------------------------------------ handlers
 
 
-async def show_page(request: Request) -> Response:
-    return page.asset(request.url.path)
-
-
 async def tell_numbers(request: Request) -> Response:
     return Response(msgspec.json.encode(await look_at_server(host_of(request))), media_type="application/json")
 
@@ -166,26 +160,3 @@ async def tell_numbers(request: Request) -> Response:
 async def watch(request: Request) -> Response:
     feed: Feed = request.app.state.feed
     return watched(request, feed)
-
-
-async def _send(reply: Reply, event: bytes) -> None:
-    try:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await reply.send_event(event)
-    except TimeoutError:
-        raise ClientGone from None
-
-
-def watched(request: Request, feed: Feed) -> Response:
-    """The feed as an answer that lasts until the viewer leaves."""
-    if request.method == "HEAD":
-        return Response(media_type="text/event-stream")
-    viewer = Viewer(request.state.tenant, request.state.admin)
-
-    async def tell(reply: Reply) -> None:
-        with feed.watching():
-            async for event in feed.events(viewer):
-                await _send(reply, event)
-        await reply.end(b"")
-
-    return Exchange(tell)

@@ -11,10 +11,10 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headgate.api.errors import ErrorBody, Problem, error_body
 from headgate.api.generation import Finish, Job, Piece
-from headgate.api.sse import DONE
-from headgate.api.tickets import KvTicket, kv_ticket
+from headgate.contract.errors import ErrorBody, Problem, error_body
+from headgate.contract.tickets import KvTicket, kv_ticket
+from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, PdError
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headgate.api.access import GENERATING
 from headgate.api.bodies import Bodies, Charge
-from headgate.api.errors import error_response, status_of
-from headgate.api.ids import Ids
-from headgate.api.keys import Caller, Headers, Keys
 from headgate.api.ledger import Ledger
+from headgate.contract.access import GENERATING
+from headgate.contract.errors import status_of
+from headgate.contract.ids import Ids
+from headgate.contract.keys import Caller, Headers, Keys
+from headgate.edge.responses import error_response, refusal_of
 from headgate.errors import HeadgateError, RequestError
 from headgate.turns import Turns
 
@@ -64,6 +64,8 @@ class Gate:
         except asyncio.CancelledError:
             # A server whose time is up has closed the connection, and ends what is left; there is nobody to tell.
             log.debug("%s: broken off", state["request_id"])
+        except HTTPException as error:
+            await self._explain(refusal_of(error, scope), answer, scope, receive)
         except Exception as error:
             await self._explain(error, answer, scope, receive)
             _forget_frames(error)
@@ -104,15 +106,13 @@ class Gate:
             raise error  # the HTTP server logs it and breaks the connection: the one way left to say "this was not all"
         id = str(answer.state["request_id"])
         status = status_of(error)
-        if status >= 500 and not isinstance(error, RequestError | HTTPException):
+        if status >= 500 and not isinstance(error, RequestError):
             trace = None if isinstance(error, HeadgateError) else error
             log.error("%s: %s %s failed: %r", id, scope["method"], scope["path"], error, exc_info=trace)
         else:
             log.debug("%s: %s %s answered %d: %s", id, scope["method"], scope["path"], status, error)
-        if isinstance(error, RequestError | HTTPException):
-            self._ledger.refuse(error, _code_of(error))
-        if isinstance(error, HTTPException):
-            error = _reworded(error, scope)
+        if isinstance(error, RequestError):
+            self._ledger.refuse(error, error.code)
         await error_response(error, id)(scope, receive, answer.send)
 
 
@@ -146,21 +146,6 @@ def _given_id(headers: Headers) -> str | None:
                 )
             return id
     return None
-
-
-def _code_of(error: RequestError | HTTPException) -> str:
-    if isinstance(error, RequestError):
-        return error.code
-    return HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")  # not_found, method_not_allowed
-
-
-def _reworded(error: HTTPException, scope: Scope) -> HTTPException:
-    if error.status_code == 404:
-        return HTTPException(404, f"there is nothing at {scope['path']}; /openapi.json lists what there is")
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        return HTTPException(405, f"{scope['path']} takes {allowed}, not {scope['method']}", error.headers)
-    return error
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from headgate.api.sse import innermost
 from headgate.api.state import Api, ChunkStream
+from headgate.edge.sse import innermost
 from headgate.engine.client import Chunk
 from headgate.errors import EngineDead, RequestError
 from headgate.protocol.output import Cause, Ended, FinishReason, Timings

@@ -13,9 +13,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.errors import RETRY_AFTER_S
 from headgate.api.host import host_of
 from headgate.api.metrics import EngineView, look_at_all
+from headgate.contract.errors import RETRY_AFTER_S
 
 PING_TIMEOUT_S = 2.0
 QUIET_S = 5.0  # an idle loop turns at least once a second

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headgate.api.sse import TRANSPORT, Exchange, Reply, innermost
-from headgate.api.tenant_store import TenantStore
+from headgate.edge.sse import TRANSPORT, Exchange, Reply, innermost
+from headgate.edge.tenant_store import TenantStore
 from headgate.errors import RequestError, Unavailable
 from headgate.shares import Shares
 

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from starlette.requests import Request
 
-from headgate.api.errors import status_of
 from headgate.api.generation import Finish, Job, Piece
-from headgate.api.sse import Reply
 from headgate.api.wire import error_event
+from headgate.contract.errors import status_of
+from headgate.edge.sse import Reply
 from headgate.errors import EngineDead, HeadgateError, RequestError
 
 if TYPE_CHECKING:

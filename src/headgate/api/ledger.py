@@ -33,10 +33,10 @@ import msgspec
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 
-from headgate.api.errors import QueueFull
 from headgate.api.metrics import Metrics
-from headgate.api.sharing import Sharing
-from headgate.api.sse import ClientGone, Reply
+from headgate.contract.errors import QueueFull
+from headgate.edge.sharing import Sharing
+from headgate.edge.sse import ClientGone, Reply
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
 from headgate.protocol.output import Cause
 from headgate.shares import Shares

@@ -25,7 +25,6 @@ from headgate.api.dialects.transfer import (
     UpdateTransfer,
 )
 from headgate.api.dialects.vllm import TokensRequest
-from headgate.api.errors import ErrorBody
 from headgate.api.health import Health, Readiness
 from headgate.api.host import host_of
 from headgate.api.models import Model, ModelList
@@ -39,6 +38,7 @@ from headgate.api.schema import (
     TokenizeRequest,
 )
 from headgate.api.tokenize import Detokenized, Tokenized
+from headgate.contract.errors import ErrorBody
 
 ERRORS = {
     400: "The request cannot be understood or is out of range; `param` names the field",

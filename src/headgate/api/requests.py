@@ -19,9 +19,9 @@ from headgate.api.abort import (
     find_past,
     scope_of,
 )
-from headgate.api.errors import NotFound
 from headgate.api.ledger import Event, Ledger, Past, Record, UsageRecord
 from headgate.api.state import Api, ChunkStream, api_of
+from headgate.contract.errors import NotFound
 from headgate.engine.replicas import Place
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, Look, Seen, Sighted
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from headgate.api.errors import ErrorBody, error_body
 from headgate.api.logprobs import TokenLogprob
 from headgate.api.wire import encode
+from headgate.contract.errors import ErrorBody, error_body
 from headgate.errors import HeadgateError
 from headgate.text.tools import CallDelta
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from headgate.api.state import api_of
-from headgate.api.tickets import KvTicket, Version
+from headgate.contract.tickets import KvTicket, Version
 from headgate.errors import ContextTooLong, RequestError
 from headgate.protocol.output import Cause, FinishReason
 

@@ -18,15 +18,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.bodies import Charge
-from headgate.api.errors import NotFound
 from headgate.api.export import ExportDialect
 from headgate.api.generation import Job, Piece, collect, run_all
 from headgate.api.idempotency import replays_of
 from headgate.api.journal import HEADER, Resumable, StreamJournal, WholeJournal, asked_at, seed_of
 from headgate.api.ledger import PREFILL
 from headgate.api.schema import Generation
-from headgate.api.sse import Exchange, Reply
 from headgate.api.state import Api, api_of
+from headgate.contract.errors import NotFound
+from headgate.edge.sse import Exchange, Reply
 from headgate.engine.replicas import DEADLINE_GRACE_S
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.keys import tenant_salt

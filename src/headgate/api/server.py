@@ -23,19 +23,19 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from headgate.api.app import build_app
-from headgate.api.errors import error_body
 from headgate.api.host import Host
-from headgate.api.keys import Keys, is_loopback
 from headgate.api.ledger import Ledger, UsageRecord
 from headgate.api.metrics import Metrics
-from headgate.api.outflow import STALL_S, UNREAD_S, Outflow
 from headgate.api.registration import Heartbeats
-from headgate.api.sharing import Sharing
-from headgate.api.sse import STALLED, TRANSPORT
 from headgate.api.state import Api
 from headgate.api.traces import tracing
 from headgate.collector import spare_the_collector
 from headgate.config import ServerConfig
+from headgate.contract.errors import error_body
+from headgate.contract.keys import Keys, is_loopback
+from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
+from headgate.edge.sharing import Sharing
+from headgate.edge.sse import STALLED, TRANSPORT
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError, RequestError
 from headgate.listening import StopSignals, cannot_listen, url_of

@@ -13,8 +13,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from headgate.api.admission import Admission
-from headgate.api.departures import Departures
+from headgate.edge.admission import Admission
+from headgate.edge.departures import Departures
 from headgate.engine.client import Chunk
 from headgate.engine.replicas import Place
 from headgate.errors import HeadgateError, RequestError

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headgate.api import errors
-from headgate.api.errors import ErrorBody, Problem, error_body
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.schema import Sampled
 from headgate.api.usage import Usage, VersionSpan, version_spans
+from headgate.contract import errors
+from headgate.contract.errors import ErrorBody, Problem, error_body
 from headgate.errors import HeadgateError, PdError
 
 encode = msgspec.json.Encoder().encode

@@ -211,7 +211,7 @@ def checked_port(port: int) -> int:
 
 def read_keys(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
     """API keys by tenant, and the admin key; a flag wins over the environment."""
-    from headgate.api.keys import parse_keys, read_keys
+    from headgate.contract.keys import parse_keys, read_keys
 
     keys: dict[str, str] = {}
     if options.api_keys is not None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
-from starlette.responses import Response
-
 PATH = "/dashboard"
 EVENTS = f"{PATH}/events"
 NUMBERS = f"{PATH}/numbers"
@@ -33,11 +31,8 @@ HEADERS = {
 }
 
 
-def asset(path: str) -> Response:
-    name, media_type = ASSETS[path]
-    return Response(_read(name), headers=HEADERS, media_type=media_type)
-
-
 @cache
-def _read(name: str) -> bytes:
+def content(path: str) -> bytes:
+    """The file at a path of `ASSETS`."""
+    name, _ = ASSETS[path]
     return (files("headgate.dashboard") / "assets" / name).read_bytes()

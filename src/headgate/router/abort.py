@@ -17,8 +17,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headgate.api.abort import LEAST_S, UNREAD, AbortCause, Aborted, AbortRequest, AbortResult, Trouble, readings
-from headgate.api.errors import Forbidden
-from headgate.api.outflow import await_readers
+from headgate.contract.errors import Forbidden
+from headgate.edge.outflow import await_readers
 from headgate.router.ask import UNREADABLE
 from headgate.router.ending import CAUSE
 from headgate.router.fanout import KEYS, SLACK_S, Asking, Call, Reply, ask, fan_out

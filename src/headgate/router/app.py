@@ -20,14 +20,15 @@ from starlette.types import Scope as AsgiScope
 
 from headgate.api.abort import AbortRequest, Seconds, read_abort
 from headgate.api.control import ControlBody, MemoryRequest, PauseRequest
-from headgate.api.dashboard import show_page, watched
-from headgate.api.errors import RETRY_AFTER_S, NotFound, error_body, error_response
-from headgate.api.ids import Ids
 from headgate.api.openapi import ERRORS, POSTED
 from headgate.api.openapi import describe as describe_server
 from headgate.api.schema import convert, read_object
+from headgate.contract.errors import RETRY_AFTER_S, NotFound, error_body
+from headgate.contract.ids import Ids
 from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
+from headgate.edge.dashboard import show_page, watched
+from headgate.edge.responses import error_response, refusal_of
 from headgate.errors import RequestError
 from headgate.router import dialects, looking, requests, scaling, workers
 from headgate.router.abort import RouterAbortResult, Scope, abort
@@ -359,19 +360,11 @@ class Gate:
             log.debug("%s: the client has gone", id)
         except (RequestError, HTTPException) as error:
             log.debug("%s: %s %s: %s", id, scope["method"], scope["path"], error)
-            told = _partial(error, id) if isinstance(error, Partial) else error_response(_reworded(error, scope), id)
+            refusal = refusal_of(error, scope) if isinstance(error, HTTPException) else error
+            told = _partial(refusal, id) if isinstance(refusal, Partial) else error_response(refusal, id)
             await told(scope, receive, named)
 
 
 def _given_id(scope: AsgiScope) -> str | None:
     given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), None)
     return given if given and given.isascii() and given.isprintable() and len(given) <= 256 else None
-
-
-def _reworded(error: Exception, scope: AsgiScope) -> Exception:
-    if isinstance(error, HTTPException) and error.status_code == 404:
-        return HTTPException(404, f"there is nothing at {scope['path']}; /openapi.json lists what there is")
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        return HTTPException(405, f"{scope['path']} takes {allowed}, not {scope['method']}", error.headers)
-    return error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headgate.api.errors import error_body
+from headgate.contract.errors import error_body
 from headgate.errors import RequestError
 from headgate.router.attempt import ANSWER_OWN, JSON, STREAM_HEADERS, Answered
 from headgate.router.downstream import Downstream, answer_head, error_answer

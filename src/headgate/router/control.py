@@ -32,7 +32,7 @@ from headgate.api.control import (
     overall,
     source_of,
 )
-from headgate.api.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
+from headgate.contract.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
 from headgate.errors import RequestError
 from headgate.router.abort import end_at_leaving
 from headgate.router.ending import PAUSE

@@ -2,7 +2,7 @@
 
 Hand-written for speed: one parser in C, no stream objects, no task per read. A request that does not come in time, or
 is too large, is refused here; everything else is `Handler`'s. A client that leaves is told to whoever answers it; one that
-reads nothing for too long is made to leave (`api/outflow.py`).
+reads nothing for too long is made to leave (`edge/outflow.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from urllib.parse import unquote
 
 import httptools
 
-from headgate.api.errors import RETRIED, RETRY_AFTER_S, error_body
-from headgate.api.outflow import STALL_S, UNREAD_S, Outflow
+from headgate.contract.errors import RETRIED, RETRY_AFTER_S, error_body
+from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
 from headgate.errors import RequestError
 from headgate.router import plain
 from headgate.router.journal import Journal

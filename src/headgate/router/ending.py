@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headgate.api.errors import cut_short, error_body
+from headgate.contract.errors import cut_short, error_body
 from headgate.errors import RequestError, Unavailable
 from headgate.router.ask import UNREADABLE
 from headgate.router.journal import Journal

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headgate.api.errors import NotFound
+from headgate.contract.errors import NotFound
 from headgate.router.fanout import Asking, Call, fan_out, of_kind, to_all
 from headgate.router.worker import Worker
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headgate.api.tickets import Version
+from headgate.contract.tickets import Version
 from headgate.router.upstream import NoAnswer, WorkerLost, call
 from headgate.router.worker import Kind, Worker, WorkerState
 

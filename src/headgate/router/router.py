@@ -15,13 +15,13 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
-from headgate.api.admission import Admission
-from headgate.api.departures import Departures
-from headgate.api.ids import Ids
-from headgate.api.keys import Caller, Keys, is_loopback
-from headgate.api.sharing import Sharing
-from headgate.api.tenant_store import TenantStore
 from headgate.config import RouteConfig
+from headgate.contract.ids import Ids
+from headgate.contract.keys import Caller, Keys, is_loopback
+from headgate.edge.admission import Admission
+from headgate.edge.departures import Departures
+from headgate.edge.sharing import Sharing
+from headgate.edge.tenant_store import TenantStore
 from headgate.errors import DuplicateId, RequestError, Unavailable
 from headgate.protocol.command import PauseMode
 from headgate.protocol.output import Cause

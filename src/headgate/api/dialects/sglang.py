@@ -22,7 +22,6 @@ from headgate.api import abort
 from headgate.api.constraints import constraint_for
 from headgate.api.control import controls_of, followed, json_response, pause_of, read_control
 from headgate.api.dialects.transfer import Outcome, number_of, update_held
-from headgate.api.errors import QueueFull
 from headgate.api.generation import Job, Piece, run
 from headgate.api.health import PING_TIMEOUT_S, judge, overall
 from headgate.api.host import Host, host_of
@@ -30,13 +29,14 @@ from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.ledger import PROBE
 from headgate.api.logprobs import LOWEST
 from headgate.api.metrics import EngineView, look_at_all
-from headgate.api.orders import Order
 from headgate.api.prompts import text_prompts
 from headgate.api.schema import CompletionRequest, Name, Resume, convert, decode, prompts_of, read_body
 from headgate.api.serve import Call, Dialect, exchange
-from headgate.api.sse import DONE
 from headgate.api.state import LONG_TEXT, Api, api_of
 from headgate.api.wire import encode, error_event
+from headgate.contract.errors import QueueFull
+from headgate.contract.orders import Order
+from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.command import TAGS, Files, PauseMode, Tag
 from headgate.protocol.plan import Logprobs

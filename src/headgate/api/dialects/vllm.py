@@ -20,13 +20,13 @@ from headgate.api.generation import Job, Piece
 from headgate.api.host import host_of
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.logprobs import ChatLogprobs, chat_logprobs
-from headgate.api.orders import Order
 from headgate.api.prompts import text_prompt
 from headgate.api.schema import CompletionRequest, Resume, TokenId, convert, read_body
 from headgate.api.serve import Call, Dialect, exchange
-from headgate.api.sse import DONE
 from headgate.api.state import Api, api_of
 from headgate.api.wire import encode, error_event
+from headgate.contract.orders import Order
+from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.command import TAGS, PauseMode, Tag
 

@@ -17,12 +17,12 @@ from headgate import scratch
 from headgate.api.app import App, build_app
 from headgate.api.host import Host as ApiHost
 from headgate.api.idempotency import Replays
-from headgate.api.keys import Keys
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics, Stopwatch
 from headgate.api.server import Drain, HttpServer, serve_until_stopped
 from headgate.api.state import Api, ApiSettings
 from headgate.config import EngineConfig, RouteConfig, WorkerAddress
+from headgate.contract.keys import Keys
 from headgate.engine import client as engine_client
 from headgate.engine import replicas
 from headgate.engine.replicas import Replicas, started

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from itertools import count, pairwise
 from typing import Any, cast
 
-from headgate.api.outflow import BYTES_ACKED
+from headgate.edge.outflow import BYTES_ACKED
 from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
 
 FIN = b""

@@ -1,8 +1,8 @@
-"""The one place where an error becomes a body: `{"error": {"message", "type", "param", "code"}}`, as OpenAI writes it.
+"""Errors of HTTP calls, and their one body: `{"error": {"message", "type", "param", "code"}}`, as OpenAI writes it.
 
-Handlers raise; `error_response` is called by the gate around them. A stream that has begun can no longer change its status
-and sends `error_body` as its last event instead. A message of ours says what to do; an exception that nobody planned is
-logged with its traceback and tells the caller nothing but its request id.
+Handlers raise; the gate around them answers (`edge/gate.py`). A stream that has begun can no longer change its status and
+sends `error_body` as its last event instead. Messages of ours say what to do; an unexpected exception is logged with its
+traceback, and its body has nothing but the request id.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 
 import msgspec
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 from headgate.errors import EngineDead, HeadgateError, RequestError, Unavailable
 
@@ -42,6 +40,15 @@ class Forbidden(RequestError):
 class NotFound(RequestError):
     status = 404
     code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed  # methods, as in the header `Allow`
 
 
 class BodyTooLarge(RequestError):
@@ -78,8 +85,6 @@ def status_of(error: BaseException) -> int:
     match error:
         case RequestError():
             return error.status
-        case HTTPException():
-            return error.status_code
         case EngineDead():
             return 503
     return 500
@@ -100,25 +105,10 @@ def _problem(error: BaseException, kind: str, request_id: str) -> Problem:
             return Problem(f"the engine of this request was lost: {error}", kind, None, "engine_lost")
         case HeadgateError():
             return Problem(str(error), kind, None, "internal_error")
-        case HTTPException():
-            return Problem(error.detail, kind, None, _HTTP_CODES.get(error.status_code))
     about = f" (request {request_id})" if request_id else ""
     return Problem(f"the server made a mistake; its log says more{about}", kind, None, "internal_error")
-
-
-_HTTP_CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed"}
 
 
 def cut_short(tokens: int, cause: str) -> RequestError:
     """What a client that knows no `finish_reason: abort` reads instead."""
     return Unavailable(f"the answer was cut short after {tokens} tokens ({cause})", code=cause)
-
-
-def error_response(error: BaseException, request_id: str = "") -> Response:
-    status = status_of(error)
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if status in RETRIED:
-        headers["retry-after"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error, request_id), status, headers, media_type="application/json")

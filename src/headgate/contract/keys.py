@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headgate.api.access import Access, access_of
-from headgate.api.errors import Forbidden, Unauthorized
+from headgate.contract.access import Access, access_of
+from headgate.contract.errors import Forbidden, Unauthorized
 from headgate.errors import RequestError
 
 ADMIN = "admin"

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from headgate.api.errors import QueueFull
-from headgate.api.sharing import Sharing
+from headgate.contract.errors import QueueFull
+from headgate.edge.sharing import Sharing
 from headgate.shares import Shares
 
 

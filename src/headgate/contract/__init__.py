@@ -1,0 +1,1 @@
+"""The HTTP contract: what servers, routers and clients agree on."""

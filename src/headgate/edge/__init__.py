@@ -1,0 +1,1 @@
+"""The HTTP edge: what servers and routers share in how they take requests and send answers."""

@@ -1,0 +1,40 @@
+"""Responses that servers and routers make alike."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+
+from headgate.contract.errors import (
+    RETRIED,
+    RETRY_AFTER_S,
+    MethodNotAllowed,
+    NotFound,
+    error_body,
+    status_of,
+)
+from headgate.errors import RequestError
+
+
+def error_response(error: BaseException, request_id: str = "") -> Response:
+    status, headers = status_of(error), {}
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = error.allowed
+    if status in RETRIED:
+        headers["retry-after"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error, request_id), status, headers, media_type="application/json")
+
+
+def refusal_of(error: HTTPException, scope: Scope) -> RequestError:
+    """An error of Starlette's routing, as one of ours."""
+    if error.status_code == 404:
+        return NotFound(f"there is nothing at {scope['path']}; /openapi.json lists what there is")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return MethodNotAllowed(f"{scope['path']} takes {allowed}, not {scope['method']}", allowed)
+    refusal = RequestError(error.detail)
+    refusal.status = error.status_code
+    return refusal
