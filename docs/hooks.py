@@ -18,7 +18,7 @@ from typing import Any
 from headgate import __version__, cli
 from headgate import config as configs
 from headgate.api.metrics import Metrics, Page
-from headgate.api.openapi import ERRORS, describe
+from headgate.contract.openapi import ERRORS, describe
 
 ROOT = Path(__file__).parents[1]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -69,7 +71,6 @@ MAY_IMPORT = {
     "bench": {"bench", "errors", "httpclient"},
     "router": {
         "router",
-        "api",
         "contract",
         "edge",
         "dashboard",
@@ -166,3 +167,36 @@ def test_imports_point_one_way(path):
 def test_importing_it_does_not_import_torch(module):
     script = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+# What a router has no use for: the engine's side of a server, and what only that needs.
+NOT_IN_A_ROUTER = {
+    *("torch", "transformers", "tokenizers", "llguidance", "jinja2", "zmq", "numpy", "uvicorn"),
+    *("headgate.api", "headgate.engine", "headgate.core", "headgate.text", "headgate.worker", "headgate.transfer"),
+}
+
+
+def test_a_router_process_loads_no_engine_and_no_tokenizer(tmp_path):
+    log = tmp_path / "imports"
+    command = [sys.executable, "-X", "importtime", "-m", "headgate.cli", "route", "--port", "0"]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as router,
+    ):
+        try:
+            url = next(found[0] for line in router.stdout if (found := re.search("http://[0-9.:]+", line)))
+            for path in (
+                "/openapi.json",
+                "/metrics",
+                "/dashboard",
+                "/v1/requests",
+            ):  # nothing is loaded later, either
+                with urlopen(url + path, timeout=60) as answer:
+                    assert answer.status == 200
+        finally:
+            router.terminate()
+    loaded = set(re.findall(r"^import time:.*\| +(\S+)$", log.read_text(), re.MULTILINE))
+    assert "headgate.router.server" in loaded
+    assert not {
+        name for name in loaded if NOT_IN_A_ROUTER & {name, name.split(".")[0], ".".join(name.split(".")[:2])}
+    }

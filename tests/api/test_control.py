@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from headgate.api.control import Controls, Refusal, overall
+from headgate.api.control import Controls, Refusal
 from headgate.api.host import Host
 from headgate.api.ledger import PREFILL, Ledger
 from headgate.api.metrics import Metrics
+from headgate.contract.control import overall
 from headgate.engine.replicas import Place, Replica
 from headgate.errors import EngineDead, Unavailable
 from headgate.protocol.command import Command, Denied, Files, Flush, Pause, Resume, StateTold

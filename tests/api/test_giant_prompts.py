@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 from tokenizers import normalizers, pre_tokenizers
 
-from headgate.api import schema
-from headgate.api.abort import MOST_NAMES
 from headgate.api.bodies import BODIES_AT_ONCE, FREE_BYTES, Bodies
+from headgate.contract.abort import MOST_NAMES
 from headgate.contract.errors import BodyTooLarge, QueueFull
+from headgate.edge import reading
 from headgate.edge.sharing import Sharing
 from headgate.text.bounds import longest_token
 from headgate.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def test_64_the_names_in_one_abort_are_bounded_because_each_is_looked_up_on_the_
 def test_64_a_control_body_of_very_many_values_is_refused_before_they_are_built(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
 ):
-    monkeypatch.setattr(schema, "CONTROL_VALUES", 1 << 16)
+    monkeypatch.setattr(reading, "CONTROL_VALUES", 1 << 16)
     response = server.post(path, {"req_ids": ["a"] * (1 << 17)})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_values")
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from headgate.api.dialects import sglang
-from headgate.api.health import Readiness, judge, judge_readiness, overall
+from headgate.api.health import judge, judge_readiness, overall
 from headgate.api.metrics import EngineView
+from headgate.contract.status import Readiness
 from headgate.protocol.message import EngineInfo, EngineStatus, Pong
 
 INFO = EngineInfo(512, 260, (0,), 64, 32, 8, "cpu", "torch", "float32")

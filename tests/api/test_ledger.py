@@ -9,9 +9,10 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from headgate.api.ledger import Ledger, UsageRecord
+from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
 from headgate.contract.errors import QueueFull
+from headgate.contract.requests import UsageRecord
 from headgate.edge.sharing import Sharing
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
 from headgate.shares import Shares

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from headgate.api.app import ROUTES
-from headgate.api.openapi import OPERATIONS, describe
+from headgate.contract.openapi import OPERATIONS, describe
 from tests.api.live import LiveServer
 
 

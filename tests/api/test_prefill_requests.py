@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from headgate.api.abort import AbortResult, Found, Scope, accept, find, find_all
+from headgate.api.abort import Found, Scope, accept, find, find_all
 from headgate.api.ledger import PREFILL, Ledger
 from headgate.api.metrics import Metrics
+from headgate.contract.abort import AbortResult
 
 
 def test_72_a_request_and_its_prefill_request_are_one_entry_and_one_count():

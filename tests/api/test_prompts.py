@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from headgate.api.prompts import chat_prompt, text_prompt, text_prompts
-from headgate.api.schema import ChatRequest, Message
 from headgate.api.state import LONG_TEXT, Api
+from headgate.contract.schema import ChatRequest, Message
 from headgate.edge.sharing import Sharing
 from headgate.errors import ContextTooLong, RequestError
 from headgate.text.template import ChatTemplate

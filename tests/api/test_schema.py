@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from headgate.api.prompts import plain_message
-from headgate.api.schema import ChatRequest, decode
+from headgate.contract.decoding import decode
+from headgate.contract.schema import ChatRequest
 
 
 def test_a_message_that_a_client_has_parsed_can_be_sent_back():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import builtins
 import logging
 
-from headgate.api.ledger import ChoiceUsage, UsageRecord
 from headgate.api.traces import attributes, tracing
+from headgate.contract.requests import ChoiceUsage, UsageRecord
 
 CHOICE = ChoiceUsage(0, "stop", "eos", prompt_tokens=10, cached_tokens=4, output_tokens=3)
 USAGE = UsageRecord("a", "alice", "chat", "stop", "eos", 1000.0, 0.5, 2.0, (CHOICE, CHOICE))

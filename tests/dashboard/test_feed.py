@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from headgate.edge import dashboard
 from headgate.dashboard.feed import Feed, TooManyWatchers
 from headgate.dashboard.frame import Bounds, Card, Glance, Shown, Viewer
 from headgate.dashboard.meter import Counts
+from headgate.edge import dashboard
 from headgate.router.bridge import Visit
 from headgate.router.downstream import Head, HttpRequest
 from tests.simulated import run

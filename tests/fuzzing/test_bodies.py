@@ -15,8 +15,8 @@ import pytest
 from hypothesis import strategies as st
 
 from headgate.api.app import App
-from headgate.api.control import UpdateRequest, source_of
-from headgate.api.schema import convert
+from headgate.contract.control import UpdateRequest, source_of
+from headgate.contract.decoding import convert
 from headgate.engine.client import Chunk
 from headgate.errors import RequestError
 from headgate.protocol.command import Source

@@ -15,8 +15,8 @@ from functools import partial
 
 import pytest
 
-from headgate.api.abort import AbortRequest
 from headgate.config import RouteConfig
+from headgate.contract.abort import AbortRequest
 from headgate.router.abort import RouterAbortResult, Scope, abort
 from headgate.router.ask import Ask
 from headgate.router.downstream import Head, HttpRequest

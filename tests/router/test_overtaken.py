@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from headgate.api.control import PauseRequest
+from headgate.contract.control import PauseRequest
 from headgate.router.control import FleetControls
 from headgate.router.fanout import Asking
 from headgate.router.relay import NoWorker

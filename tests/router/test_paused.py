@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headgate.api.control import PauseRequest
+from headgate.contract.control import PauseRequest
 from headgate.router.control import FleetControls
 from headgate.router.following import Follower
 from headgate.router.router import Router

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from headgate.api import wire
-from headgate.api.abort import AbortRequest
 from headgate.api.generation import Finish
+from headgate.contract.abort import AbortRequest
 from headgate.contract.errors import cut_short, error_body
 from headgate.errors import HeadgateError
 from headgate.router.abort import Scope, abort

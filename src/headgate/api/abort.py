@@ -11,73 +11,32 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.ledger import PREFILL, Ledger, Past, Record
-from headgate.api.schema import Tags, convert, read_object
 from headgate.api.state import Api, ChunkStream, api_of
+from headgate.contract.abort import (
+    UNREAD,
+    AbortAnswer,
+    AbortCause,
+    Aborted,
+    AbortResult,
+    Trouble,
+    abort_of,
+    readings,
+)
 from headgate.contract.errors import Forbidden
-from headgate.edge.outflow import await_readers
-from headgate.errors import RequestError
-from headgate.protocol.command import DEFAULT_TIMEOUT_S
+from headgate.contract.schema import Tags
+from headgate.edge.outflow import LEAST_S, await_readers
+from headgate.edge.reading import read_object
 
 log = logging.getLogger(__name__)
 
-# What stands before a request's id in the bodies of its answers.
-PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
-GENERATED = "req-"
-LEAST_S = 0.05  # for clients to be told of what the engines have ended just in time
-
-MOST_NAMES = 1 << 14  # in one call: each is looked up on the event loop
 
 UNPLACED = "no engine has it, and it ends before one gets it; its prompt is still being read"
-UNREAD = "it has ended and holds no blocks; its client has not read the end"
-
-Seconds = Annotated[float, Meta(gt=0, le=86400)]
-Count = Annotated[int, Meta(ge=0, le=2**53)]
-Id = Annotated[str, Meta(min_length=1)]
-AbortCause = Literal["api_abort", "pause"]
-
-
-class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One of `abort_all`, `req_ids` and `tags` says which."""
-
-    abort_all: bool = False
-    req_ids: Annotated[list[Id], Meta(min_length=1, max_length=MOST_NAMES)] | None = None
-    tags: Tags | None = None
-    wait: bool = True
-    timeout: Seconds = DEFAULT_TIMEOUT_S
-    cause: AbortCause = "api_abort"  # that clients read; a router passes on that of a pause
-
-
-class Aborted(msgspec.Struct, frozen=True):
-    request_id: str
-    output_token_count: Count
-
-
-class Trouble(msgspec.Struct, frozen=True):
-    request_id: str
-    code: str
-    message: str
-
-
-class AbortResult(msgspec.Struct, kw_only=True):
-    aborted: list[Aborted] = []
-    not_found: list[str] = []
-    already_finished: list[str] = []
-    errors: list[Trouble] = []
-    accepted: list[str] | UnsetType = UNSET  # what will end, when nobody waits for it
-
-
-class AbortAnswer(msgspec.Struct):
-    request_id: str
-    status: str  # success, or accepted: not everything is done
-    result: AbortResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,24 +137,6 @@ def find_past(ledger: Ledger, scope: Scope, name: str) -> Past | None:
     return None
 
 
-def readings(name: str) -> list[tuple[str, int | None]]:
-    """What a name may mean, likeliest first: a request, or one of its choices (`{id}-{index}`)."""
-    base, dash, index = name.rpartition("-")
-    readings: list[tuple[str, int | None]] = [(label, None) for label in _labels(name)]
-    if dash and index.isdecimal() and len(index) < 10:
-        readings += [(label, int(index)) for label in _labels(base)]
-    return readings
-
-
-def _labels(name: str) -> list[str]:
-    labels = [name]
-    for prefix in PREFIXES:
-        if name.startswith(prefix):
-            rest = name.removeprefix(prefix)
-            labels += [rest, GENERATED + rest]
-    return labels
-
-
 # ------------------------------------------------------------------------------------------------------------- ending
 
 
@@ -259,7 +200,7 @@ def accept(found: Found, cause: AbortCause = "api_abort") -> AbortResult:
 
 
 async def abort_requests(request: Request) -> Response:
-    body, api, scope = await read_abort(request), api_of(request), scope_of(request)
+    body, api, scope = abort_of(await read_object(request)), api_of(request), scope_of(request)
     ids, ledger = body.req_ids, api.ledger
     found = find_all(ledger, scope, body.tags) if ids is None else find(ledger, scope, ids)
     if not body.wait:
@@ -267,20 +208,6 @@ async def abort_requests(request: Request) -> Response:
     result = await abort(api, found, body.timeout, body.cause)
     log.info("%s: aborted %d requests", request.state.request_id, len(result.aborted))
     return answer(request, result, done=not result.errors)
-
-
-async def read_abort(request: Request) -> AbortRequest:
-    raw: dict[str, Any] = await read_object(request)
-    if "stop_all" in raw:
-        raise RequestError("stop_all is called abort_all here", param="stop_all", code="unknown_parameter")
-    body: AbortRequest = convert(raw, AbortRequest, "")
-    ways = [body.abort_all, body.req_ids is not None, body.tags is not None]
-    if sum(ways) != 1:
-        raise RequestError(
-            "say what to abort with exactly one of abort_all: true, a non-empty list req_ids, and tags",
-            param="req_ids",
-        )
-    return body
 
 
 def answer(request: Request, result: AbortResult, *, done: bool) -> Response:

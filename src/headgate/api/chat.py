@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.constraints import constraint_for
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
-from headgate.api.logprobs import ChatLogprobs, chat_logprobs
+from headgate.api.logprobs import chat_logprobs
 from headgate.api.prompts import chat_prompt
-from headgate.api.schema import ChatRequest, read_body
+from headgate.api.reading import read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.state import LONG_TEXT, Api, api_of
-from headgate.api.tool_calls import CallPiece, MessageCall, Parsers, call_pieces, message_calls, read_calls
-from headgate.api.usage import Usage, usage_of
+from headgate.api.tool_calls import Parsers, call_pieces, message_calls, read_calls
+from headgate.api.usage import usage_of
 from headgate.api.wire import (
-    Choice,
     EventFrame,
     cut_problem,
     cut_short,
@@ -31,42 +29,18 @@ from headgate.api.wire import (
     finish_reason,
     usage_asked,
 )
-from headgate.contract.errors import Problem
+from headgate.contract.answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChunkChoice,
+    Delta,
+    Usage,
+)
+from headgate.contract.schema import ChatRequest
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
-
-
-class AssistantMessage(msgspec.Struct, kw_only=True):
-    role: str = "assistant"
-    content: str | None
-    refusal: None = None
-    tool_calls: list[MessageCall] | UnsetType = UNSET
-
-
-class ChatChoice(Choice, kw_only=True):
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    error: Problem | UnsetType = UNSET  # why the answer was cut short, for those who asked for strict values
-
-
-class Delta(msgspec.Struct, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    tool_calls: Sequence[CallPiece] | UnsetType = UNSET
-
-
-class ChunkChoice(Choice, kw_only=True):
-    delta: Delta
-    logprobs: ChatLogprobs | None
 
 
 async def chat_completions(request: Request) -> Response:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.constraints import constraint_for
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
-from headgate.api.logprobs import CompletionLogprobs, completion_logprobs, joined, prompt_offsets
+from headgate.api.logprobs import completion_logprobs, joined, prompt_offsets
 from headgate.api.prompts import text_prompts
-from headgate.api.schema import CompletionRequest, prompts_of, read_body, refuse
+from headgate.api.reading import read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.state import LONG_TEXT, Api, api_of
-from headgate.api.usage import Usage, usage_of
+from headgate.api.usage import usage_of
 from headgate.api.wire import (
-    Choice,
     EventFrame,
     cut_problem,
     cut_short,
@@ -30,29 +28,14 @@ from headgate.api.wire import (
     finish_reason,
     usage_asked,
 )
-from headgate.contract.errors import Problem
+from headgate.contract.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from headgate.contract.decoding import refuse
+from headgate.contract.schema import CompletionRequest, prompts_of
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.plan import Logprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-
-
-class CompletionChoice(Choice, kw_only=True):
-    """A whole answer, or a piece of one."""
-
-    text: str
-    logprobs: CompletionLogprobs | None
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    error: Problem | UnsetType = UNSET  # why the answer was cut short, for those who asked for strict values
 
 
 async def completions(request: Request) -> Response:

@@ -12,40 +12,48 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TypeVar
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.abort import Count, Seconds
-from headgate.api.host import BOOT_HEADER, Host, host_of
+from headgate.api.host import Host, host_of
 from headgate.api.ledger import PREFILL, Record
 from headgate.api.metrics import look_at_all
-from headgate.api.schema import convert, read_object
 from headgate.api.state import Api
+from headgate.contract.control import (
+    BOOT_HEADER,
+    LONG_S,
+    UPDATE_TIMEOUT_S,
+    ControlAnswer,
+    ControlBody,
+    EngineOutcome,
+    FleetResult,
+    MemoryRequest,
+    PauseRequest,
+    Refusal,
+    UpdateRequest,
+    overall,
+    source_of,
+)
 from headgate.contract.orders import UNORDERED, Order, Orders
-from headgate.contract.tickets import NEWEST_VERSION, Version
+from headgate.contract.tickets import NEWEST_VERSION
+from headgate.edge.reading import read_control
+from headgate.edge.responses import json_response
 from headgate.engine.replicas import Place, finds_accepted
 from headgate.errors import EngineDead, HeadgateError, Late, RequestError, Unavailable
 from headgate.protocol.command import (
     DEFAULT_TIMEOUT_S,
-    TAGS,
-    Backend,
     Command,
     Denied,
     Files,
     Flush,
     Flushed,
-    Group,
     Pause,
     PauseMode,
     Result,
     Resume,
-    Shared,
-    SharedStorage,
-    SharedTensor,
     Sleep,
     Source,
     StateTold,
@@ -61,103 +69,6 @@ T = TypeVar("T")
 MARGIN_S = 0.7  # after its timeout, for an engine to force requests out and for a call to be answered
 LOOK_TIMEOUT_S = 2.0
 LAST_WORDS_S = 2.0  # for clients of aborted requests to be told, before the caller is
-UPDATE_TIMEOUT_S = 600.0
-LONG_S = 3600.0  # of a drain by another system's name: it has no timeout there
-
-# Of engines in different states, the one that says most about the fleet.
-TELLING = ("quarantined", "updating", "pausing")
-
-
-# ------------------------------------------------------------------------------------------------------------- bodies
-
-
-class ControlBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is not known is refused by its name."""
-
-    timeout: Seconds = DEFAULT_TIMEOUT_S
-
-
-class PauseRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
-    mode: PauseMode = "abort"
-    new_requests: Literal["reject", "queue"] = "reject"
-
-
-class GroupSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A process group in which the trainer is rank 0; see `headgate.weights.send_weights`."""
-
-    init_method: str
-    world_size: int
-    rank: int = 1
-    timeout: Seconds = 300.0
-    backend: Backend = "gloo"
-
-
-class SharedSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Handles of GPU memory of a trainer on this host; see `headgate.weights.share`. Bytes are base64."""
-
-    gpu: str
-    storages: tuple[SharedStorage, ...]
-    tensors: tuple[SharedTensor, ...]
-
-
-class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
-    timeout: Seconds = UPDATE_TIMEOUT_S
-    path: Annotated[str, Meta(min_length=1)] | None = None  # a folder, a safetensors or a GGUF file on this host
-    group: GroupSource | None = None
-    shared: SharedSource | None = None
-    version: Version | None = None
-    verify_checksum: dict[str, str] | None = None  # SHA-256 in hex by file name
-    kv: Literal["recompute", "keep"] = "recompute"
-
-
-class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
-    timeout: Seconds = UPDATE_TIMEOUT_S
-    tags: Annotated[tuple[Tag, ...], Meta(min_length=1)] = TAGS
-
-
-# ------------------------------------------------------------------------------------------------------------ answers
-
-
-class EngineOutcome(msgspec.Struct, kw_only=True):
-    engine: Count
-    state: str  # the engine's, or down
-    weight_version: Version | UnsetType = UNSET
-    elapsed_s: float | UnsetType = UNSET
-    held: Count | UnsetType = UNSET  # sequences that still own something
-    blocks: Count | UnsetType = UNSET  # dropped by a flush
-    error: str | UnsetType = UNSET
-
-
-class FleetResult(msgspec.Struct, kw_only=True):
-    is_paused: bool
-    state: str  # running, pausing, paused, updating, quarantined, draining
-    mode: str | None = None
-    weight_version: Version = 0
-    asleep: Sequence[str] = ()
-    engines: list[EngineOutcome] = []
-    # of a pause
-    aborted: Count | UnsetType = UNSET
-    finished: Count | UnsetType = UNSET
-    forced: list[str] | UnsetType = UNSET  # requests that ran out of time
-    elapsed_s: float | UnsetType = UNSET
-    # of an update
-    checksum: dict[str, str] | UnsetType = UNSET
-    # of a flush
-    blocks: Count | UnsetType = UNSET
-
-
-class ControlAnswer(msgspec.Struct):
-    request_id: str
-    status: str
-    result: FleetResult
-
-
-class Refusal(RequestError):
-    """Some engine would not."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message, code=code)
-        self.status = status
 
 
 # ----------------------------------------------------------------------------------------------------------- controls
@@ -344,15 +255,6 @@ class Controls:
         )
 
 
-def overall(seen: set[str]) -> str:
-    for state in TELLING:
-        if state in seen:
-            return state
-    if "running" in seen and "paused" in seen:
-        return "pausing"
-    return "running" if "running" in seen else min(seen, default="running")
-
-
 def followed(result: FleetResult) -> FleetResult:
     """For names whose answers cannot say `accepted`: raises unless every engine that is up has followed."""
     up = [engine for engine in result.engines if engine.state != "down"]
@@ -423,11 +325,6 @@ def controls_of(request: Request) -> Controls:
     return controls
 
 
-async def read_control(request: Request, kind: type[T]) -> T:
-    body: T = convert(await read_object(request), kind, "")
-    return body
-
-
 async def pause(request: Request) -> Response:
     body = await read_control(request, PauseRequest)
     command = Pause(body.mode, body.new_requests == "queue", body.timeout)
@@ -450,26 +347,6 @@ async def update_weights(request: Request) -> Response:
         source_of(body), body.version, recompute=body.kv == "recompute", timeout_s=body.timeout
     )
     return answer(request, result)
-
-
-def source_of(body: UpdateRequest) -> Source:
-    if sum(source is not None for source in (body.path, body.group, body.shared)) != 1:
-        raise RequestError("say where the weights are with one of path, group and shared", param="path")
-    if body.path is not None:
-        return Files(body.path, body.verify_checksum)
-    if body.verify_checksum is not None:
-        raise RequestError("checksums go with path alone", param="verify_checksum")
-    if body.shared is not None:
-        return Shared(body.shared.gpu, body.shared.storages, body.shared.tensors)
-    assert body.group is not None
-    return group_of(body.group)
-
-
-def group_of(group: GroupSource) -> Group:
-    try:
-        return Group(group.init_method, group.world_size, group.rank, group.timeout, group.backend)
-    except ValueError as error:
-        raise RequestError(str(error), param="group", code="invalid_value") from None
 
 
 async def sleep(request: Request) -> Response:
@@ -499,7 +376,3 @@ def _signed(request: Request, response: Response) -> Response:
     """With the boot id of this process: a router that has not noticed a restart must not take this for the old one."""
     response.headers[BOOT_HEADER] = host_of(request).life
     return response
-
-
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

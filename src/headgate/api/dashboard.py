@@ -12,40 +12,20 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.control import overall
 from headgate.api.host import Host, host_of
-from headgate.api.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S, EngineView, look_at_all
+from headgate.api.metrics import EngineView, look_at_all
 from headgate.api.requests import Sightings, in_flight, sightings
 from headgate.api.state import Api
+from headgate.contract.dashboard import BOUNDS, EngineNumbers, Numbers, state_of
 from headgate.dashboard.feed import Feed
-from headgate.dashboard.frame import Bounds, Card, Glance, Shown, Viewer
+from headgate.dashboard.frame import Card, Glance, Shown, Viewer
 from headgate.dashboard.meter import Counts
 from headgate.edge.dashboard import watched
 
 LOOK_TIMEOUT_S = 0.8  # an engine that takes longer is shown as one that does not answer
-BOUNDS = Bounds(tuple(FIRST_TOKEN_S), tuple(BETWEEN_TOKENS_S))
 
 # In the words of the page; what has no line here is its own.
 PHASES = {"preparing": "queued", "waiting": "queued", "preempted": "queued", "loading": "transfer"}
-
-
-class EngineNumbers(msgspec.Struct, kw_only=True):
-    engine: int
-    state: str
-    detail: str = ""
-    version: int | None = None
-    running: int = 0
-    waiting: int = 0
-    total: int = 0  # KV blocks
-    held: int = 0
-    leased: int = 0
-    cached: int = 0
-    counts: Counts = Counts()
-
-
-class Numbers(msgspec.Struct, kw_only=True):
-    engines: list[EngineNumbers]
-    counts: Counts
 
 
 class ServerSource:
@@ -94,11 +74,6 @@ def phase_of(phase: str, output_tokens: int) -> str:
     if phase in ("running", "unknown"):  # unknown: it began after the engines were asked
         return "prefill"
     return PHASES.get(phase, phase)
-
-
-def state_of(numbers: Numbers) -> str:
-    answering = {engine.state for engine in numbers.engines} - {"down", "wedged"}
-    return overall(answering) if answering else "down"
 
 
 async def look_at_server(host: Host) -> Numbers:

@@ -16,28 +16,11 @@ from starlette.responses import Response
 from headgate.api.host import host_of
 from headgate.api.metrics import EngineView, look_at_all
 from headgate.contract.errors import RETRY_AFTER_S
+from headgate.contract.status import EngineHealth, Health, Readiness
 
 PING_TIMEOUT_S = 2.0
 QUIET_S = 5.0  # an idle loop turns at least once a second
 BUSY_S = 600.0  # no step is that long
-
-
-class EngineHealth(msgspec.Struct, frozen=True):
-    engine: int
-    state: str  # ok, busy (a long step), outdated (without the fleet's weights), down (being started again), wedged
-    restarts: int
-    last_turn_s: float | None = None  # age of the last turn of its loop
-
-
-class Health(msgspec.Struct, frozen=True):
-    status: str  # ok, degraded (some engine is down or outdated), unhealthy
-    oldest_without_progress_s: float
-    engines: list[EngineHealth]
-
-
-class Readiness(msgspec.Struct, frozen=True):
-    ready: bool
-    reason: str = ""
 
 
 _encoder = msgspec.json.Encoder()

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from headgate.api.ledger import Ledger
     from headgate.engine.replicas import Replica
 
-BOOT_HEADER = "x-headgate-boot"  # in answers to control calls: the boot id of the process that has answered
-
 
 @dataclass(frozen=True, slots=True)
 class Host:

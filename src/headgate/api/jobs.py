@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from headgate.api.generation import Finish, Job, Resumed
-from headgate.api.schema import ChatRequest, CompletionRequest, Generation, ResponsesRequest, ResumedChoice, Sampled
+from headgate.contract.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    ResponsesRequest,
+    ResumedChoice,
+    Sampled,
+)
 from headgate.errors import RequestError
 from headgate.protocol.request import GenerateRequest, SamplingParams
 

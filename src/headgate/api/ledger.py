@@ -29,12 +29,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 from weakref import WeakSet
 
-import msgspec
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 
 from headgate.api.metrics import Metrics
 from headgate.contract.errors import QueueFull
+from headgate.contract.requests import ChoiceUsage, Event, UsageRecord
 from headgate.edge.sharing import Sharing
 from headgate.edge.sse import ClientGone, Reply
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
@@ -50,58 +50,6 @@ HISTORY = 10_000  # usage records kept for those who ask later
 LONGEST_RETRY_S = 60
 PROBE = "probe"  # the kind of a request that is made to see whether the engine answers
 PREFILL = "prefill"  # the kind of a request that computes the prompt of another: no entry and no count of its own
-
-
-class ChoiceUsage(msgspec.Struct, frozen=True):
-    """What became of one choice. A choice that was cut has the tokens that had come until then."""
-
-    choice: int
-    finish_reason: str
-    cause: str
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0  # of the answer
-    engine_tokens: int = 0  # made for it by engines, whoever heard them; without those that it was resumed with
-
-
-class Event(msgspec.Struct, frozen=True):
-    """Something that happened to a request, or to one choice of it."""
-
-    event: str  # accepted, running, first_token, end_asked, finished
-    at_s: float  # after its arrival
-    choice: int | None = None
-
-
-class UsageRecord(msgspec.Struct, frozen=True):
-    """What became of one accepted request."""
-
-    request_id: str
-    tenant: str
-    kind: str  # chat, completion, response ...
-    finish_reason: str
-    cause: str
-    arrived: float  # seconds since 1970
-    first_token_s: float | None  # after its arrival
-    elapsed_s: float
-    choices: tuple[ChoiceUsage, ...]
-    tags: Mapping[str, str] = {}
-    events: tuple[Event, ...] = ()
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(choice.prompt_tokens for choice in self.choices)
-
-    @property
-    def cached_tokens(self) -> int:
-        return sum(choice.cached_tokens for choice in self.choices)
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(choice.output_tokens for choice in self.choices)
-
-    @property
-    def engine_tokens(self) -> int:
-        return sum(choice.engine_tokens for choice in self.choices)
 
 
 class Past(NamedTuple):

@@ -4,38 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
+from headgate.contract.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from headgate.protocol.plan import Logprobs
 from headgate.text.detokenizer import Detokenizer, token_bytes
 from headgate.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity, and a forbidden token has no other log-probability
-
-
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, ids: Sequence[int], scores: Sequence[Logprobs]) -> ChatLogprobs:

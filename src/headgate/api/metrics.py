@@ -23,56 +23,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.host import host_of
+from headgate.contract.dashboard import BETWEEN_TOKENS_S, FIRST_TOKEN_S
+from headgate.edge.metrics import PREFIX, by_label, counter, gauge
 from headgate.engine.replicas import Replica
 from headgate.errors import EngineDead
 from headgate.protocol.command import State
 from headgate.protocol.message import EngineInfo, Pong, TransferCounts
 
-PREFIX = "headgate:"
 SCRAPE_TIMEOUT_S = 1.0  # an engine that takes longer is shown as down, and the page still comes
 
-FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-)
-BETWEEN_TOKENS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-)
 WHOLE_REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 
@@ -272,21 +231,6 @@ class _Families(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return self._page.families()
-
-
-def gauge(name: str, help: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, help, value=value)
-
-
-def counter(name: str, help: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, help, value=value)
-
-
-def by_label(name: str, help: str, label: str, counts: Counter[str]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, help, labels=(label,))
-    for value, count in counts.items():
-        family.add_metric((value,), count)
-    return family
 
 
 def by_engine(name: str, help: str, values: Mapping[int, float], *, total: bool = False) -> Metric:

@@ -8,19 +8,7 @@ from starlette.responses import Response
 
 from headgate.api.serve import check_model
 from headgate.api.state import Api, api_of
-
-
-class Model(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "headgate"
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    object: str = "list"
-    data: list[Model]
+from headgate.contract.status import Model, ModelList
 
 
 async def list_models(request: Request) -> Response:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from headgate.api.jobs import Prompt
-from headgate.api.schema import Message, Object, Part
 from headgate.api.state import LONG_TEXT, Api
+from headgate.contract.schema import Message, Object, Part
 from headgate.errors import RequestError
 from headgate.text.tokenizer import too_long
 

@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.abort import (
-    Count,
-    Scope,
-    abort,
-    answer,
-    find,
-    find_live,
-    find_past,
-    scope_of,
-)
-from headgate.api.ledger import Event, Ledger, Past, Record, UsageRecord
+from headgate.api.abort import Scope, abort, answer, find, find_live, find_past, scope_of
+from headgate.api.ledger import Ledger, Past, Record
 from headgate.api.state import Api, ChunkStream, api_of
 from headgate.contract.errors import NotFound
+from headgate.contract.requests import ChoiceInFlight, InFlight, RequestDetails, RequestList
 from headgate.engine.replicas import Place
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, Look, Seen, Sighted
 
 LOOK_TIMEOUT_S = 2.0
-
-
-class ChoiceInFlight(msgspec.Struct, kw_only=True):
-    id: str  # by which it can be aborted
-    phase: str  # preparing, queued, waiting, loading, running, preempted, sending, finished, unknown
-    worker: Count | None  # engine
-    prompt_tokens: Count | None
-    output_tokens: Count
-    blocks: Count = 0
-
-
-class InFlight(msgspec.Struct, kw_only=True):
-    request_id: str
-    tenant: str
-    kind: str
-    phase: str  # of its first unfinished choice
-    age_s: float
-    output_tokens: Count
-    tags: Mapping[str, str]
-    choices: list[ChoiceInFlight]
-
-
-class RequestList(msgspec.Struct, kw_only=True):
-    object: str = "list"
-    data: list[InFlight]
-
-
-class RequestDetails(msgspec.Struct, kw_only=True):
-    """`request` while it is in flight, `usage` when it has ended."""
-
-    request_id: str
-    status: str  # in_flight, finished
-    events: list[Event]
-    age_s: float  # since its arrival, also after its end
-    request: InFlight | None = None
-    usage: UsageRecord | None = None
 
 
 async def list_requests(request: Request) -> Response:

@@ -9,35 +9,12 @@ from typing import Any
 
 import msgspec
 
-from headgate.api.logprobs import TokenLogprob
 from headgate.api.wire import encode
+from headgate.contract.answers import TokenLogprob
 from headgate.contract.errors import ErrorBody, error_body
+from headgate.contract.responses import CallItem, MessageItem, OutputItem, OutputText
 from headgate.errors import HeadgateError
 from headgate.text.tools import CallDelta
-
-
-class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    text: str = ""
-    annotations: list[Any] = []
-    logprobs: list[TokenLogprob] = []
-
-
-class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    id: str
-    status: str = "in_progress"
-    role: str = "assistant"
-    content: list[OutputText] = []
-
-
-class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    id: str
-    call_id: str
-    name: str
-    arguments: str = ""
-    status: str = "in_progress"
-
-
-OutputItem = MessageItem | CallItem
 
 
 class Events:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headgate.api.prompts import text_of
-from headgate.api.schema import (
+from headgate.contract.decoding import refuse
+from headgate.contract.schema import (
     ChatRequest,
     FunctionCall,
     Generation,
@@ -14,7 +15,6 @@ from headgate.api.schema import (
     Object,
     ResponsesRequest,
     ToolCall,
-    refuse,
 )
 from headgate.errors import RequestError
 

@@ -8,76 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.chat import chat_jobs
 from headgate.api.generation import Finish, Job, Piece
-from headgate.api.logprobs import TokenLogprob, chat_logprobs
-from headgate.api.response_events import Events, OutputItem
+from headgate.api.logprobs import chat_logprobs
+from headgate.api.reading import read_body
+from headgate.api.response_events import Events
 from headgate.api.response_input import as_chat
-from headgate.api.schema import ChatRequest, Object, ResponsesRequest, read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.state import Api, api_of
 from headgate.api.tool_calls import Parsers, read_calls
-from headgate.api.usage import PromptDetails, VersionSpan, version_spans
+from headgate.api.usage import version_spans
 from headgate.api.wire import cut_short, encode
+from headgate.contract.answers import PromptDetails, TokenLogprob
+from headgate.contract.responses import (
+    Incomplete,
+    OutputDetails,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
+)
+from headgate.contract.schema import ChatRequest, ResponsesRequest
 from headgate.errors import HeadgateError
 from headgate.text.tools import CallDelta
-
-
-class OutputDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(msgspec.Struct, frozen=True):
-    input_tokens: int
-    input_tokens_details: PromptDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-class ResponseError(msgspec.Struct, frozen=True):
-    code: str
-    message: str
-
-
-class Incomplete(msgspec.Struct, frozen=True):
-    reason: str
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "response"
-    created_at: int
-    status: str = "in_progress"
-    error: ResponseError | None = None
-    incomplete_details: Incomplete | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    model: str
-    output: list[OutputItem] = []
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    temperature: float | None
-    text: Object
-    tool_choice: str | Object
-    tools: list[Object]
-    top_p: float | None
-    truncation: str = "disabled"
-    store: bool = False
-    metadata: Any
-    usage: ResponseUsage | None = None
-    # ours, when asked or ended
-    cause: str | UnsetType = UNSET
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    completion_token_ids: list[int] | UnsetType = UNSET
-    weight_versions: list[VersionSpan] | UnsetType = UNSET
 
 
 async def responses(request: Request) -> Response:

@@ -23,9 +23,9 @@ from headgate.api.generation import Job, Piece, collect, run_all
 from headgate.api.idempotency import replays_of
 from headgate.api.journal import HEADER, Resumable, StreamJournal, WholeJournal, asked_at, seed_of
 from headgate.api.ledger import PREFILL
-from headgate.api.schema import Generation
 from headgate.api.state import Api, api_of
 from headgate.contract.errors import NotFound
+from headgate.contract.schema import Generation
 from headgate.edge.sse import Exchange, Reply
 from headgate.engine.replicas import DEADLINE_GRACE_S
 from headgate.errors import HeadgateError, RequestError

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from headgate.api.app import build_app
 from headgate.api.host import Host
-from headgate.api.ledger import Ledger, UsageRecord
+from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
 from headgate.api.registration import Heartbeats
 from headgate.api.state import Api
@@ -33,6 +33,7 @@ from headgate.collector import spare_the_collector
 from headgate.config import ServerConfig
 from headgate.contract.errors import error_body
 from headgate.contract.keys import Keys, is_loopback
+from headgate.contract.requests import UsageRecord
 from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
 from headgate.edge.sharing import Sharing
 from headgate.edge.sse import STALLED, TRANSPORT

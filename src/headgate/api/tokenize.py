@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.prompts import chat_prompt, text_prompt
-from headgate.api.schema import DetokenizeRequest, TokenizeRequest, read_body
+from headgate.api.reading import read_body
 from headgate.api.serve import check_model
 from headgate.api.state import Api, api_of
+from headgate.contract.answers import Detokenized, Tokenized
+from headgate.contract.schema import DetokenizeRequest, TokenizeRequest
 from headgate.errors import RequestError
 from headgate.text.detokenizer import token_bytes
 
 MOST_TOKENS = 1 << 16  # of a text that is tokenised for its own sake, where the context is shorter
-
-
-class Tokenized(msgspec.Struct, kw_only=True):
-    count: int
-    max_model_len: int
-    tokens: tuple[int, ...]
-    token_strs: list[str] | UnsetType = UNSET
-
-
-class Detokenized(msgspec.Struct, kw_only=True):
-    prompt: str
 
 
 async def tokenize(request: Request) -> Response:

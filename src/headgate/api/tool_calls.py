@@ -4,31 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
-from headgate.api.schema import Object
+from headgate.contract.answers import CalledFunction, CallPiece, MessageCall
+from headgate.contract.schema import Object
 from headgate.text.tools import CallDelta, ToolFormat, ToolParser
-
-
-class CalledFunction(msgspec.Struct, kw_only=True):
-    name: str | UnsetType = UNSET
-    arguments: str = ""
-
-
-class MessageCall(msgspec.Struct, kw_only=True):
-    id: str
-    type: str = "function"
-    function: CalledFunction
-
-
-class CallPiece(msgspec.Struct, kw_only=True):
-    """A delta of one call; only its first has an id, a type and a name."""
-
-    index: int
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: CalledFunction
 
 
 class Parsers:

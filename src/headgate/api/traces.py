@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from headgate.api.ledger import UsageRecord
+from headgate.contract.requests import UsageRecord
 
 log = logging.getLogger(__name__)
 

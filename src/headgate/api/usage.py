@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from headgate.api.generation import Finish
-
-
-class PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
+from headgate.contract.answers import PromptDetails, Usage, VersionSpan
 
 
 def usage_of(finishes: Sequence[Finish], n: int) -> Usage:
@@ -28,13 +16,6 @@ def usage_of(finishes: Sequence[Finish], n: int) -> Usage:
     completion_tokens = sum(finish.output_tokens for finish in finishes)
     total_tokens = prompt_tokens + completion_tokens
     return Usage(prompt_tokens, completion_tokens, total_tokens, PromptDetails(cached_tokens))
-
-
-class VersionSpan(msgspec.Struct, frozen=True):
-    """`tokens` tokens in a row, all made by weights of the same version."""
-
-    version: int
-    tokens: int
 
 
 def version_spans(versions: Iterable[int]) -> list[VersionSpan]:

@@ -5,32 +5,21 @@ The head of every event of a stream (id, object, created, model) is encoded once
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from headgate.api.generation import Finish, Job, Piece
-from headgate.api.schema import Sampled
-from headgate.api.usage import Usage, VersionSpan, version_spans
+from headgate.api.usage import version_spans
 from headgate.contract import errors
+from headgate.contract.answers import Usage
 from headgate.contract.errors import ErrorBody, Problem, error_body
+from headgate.contract.schema import Sampled
 from headgate.errors import HeadgateError, PdError
 
 encode = msgspec.json.Encoder().encode
-
-
-class Choice(msgspec.Struct, kw_only=True):
-    """What the choices of both APIs have in common; from `cause` on, what OpenAI's have not."""
-
-    index: int
-    finish_reason: str | None
-    cause: str | UnsetType = UNSET  # why it ended, when it has
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    completion_token_ids: list[int] | UnsetType = UNSET  # made by this answer, or by this part of it
-    generated_token_ids: list[int] | UnsetType = UNSET  # all, of a choice that must go on elsewhere
-    weight_versions: list[VersionSpan] | UnsetType = UNSET
 
 
 def extras(body: Sampled, job: Job, piece: Piece, *, first: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from math import inf
 
 STALL_S = 30.0  # without progress, after which a request is ended
 UNREAD_S = 2.0  # that an abort, a pause or a shutdown waits for a client that reads nothing
+LEAST_S = 0.05  # that an abort waits for clients, however late the engines have answered
 LOOK_S = 0.25  # how often a wait looks at clients
 
 BYTES_ACKED = struct.Struct("=120xQ")  # in Linux's struct tcp_info

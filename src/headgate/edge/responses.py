@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -38,3 +41,7 @@ def refusal_of(error: HTTPException, scope: Scope) -> RequestError:
     refusal = RequestError(error.detail)
     refusal.status = error.status_code
     return refusal
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headgate.api.abort import LEAST_S, UNREAD, AbortCause, Aborted, AbortRequest, AbortResult, Trouble, readings
+from headgate.contract.abort import UNREAD, AbortCause, Aborted, AbortRequest, AbortResult, Trouble, readings
 from headgate.contract.errors import Forbidden
-from headgate.edge.outflow import await_readers
+from headgate.edge.outflow import LEAST_S, await_readers
 from headgate.router.ask import UNREADABLE
 from headgate.router.ending import CAUSE
 from headgate.router.fanout import KEYS, SLACK_S, Asking, Call, Reply, ask, fan_out

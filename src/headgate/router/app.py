@@ -18,17 +18,19 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from headgate.api.abort import AbortRequest, Seconds, read_abort
-from headgate.api.control import ControlBody, MemoryRequest, PauseRequest
-from headgate.api.openapi import ERRORS, POSTED
-from headgate.api.openapi import describe as describe_server
-from headgate.api.schema import convert, read_object
+from headgate.contract.abort import AbortRequest, abort_of
+from headgate.contract.control import ControlBody, MemoryRequest, PauseRequest
+from headgate.contract.decoding import convert
 from headgate.contract.errors import RETRY_AFTER_S, NotFound, error_body
 from headgate.contract.ids import Ids
+from headgate.contract.limits import Seconds
+from headgate.contract.openapi import ERRORS, POSTED
+from headgate.contract.openapi import describe as describe_server
 from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
 from headgate.edge.dashboard import show_page, watched
-from headgate.edge.responses import error_response, refusal_of
+from headgate.edge.reading import read_control, read_object
+from headgate.edge.responses import error_response, json_response, refusal_of
 from headgate.errors import RequestError
 from headgate.router import dialects, looking, requests, scaling, workers
 from headgate.router.abort import RouterAbortResult, Scope, abort
@@ -106,18 +108,18 @@ class ControlPlane:
     # -- requests ---------------------------------------------------------------------
 
     async def _abort(self, request: Request) -> Response:
-        return await self._end(request, await read_abort(request))
+        return await self._end(request, abort_of(await read_object(request)))
 
     async def _end(self, request: Request, body: AbortRequest) -> Response:
         result = await abort(self._router, body, _scope(request), Asking.of(request))
         return _answer(request, result, done=body.wait and not result.errors)
 
     async def _list_requests(self, request: Request) -> Response:
-        return _json(await requests.list_requests(self._router, _scope(request), Asking.of(request)))
+        return json_response(await requests.list_requests(self._router, _scope(request), Asking.of(request)))
 
     async def _show_request(self, request: Request) -> Response:
         name = request.path_params["id"]
-        return _json(await requests.show_request(self._router, _scope(request), Asking.of(request), name))
+        return json_response(await requests.show_request(self._router, _scope(request), Asking.of(request), name))
 
     async def _delete_request(self, request: Request) -> Response:
         name = request.path_params["id"]
@@ -131,30 +133,30 @@ class ControlPlane:
     # -- the fleet --------------------------------------------------------------------
 
     async def _pause(self, request: Request) -> Response:
-        body = await _read(request, PauseRequest)
+        body = await read_control(request, PauseRequest)
         return _told(request, await self.controls.pause(body, Asking.of(request)))
 
     async def _resume(self, request: Request) -> Response:
-        body = await _read(request, ControlBody)
+        body = await read_control(request, ControlBody)
         return _told(request, await self.controls.resume(body, Asking.of(request)))
 
     async def _is_paused(self, request: Request) -> Response:
         return _answer(request, await self.controls.look(Asking.of(request)), done=True)
 
     async def _update_weights(self, request: Request) -> Response:
-        body = await _read(request, FleetUpdate)
+        body = await read_control(request, FleetUpdate)
         return _told(request, await self.controls.update(body, Asking.of(request)))
 
     async def _sleep(self, request: Request) -> Response:
-        body = await _read(request, MemoryRequest)
+        body = await read_control(request, MemoryRequest)
         return _told(request, await self.controls.sleep(body, Asking.of(request)))
 
     async def _wakeup(self, request: Request) -> Response:
-        body = await _read(request, MemoryRequest)
+        body = await read_control(request, MemoryRequest)
         return _told(request, await self.controls.wake(body, Asking.of(request)))
 
     async def _flush_cache(self, request: Request) -> Response:
-        body = await _read(request, ControlBody)
+        body = await read_control(request, ControlBody)
         return _told(request, await self.controls.flush(body, Asking.of(request)))
 
     # -- workers ----------------------------------------------------------------------
@@ -163,7 +165,7 @@ class ControlPlane:
         return JSONResponse({"workers": [workers.describe(worker) for worker in self._router.fleet.everyone]})
 
     async def _add_worker(self, request: Request) -> Response:
-        worker = self.registry.join(await _read(request, workers.Joining))
+        worker = self.registry.join(await read_control(request, workers.Joining))
         return JSONResponse(workers.describe(worker))
 
     async def _remove_worker(self, request: Request) -> Response:
@@ -180,20 +182,20 @@ class ControlPlane:
         return _answer(request, scaling.look(self._router), done=True)
 
     async def _scale(self, request: Request) -> Response:
-        done, result = await scaling.scale(self._router, await _read(request, scaling.ScaleRequest))
+        done, result = await scaling.scale(self._router, await read_control(request, scaling.ScaleRequest))
         return _answer(request, result, done=done)
 
     # -- looking ----------------------------------------------------------------------
 
     async def _loads(self, request: Request) -> Response:
-        return _json(await looking.loads(self._router, Asking.of(request)))
+        return json_response(await looking.loads(self._router, Asking.of(request)))
 
     async def _models(self, request: Request) -> Response:
         models = await looking.models(self._router, Asking.of(request))
-        return _json({"object": "list", "data": list(models.values())})
+        return json_response({"object": "list", "data": list(models.values())})
 
     async def _model(self, request: Request) -> Response:
-        return _json(await looking.model(self._router, Asking.of(request), request.path_params["model"]))
+        return json_response(await looking.model(self._router, Asking.of(request), request.path_params["model"]))
 
     async def _health(self, request: Request) -> Response:
         return _probe(*looking.health(self._router))
@@ -238,14 +240,6 @@ class ControlPlane:
 
 
 # ------------------------------------------------------------------------------------------------------ bodies, answers
-
-
-async def _read(request: Request, kind: type[Any]) -> Any:
-    return convert(await read_object(request), kind, "")
-
-
-def _json(body: Any) -> Response:
-    return Response(encode(body), media_type="application/json")
 
 
 def _scope(request: Request) -> Scope:

@@ -20,8 +20,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import asdict
 
-from headgate.api.abort import Seconds
-from headgate.api.control import (
+from headgate.contract.control import (
     ControlBody,
     EngineOutcome,
     FleetResult,
@@ -32,6 +31,7 @@ from headgate.api.control import (
     overall,
     source_of,
 )
+from headgate.contract.limits import Seconds
 from headgate.contract.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
 from headgate.errors import RequestError
 from headgate.router.abort import end_at_leaving

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from headgate.api.dashboard import BOUNDS, Numbers, state_of
+from headgate.contract.dashboard import BOUNDS, Numbers, state_of
 from headgate.dashboard.frame import Card, Glance, Shown, Viewer
 from headgate.dashboard.meter import Counts
 from headgate.dashboard.page import NUMBERS

@@ -14,12 +14,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headgate.api.abort import AbortRequest
-from headgate.api.control import LONG_S as DRAIN_S
-from headgate.api.control import UPDATE_TIMEOUT_S, PauseRequest
-from headgate.api.dialects import sglang, vllm
-from headgate.api.dialects.sglang import AbortBody, FromDisk
-from headgate.api.schema import convert, decode
+from headgate.contract import sglang, vllm
+from headgate.contract.abort import AbortRequest
+from headgate.contract.control import LONG_S as DRAIN_S
+from headgate.contract.control import UPDATE_TIMEOUT_S, PauseRequest
+from headgate.contract.decoding import convert, decode
+from headgate.contract.sglang import AbortBody, FromDisk
 from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
 from headgate.router.abort import abort
@@ -114,7 +114,7 @@ async def _mode_of(request: Request) -> PauseMode:
             return "drain"
         case "/pause" | "/sleep":
             with suppress(RequestError):
-                return vllm.mode_of(request)
+                return vllm.mode_of(request.query_params)
     return "freeze"
 
 

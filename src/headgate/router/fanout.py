@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.requests import Request
 
-from headgate.api.host import BOOT_HEADER
+from headgate.contract.control import BOOT_HEADER
 from headgate.router.ask import UNREADABLE
 from headgate.router.upstream import Headers, WorkerLost, call
 from headgate.router.worker import Worker

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headgate.api.control import UPDATE_TIMEOUT_S, PauseRequest
+from headgate.contract.control import UPDATE_TIMEOUT_S, PauseRequest
 from headgate.contract.orders import Overtaken
 from headgate.router.control import LOOK, ONLY_IF_OWN, ONLY_IF_RUNNING, FleetControls, update_call
 from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask

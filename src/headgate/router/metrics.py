@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from headgate.api.metrics import by_label, counter, gauge
+from headgate.edge.metrics import by_label, counter, gauge
 from headgate.router.worker import Worker, WorkerState
 
 if TYPE_CHECKING:

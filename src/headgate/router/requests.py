@@ -11,8 +11,8 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta, to_builtins
 
-from headgate.api.requests import RequestList
 from headgate.contract.errors import NotFound
+from headgate.contract.requests import RequestList
 from headgate.router.abort import Scope, find
 from headgate.router.disagg import prefill_name
 from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from headgate.api.abort import Seconds
+from headgate.contract.limits import Seconds
 from headgate.errors import HeadgateError, RequestError
 from headgate.router.worker import ROLES, Worker
 

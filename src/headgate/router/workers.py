@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headgate.api.abort import Seconds
+from headgate.contract.limits import Seconds
 from headgate.router.worker import Role, Worker
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from headgate.api import abort
 from headgate.api.constraints import constraint_for
-from headgate.api.control import controls_of, followed, json_response, pause_of, read_control
+from headgate.api.control import controls_of, followed, pause_of
 from headgate.api.dialects.transfer import Outcome, number_of, update_held
 from headgate.api.generation import Job, Piece, run
 from headgate.api.health import PING_TIMEOUT_S, judge, overall
@@ -30,15 +30,20 @@ from headgate.api.ledger import PROBE
 from headgate.api.logprobs import LOWEST
 from headgate.api.metrics import EngineView, look_at_all
 from headgate.api.prompts import text_prompts
-from headgate.api.schema import CompletionRequest, Name, Resume, convert, decode, prompts_of, read_body
+from headgate.api.reading import read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.state import LONG_TEXT, Api, api_of
 from headgate.api.wire import encode, error_event
+from headgate.contract.decoding import convert, decode
 from headgate.contract.errors import QueueFull
 from headgate.contract.orders import Order
+from headgate.contract.schema import CompletionRequest, prompts_of
+from headgate.contract.sglang import MODES, AbortBody, FromDisk, GenerateBody, MemoryBody, PauseBody
+from headgate.edge.reading import read_control
+from headgate.edge.responses import json_response
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
-from headgate.protocol.command import TAGS, Files, PauseMode, Tag
+from headgate.protocol.command import TAGS, Files, Tag
 from headgate.protocol.plan import Logprobs
 from headgate.protocol.request import GenerateRequest, SamplingParams
 
@@ -64,22 +69,6 @@ NAMES = {
     },
 }
 WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_interval")
-
-
-class GenerateBody(msgspec.Struct, kw_only=True):
-    """SGLang's clients send more than this; what has no effect on the answer is ignored, as there."""
-
-    text: str | list[str] | None = None
-    input_ids: list[Any] | None = None
-    sampling_params: dict[str, Any] | None = None
-    rid: Name | None = None
-    stream: bool = False
-    return_logprob: bool = False
-    logprob_start_len: int | None = None
-    top_logprobs_num: Annotated[int, Meta(ge=0, le=20)] | None = None
-    return_text_in_logprobs: bool = False
-    priority: int | None = None
-    resume: Resume | None = None  # ours, as in every other body
 
 
 Scored = tuple[float | None, int, str | None]
@@ -255,11 +244,6 @@ def _finish_reason(job: Job, piece: Piece) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------------------ control
 
 
-class AbortBody(msgspec.Struct, kw_only=True):
-    rid: str | None = None
-    abort_all: bool = False
-
-
 async def abort_request(request: Request) -> Response:
     body, api, scope = await read_control(request, AbortBody), api_of(request), abort.scope_of(request)
     if body.abort_all:
@@ -272,13 +256,6 @@ async def abort_request(request: Request) -> Response:
     return Response()
 
 
-class PauseBody(msgspec.Struct, kw_only=True):
-    mode: Literal["abort", "in_place", "retract"] = "abort"
-
-
-MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "freeze", "retract": "freeze"}
-
-
 async def pause_generation(request: Request) -> Response:
     body = await read_control(request, PauseBody)
     followed(await controls_of(request).pause(pause_of(MODES[body.mode]), Order.of(request.headers)))
@@ -288,13 +265,6 @@ async def pause_generation(request: Request) -> Response:
 async def continue_generation(request: Request) -> Response:
     followed(await controls_of(request).resume(order=Order.of(request.headers)))
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
-
-
-class FromDisk(msgspec.Struct, kw_only=True):
-    model_path: str
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
 
 
 async def update_weights_from_disk(request: Request) -> Response:
@@ -314,10 +284,6 @@ async def update_weights_from_disk(request: Request) -> Response:
 async def flush_cache(request: Request) -> Response:
     followed(await controls_of(request).flush())
     return PlainTextResponse("Cache flushed.\nPlease check backend logs for more details.\n")
-
-
-class MemoryBody(msgspec.Struct, kw_only=True):
-    tags: list[str] | None = None
 
 
 def _memory_tags(body: MemoryBody) -> list[Tag]:

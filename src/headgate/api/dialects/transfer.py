@@ -8,53 +8,22 @@ so before it waits for us. Nothing that is pickled is ever read.
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.control import (
-    Controls,
-    FleetResult,
-    GroupSource,
-    SharedSource,
-    controls_of,
-    followed,
-    group_of,
-    json_response,
-    pause_of,
-    read_control,
-)
-from headgate.api.schema import convert
+from headgate.api.control import Controls, controls_of, followed, pause_of
+from headgate.contract.control import FleetResult
+from headgate.contract.decoding import convert
+from headgate.contract.sglang import FromDistributed, FromTensor, InitGroup
+from headgate.contract.vllm import FinishTransfer, InitTransfer, OurMeeting, Parameters, UpdateTransfer
+from headgate.edge.reading import read_control
+from headgate.edge.responses import json_response
 from headgate.errors import HeadgateError, RequestError, Unavailable
-from headgate.protocol.command import Backend, Files, Group, PauseMode, Shared, Source
+from headgate.protocol.command import Files, Group, PauseMode, Shared, Source
 
 OURS = "headgate"
 INSTEAD = "send weights as headgate.weights does, or call /v1/update_weights with a path"
-
-
-class Meeting(msgspec.Struct, kw_only=True):
-    """Where a trainer and the engines meet."""
-
-    master_address: str
-    master_port: int
-    world_size: int
-    rank_offset: int = 1
-    backend: Backend = "gloo"
-    timeout: float = 300.0
-
-    def group(self) -> Group:
-        host = f"[{self.master_address}]" if ":" in self.master_address else self.master_address
-        return group_of(
-            GroupSource(
-                init_method=f"tcp://{host}:{self.master_port}",
-                world_size=self.world_size,
-                rank=self.rank_offset,
-                timeout=self.timeout,
-                backend=self.backend,
-            )
-        )
 
 
 class Transfers:
@@ -113,27 +82,6 @@ def number_of(version: str | None, param: str = "weight_version") -> int | None:
 # ------------------------------------------------------------------------------------------------------------- SGLang
 
 
-class InitGroup(Meeting, kw_only=True):
-    group_name: str = "weight_update_group"
-    backend: Backend = "nccl"
-
-
-class FromDistributed(msgspec.Struct, kw_only=True):
-    """Which tensors come is said again, and verified, in the exchange itself."""
-
-    names: list[str] = []
-    dtypes: list[str] = []
-    shapes: list[list[int]] = []
-    group_name: str = "weight_update_group"
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-
-
-class FromTensor(msgspec.Struct, kw_only=True):
-    serialized_named_tensors: list[Any] = []
-
-
 class Outcome(msgspec.Struct, kw_only=True):
     success: bool
     message: str
@@ -174,33 +122,6 @@ async def update_weights_from_tensor(request: Request) -> Response:
 
 
 # --------------------------------------------------------------------------------------------------------------- vLLM
-
-
-class InitTransfer(msgspec.Struct, kw_only=True):
-    init_info: dict[str, Any]
-
-
-class UpdateTransfer(msgspec.Struct, kw_only=True):
-    update_info: dict[str, Any]
-
-
-class FinishTransfer(msgspec.Struct, kw_only=True):
-    weight_version: str | None = None
-
-
-class OurMeeting(Meeting, kw_only=True):
-    transport: Literal["headgate"]
-
-
-class Parameters(msgspec.Struct, kw_only=True):
-    """What vLLM's trainers say; of a group, the exchange says the same again, and it is verified there."""
-
-    names: list[str] = []
-    dtype_names: list[str] = []
-    shapes: list[list[int]] = []
-    path: str | None = None
-    shared: SharedSource | None = None
-    version: int | None = None
 
 
 async def init_weight_transfer_engine(request: Request) -> Response:

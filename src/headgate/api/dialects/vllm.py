@@ -8,50 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.control import controls_of, followed, json_response, pause_of
+from headgate.api.control import controls_of, followed, pause_of
 from headgate.api.generation import Job, Piece
 from headgate.api.host import host_of
 from headgate.api.jobs import check_choices, make_jobs, sampling_params
-from headgate.api.logprobs import ChatLogprobs, chat_logprobs
+from headgate.api.logprobs import chat_logprobs
 from headgate.api.prompts import text_prompt
-from headgate.api.schema import CompletionRequest, Resume, TokenId, convert, read_body
+from headgate.api.reading import read_body
 from headgate.api.serve import Call, Dialect, exchange
 from headgate.api.state import Api, api_of
 from headgate.api.wire import encode, error_event
+from headgate.contract.answers import ChatLogprobs
+from headgate.contract.decoding import convert
 from headgate.contract.orders import Order
+from headgate.contract.schema import CompletionRequest
+from headgate.contract.vllm import TokensRequest, flag, mode_of
+from headgate.edge.responses import json_response
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
-from headgate.protocol.command import TAGS, PauseMode, Tag
-
-MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "freeze"}
+from headgate.protocol.command import TAGS, Tag
 
 
 async def pause(request: Request) -> Response:
-    followed(await controls_of(request).pause(pause_of(mode_of(request)), Order.of(request.headers)))
-    if _flag(request, "clear_cache", default=True):
+    followed(await controls_of(request).pause(pause_of(mode_of(request.query_params)), Order.of(request.headers)))
+    if flag(request.query_params, "clear_cache", default=True):
         followed(await controls_of(request).flush())
     return json_response({"status": "paused"})
-
-
-def mode_of(request: Request) -> PauseMode:
-    # An older vLLM had this flag and no modes.
-    older = "wait" if _flag(request, "wait_for_inflight_requests", default=False) else "abort"
-    mode = request.query_params.get("mode", older)
-    if mode not in MODES:
-        raise RequestError(f"mode must be abort, wait or keep, not {mode!r}", param="mode")
-    return MODES[mode]
-
-
-def _flag(request: Request, name: str, *, default: bool) -> bool:
-    value = request.query_params.get(name)
-    return default if value is None else value.lower() in ("true", "1", "yes", "on")
 
 
 async def resume(request: Request) -> Response:
@@ -66,7 +55,7 @@ async def is_paused(request: Request) -> Response:
 async def sleep(request: Request) -> Response:
     controls = controls_of(request)
     if not (await controls.look()).is_paused:
-        followed(await controls.pause(pause_of(mode_of(request))))
+        followed(await controls.pause(pause_of(mode_of(request.query_params))))
     followed(await controls.sleep(TAGS))
     return Response()
 
@@ -99,19 +88,6 @@ async def get_world_size(request: Request) -> Response:
 
 
 # --------------------------------------------------------------------------------------------- /inference/v1/generate
-
-
-class TokensRequest(msgspec.Struct, kw_only=True):
-    """Token ids in, token ids out."""
-
-    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
-    sampling_params: dict[str, Any] = {}
-    model: str | None = None
-    request_id: str | None = None
-    stream: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
-    resume: Resume | None = None  # ours, as in every other body
 
 
 class TokensChoice(msgspec.Struct, kw_only=True):

@@ -6,17 +6,14 @@ common clients send them; everything else with a name here does what its name sa
 
 from __future__ import annotations
 
-import asyncio
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
 
-from headgate.api.state import api_of
+from headgate.contract.decoding import convert
 from headgate.contract.tickets import KvTicket, Version
-from headgate.errors import ContextTooLong, RequestError
+from headgate.errors import RequestError
 from headgate.protocol.output import Cause, FinishReason
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -250,112 +247,3 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
-
-T = TypeVar("T")
-
-LARGE_BYTES = 1 << 18  # of a body that is looked at before it is decoded
-BYTES_PER_CHAR = 12  # at most: two escaped halves of a surrogate pair
-AFTER_TEXT = b",:]}"  # one of these follows a quote that ends a text
-VALUES_PER_TOKEN = 8  # of context, that a body may have
-MORE_VALUES = 1 << 16  # for all else
-CONTROL_VALUES = 1 << 20  # of the body of a control call
-LONGEST_COMPLAINT = 1000  # characters of it; it may quote a name of megabytes
-
-_PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
-_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
-
-
-async def read_body(request: Request, kind: type[T], most_tokens: int = 0) -> T:
-    """The body; a text of it has at most as many tokens as the context, or `most_tokens` if that is more."""
-    body = await _received(request, most_tokens)
-    if len(body) > LARGE_BYTES:
-        await asyncio.sleep(0)  # what was waiting while it came goes first
-        _check_values(body, api_of(request).engines.info.max_context)
-        await asyncio.sleep(0)
-    return decode(body, kind)
-
-
-async def _received(request: Request, most_tokens: int) -> bytearray:
-    """The body. One with a text that cannot fit the context is refused while it comes, before its end is awaited."""
-    body, api, quote = bytearray(), api_of(request), -1
-    async for chunk in request.stream():  # which, unlike `body()`, keeps no copy
-        body += chunk
-        quote = max(quote, body.rfind(b'"', len(body) - len(chunk)))
-        if len(body) > LARGE_BYTES and api.tokenizer is not None:
-            most = max(most_tokens, api.engines.info.max_context)
-            api.tokenizer.check_length(_text_bytes(body, quote) // BYTES_PER_CHAR, most)
-    return body
-
-
-def _text_bytes(body: bytearray, quote: int) -> int:
-    """Bytes of one text at the end of `body`, whose last quote is given; 0 if that may have ended a text."""
-    following = body[quote + 1 : quote + 65].strip()
-    return 0 if quote < 0 or following[:1] in AFTER_TEXT else len(body) - quote - 1
-
-
-def _check_values(body: bytearray, context: int) -> None:
-    """Refuse a body of more values than a prompt of `context` tokens can have: each would be built on the event loop.
-
-    A value is followed by a comma, a bracket or the end, so commas bound their number; those of texts do not count.
-    """
-    most = VALUES_PER_TOKEN * context + MORE_VALUES
-    if body.count(b",") <= most:
-        return
-    fields = [bytes(raw) for raw in decode(body, dict[str, msgspec.Raw]).values()]
-    values = body.count(b",") - sum(raw.count(b",") for raw in fields if raw[:1] == b'"')
-    if values > most:
-        raise ContextTooLong(
-            f"the body has more than {most} values; this model takes {context} tokens", param="prompt"
-        )
-
-
-def decode(body: bytes | bytearray, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-
-
-async def read_object(request: Request) -> dict[str, Any]:
-    """A body that may be left out, as an object that is yet to be checked."""
-    body = await request.body()
-    if len(body) > LARGE_BYTES and body.count(b",") > CONTROL_VALUES:
-        raise RequestError(f"the body has more than {CONTROL_VALUES} values", code="too_many_values")
-    read: dict[str, Any] = decode(body, dict[str, Any]) if body.strip() else {}
-    return read
-
-
-def convert(value: Any, kind: Any, param: str) -> Any:
-    """Check a value that JSON has already been read into."""
-    try:
-        return msgspec.convert(value, kind, str_keys=True)  # those of JSON are
-    except msgspec.ValidationError as error:
-        raise _explained(str(error), param) from None
-
-
-def _explained(message: str, within: str = "") -> RequestError:
-    """msgspec's complaint, with the field as OpenAI names it: `messages[0].role`."""
-    if len(message) > LONGEST_COMPLAINT:
-        message = message[: LONGEST_COMPLAINT // 2] + "..." + message[-LONGEST_COMPLAINT // 2 :]
-    found = _PATH.search(message)
-    path = found["path"] if found else ""
-    path = within + ("" if not within or not path or path.startswith("[") else ".") + path
-    said = message[: found.start()] if found else message
-    if unknown := _UNKNOWN.match(said):
-        name = f"{path}.{unknown['name']}" if path else unknown["name"]
-        return RequestError(f"unknown field {name}; leave it out", param=name, code="unknown_parameter")
-    if missing := _MISSING.match(said):
-        name = f"{path}.{missing['name']}" if path else missing["name"]
-        return RequestError(f"{name} is missing", param=name, code="missing_required_parameter")
-    where = f"{path}: " if path else ""
-    return RequestError(f"{where}{said[:1].lower()}{said[1:]}", param=path or None, code="invalid_type")
-
-
-def refuse(body: msgspec.Struct, *names: str) -> None:
-    """Fields that exist in OpenAI's API and cannot be honoured here."""
-    for name in names:
-        if getattr(body, name) is not None:
-            raise RequestError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")

@@ -1,0 +1,92 @@
+"""POST /v1/abort_requests: its body, its answer, and what a name in it may refer to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from headgate.contract import ids
+from headgate.contract.decoding import convert
+from headgate.contract.limits import Count, Seconds
+from headgate.contract.schema import Tags
+from headgate.errors import RequestError
+from headgate.protocol.command import DEFAULT_TIMEOUT_S
+
+# What stands before a request's id in the bodies of its answers.
+PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
+
+MOST_NAMES = 1 << 14  # in one call: each is looked up on the event loop
+UNREAD = "it has ended and holds no blocks; its client has not read the end"
+
+Id = Annotated[str, Meta(min_length=1)]
+AbortCause = Literal["api_abort", "pause"]
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of `abort_all`, `req_ids` and `tags` says which."""
+
+    abort_all: bool = False
+    req_ids: Annotated[list[Id], Meta(min_length=1, max_length=MOST_NAMES)] | None = None
+    tags: Tags | None = None
+    wait: bool = True
+    timeout: Seconds = DEFAULT_TIMEOUT_S
+    cause: AbortCause = "api_abort"  # that clients read; a router passes on that of a pause
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    request_id: str
+    output_token_count: Count
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    request_id: str
+    code: str
+    message: str
+
+
+class AbortResult(msgspec.Struct, kw_only=True):
+    aborted: list[Aborted] = []
+    not_found: list[str] = []
+    already_finished: list[str] = []
+    errors: list[Trouble] = []
+    accepted: list[str] | UnsetType = UNSET  # what will end, when nobody waits for it
+
+
+class AbortAnswer(msgspec.Struct):
+    request_id: str
+    status: str  # success, or accepted: not everything is done
+    result: AbortResult
+
+
+def abort_of(raw: dict[str, Any]) -> AbortRequest:
+    """The body of a call, checked."""
+    if "stop_all" in raw:
+        raise RequestError("stop_all is called abort_all here", param="stop_all", code="unknown_parameter")
+    body: AbortRequest = convert(raw, AbortRequest, "")
+    ways = [body.abort_all, body.req_ids is not None, body.tags is not None]
+    if sum(ways) != 1:
+        raise RequestError(
+            "say what to abort with exactly one of abort_all: true, a non-empty list req_ids, and tags",
+            param="req_ids",
+        )
+    return body
+
+
+def readings(name: str) -> list[tuple[str, int | None]]:
+    """What a name may mean, likeliest first: a request, or one of its choices (`{id}-{index}`)."""
+    base, dash, index = name.rpartition("-")
+    readings: list[tuple[str, int | None]] = [(label, None) for label in _labels(name)]
+    if dash and index.isdecimal() and len(index) < 10:
+        readings += [(label, int(index)) for label in _labels(base)]
+    return readings
+
+
+def _labels(name: str) -> list[str]:
+    labels = [name]
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            labels += [rest, ids.PREFIX + rest]
+    return labels

@@ -1,0 +1,171 @@
+"""Pause, resume, update, sleep, wake, flush: their bodies, their answers and their default timeouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from headgate.contract.limits import Count, Seconds
+from headgate.contract.tickets import Version
+from headgate.errors import RequestError
+from headgate.protocol.command import (
+    DEFAULT_TIMEOUT_S,
+    TAGS,
+    Backend,
+    Files,
+    Group,
+    PauseMode,
+    Shared,
+    SharedStorage,
+    SharedTensor,
+    Source,
+    Tag,
+)
+
+BOOT_HEADER = "x-headgate-boot"  # in answers to control calls: the boot id of the process that has answered
+UPDATE_TIMEOUT_S = 600.0
+LONG_S = 3600.0  # of a drain by another system's name: it has no timeout there
+
+# Of engines in different states, the one that says most about the fleet.
+TELLING = ("quarantined", "updating", "pausing")
+
+
+class ControlBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is not known is refused by its name."""
+
+    timeout: Seconds = DEFAULT_TIMEOUT_S
+
+
+class PauseRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
+    mode: PauseMode = "abort"
+    new_requests: Literal["reject", "queue"] = "reject"
+
+
+class GroupSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A process group in which the trainer is rank 0; see `headgate.weights.send_weights`."""
+
+    init_method: str
+    world_size: int
+    rank: int = 1
+    timeout: Seconds = 300.0
+    backend: Backend = "gloo"
+
+
+class SharedSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Handles of GPU memory of a trainer on this host; see `headgate.weights.share`. Bytes are base64."""
+
+    gpu: str
+    storages: tuple[SharedStorage, ...]
+    tensors: tuple[SharedTensor, ...]
+
+
+class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
+    timeout: Seconds = UPDATE_TIMEOUT_S
+    path: Annotated[str, Meta(min_length=1)] | None = None  # a folder, a safetensors or a GGUF file on this host
+    group: GroupSource | None = None
+    shared: SharedSource | None = None
+    version: Version | None = None
+    verify_checksum: dict[str, str] | None = None  # SHA-256 in hex by file name
+    kv: Literal["recompute", "keep"] = "recompute"
+
+
+class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
+    timeout: Seconds = UPDATE_TIMEOUT_S
+    tags: Annotated[tuple[Tag, ...], Meta(min_length=1)] = TAGS
+
+
+class EngineOutcome(msgspec.Struct, kw_only=True):
+    engine: Count
+    state: str  # the engine's, or down
+    weight_version: Version | UnsetType = UNSET
+    elapsed_s: float | UnsetType = UNSET
+    held: Count | UnsetType = UNSET  # sequences that still own something
+    blocks: Count | UnsetType = UNSET  # dropped by a flush
+    error: str | UnsetType = UNSET
+
+
+class FleetResult(msgspec.Struct, kw_only=True):
+    is_paused: bool
+    state: str  # running, pausing, paused, updating, quarantined, draining
+    mode: str | None = None
+    weight_version: Version = 0
+    asleep: Sequence[str] = ()
+    engines: list[EngineOutcome] = []
+    # of a pause
+    aborted: Count | UnsetType = UNSET
+    finished: Count | UnsetType = UNSET
+    forced: list[str] | UnsetType = UNSET  # requests that ran out of time
+    elapsed_s: float | UnsetType = UNSET
+    # of an update
+    checksum: dict[str, str] | UnsetType = UNSET
+    # of a flush
+    blocks: Count | UnsetType = UNSET
+
+
+class ControlAnswer(msgspec.Struct):
+    request_id: str
+    status: str
+    result: FleetResult
+
+
+class Refusal(RequestError):
+    """An engine or a worker has refused the call."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+
+
+def overall(seen: set[str]) -> str:
+    for state in TELLING:
+        if state in seen:
+            return state
+    if "running" in seen and "paused" in seen:
+        return "pausing"
+    return "running" if "running" in seen else min(seen, default="running")
+
+
+def source_of(body: UpdateRequest) -> Source:
+    if sum(source is not None for source in (body.path, body.group, body.shared)) != 1:
+        raise RequestError("say where the weights are with one of path, group and shared", param="path")
+    if body.path is not None:
+        return Files(body.path, body.verify_checksum)
+    if body.verify_checksum is not None:
+        raise RequestError("checksums go with path alone", param="verify_checksum")
+    if body.shared is not None:
+        return Shared(body.shared.gpu, body.shared.storages, body.shared.tensors)
+    assert body.group is not None
+    return group_of(body.group)
+
+
+def group_of(group: GroupSource) -> Group:
+    try:
+        return Group(group.init_method, group.world_size, group.rank, group.timeout, group.backend)
+    except ValueError as error:
+        raise RequestError(str(error), param="group", code="invalid_value") from None
+
+
+class Meeting(msgspec.Struct, kw_only=True):
+    """Where a trainer and the engines meet."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int = 1
+    backend: Backend = "gloo"
+    timeout: float = 300.0
+
+    def group(self) -> Group:
+        host = f"[{self.master_address}]" if ":" in self.master_address else self.master_address
+        return group_of(
+            GroupSource(
+                init_method=f"tcp://{host}:{self.master_port}",
+                world_size=self.world_size,
+                rank=self.rank_offset,
+                timeout=self.timeout,
+                backend=self.backend,
+            )
+        )

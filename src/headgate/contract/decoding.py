@@ -1,0 +1,60 @@
+"""JSON into the types of the contract; what does not fit is refused by the name of its field."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from headgate.errors import RequestError
+
+T = TypeVar("T")
+
+LONGEST_COMPLAINT = 1000  # characters of it; it may quote a name of megabytes
+
+_PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
+
+
+def decode(body: bytes | bytearray, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def convert(value: Any, kind: Any, param: str) -> Any:
+    """Check a value that JSON has already been read into."""
+    try:
+        return msgspec.convert(value, kind, str_keys=True)  # those of JSON are
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), param) from None
+
+
+def _explained(message: str, within: str = "") -> RequestError:
+    """msgspec's complaint, with the field as OpenAI names it: `messages[0].role`."""
+    if len(message) > LONGEST_COMPLAINT:
+        message = message[: LONGEST_COMPLAINT // 2] + "..." + message[-LONGEST_COMPLAINT // 2 :]
+    found = _PATH.search(message)
+    path = found["path"] if found else ""
+    path = within + ("" if not within or not path or path.startswith("[") else ".") + path
+    said = message[: found.start()] if found else message
+    if unknown := _UNKNOWN.match(said):
+        name = f"{path}.{unknown['name']}" if path else unknown["name"]
+        return RequestError(f"unknown field {name}; leave it out", param=name, code="unknown_parameter")
+    if missing := _MISSING.match(said):
+        name = f"{path}.{missing['name']}" if path else missing["name"]
+        return RequestError(f"{name} is missing", param=name, code="missing_required_parameter")
+    where = f"{path}: " if path else ""
+    return RequestError(f"{where}{said[:1].lower()}{said[1:]}", param=path or None, code="invalid_type")
+
+
+def refuse(body: msgspec.Struct, *names: str) -> None:
+    """Fields that exist in OpenAI's API and cannot be honoured here."""
+    for name in names:
+        if getattr(body, name) is not None:
+            raise RequestError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")

@@ -1,0 +1,10 @@
+"""Ranges of numbers in more than one body."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]

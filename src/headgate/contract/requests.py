@@ -1,0 +1,97 @@
+"""GET /v1/requests and GET /v1/requests/{id}: requests in flight, and usage records of those that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from headgate.contract.limits import Count
+
+
+class ChoiceUsage(msgspec.Struct, frozen=True):
+    """What became of one choice. A choice that was cut has the tokens that had come until then."""
+
+    choice: int
+    finish_reason: str
+    cause: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0  # of the answer
+    engine_tokens: int = 0  # made for it by engines, whoever heard them; without those that it was resumed with
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to a request, or to one choice of it."""
+
+    event: str  # accepted, running, first_token, end_asked, finished
+    at_s: float  # after its arrival
+    choice: int | None = None
+
+
+class UsageRecord(msgspec.Struct, frozen=True):
+    """What became of one accepted request."""
+
+    request_id: str
+    tenant: str
+    kind: str  # chat, completion, response ...
+    finish_reason: str
+    cause: str
+    arrived: float  # seconds since 1970
+    first_token_s: float | None  # after its arrival
+    elapsed_s: float
+    choices: tuple[ChoiceUsage, ...]
+    tags: Mapping[str, str] = {}
+    events: tuple[Event, ...] = ()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(choice.prompt_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(choice.cached_tokens for choice in self.choices)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.output_tokens for choice in self.choices)
+
+    @property
+    def engine_tokens(self) -> int:
+        return sum(choice.engine_tokens for choice in self.choices)
+
+
+class ChoiceInFlight(msgspec.Struct, kw_only=True):
+    id: str  # by which it can be aborted
+    phase: str  # preparing, queued, waiting, loading, running, preempted, sending, finished, unknown
+    worker: Count | None  # engine
+    prompt_tokens: Count | None
+    output_tokens: Count
+    blocks: Count = 0
+
+
+class InFlight(msgspec.Struct, kw_only=True):
+    request_id: str
+    tenant: str
+    kind: str
+    phase: str  # of its first unfinished choice
+    age_s: float
+    output_tokens: Count
+    tags: Mapping[str, str]
+    choices: list[ChoiceInFlight]
+
+
+class RequestList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[InFlight]
+
+
+class RequestDetails(msgspec.Struct, kw_only=True):
+    """`request` while it is in flight, `usage` when it has ended."""
+
+    request_id: str
+    status: str  # in_flight, finished
+    events: list[Event]
+    age_s: float  # since its arrival, also after its end
+    request: InFlight | None = None
+    usage: UsageRecord | None = None

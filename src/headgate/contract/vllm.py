@@ -1,0 +1,72 @@
+"""Bodies of vLLM's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headgate.contract.control import Meeting, SharedSource
+from headgate.contract.schema import Resume, TokenId
+from headgate.errors import RequestError
+from headgate.protocol.command import PauseMode
+
+
+class InitTransfer(msgspec.Struct, kw_only=True):
+    init_info: dict[str, Any]
+
+
+class UpdateTransfer(msgspec.Struct, kw_only=True):
+    update_info: dict[str, Any]
+
+
+class FinishTransfer(msgspec.Struct, kw_only=True):
+    weight_version: str | None = None
+
+
+class OurMeeting(Meeting, kw_only=True):
+    transport: Literal["headgate"]
+
+
+class Parameters(msgspec.Struct, kw_only=True):
+    """What vLLM's trainers say; of a group, the exchange says the same again, and it is verified there."""
+
+    names: list[str] = []
+    dtype_names: list[str] = []
+    shapes: list[list[int]] = []
+    path: str | None = None
+    shared: SharedSource | None = None
+    version: int | None = None
+
+
+MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "freeze"}
+
+
+def mode_of(query: Mapping[str, str]) -> PauseMode:
+    """Of a pause or a sleep."""
+    # An older vLLM had this flag and no modes.
+    older = "wait" if flag(query, "wait_for_inflight_requests", default=False) else "abort"
+    mode = query.get("mode", older)
+    if mode not in MODES:
+        raise RequestError(f"mode must be abort, wait or keep, not {mode!r}", param="mode")
+    return MODES[mode]
+
+
+def flag(query: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = query.get(name)
+    return default if value is None else value.lower() in ("true", "1", "yes", "on")
+
+
+class TokensRequest(msgspec.Struct, kw_only=True):
+    """Token ids in, token ids out."""
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    resume: Resume | None = None  # ours, as in every other body
