@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headgate.api import control
+from headgate.contract.orders import UNORDERED
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import Told, asking, begun, get, post, send, streaming, until
 from tests.api.live import LiveServer, live_server
@@ -134,7 +135,7 @@ def test_61_an_update_that_cannot_hold_all_engines_lets_them_run_again(
 ):
     body = {"model_path": str(tmp_path)} if path == "/update_weights_from_disk" else {}
     monkeypatch.setattr(control, "DEFAULT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(control.Controls.resume, "__defaults__", (0.5,))
+    monkeypatch.setattr(control.Controls.resume, "__defaults__", (0.5, UNORDERED))
 
     async def main() -> None:
         with server.stopped():
