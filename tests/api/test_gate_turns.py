@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 from headgate.api.bodies import FREE_BYTES
-from headgate.api.gate import BEGUN_AT_ONCE, Gate
+from headgate.api.intake import BEGUN_AT_ONCE, Intake
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
 from headgate.contract.keys import Keys
+from headgate.edge.gate import Gate
 from headgate.edge.sharing import Sharing
 
 TENANTS = {"greedy": "kg", "polite": "kp"}
@@ -21,7 +22,9 @@ class Stage:
 
     def __init__(self, tenants: dict[str, str], limit: int = 10) -> None:
         self.ledger = Ledger(Metrics(), limit=limit, sharing=Sharing(tenants))
-        self.gate = Gate(self._app, Keys(tenants), self.ledger, 1 << 20)
+        keys = Keys(tenants)
+        self.intake = Intake(self._app, keys, self.ledger, 1 << 20)
+        self.gate = Gate(self.intake, keys, refused=self.ledger.refuse)
         self.passed = 0
         self.sent: list[Any] = []
 
@@ -75,7 +78,7 @@ def test_63_a_request_does_not_wait_for_all_requests_of_another_tenant_to_begin(
     async def main() -> None:
         stage, begun = Stage(TENANTS), []
         for key in ["kg"] * 1000 + ["unknown"] * 1000 + ["kp"]:
-            stage.gate.begin(scope_of(key), partial(begun.append, key))
+            stage.intake.begin(scope_of(key), partial(begun.append, key))
         for _ in range(10):
             await asyncio.sleep(0)
         assert "kp" in begun and len(begun) <= 11 * BEGUN_AT_ONCE
@@ -90,7 +93,7 @@ def test_63_where_there_is_one_tenant_every_request_begins_at_once():
     async def main() -> None:
         stage, begun = Stage({}), []
         for i in range(1000):
-            stage.gate.begin(scope_of("none"), partial(begun.append, i))
+            stage.intake.begin(scope_of("none"), partial(begun.append, i))
         assert begun == [*range(1000)]
 
     asyncio.run(main())

@@ -183,7 +183,7 @@ async def test_a_refusal_that_is_heard_of_twice_counts_once(ledger):
     with pytest.raises(Unavailable) as refusal:
         async with ledger.admit(kind="chat"):
             pass
-    ledger.refuse(refusal.value, "shutting_down")
+    ledger.refuse(refusal.value)
     assert ledger.metrics.refused == {"shutting_down": 1}
 
 

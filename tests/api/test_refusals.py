@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from headgate.api.gate import Gate
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
 from headgate.contract.keys import Keys
+from headgate.edge.gate import Gate
 from headgate.errors import EngineDead
 from headgate.testing.tiny import tiny_model
 from tests.api.scripted import Client, ScriptedEngines, scripted_app
@@ -64,7 +62,7 @@ def test_a_request_that_goes_on_after_an_error_is_not_ended_by_another_that_was_
     async def main() -> None:
         going_on = stream()
         assert await anext(going_on) == "moved"
-        client = Client(Gate(refuse, Keys(), Ledger(Metrics(), limit=1), 1 << 20), "/v1/completions", {})
+        client = Client(Gate(refuse, Keys()), "/v1/completions", {})
         await client.call()
         for _ in range(10):  # turns of the event loop, in which it would be closed
             await asyncio.sleep(0)

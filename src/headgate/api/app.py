@@ -19,10 +19,10 @@ from headgate.api.chat import chat_completions
 from headgate.api.completions import completions
 from headgate.api.control import Controls
 from headgate.api.dialects import sglang, transfer, vllm
-from headgate.api.gate import Gate
 from headgate.api.health import health, live, ready
 from headgate.api.host import Host
 from headgate.api.idempotency import Replays
+from headgate.api.intake import Intake
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import metrics
 from headgate.api.models import list_models, show_model
@@ -34,6 +34,7 @@ from headgate.contract.keys import Keys
 from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
 from headgate.edge.dashboard import show_page
+from headgate.edge.gate import Gate
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -141,10 +142,11 @@ class App(Starlette):
     def __init__(self, routes: Sequence[BaseRoute], keys: Keys, ledger: Ledger, max_body_bytes: int) -> None:
         super().__init__(routes=routes)
         self.router.redirect_slashes = False
-        self._gate = Gate(self.router, keys, ledger, max_body_bytes)
+        self._intake = Intake(self.router, keys, ledger, max_body_bytes)
+        self._gate = Gate(self._intake, keys, refused=ledger.refuse)
 
     def begin(self, scope: Scope, start: Callable[[], None]) -> None:
-        self._gate.begin(scope, start)
+        self._intake.begin(scope, start)
 
     def build_middleware_stack(self) -> ASGIApp:
         return self._gate

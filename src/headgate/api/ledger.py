@@ -375,11 +375,11 @@ class Ledger:
     def _keys(self, label: str, tenant: str | None) -> list[Key]:
         return [(name, label) for name in (self._tenants if tenant is None else (tenant,))]
 
-    def refuse(self, error: Exception, code: str) -> None:
+    def refuse(self, error: RequestError) -> None:
         """Count a refusal, once: who answers it hears of what was refused here, too."""
         if error not in self._counted:
             self._counted.add(error)
-            self.metrics.refused[code] += 1
+            self.metrics.refused[error.code] += 1
 
     @property
     def oldest_without_progress_s(self) -> float:
@@ -392,7 +392,7 @@ class Ledger:
         try:
             self._check(record)
         except RequestError as error:
-            self.refuse(error, error.code)
+            self.refuse(error)
             raise
         self._tenants[record.tenant] = None
         self.live[record.key] = record
@@ -437,7 +437,7 @@ class Ledger:
             self._empty.set()
         self._ends_s.append(self.clock())
         if isinstance(error, RequestError) and not record.begun_anywhere:
-            self.refuse(error, error.code)  # by an engine, or because it could not be understood
+            self.refuse(error)  # by an engine, or because it could not be understood
             log.debug("%s: refused: %s", record.label, error)
             return
         record.usage = _usage(record, error, record.age_s)

@@ -109,6 +109,18 @@ def _problem(error: BaseException, kind: str, request_id: str) -> Problem:
     return Problem(f"the server made a mistake; its log says more{about}", kind, None, "internal_error")
 
 
+def error_headers(error: BaseException) -> dict[str, str]:
+    """The headers that go with `error_body`."""
+    status, headers = status_of(error), {}
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = error.allowed
+    if status in RETRIED:
+        headers["retry-after"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
 def cut_short(tokens: int, cause: str) -> RequestError:
     """What a client that knows no `finish_reason: abort` reads instead."""
     return Unavailable(f"the answer was cut short after {tokens} tokens ({cause})", code=cause)

@@ -9,26 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from headgate.contract.errors import (
-    RETRIED,
-    RETRY_AFTER_S,
-    MethodNotAllowed,
-    NotFound,
-    error_body,
-    status_of,
-)
+from headgate.contract.errors import MethodNotAllowed, NotFound, error_body, error_headers, status_of
 from headgate.errors import RequestError
 
 
 def error_response(error: BaseException, request_id: str = "") -> Response:
-    status, headers = status_of(error), {}
-    if isinstance(error, MethodNotAllowed):
-        headers["allow"] = error.allowed
-    if status in RETRIED:
-        headers["retry-after"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error, request_id), status, headers, media_type="application/json")
+    body, headers = error_body(error, request_id), error_headers(error)
+    return Response(body, status_of(error), headers, media_type="application/json")
 
 
 def refusal_of(error: HTTPException, scope: Scope) -> RequestError:

@@ -11,26 +11,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Send
-from starlette.types import Scope as AsgiScope
+from starlette.types import ASGIApp
 
 from headgate.contract.abort import AbortRequest, abort_of
 from headgate.contract.control import ControlBody, MemoryRequest, PauseRequest
 from headgate.contract.decoding import convert
-from headgate.contract.errors import RETRY_AFTER_S, NotFound, error_body
-from headgate.contract.ids import Ids
+from headgate.contract.errors import RETRY_AFTER_S, NotFound, error_body, error_headers
+from headgate.contract.keys import Keys
 from headgate.contract.limits import Seconds
 from headgate.contract.openapi import ERRORS, POSTED
 from headgate.contract.openapi import describe as describe_server
 from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
 from headgate.edge.dashboard import show_page, watched
+from headgate.edge.gate import Gate
 from headgate.edge.reading import read_control, read_object
-from headgate.edge.responses import error_response, json_response, refusal_of
+from headgate.edge.responses import error_response, json_response
 from headgate.errors import RequestError
 from headgate.router import dialects, looking, requests, scaling, workers
 from headgate.router.abort import RouterAbortResult, Scope, abort
@@ -57,7 +56,7 @@ class ControlPlane:
         self.controls = FleetControls(router)
         self.registry = workers.Registry(router)
         self._feed = Feed(RouterSource(router, version))
-        self.app = App(self._routes())
+        self.app = App(self._routes(), router.keys)
 
     async def run(self) -> None:
         """Look after workers that come back, and those whose heartbeats stop."""
@@ -270,12 +269,15 @@ def _probe(ok: bool, body: dict[str, Any]) -> Response:
     return JSONResponse(body, 200 if ok else 503, None if ok else {"retry-after": str(RETRY_AFTER_S)})
 
 
+def _explained(error: BaseException, request_id: str) -> Response:
+    return _partial(error, request_id) if isinstance(error, Partial) else error_response(error, request_id)
+
+
 def _partial(error: Partial, request_id: str) -> Response:
     """An error like any other, and what became of each worker."""
     told = msgspec.json.decode(error_body(error, request_id))
     body = {**told, "request_id": request_id, "status": "failed", "result": error.result}
-    headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else None
-    return Response(encode(body), error.status, headers, media_type="application/json")
+    return Response(encode(body), error.status, error_headers(error), media_type="application/json")
 
 
 def _description(version: str, app: App) -> dict[str, Any]:
@@ -311,7 +313,7 @@ def _own_call(method: str, path: str) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------- gate
+# ------------------------------------------------------------------------------------------------------------------ app
 
 
 def _route(path: str, **handlers: Handler) -> Route:
@@ -324,41 +326,12 @@ def _route(path: str, **handlers: Handler) -> Route:
 
 
 class App(Starlette):
-    """Starlette's router, with a gate of our own that turns every error into OpenAI's shape."""
+    """Starlette's router and state, with our gate in place of its middleware."""
 
-    def __init__(self, routes: list[BaseRoute]) -> None:
+    def __init__(self, routes: list[BaseRoute], keys: Keys) -> None:
         super().__init__(routes=routes)
         self.router.redirect_slashes = False
+        self._gate = Gate(self.router, keys, respond=_explained)
 
     def build_middleware_stack(self) -> ASGIApp:
-        return Gate(self.router)
-
-
-class Gate:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._ids = Ids()
-
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        id = _given_id(scope) or self._ids.draw()
-        scope["state"]["request_id"] = id
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, named)
-        except ClientDisconnect:
-            log.debug("%s: the client has gone", id)
-        except (RequestError, HTTPException) as error:
-            log.debug("%s: %s %s: %s", id, scope["method"], scope["path"], error)
-            refusal = refusal_of(error, scope) if isinstance(error, HTTPException) else error
-            told = _partial(refusal, id) if isinstance(refusal, Partial) else error_response(refusal, id)
-            await told(scope, receive, named)
-
-
-def _given_id(scope: AsgiScope) -> str | None:
-    given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), None)
-    return given if given and given.isascii() and given.isprintable() and len(given) <= 256 else None
+        return self._gate

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from headgate.errors import RequestError
-from headgate.router.downstream import Answering, Downstream, HttpRequest, answer_head, error_answer
+from headgate.router.downstream import Answering, Downstream, HttpRequest, answer_head
 from headgate.router.upstream import Headers
 
 log = logging.getLogger(__name__)
-
-
-class Failed(RequestError):
-    status = 500
-    code = "internal_error"
 
 
 class Bridge:
@@ -25,9 +18,9 @@ class Bridge:
         self._app = app
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def __call__(self, client: Downstream, request: HttpRequest, tenant: str, admin: bool) -> Answering:
+    def __call__(self, client: Downstream, request: HttpRequest) -> Answering:
         visit = Visit(client, request)
-        visit.task = asyncio.get_running_loop().create_task(visit.run(self._app, {"tenant": tenant, "admin": admin}))
+        visit.task = asyncio.get_running_loop().create_task(visit.run(self._app))
         self._tasks.add(visit.task)
         visit.task.add_done_callback(self._tasks.discard)
         return visit
@@ -62,7 +55,7 @@ class Visit:
     def client_full(self, full: bool) -> None:
         (self._drained.clear if full else self._drained.set)()
 
-    async def run(self, app: ASGIApp, state: dict[str, Any]) -> None:
+    async def run(self, app: ASGIApp) -> None:
         path, _, query = self._request.head.target.partition(b"?")
         scope = {
             "type": "http",
@@ -75,28 +68,18 @@ class Visit:
             "root_path": "",
             "query_string": query,
             "headers": self._request.head.headers,
-            "state": state,
         }
         try:
             await app(scope, self._receive, self._send)
             self._check_whole()
-        except RequestError as error:
-            self._fail(error)
-        except Exception as error:
+        except Exception:  # in the middle of an answer: the gate has explained all others
             log.exception("%s %s failed", self._request.head.method, scope["path"])
-            self._fail(Failed(f"the router made a mistake; its log says more ({type(error).__name__})"))
+            self._client.abort()
 
     def _check_whole(self) -> None:
         """An app that has given up in the middle of its answer has nothing more to say to this client."""
         if not self._ended and not self._client.gone:
             self._client.abort()
-
-    def _fail(self, error: RequestError) -> None:
-        if self._started:
-            self._client.abort()  # the one way left to say "this was not all"
-        elif not self._client.gone:
-            self._client.write(error_answer(error))
-            self._client.finished()
 
     async def _receive(self) -> Message:
         if not self._asked:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from headgate.contract.errors import RETRIED, RETRY_AFTER_S, error_body
+from headgate.contract.errors import error_body, error_headers
 from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
 from headgate.errors import RequestError
 from headgate.router import plain
@@ -390,8 +390,5 @@ def error_answer(error: RequestError, headers: Headers = [], *, keep_alive: bool
     lines: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if not keep_alive:
         lines.append((b"connection", b"close"))
-    if error.status == 401:
-        lines.append((b"www-authenticate", b"Bearer"))
-    if error.status in RETRIED:
-        lines.append((b"retry-after", b"%d" % getattr(error, "retry_after_s", RETRY_AFTER_S)))
+    lines += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
     return answer_head(error.status, lines + headers) + body

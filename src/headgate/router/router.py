@@ -16,7 +16,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from headgate.config import RouteConfig
-from headgate.contract.ids import Ids
+from headgate.contract import ids
+from headgate.contract.errors import MethodNotAllowed
 from headgate.contract.keys import Caller, Keys, is_loopback
 from headgate.edge.admission import Admission
 from headgate.edge.departures import Departures
@@ -28,7 +29,7 @@ from headgate.protocol.output import Cause
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
 from headgate.router.disagg import PREFILL
-from headgate.router.downstream import Answering, Connections, Downstream, HttpRequest, error_answer
+from headgate.router.downstream import Answering, Connections, Downstream, Head, HttpRequest, error_answer
 from headgate.router.fleet import Fleet, Half
 from headgate.router.forwarding import Forwarder
 from headgate.router.hits import note as note_hits
@@ -65,7 +66,6 @@ EXPORTING = JOURNALLED | {"/v1/responses"}  # and take `export_kv` and `kv_ticke
 KEEP_ALIVE_S = 10.0
 LOOK_EVERY_S = 0.1  # at most, on behalf of clients that would hear of a pause
 AWAITED = ("starting", "stopping", "down", "outdated", "ready")  # states of workers that are worth waiting for
-LONGEST_ID = 256
 
 Key = tuple[str, str, int]  # tenant, id, and the number of a retry that attaches to the running request; else 0
 KEPT_KEYS = 10_000  # Idempotency-Keys, each with the worker that has its answer
@@ -137,7 +137,7 @@ class Router:
             "prefill": POLICIES[config.prefill_policy](),
             "decode": POLICIES[config.decode_policy](),
         }
-        self._ids = Ids()
+        self._ids = ids.Ids()
         self._retries = count(1)
         self._keyed: TenantStore[Worker] = TenantStore(KEPT_KEYS)  # by Idempotency-Key
         self._changed = asyncio.Event()
@@ -152,18 +152,33 @@ class Router:
 
     def handle(self, client: Downstream, request: HttpRequest) -> Answering | None:
         head, path = request.head, request.path
+        if path not in RELAYED:
+            assert self.bridge is not None
+            return self.bridge(client, request)
         try:
             caller = head.memo.get(Caller)
             if caller is None:
-                caller = head.memo[Caller] = self.keys.caller(path, head.headers)
-            if path in RELAYED and head.method == "POST":
-                return self._relay(client, request, path, caller.tenant)
+                caller = head.memo[Caller] = self._caller(head)
+            return self._relay(client, request, path, caller.tenant)
         except RequestError as error:
-            client.write(error_answer(error))
+            client.write(error_answer(error, [(ids.HEADER, self._name(head).encode())]))
             client.finished()
             return None
-        assert self.bridge is not None
-        return self.bridge(client, request, caller.tenant, caller.admin)
+
+    def _caller(self, head: Head) -> Caller:
+        """What the gate of the control plane does, in the same order."""
+        ids.given(head.headers)
+        caller = self.keys.caller(head.path, head.headers)
+        if head.method != "POST":
+            raise MethodNotAllowed(f"{head.path} takes POST, not {head.method}", "POST")
+        return caller
+
+    def _name(self, head: Head) -> str:
+        """The id of a request that is refused."""
+        try:
+            return ids.given(head.headers) or self._ids.draw()
+        except RequestError:
+            return self._ids.draw()
 
     def _relay(self, client: Downstream, request: HttpRequest, path: str, tenant: str) -> Answering:
         if self.draining:
@@ -538,14 +553,11 @@ class Counters:
 
 
 def _id_header(request: HttpRequest) -> str | None:
-    value = request.header(b"x-request-id")
+    value = request.header(ids.HEADER)
     return None if value is None else value.decode("latin-1")
 
 
 def checked_id(id: str) -> str:
-    """It becomes part of a header."""
-    if not (0 < len(id) <= LONGEST_ID and id.isascii() and id.isprintable()):
-        raise RequestError(f"must be 1 to {LONGEST_ID} printable ASCII characters", param="request_id")
-    if id.endswith(PREFILL):
+    if ids.checked(id, "request_id").endswith(PREFILL):
         raise RequestError(f"must not end with {PREFILL}, which names the prefill of a request", param="request_id")
     return id

@@ -1,0 +1,69 @@
+"""What a server takes in, behind its gate: bodies are bounded, callers take turns, and a caller without a place left is
+refused before its body is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headgate.api.bodies import Bodies, Charge
+from headgate.api.ledger import Ledger
+from headgate.contract.access import GENERATING
+from headgate.contract.keys import Caller, Headers, Keys
+from headgate.errors import RequestError
+from headgate.turns import Turns
+
+REPLAYED = b"idempotency-key"  # its answer may be kept, and needs no place
+BEGUN_AT_ONCE = 2  # requests in a turn of the event loop, where there are several tenants
+
+
+class Intake:
+    def __init__(self, app: ASGIApp, keys: Keys, ledger: Ledger, max_body_bytes: int) -> None:
+        self._app = app
+        self._keys = keys
+        self._ledger = ledger
+        self._sharing = ledger.sharing
+        self._bodies = Bodies(ledger.sharing, max_body_bytes)
+        self._turns = Turns(BEGUN_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, headers = scope["state"], scope["headers"]
+        state["share"] = share = self._share(Caller(state["tenant"], state["admin"]), scope)
+        state["charge"] = charge = self._bodies.charge(share)
+        try:
+            receive = _bounded(headers, receive, charge)
+            if self._sharing.several:
+                self._check_place(scope["path"], headers, share, charge)
+            await self._app(scope, receive, send)
+        finally:
+            charge.release()
+
+    def begin(self, scope: Scope, start: Callable[[], None]) -> None:
+        """Start a request when it is its caller's turn; at once if there is only one tenant."""
+        if not self._sharing.several:
+            return start()
+        try:
+            caller = self._keys.caller(scope["path"], scope["headers"])
+        except RequestError:
+            return self._turns.call("", start)  # to be refused
+        return self._turns.call(self._share(caller, scope), start)
+
+    def _share(self, caller: Caller, scope: Scope) -> str:
+        peer = (scope.get("client") or ("",))[0]
+        return self._sharing.name(caller.tenant, peer, admin=caller.admin)
+
+    def _check_place(self, path: str, headers: Headers, share: str, charge: Charge) -> None:
+        """Refuse a caller that has taken all its places: here, where that costs least."""
+        if path in GENERATING and not charge.charged and not any(name == REPLAYED for name, _ in headers):
+            self._ledger.check_place(share, 1)
+
+
+def _bounded(headers: Headers, receive: Receive, charge: Charge) -> Receive:
+    """`receive`, but a body beyond the limit is refused: at once if its length is told, as it comes if not."""
+    length = next((value for name, value in headers if name == b"content-length"), b"0")
+    if length.isdigit():
+        charge.announced(int(length))
+    if not any(name == b"transfer-encoding" for name, _ in headers):
+        return receive  # the HTTP parser holds the body to its length
+    return charge.counted(receive)

@@ -1,0 +1,87 @@
+"""A server and a router refuse the same bad requests alike: status, code, body and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from headgate.contract.keys import Keys
+from headgate.testing.tiny import tiny_model
+from tests.api.live import live_server
+from tests.router.fleets import live_router
+
+TENANTS = {"alice": "of-alice"}
+ADMIN = {"Authorization": "Bearer of-root"}
+ALICE = {"Authorization": "Bearer of-alice"}
+SHOWN = ("content-type", "www-authenticate", "allow", "retry-after")
+
+
+@dataclass(frozen=True)
+class Bad:
+    status: int
+    code: str
+    method: str
+    path: str
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b"{}"
+
+
+# What a gate refuses, on a control path and on one that a router relays.
+AT_THE_GATE = [
+    bad
+    for path in ("/v1/pause", "/v1/completions")
+    for bad in (
+        Bad(400, "invalid_request", "POST", path, ADMIN | {"X-Request-Id": "x" * 257}),
+        Bad(400, "invalid_request", "POST", path, ADMIN | {"X-Request-Id": ""}),
+        Bad(400, "invalid_request", "POST", path, ADMIN | {"X-Request-Id": "a\tb"}),
+        Bad(400, "invalid_request", "POST", path, {"X-Request-Id": "x" * 257}),  # the id is read before the key
+        Bad(401, "missing_api_key", "POST", path, {"X-Request-Id": "mine"}),
+        Bad(401, "invalid_api_key", "POST", path, {"X-API-Key": "wrong"}),
+        Bad(403, "forbidden", "POST", path, ALICE | {"X-Headgate-Tenant": "bob"}),
+        Bad(400, "invalid_request", "POST", path, ADMIN | {"X-Headgate-Tenant": "a:b"}),
+        Bad(405, "method_not_allowed", "PUT", path, ADMIN),
+        Bad(405, "method_not_allowed", "GET", path, ADMIN),
+        Bad(401, "missing_api_key", "PUT", path),  # the key is asked for before the method
+    )
+]
+BEHIND_IT = [
+    Bad(403, "forbidden", "POST", "/v1/pause", ALICE),
+    Bad(404, "not_found", "GET", "/nowhere", ADMIN),
+    Bad(403, "forbidden", "GET", "/nowhere", ALICE),
+    Bad(400, "invalid_json", "POST", "/v1/pause", ADMIN, b"{"),
+    Bad(400, "unknown_parameter", "POST", "/v1/pause", ADMIN, b'{"when": 1}'),
+    Bad(400, "invalid_type", "POST", "/v1/resume", ADMIN, b'{"timeout": -1}'),
+    Bad(400, "invalid_request", "POST", "/v1/abort_requests", ALICE, b"{}"),
+    Bad(400, "unknown_parameter", "POST", "/v1/abort_requests", ALICE, b'{"stop_all": true}'),
+    Bad(404, "request_not_found", "GET", "/v1/requests/none", ALICE),
+    Bad(404, "request_not_found", "DELETE", "/v1/requests/none", ALICE),
+]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    model = tiny_model(tmp_path_factory.mktemp("model"))
+    with ExitStack() as stack:
+        server = stack.enter_context(live_server(model, keys=Keys(TENANTS, "of-root")))
+        router = stack.enter_context(
+            live_router(server.url, api_keys=TENANTS, admin_key="of-root", worker_key="of-root")
+        )
+        clients = (httpx.Client(base_url=url, timeout=60) for url in (server.url, router.url))
+        yield stack.enter_context(next(clients)), stack.enter_context(next(clients))
+
+
+@pytest.mark.parametrize("bad", AT_THE_GATE + BEHIND_IT, ids=lambda bad: f"{bad.method} {bad.path} {bad.code}")
+def test_a_server_and_a_router_refuse_a_bad_request_alike(both: tuple[httpx.Client, httpx.Client], bad: Bad):
+    answers = [http.request(bad.method, bad.path, headers=bad.headers, content=bad.body) for http in both]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (bad.status, bad.code)
+        assert answer.headers["x-request-id"] == "mine" or answer.headers["x-request-id"].startswith("req-")
+    server, router = (
+        (answer.json(), {name: answer.headers.get(name) for name in SHOWN}, answer.headers["x-request-id"] == "mine")
+        for answer in answers
+    )
+    assert server == router
