@@ -44,6 +44,7 @@ class ScriptedStream:
 
 class ScriptedEngines:
     info = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "scripted", "none")
+    version = 3  # of its weights
 
     def __init__(self, script: Script) -> None:
         self._script = script

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from headgate.api import journal
+from headgate.contract.control import LEAST_VERSION_HEADER
 from headgate.engine.client import Chunk
 from headgate.errors import EngineDead, RequestError, Unavailable
 from headgate.protocol.output import Cause, Ended, FinishReason, Timings
@@ -636,3 +637,17 @@ def test_49_a_retry_with_the_same_key_gets_the_same_journal_whatever_it_is_calle
 
     first, second = asyncio.run(main())
     assert first == second and len(engines.streams) == 1
+
+
+@pytest.mark.parametrize(
+    ("least", "status"), [("3", 200), ("2", 200), ("4", 503), ("", 400), ("-1", 400), ("9" * 30, 400)]
+)
+def test_55_a_server_with_older_weights_than_a_router_asks_for_makes_no_answer(model, least, status):
+    engines = ScriptedEngines(Engine("hello").script(model))
+    client = Client(
+        scripted_app(model, engines), CHAT, CHATTING, {**HEADERS, LEAST_VERSION_HEADER: least, "idempotency-key": "k"}
+    )
+    asyncio.run(asyncio.wait_for(client.call(), 60))
+    assert client.status == status and len(engines.streams) == (status == 200)
+    if status == 503:
+        assert b'"code":"engine_lost"' in client.body and b"version 3" in client.body

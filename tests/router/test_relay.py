@@ -449,6 +449,23 @@ def test_55_tokens_of_older_weights_are_seen_by_nobody_though_life_was_shown_bef
     run(main())
 
 
+def test_55_workers_are_told_which_weights_the_fleet_has():
+    """A worker that came back with older ones made an answer and kept it for its key. Found by seed 3424496411."""
+
+    async def main() -> None:
+        async with Mock() as mock, Mock(plain=True) as foreign, routing(mock, foreign) as (router, url):
+            for version in (0, 1, 2):
+                router.fleet.floor_version = version
+                mock.version = max(version, 1)
+                for seed in range(4):
+                    await ask(url, CHAT, BODY | {"seed": seed})
+            told = {asked.header("x-headgate-least-version") for asked in mock.asked}
+            assert told == {None, "1", "2"}
+            assert {asked.header("x-headgate-least-version") for asked in foreign.asked} == {None}
+
+    run(main())
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_27_first_tokens_that_are_read_after_an_update_are_those_of_a_request_from_before_it(stream: bool):
     async def main() -> None:

@@ -454,6 +454,7 @@ def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(carry_
 
 # Of the last six, the simulation or its judge was wrong.
 LATEST = {
+    3424496411: "a server that came back with old weights made an answer and kept it for its key",
     2196412318: "an answer whose workers all lacked the weights goes on when a probe has found one ready",
     2044193742: "a worker that was full, and one that failed since, are both asked again",
     2044199300: "an answer ended by another router's update goes on at a worker that was known as paused",

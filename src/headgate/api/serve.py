@@ -24,11 +24,12 @@ from headgate.api.idempotency import replays_of
 from headgate.api.journal import HEADER, Resumable, StreamJournal, WholeJournal, asked_at, seed_of
 from headgate.api.ledger import PREFILL
 from headgate.api.state import Api, api_of
+from headgate.contract.control import LEAST_VERSION_HEADER
 from headgate.contract.errors import NotFound
 from headgate.contract.schema import Generation
 from headgate.edge.sse import Exchange, Reply
 from headgate.engine.replicas import DEADLINE_GRACE_S
-from headgate.errors import HeadgateError, RequestError
+from headgate.errors import EngineDead, HeadgateError, RequestError
 from headgate.protocol.keys import tenant_salt
 from headgate.protocol.output import Cause
 
@@ -61,6 +62,7 @@ class Call:
     journal: bool = False  # another server may have to go on
     recompute: bool = False  # it must not be given back for want of room once more
     client: str = ""  # its address
+    least_version: int = 0  # of the weights that may answer it
     timeout_s: float | None = None  # from its arrival
 
     def id(self, prefix: str) -> str:
@@ -107,6 +109,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         recompute=request.headers.get(ON_PREEMPT) == "recompute",
         client=f"{request.client.host}:{request.client.port}" if request.client else "",
         timeout_s=None if body.deadline_ms is None else body.deadline_ms / 1000,
+        least_version=_least_version(request.headers.get(LEAST_VERSION_HEADER)),
     )
     if request.headers.get(PREFILL_HEADER) is not None and body.export_kv:
         kind = PREFILL
@@ -126,6 +129,14 @@ def _asked(body: Generation, kind: str, *, journal: bool) -> str:
     return f"{kind}{' journal' if journal else ''} {encode(meant)!r}"
 
 
+def _least_version(value: str | None) -> int:
+    if value is None:
+        return 0
+    if not (value.isascii() and value.isdecimal() and len(value) < 20):
+        raise RequestError(f"must be the number of a weight version, not {value!r:.100}", param=LEAST_VERSION_HEADER)
+    return int(value)
+
+
 def check_model(api: Api, name: str | None) -> None:
     if name and name != api.model_name:
         raise NotFound(
@@ -137,6 +148,11 @@ def check_model(api: Api, name: str | None) -> None:
 
 async def _serve(api: Api, call: Call, kind: str, choices: int, prepare: Prepare, reply: Reply) -> None:
     try:
+        if api.engines.version < call.least_version:
+            raise EngineDead(
+                f"this server has weights of version {api.engines.version}, and the request asks for "
+                f"{call.least_version} or later"
+            )
         async with api.ledger.admit(
             tenant=call.tenant,
             share=call.share,

@@ -74,6 +74,10 @@ class Engines(Protocol):
     def info(self) -> EngineInfo: ...
 
     @property
+    def version(self) -> int:
+        """Of the weights that engines must hold to be given requests."""
+
+    @property
     def asked(self) -> Pause | Resume | None:
         """Of all engines, last."""
 

@@ -25,6 +25,7 @@ from headgate.protocol.command import (
     Tag,
 )
 
+LEAST_VERSION_HEADER = "x-headgate-least-version"  # of the weights that may answer a request; older ones refuse it
 BOOT_HEADER = "x-headgate-boot"  # in answers to control calls: the boot id of the process that has answered
 UPDATE_TIMEOUT_S = 600.0
 LONG_S = 3600.0  # of a drain by another system's name: it has no timeout there

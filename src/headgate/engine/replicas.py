@@ -186,6 +186,11 @@ class Replicas:
             raise EngineDead("no engine is ready yet")
         return self._info
 
+    @property
+    def version(self) -> int:
+        """Of the weights that engines must hold to be given streams."""
+        return self._weights.version
+
     def _usable(self) -> list[Replica]:
         """Engines that streams may use."""
         return [replica for replica in self.replicas if replica.client is not None and not replica.outdated]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from headgate.contract.control import LEAST_VERSION_HEADER
 from headgate.router.attempt import HOP_BY_HOP
 from headgate.router.downstream import HttpRequest
 from headgate.router.fleet import Fleet
@@ -15,6 +16,7 @@ from headgate.router.worker import Worker
 # must see where an event ends.
 OWN = HOP_BY_HOP | {b"accept-encoding", b"host", b"content-length", b"content-type", b"expect", b"x-request-id"}
 PRIVATE = b"x-headgate-"
+LEAST_VERSION = LEAST_VERSION_HEADER.encode() + b": %d\r\n"
 MOST_MEMOS = 64  # heads for workers that are kept with one head of a client
 
 Credentials = Callable[[Worker, Headers, str | None], Headers]
@@ -24,6 +26,11 @@ Credentials = Callable[[Worker, Headers, str | None], Headers]
 def _own(connection: bytes | None) -> frozenset[bytes]:
     """Headers that are not passed on: ours to write, and those that a client says are for this hop alone."""
     return OWN.union(name.strip().lower() for name in (connection or b"").split(b","))
+
+
+def _least(version: int | None) -> bytes:
+    """A worker that came back with older weights refuses the request, and makes no answer for its key."""
+    return LEAST_VERSION % version if version else b""
 
 
 class Forwarder:
@@ -49,12 +56,13 @@ class Forwarder:
 
     def _head_for(self, worker: Worker, request: HttpRequest, tenant: str, *, part: bool) -> bytes:
         """What is the same of all requests with this head to that worker."""
-        memo, key = request.head.memo, (worker, worker.kind, worker.key, tenant, part)
+        floor = self._fleet.floor_version if worker.kind == "headgate" else None
+        memo, key = request.head.memo, (worker, worker.kind, worker.key, tenant, part, floor)
         head: bytes | None = memo.get(key)
         if head is None:
             if len(memo) > MOST_MEMOS:
                 memo.clear()
-            head = memo[key] = self._make_head(worker, request, tenant, part=part)
+            head = memo[key] = self._make_head(worker, request, tenant, part=part) + _least(floor)
         return head
 
     def _make_head(self, worker: Worker, request: HttpRequest, tenant: str, *, part: bool) -> bytes:
