@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.router.attempt import safe_end
-from headgate.router.journal import Journal, splice, unsaid, unveil
+from headgate.contract.journal import released, released_tokens, safe_end
+from headgate.router.journal import Journal, splice
 from tests.journal import blocks, resume_of
 
 ids = st.integers(0, 2**31)
@@ -90,13 +90,13 @@ def test_one_more_field_is_spliced_into_any_object():
 
 def test_what_was_veiled_reads_as_if_it_never_had_been():
     veiled = b':m data: {"a":1}\n:m \n\n:e 503\n:m data: [DONE]\n:m \n\n'
-    assert unveil(veiled) == b'data: {"a":1}\n\n:e 503\ndata: [DONE]\n\n'
+    assert released(veiled) == b'data: {"a":1}\n\n:e 503\ndata: [DONE]\n\n'
 
 
 def test_5_tokens_under_a_veil_are_no_part_of_what_is_shown_and_can_be_counted():
     veiled = b':m :j 0 1 4 7,8\n:m data: {"a":":j 0 1 9 9"}\n:m \n\n:m data: [DONE]\n:m \n\n'
-    assert unveil(veiled) == b'data: {"a":":j 0 1 9 9"}\n\ndata: [DONE]\n\n'
+    assert released(veiled) == b'data: {"a":":j 0 1 9 9"}\n\ndata: [DONE]\n\n'
     journal = Journal()
     journal.feed(b":j 0 1 2 5\ndata: x\n\n")
-    journal.feed(unsaid(veiled))
+    journal.feed(released_tokens(veiled))
     assert list(journal.choices[0].tokens) == [5, 7, 8]

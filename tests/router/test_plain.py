@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headgate.compiling import Unavailable
+from headgate.contract.journal import first_version
 from headgate.router import plain
 from headgate.router.ask import Ask, read_ask
-from headgate.router.attempt import LATER_VERSION, VERSION, whole_answer
+from headgate.router.attempt import whole_answer
 from headgate.router.journal import Journal
 from headgate.router.outbox import Outbox
 from tests.router.test_outbox import Wire, write
@@ -365,9 +366,8 @@ def long_way(events: bytes) -> tuple[int, int, int, bytes] | None:
     answer = whole_answer(events)
     if journal.unreadable or answer is None or answer.status != 200 or list(journal.choices) != [0]:
         return None
-    version = VERSION.match(events) or LATER_VERSION.search(events)
-    cached = journal.cached(1)
-    return None if version is None or cached is None else (int(version[1]), *cached, answer.body)
+    version, cached = first_version(events), journal.cached(1)
+    return None if version is None or cached is None else (version, *cached, answer.body)
 
 
 @pytest.mark.parametrize("odd", ODD)

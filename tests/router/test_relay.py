@@ -15,6 +15,7 @@ from headgate.api import wire
 from headgate.api.generation import Finish
 from headgate.contract.abort import AbortRequest
 from headgate.contract.errors import cut_short, error_body
+from headgate.contract.journal import MOVABLE_CAUSES
 from headgate.errors import HeadgateError
 from headgate.router.abort import Scope, abort
 from headgate.router.ending import as_aborted
@@ -621,13 +622,14 @@ def test_73_the_routers_own_end_has_strict_words_for_a_strict_client(stream: boo
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_73_an_end_that_was_asked_for_since_keeps_the_clients_words(strict: bool):
+@pytest.mark.parametrize("cause", sorted(MOVABLE_CAUSES))
+def test_73_an_end_that_was_asked_for_since_keeps_the_clients_words(strict: bool, cause: str):
     def told(reason: str, cause: str, problem: str) -> bytes:
         return (
             b'data: {"choices":[{"finish_reason":"%b","cause":"%b"}]}\n\n' % (reason.encode(), cause.encode())
         ) + (b"data: %b\n\n" % problem.encode() if strict else b"")
 
-    before = told("length" if strict else "pd_reschedule", "preempted", error_body(elsewhere(3)).decode())
+    before = told("length" if strict else "pd_reschedule", cause, error_body(elsewhere(3)).decode())
     after = told("length" if strict else "abort", "api_abort", error_body(cut_short(3, "api_abort")).decode())
     assert as_aborted(before, "api_abort", strict=strict) == after
 

@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         "an end that nobody wished for is veiled",
         "router/attempt.py",
-        "        if VEIL in data:\n            data = self._set_aside(data)\n        if data:\n",
+        "        if WITHHELD in data:\n            data = self._set_aside(data)\n        if data:\n",
         "        if data:\n",
         "tests/router/test_relay.py",
     ),
@@ -153,8 +153,8 @@ MUTANTS = [
     Mutant(
         "the journal has every token",
         "api/journal.py",
-        "        if block := token_lines(job, piece, chars) + self._finish(job, piece, event):\n",
-        "        if block := (token_lines(job, piece, chars) if event else b'') + self._finish(job, piece, event):\n",
+        "        if block := lines + self._finish(job, piece, event):\n",
+        "        if block := (lines if event else b'') + self._finish(job, piece, event):\n",
     ),
     Mutant(
         "a stream without a seed goes on in the same random stream",
@@ -292,8 +292,8 @@ MUTANTS = [
     Mutant(
         "what was aborted between two workers is told as aborted",
         "router/relay.py",
-        "as_aborted(unveil(last[1].ending), self.cause, strict=self._strict)",
-        "unveil(last[1].ending)",
+        "as_aborted(released(last[1].ending), self.cause, strict=self._strict)",
+        "released(last[1].ending)",
         test="tests/sim/test_regressions.py",
     ),
     # -- KV between engines --
@@ -406,7 +406,7 @@ MUTANTS = [
     Mutant(
         "tokens that a worker told with its end are counted",
         "router/relay.py",
-        "            self.journal.feed(unsaid(last[1].ending))\n",
+        "            self.journal.feed(released_tokens(last[1].ending))\n",
         "",
         test="tests/sim/test_regressions.py",
     ),
@@ -587,7 +587,7 @@ MUTANTS = [
     Mutant(
         "how an answer is presented does not decide how it is retried",
         "router/attempt.py",
-        '    rescheduled = any(reason == b"pd_reschedule" for reason, _ in ends)\n',
+        "    rescheduled = any(reason == RESCHEDULED for reason, _ in ends)\n",
         '    rescheduled = b\'"finish_reason":"pd_reschedule"\' in ending\n',
         test="tests/router/test_relay.py",
     ),

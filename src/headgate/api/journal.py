@@ -1,18 +1,7 @@
-"""The journal: an answer that says, beside what its client sees, all that another server needs to go on with it.
+"""Writing a journal into an answer (`contract/journal.py` has its grammar), for a stream and for a whole answer.
 
-It is written in comments between the events, which clients skip, so a router can pass the bytes on as they are:
-
-    :p TOKENS                          how long the prompts are together; once, before the first tokens
-    :j INDEX VERSION CHARS ID,ID,...   tokens of a choice, and how many characters of it the client has with this block
-    :f INDEX REASON CAUSE PROMPT_TOKENS CACHED_TOKENS OUTPUT_TOKENS   a choice has ended
-    :e STATUS                          the answer has failed; the status that this would have had at its beginning
-    :m LINE                            withheld: a line for the client if no server goes on, or one of the above about it
-    :+                                 this block is none without the next one
-
-A block, up to its empty line, is the unit: whoever reads the journal passes it on whole or, if its end never comes, not
-at all.
 The end of a choice that was not asked for is withheld. Its `:f` line names the true reason, whatever the client's own
-words for it are (`X-OpenAI-Strict`). docs/decisions/0006-the-journal.md has the reasons.
+words for it are (`X-OpenAI-Strict`).
 """
 
 from __future__ import annotations
@@ -20,24 +9,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import groupby
 from math import inf
-from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from starlette.requests import Request
 
 from headgate.api.generation import Finish, Job, Piece
 from headgate.api.wire import error_event
+from headgate.contract import journal
 from headgate.contract.errors import status_of
+from headgate.contract.journal import HEADER, RESCHEDULED, bind, is_movable, token_lines, withhold
 from headgate.edge.sse import Reply
 from headgate.errors import EngineDead, HeadgateError, RequestError
 
 if TYPE_CHECKING:
     from headgate.api.serve import Dialect
 
-HEADER = "X-Headgate-Journal"
-MOVABLE_CAUSES = frozenset(("pause", "shutdown", "preempted", "transfer_failed", "engine_lost"))
 WHOLE_EVERY_S = 0.05  # how often an answer that is told whole tells of its tokens
 
 
@@ -71,7 +58,7 @@ class StreamJournal:
         self._dialect, self._reply = dialect, reply
         self._opening = prompt_line(jobs)  # of the first block that is not withheld
         self._chars: dict[int, int] = {}  # of the text of each choice, that the client has
-        self._veiled = False
+        self._withholds = False
 
     async def tell(self, job: Job, piece: Piece) -> None:
         if piece.told:
@@ -79,18 +66,19 @@ class StreamJournal:
             return
         event = self._dialect.event(job, piece)
         chars = self._chars[job.index] = self._chars.get(job.index, 0) + len(piece.text)
+        lines = token_lines(job.index, piece.versions, piece.tokens, chars)
         if movable(piece.finish):
-            # The last tokens go unsaid with it: whoever goes on makes them again, and their event.
-            self._veiled = True
+            # The last tokens are not sent with it: the server that continues makes them again, and their event.
+            self._withholds = True
             self._reply.given_back |= is_given_back(piece.finish)
-            await self._reply.send_event(veil(token_lines(job, piece, chars) + finish_line(job, piece) + event))
+            await self._reply.send_event(withhold(lines + finish_line(job, piece) + event))
             return
-        if block := token_lines(job, piece, chars) + self._finish(job, piece, event):
+        if block := lines + self._finish(job, piece, event):
             block, self._opening = self._opening + block, b""
             await self._reply.send_event(block if event else block + b"\n")
 
     def _finish(self, job: Job, piece: Piece, event: bytes) -> bytes:
-        return event if piece.finish is None else finish_line(job, piece) + bound(event)
+        return event if piece.finish is None else finish_line(job, piece) + bind(event)
 
     def _prime(self, job: Job, piece: Piece) -> None:
         assert isinstance(self._dialect, Resumable)
@@ -99,7 +87,7 @@ class StreamJournal:
 
     async def close(self) -> None:
         closing = self._dialect.closing()
-        await self._reply.end(veil(closing) if self._veiled else bound(closing))
+        await self._reply.end(withhold(closing) if self._withholds else bind(closing))
 
     async def fail(self, error: HeadgateError) -> None:
         await self._reply.end(failure(error, self._dialect.failure(error)))
@@ -121,7 +109,7 @@ class WholeJournal:
         self._answers[job.index].add(piece)
         if piece.told:
             return
-        self._lines += token_lines(job, piece, 0)
+        self._lines += token_lines(job.index, piece.versions, piece.tokens, 0)
         if movable(piece.finish):
             self._withheld += finish_line(job, piece)
             self._reply.given_back |= is_given_back(piece.finish)
@@ -134,7 +122,7 @@ class WholeJournal:
 
     async def close(self) -> None:
         answer = b"data: " + self._dialect.whole(self._jobs, list(self._answers.values())) + b"\n\n"
-        await self._reply.end(veil(self._withheld + answer) if self._withheld else answer)
+        await self._reply.end(withhold(self._withheld + answer) if self._withheld else answer)
 
     async def fail(self, error: HeadgateError) -> None:
         if self._lines:
@@ -153,52 +141,28 @@ def prompt_line(jobs: Sequence[Job]) -> bytes:
     """A prompt counts once, whatever the number of its choices, which come one after another."""
     prompts = [job.request.prompt for job in jobs]
     lengths = [len(prompt) for i, prompt in enumerate(prompts) if not i or prompt is not prompts[i - 1]]
-    return b":p %d\n" % sum(lengths)
-
-
-def token_lines(job: Job, piece: Piece, chars: int) -> bytes:
-    """One line for each version of the weights."""
-    made = groupby(zip(piece.versions, piece.tokens, strict=True), itemgetter(0))
-    return b"".join(
-        b":j %d %d %d %b\n" % (job.index, version, chars, b",".join(b"%d" % id for _, id in ids))
-        for version, ids in made
-    )
+    return journal.prompt_line(sum(lengths))
 
 
 def finish_line(job: Job, piece: Piece) -> bytes:
     if (finish := piece.finish) is None:
         return b""
-    why = finish.reason.encode(), finish.cause.encode()
-    return b":f %d %b %b %d %d %d\n" % (
-        *(job.index, *why),
-        *(finish.prompt_tokens, finish.cached_tokens, finish.output_tokens),
-    )
+    counts = finish.prompt_tokens, finish.cached_tokens, finish.output_tokens
+    return journal.finish_line(job.index, finish.reason, finish.cause, *counts)
 
 
 def failure(error: HeadgateError, event: bytes) -> bytes:
     # What cannot be served here now may well be elsewhere; what is wrong with the request is wrong everywhere.
     status = status_of(error)
-    return b":e %d\n" % status + (veil(event) if status == 503 or isinstance(error, EngineDead) else event)
-
-
-def bound(events: bytes) -> bytes:
-    """Several events as one block: nobody could say which of them a client has."""
-    *firsts, last, _ = events.split(b"\n\n")
-    return b"".join(b":+\n%b\n\n" % first for first in firsts) + last + b"\n\n"
-
-
-def veil(event: bytes) -> bytes:
-    """A block that says nothing to a client. Without the `:m ` of its lines it is `event` again."""
-    return b"".join(b":m %b\n" % line for line in event.split(b"\n")[:-1]) + b"\n"
+    may_move = status == 503 or isinstance(error, EngineDead)
+    return journal.failure_line(status) + (withhold(event) if may_move else event)
 
 
 def movable(finish: Finish | None) -> bool:
     """Whether it ended here and not for good."""
-    if finish is None:
-        return False
-    return is_given_back(finish) or (finish.reason == "abort" and finish.cause in MOVABLE_CAUSES)
+    return finish is not None and is_movable(finish.reason, finish.cause)
 
 
 def is_given_back(finish: Finish | None) -> bool:
     """Whether there was no room for it."""
-    return finish is not None and finish.reason == "pd_reschedule"
+    return finish is not None and finish.reason == RESCHEDULED

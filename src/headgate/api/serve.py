@@ -21,11 +21,12 @@ from headgate.api.bodies import Charge
 from headgate.api.export import ExportDialect
 from headgate.api.generation import Job, Piece, collect, run_all
 from headgate.api.idempotency import replays_of
-from headgate.api.journal import HEADER, Resumable, StreamJournal, WholeJournal, asked_at, seed_of
+from headgate.api.journal import Resumable, StreamJournal, WholeJournal, asked_at, seed_of
 from headgate.api.ledger import PREFILL
 from headgate.api.state import Api, api_of
 from headgate.contract.control import LEAST_VERSION_HEADER
 from headgate.contract.errors import NotFound
+from headgate.contract.journal import HEADER
 from headgate.contract.schema import Generation
 from headgate.edge.sse import Exchange, Reply
 from headgate.engine.replicas import DEADLINE_GRACE_S

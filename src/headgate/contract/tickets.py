@@ -7,9 +7,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from headgate.contract.journal import VERSION_DIGITS
 from headgate.protocol.request import Ticket
 
-NEWEST_VERSION = 10**18 - 1  # of weights; a journal has room for 18 digits
+NEWEST_VERSION = 10**VERSION_DIGITS - 1  # of weights
 Version = Annotated[int, Meta(ge=0, le=NEWEST_VERSION)]
 Hex64 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$(?!\n)")]
 Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$(?!\n)")]

@@ -11,15 +11,27 @@ because only whole events are passed on. What is needed to go on elsewhere goes 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from headgate.contract.journal import (
+    BOUND,
+    DATA,
+    RAW_HEADER,
+    RESCHEDULED,
+    TOKENS,
+    WITHHELD,
+    failed_with,
+    first_version,
+    last_data,
+    safe_end,
+    split_withheld,
+    withheld_ends,
+)
 from headgate.router import plain
-from headgate.router.journal import BOUND, VEIL, WITHHELD
 from headgate.router.upstream import Headers, KnownHead, Upstream
 
 if TYPE_CHECKING:
@@ -47,14 +59,11 @@ HOP_BY_HOP = frozenset(
     )
 )
 # Of an answer these are ours to write.
-ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-headgate-journal", b"x-headgate-worker"}
+ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", RAW_HEADER, b"x-headgate-worker"}
 JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
 DONES = DONE, b"data: [DONE]\r\n\r\n"
 REPLAYED = b"idempotent-replayed"  # the answer was kept for a key, and may be older than the fleet's weights
-VERSION = re.compile(rb"(?::p \d+\n)?:j \d+ (\d{1,18}) ")
-LATER_VERSION = re.compile(rb"\n:j \d+ (\d{1,18}) ")
-FAILED = re.compile(rb"^:e ([45]\d\d)$", re.MULTILINE)
 PAUSED = b'"code":"paused"'  # cannot stand inside a JSON string, which would escape its quotes
 
 
@@ -145,7 +154,7 @@ class Attempt:
         for name, value in headers:
             if name == b"content-type":
                 streams = value.startswith(b"text/event-stream")
-            elif name == b"x-headgate-journal":
+            elif name == RAW_HEADER:
                 self.journalled = True
             elif name == REPLAYED:
                 self._vetted = True
@@ -200,14 +209,14 @@ class Attempt:
     def _pass_events(self, data: bytes) -> None:
         if self._tail or not data.endswith(b"\n\n") or BOUND in data:
             data = self._whole_events(data)
-        if VEIL in data:
+        if WITHHELD in data:
             data = self._set_aside(data)
         if data:
             if not self._vetted and self._outdated(data):
                 return
             self._last = data
             self._exchange.pass_events(data)
-            if self._taken.pending and b"data: " in data:
+            if self._taken.pending and DATA in data:
                 self._taken.first_token()
         self._use_pipe(self._vetted and not (self._tail or self._taken.pending))
 
@@ -229,22 +238,20 @@ class Attempt:
 
     def _outdated(self, events: bytes) -> bool:
         """Whether its first tokens come from weights that the fleet no longer had; no client sees them then."""
-        if (first := VERSION.match(events) or LATER_VERSION.search(events)) is None:
+        if (version := first_version(events)) is None:
             return False
         self._vetted = True
         floor = self._floor
-        if floor is None or int(first[1]) >= floor:
+        if floor is None or version >= floor:
             return False
-        self.fail(f"its weights have version {int(first[1])}, and the fleet's {floor}")
+        self.fail(f"its weights have version {version}, and the fleet's {floor}")
         return True
 
     def _set_aside(self, events: bytes) -> bytes:
-        """Keep veiled events back."""
-        shown: list[bytes] = []
-        for event in events.split(b"\n\n")[:-1]:
-            veiled = event.startswith(VEIL) or b"\n" + VEIL in event
-            (self._veiled if veiled else shown).append(event + b"\n\n")
-        return b"".join(shown)
+        """Keep withheld events back."""
+        shown, withheld = split_withheld(events)
+        self._veiled += withheld
+        return shown
 
     def _pass(self, data: bytes) -> None:
         """Somebody else's stream: whole events as well, so that the word of its breaking off is not part of one."""
@@ -270,14 +277,14 @@ class Attempt:
         """The journal of an answer that is told whole, then that answer."""
         if self._tail or not data.endswith(b"\n\n") or BOUND in data:
             data = self._whole_events(data)
-        if VEIL in data:
+        if WITHHELD in data:
             data = self._set_aside(data)
         if not data or (not self._vetted and self._outdated(data)):
             return
         self._last = data
-        if self._taken.pending and b":j " in data:
+        if self._taken.pending and TOKENS in data:
             self._taken.first_token()
-        if data.startswith(b"data: ") or b"\ndata: " in data:
+        if last_data(data) is not None:
             self._body.append(data)
         self._exchange.journal.feed(data)
 
@@ -299,7 +306,7 @@ class Attempt:
             return Answered(self.status, self._headers, b"".join(self._body))
         if self._mode is Attempt._collect_journal:
             return whole_answer(b"".join(self._body)) or Lost("its answer ended early")
-        if self._mode is Attempt._pass_events and not (self._last.endswith(DONE) or FAILED.search(self._last)):
+        if self._mode is Attempt._pass_events and not (self._last.endswith(DONE) or failed_with(self._last)):
             return Lost("its answer ended early")
         return Streamed()
 
@@ -347,20 +354,9 @@ def refused_as_paused(outcome: Outcome) -> bool:
 
 def withheld(ending: bytes) -> Veiled:
     """An end that is not final, by the journal: what the client would read depends on its headers."""
-    ends = WITHHELD.findall(ending)
-    rescheduled = any(reason == b"pd_reschedule" for reason, _ in ends)
-    return Veiled(rescheduled, ending, ends[0][1].decode() if ends else "")
-
-
-def safe_end(data: bytes) -> int:
-    """Where the last event ends that can stand without what follows it."""
-    end = len(data)
-    while (gap := data.rfind(b"\n\n", 0, end)) >= 0:
-        start = max(data.rfind(b"\n\n", 0, gap), 0)
-        if BOUND not in data[start:gap]:
-            return gap + 2
-        end = gap
-    return 0
+    ends = withheld_ends(ending)
+    rescheduled = any(reason == RESCHEDULED for reason, _ in ends)
+    return Veiled(rescheduled, ending, ends[0][1] if ends else "")
 
 
 def _events_end(data: bytes) -> int:
@@ -370,19 +366,8 @@ def _events_end(data: bytes) -> int:
 
 def whole_answer(events: bytes) -> Answered | None:
     """The answer that is told whole at the end of its journal; None if it is not there."""
-    whole = _data_of(events)
-    if whole is None:
-        return None
-    failed = FAILED.search(events) if b":e " in events else None  # far faster than looking at each line
-    return Answered(int(failed[1]) if failed else 200, JSON, whole)
-
-
-def _data_of(events: bytes) -> bytes | None:
-    """What stands in the last `data:` line."""
-    start = events.rfind(b"\ndata: ") + 1
-    if not start and not events.startswith(b"data: "):
-        return None
-    return events[start + 6 : events.index(b"\n", start)]
+    whole = last_data(events)
+    return None if whole is None else Answered(failed_with(events) or 200, JSON, whole)
 
 
 def _streamed(headers: Headers) -> Headers:

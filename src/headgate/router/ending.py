@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from headgate.contract.errors import cut_short, error_body
+from headgate.contract.journal import MOVABLE_CAUSES, RESCHEDULED
 from headgate.errors import RequestError, Unavailable
 from headgate.router.ask import UNREADABLE
 from headgate.router.journal import Journal
@@ -24,8 +25,10 @@ Usage = dict[str, int]
 CAUSE: Final = "api_abort"
 DEADLINE: Final = "deadline"
 PAUSE: Final = "pause"
+# An end that a worker withheld, in the words of a client's event; strict clients read `length`.
 WORKERS_END = re.compile(
-    rb'"finish_reason":"(?:abort|length|pd_reschedule)","cause":"(?:shutdown|pause|engine_lost|preempted)"'
+    rb'"finish_reason":"(?:abort|length|%b)","cause":"(?:%b)"'
+    % (RESCHEDULED.encode(), "|".join(sorted(MOVABLE_CAUSES)).encode())
 )
 CUT_SHORT = re.compile(rb'\{"message":"[^"\\]* after (\d+) tokens \(\w+\)","type":"\w+","param":null,"code":"\w+"\}')
 encode = msgspec.json.Encoder().encode

@@ -1,12 +1,11 @@
 """What a client has been told, read from the comments that a worker writes between the events of its answer.
 
-Bytes are kept as they come and read only when there are many of them, or when another worker has to go on; see
-`docs/decisions/0006-the-journal.md` for the lines.
+Bytes are kept as they come and read only when there are many of them, or when another worker has to go on;
+`contract/journal.py` has the lines.
 """
 
 from __future__ import annotations
 
-import re
 from array import array
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,15 +13,7 @@ from operator import itemgetter
 
 import msgspec
 
-# All begin with a literal, which is searched for many times faster than a `^`.
-TOKENS = re.compile(rb"\n:j (\d+) (-?\d+) (\d+) ([\d,]*)(?=\r?\n)")
-PROMPT = re.compile(rb"\n:p (\d{1,12})(?=\r?\n)")
-CACHED = re.compile(rb"\n:f \d+ \w+ \w+ (\d{1,12}) (\d{1,12}) \d+(?=\r?\n)")
-FINISH = re.compile(rb"\n:f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)(?=\r?\n)")
-VEIL = b":m "
-BOUND = b":+\n"  # this event is none without the next one
-UNSAID = VEIL + b":j "
-WITHHELD = re.compile(rb"^:m :f \d+ (\w+) (\w+) ", re.MULTILINE)  # reason and cause
+from headgate.contract.journal import CACHED_LINES, FINISH, FINISH_LINES, PROMPT_LINES, TOKENS_LINES
 
 
 @dataclass(slots=True)
@@ -75,12 +66,12 @@ class Journal:
             self._unreadable = True
 
     def _parse(self, raw: bytes) -> None:
-        if not self._choices and (prompt := PROMPT.search(raw)):  # it comes with the first tokens
+        if not self._choices and (prompt := PROMPT_LINES.search(raw)):  # it comes with the first tokens
             self._prompt = int(prompt[1])
-        for (index, version), lines in groupby(TOKENS.findall(raw), itemgetter(0, 1)):
+        for (index, version), lines in groupby(TOKENS_LINES.findall(raw), itemgetter(0, 1)):
             *_, chars, ids = zip(*lines, strict=True)
             self._told(int(index)).add(int(version), int(chars[-1]), b",".join(filter(None, ids)))
-        for finished, reason, cause, *counts in FINISH.findall(raw):
+        for finished, reason, cause, *counts in FINISH_LINES.findall(raw):
             self._told(int(finished)).finish = [reason.decode(), cause.decode(), *map(int, counts)]
 
     def end(self, choices: int, cause: str) -> None:
@@ -134,7 +125,7 @@ class Journal:
             told = [told.finish for told in self.choices.values() if told.finish is not None]
             return min(((int(str(finish[2])), int(str(finish[3]))) for finish in told), default=None)
         last_words = b"\n" + b"".join(self.raw[-3:])
-        found = CACHED.search(last_words, last_words.find(b"\n:f "))
+        found = CACHED_LINES.search(last_words, last_words.find(b"\n" + FINISH))
         return None if found is None else (int(found[1]), int(found[2]))
 
     def resume(self, *, streamed: bool) -> bytes:
@@ -161,15 +152,3 @@ def splice(body: bytes, name: str, value: bytes) -> bytes:
     assert body.endswith(b"}")
     comma = b"" if body[:-1].rstrip().endswith(b"{") else b","
     return b'%b%b"%b":%b}' % (body[:-1], comma, name.encode(), value)
-
-
-def unveil(veiled: bytes) -> bytes:
-    """What a worker would have told a client, had there been nobody to ask another worker."""
-    lines = [line for line in veiled.splitlines(keepends=True) if line.startswith((VEIL, b":e "))]
-    return b"".join(line.removeprefix(VEIL) for line in lines if not line.startswith((UNSAID, VEIL + b":f ")))
-
-
-def unsaid(veiled: bytes) -> bytes:
-    """The journal of that: tokens which a client has when the veil is taken away."""
-    lines = veiled.splitlines(keepends=True)
-    return b"".join(line.removeprefix(VEIL) for line in lines if line.startswith(UNSAID))

@@ -8,6 +8,20 @@
 #include <string.h>
 #include <structmember.h>
 
+// The grammar of the journal, as far as it is read here. `contract/journal.py` declares it, and a test compares the two.
+#define JOURNAL_PROMPT ":p "
+#define JOURNAL_TOKENS ":j "
+#define JOURNAL_FINISH ":f "
+#define JOURNAL_FAILURE ":e "
+#define JOURNAL_WITHHELD ":m "
+#define JOURNAL_BOUND ":+\n"
+#define JOURNAL_DATA "data: "
+#define JOURNAL_DONE "[DONE]"
+#define JOURNAL_GAP "\n\n"
+#define JOURNAL_VERSION_DIGITS 18
+#define JOURNAL_COUNT_DIGITS 12
+#define JOURNAL_ID_DIGITS 9
+
 typedef struct {
     const char *at, *end;
 } Span;
@@ -135,7 +149,8 @@ static PyObject *unchunked(const char *at, const char *end) {
 
 // Whether these are whole events, none of them bound to the next, or veiled.
 static int are_plain(Span events) {
-    return ENDS(events, "\n\n") && !FIND(events.at, events.end, ":+\n") && !FIND(events.at, events.end, ":m ");
+    if (!ENDS(events, JOURNAL_GAP) || FIND(events.at, events.end, JOURNAL_BOUND)) return 0;
+    return !FIND(events.at, events.end, JOURNAL_WITHHELD);
 }
 
 static PyObject *answer(PyObject *module, PyObject *const *args, Py_ssize_t count) {
@@ -181,17 +196,18 @@ static const char *space(const char *at, const char *end) {
 // Whether this is a whole line of the length of the prompt: `:p TOKENS`.
 static int prompt_line(const char *at, const char *end) {
     long long other;
-    return STARTS(at, end, ":p ") && digits(at + 3, end, 12, &other) == end;
+    if (!STARTS(at, end, JOURNAL_PROMPT)) return 0;
+    return digits(at + sizeof(JOURNAL_PROMPT) - 1, end, JOURNAL_COUNT_DIGITS, &other) == end;
 }
 
 // Whether this is a whole line of tokens of the first choice: `:j 0 VERSION CHARS ID,ID`.
 static int tokens_line(const char *at, const char *end, long long *version) {
     long long other;
-    if (!STARTS(at, end, ":j 0 ")) return 0;
-    at = space(digits(at + 5, end, 18, version), end);
-    at = space(digits(at, end, 12, &other), end);
+    if (!STARTS(at, end, JOURNAL_TOKENS "0 ")) return 0;
+    at = space(digits(at + sizeof(JOURNAL_TOKENS "0 ") - 1, end, JOURNAL_VERSION_DIGITS, version), end);
+    at = space(digits(at, end, JOURNAL_COUNT_DIGITS, &other), end);
     for (int more = at != NULL && at < end; more; at += more) {
-        if ((at = digits(at, end, 9, &other)) == NULL) return 0;
+        if ((at = digits(at, end, JOURNAL_ID_DIGITS, &other)) == NULL) return 0;
         more = at < end && *at == ',';
     }
     return at == end;
@@ -200,26 +216,26 @@ static int tokens_line(const char *at, const char *end, long long *version) {
 // Whether this is a whole line of the end of the first choice: `:f 0 REASON CAUSE PROMPT CACHED OUTPUT`.
 static int finish_line(const char *at, const char *end, long long *prompt, long long *cached) {
     long long other;
-    if (!STARTS(at, end, ":f 0 ")) return 0;
-    at = space(word_of(at + 5, end), end);
+    if (!STARTS(at, end, JOURNAL_FINISH "0 ")) return 0;
+    at = space(word_of(at + sizeof(JOURNAL_FINISH "0 ") - 1, end), end);
     at = space(word_of(at, end), end);
-    at = space(digits(at, end, 12, prompt), end);
-    at = space(digits(at, end, 12, cached), end);
-    return digits(at, end, 12, &other) == end;
+    at = space(digits(at, end, JOURNAL_COUNT_DIGITS, prompt), end);
+    at = space(digits(at, end, JOURNAL_COUNT_DIGITS, cached), end);
+    return digits(at, end, JOURNAL_COUNT_DIGITS, &other) == end;
 }
 
 static PyObject *told(PyObject *module, PyObject *events) {
     if (!arguments("told", &events, 1, 1, 0)) return NULL;
     Span all = span_of(events), answer = {NULL, NULL};
     long long version = -1, prompt = -1, cached = -1, other;
-    if (!ENDS(all, "\n\n")) Py_RETURN_NONE;
+    if (!ENDS(all, JOURNAL_GAP)) Py_RETURN_NONE;
     for (const char *at = all.at, *end; at < all.end; at = end + 1) {
         end = memchr(at, '\n', (size_t)(all.end - at));
         if (end == at || tokens_line(at, end, version < 0 ? &version : &other)) continue;
         if (prompt < 0 && finish_line(at, end, &prompt, &cached)) continue;
         if (prompt_line(at, end)) continue;
-        if (answer.at != NULL || !STARTS(at, end, "data: ")) Py_RETURN_NONE;
-        answer = (Span){at + 6, end};
+        if (answer.at != NULL || !STARTS(at, end, JOURNAL_DATA)) Py_RETURN_NONE;
+        answer = (Span){at + sizeof(JOURNAL_DATA) - 1, end};
     }
     if (version < 0 || prompt < 0 || answer.at == NULL) Py_RETURN_NONE;
     return Py_BuildValue("(LLLN)", version, prompt, cached, bytes_of(answer.at, answer.end));
@@ -346,7 +362,7 @@ static PyObject *pipe_take(Pipe *self, PyObject *data) {
     Span framed = span_of(data), content;
     const char *next;
     if (!chunk(framed.at, framed.end, &content, &next) || next != framed.end || !are_plain(content)) Py_RETURN_FALSE;
-    if (FIND(content.at, content.end, "[DONE]") || FIND(content.at, content.end, ":e ")) Py_RETURN_FALSE;
+    if (FIND(content.at, content.end, JOURNAL_DONE) || FIND(content.at, content.end, JOURNAL_FAILURE)) Py_RETURN_FALSE;
     if (pipe_keep(self, content) < 0 || pipe_send(self, data) < 0) return NULL;
     self->heard = 1;
     Py_RETURN_TRUE;

@@ -19,7 +19,8 @@ from typing import Any, Final, TypeVar
 
 from headgate import compiling
 from headgate.compiling import Unavailable, build_once, compile_with, fingerprint, import_library
-from headgate.router.journal import BOUND, VEIL, Journal
+from headgate.contract.journal import DATA, DONE, FAILURE, PLAIN_FINISH, PLAIN_PROMPT, PLAIN_TOKENS, are_plain
+from headgate.router.journal import Journal
 from headgate.router.outbox import Outbox
 
 T = TypeVar("T")
@@ -47,9 +48,6 @@ ID: Final = b"\r\nx-request-id: "
 # A message follows: inside a text its quotes would be escaped.
 NEXT = re.compile(rb'\s*,\s*\{\s*"(?:role|content)"')
 LAST_CHUNK: Final = b"0\r\n\r\n"
-PROMPT_LINE = re.compile(rb":p \d{1,12}")
-TOKENS_LINE = re.compile(rb":j 0 (\d{1,18}) \d{1,12} (?:\d{1,9}(?:,\d{1,9})*)?")
-FINISH_LINE = re.compile(rb":f 0 \w+ \w+ (\d{1,12}) (\d{1,12}) \d{1,12}")
 
 
 def request(data: bytes, heads: Mapping[bytes, T], most: int) -> tuple[T, bytes] | None:
@@ -78,7 +76,7 @@ def answer(data: bytes, heads: Mapping[bytes, T]) -> tuple[T, bytes] | None:
         return None
     head = heads.get(answer_head(data, end))
     body = None if head is None else _unchunked(data, end + 4, len(data) - len(LAST_CHUNK))
-    return None if head is None or body is None or not _are_plain(body) else (head, body)
+    return None if head is None or body is None or not are_plain(body) else (head, body)
 
 
 def answer_head(data: bytes, end: int) -> bytes:
@@ -111,24 +109,19 @@ def told(events: bytes) -> tuple[int, int, int, bytes] | None:
     for line in events[:-1].split(b"\n"):
         if not line:
             continue
-        if tokens := TOKENS_LINE.fullmatch(line):
+        if tokens := PLAIN_TOKENS.fullmatch(line):
             version = version or tokens
-        elif finish is None and (finished := FINISH_LINE.fullmatch(line)):
+        elif finish is None and (finished := PLAIN_FINISH.fullmatch(line)):
             finish = finished
-        elif PROMPT_LINE.fullmatch(line):
+        elif PLAIN_PROMPT.fullmatch(line):
             continue
-        elif answer is None and line.startswith(b"data: "):
-            answer = line[6:]
+        elif answer is None and line.startswith(DATA):
+            answer = line[len(DATA) :]
         else:
             return None
     if version is None or finish is None or answer is None or not events.endswith(b"\n\n"):
         return None
     return int(version[1]), int(finish[1]), int(finish[2]), answer
-
-
-def _are_plain(events: bytes) -> bool:
-    """Whether they are whole, and none of them is bound to the next, or veiled."""
-    return events[-2:] == b"\n\n" and BOUND not in events and VEIL not in events
 
 
 class Pipe:
@@ -152,7 +145,7 @@ class Pipe:
         if line is None or len(data) != line.end() + int(line[1], 16) + 2 or data[-2:] != b"\r\n":
             return False
         events = data[line.end() : -2]
-        if not _are_plain(events) or b"[DONE]" in events or b":e " in events:
+        if not are_plain(events) or DONE in events or FAILURE in events:
             return False
         self._feed(events)
         if self._transport in self._outbox.writes:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from headgate.contract.journal import RAW_HEADER, released, released_tokens
 from headgate.errors import RequestError, Unavailable
 from headgate.protocol.command import PauseMode
 from headgate.router.abort import end_former
@@ -33,7 +34,7 @@ from headgate.router.client_answer import ClientAnswer
 from headgate.router.disagg import Leg, request_ticket
 from headgate.router.downstream import Downstream, HttpRequest
 from headgate.router.ending import CAUSE, DEADLINE, PAUSE, End, as_aborted, last_words, usage_told, wants_usage
-from headgate.router.journal import Journal, splice, unsaid, unveil
+from headgate.router.journal import Journal, splice
 from headgate.router.placement import Placement
 from headgate.router.retry_state import Progress, RetryState, is_final
 from headgate.router.states import Action, Event, Facts, State, transition
@@ -458,7 +459,7 @@ class Exchange:
             body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
         if self._ticket is not None:
             body = splice(body, "kv_ticket", self._ticket)
-        more = b"x-headgate-journal: %d\r\n" % self.created
+        more = b"%b: %d\r\n" % (RAW_HEADER, self.created)
         if self.retry_state is not None and self.retry_state.recomputes(worker):
             more += RECOMPUTE
         return self._forwarded(worker, body, more)
@@ -605,7 +606,7 @@ class Exchange:
             case Answered():
                 self.answer.send_whole(worker, outcome)
             case Veiled(_, ending):
-                self._show(worker, unveil(ending))
+                self._show(worker, released(ending))
             case Lost(why):
                 raise WorkersFailed(f"the worker of this answer was lost ({why}), and no other could go on with it")
 
@@ -633,8 +634,8 @@ class Exchange:
             paused=self.cause == PAUSE and (last is None or last[1].cause != PAUSE),
         )
         if last is not None:
-            self.journal.feed(unsaid(last[1].ending))
-            return self._show(last[0], as_aborted(unveil(last[1].ending), self.cause, strict=self._strict))
+            self.journal.feed(released_tokens(last[1].ending))
+            return self._show(last[0], as_aborted(released(last[1].ending), self.cause, strict=self._strict))
         return self._send_end(self.cause, unfinished if self.ask.stream else ends)
 
     def _send_end(self, cause: str, ends: list[End]) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from headgate.config import RouteConfig
-from headgate.router.attempt import FAILED, Answered, Lost, Outcome, Streamed, Veiled, refused_as_paused
+from headgate.contract.journal import failed_with
+from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled, refused_as_paused
 from headgate.router.ending import PAUSE
 from headgate.router.states import Event
 from headgate.router.worker import Worker
@@ -129,7 +130,7 @@ class RetryState:
         if self.was_full:
             return isinstance(outcome, Answered) and outcome.status == 503
         unchanged = progress.extent == self.extent
-        failed = FAILED.search(outcome.ending) if isinstance(outcome, Veiled) else True
+        failed = failed_with(outcome.ending) if isinstance(outcome, Veiled) else True
         return self.was_cut and unchanged and bool(failed)
 
     def _count(self, worker: Worker, outcome: Outcome, tokens: int) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from headgate.contract.journal import RAW_HEADER
 from headgate.router import plain
 from headgate.router.outbox import Outbox
 
@@ -235,7 +236,7 @@ class Upstream(asyncio.Protocol):
 def is_journalled(headers: Headers) -> bool:
     """Whether these are the headers of events with a journal among them."""
     told = dict(headers)
-    return b"x-headgate-journal" in told and told.get(b"content-type", b"").startswith(b"text/event-stream")
+    return RAW_HEADER in told and told.get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 class Pool:

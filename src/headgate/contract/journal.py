@@ -1,0 +1,277 @@
+"""The codec of the journal: what a server writes into an answer so that another server can continue it.
+
+Journal lines are comments between the events of an answer, which clients skip:
+
+    :p TOKENS                          how long the prompts are together; once, before the first tokens
+    :j INDEX VERSION CHARS ID,ID,...   tokens of a choice, and how many characters of it the client has with this block
+    :f INDEX REASON CAUSE PROMPT_TOKENS CACHED_TOKENS OUTPUT_TOKENS   a choice has ended
+    :e STATUS                          the answer has failed; the status that this would have had at its beginning
+    :m LINE                            withheld: a line for the client if no server continues, or a line as above about it
+    :+                                 this block is none without the next one
+
+A block ends with an empty line and is the unit: a reader passes it on whole or, if its end never comes, not at all.
+`encode` and `decode` are the grammar. The functions and patterns below them are the same grammar for readers and writers
+that handle every token and build no values; `router/plain.c` has its own copy, whose constants a test compares with these.
+docs/decisions/0006-the-journal.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+HEADER: Final = "X-Headgate-Journal"  # asks for a journal with the time of the request, and announces one
+RAW_HEADER: Final = HEADER.lower().encode()
+
+# How lines begin.
+PROMPT: Final = b":p "
+TOKENS: Final = b":j "
+FINISH: Final = b":f "
+FAILURE: Final = b":e "
+WITHHELD: Final = b":m "
+BOUND: Final = b":+\n"
+DATA: Final = b"data: "  # an event of the answer itself
+DONE: Final = b"[DONE]"
+GAP: Final = b"\n\n"
+
+# Digits of numbers that the fast readers take; others are read as well, only more slowly.
+VERSION_DIGITS: Final = 18
+COUNT_DIGITS: Final = 12
+ID_DIGITS: Final = 9
+
+# Why a server ends a choice that another server may continue; such an end is withheld.
+MOVABLE_CAUSES: Final = frozenset(("pause", "shutdown", "preempted", "transfer_failed", "engine_lost"))
+RESCHEDULED: Final = "pd_reschedule"  # the finish reason of a choice for which there was no room
+
+
+def is_movable(reason: str, cause: str) -> bool:
+    return reason == RESCHEDULED or (reason == "abort" and cause in MOVABLE_CAUSES)
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+class PromptLine(msgspec.Struct, frozen=True):
+    tokens: int
+
+
+class TokensLine(msgspec.Struct, frozen=True):
+    index: int
+    version: int
+    chars: int
+    ids: tuple[int, ...]
+
+
+class FinishLine(msgspec.Struct, frozen=True):
+    index: int
+    reason: str
+    cause: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class FailureLine(msgspec.Struct, frozen=True):
+    status: int
+
+
+class BoundLine(msgspec.Struct, frozen=True):
+    pass
+
+
+class TextLine(msgspec.Struct, frozen=True):
+    """Any other line: of an event, or a comment."""
+
+    text: bytes
+
+
+class WithheldLine(msgspec.Struct, frozen=True):
+    line: TokensLine | FinishLine | TextLine
+
+
+Line = PromptLine | TokensLine | FinishLine | FailureLine | BoundLine | TextLine | WithheldLine
+Block = tuple[Line, ...]
+
+
+def encode(blocks: Iterable[Block]) -> bytes:
+    return b"".join(b"".join(map(encode_line, block)) + b"\n" for block in blocks)
+
+
+def encode_line(line: Line) -> bytes:
+    match line:
+        case PromptLine(tokens):
+            return prompt_line(tokens)
+        case TokensLine(index, version, chars, ids):
+            return tokens_line(index, version, chars, ids)
+        case FinishLine(index, reason, cause, prompt, cached, output):
+            return finish_line(index, reason, cause, prompt, cached, output)
+        case FailureLine(status):
+            return failure_line(status)
+        case BoundLine():
+            return BOUND
+        case WithheldLine(kept):
+            return WITHHELD + encode_line(kept)
+        case TextLine(text):
+            return text + b"\n"
+
+
+def decode(data: bytes) -> list[Block]:
+    """The whole blocks in `data`. Raises ValueError for numbers that no server writes."""
+    return [tuple(map(decode_line, block.split(b"\n"))) for block in data.split(GAP)[:-1]]
+
+
+def decode_line(line: bytes) -> Line:
+    if found := _TOKENS.fullmatch(line):
+        index, version, chars, ids = found.groups()
+        return TokensLine(int(index), int(version), int(chars), tuple(map(int, ids.split(b","))) if ids else ())
+    if found := _FINISH.fullmatch(line):
+        index, reason, cause, *counts = found.groups()
+        return FinishLine(int(index), reason.decode(), cause.decode(), *map(int, counts))
+    if found := _PROMPT.fullmatch(line):
+        return PromptLine(int(found[1]))
+    if found := _FAILURE.fullmatch(line):
+        return FailureLine(int(found[1]))
+    if line + b"\n" == BOUND:
+        return BoundLine()
+    if line.startswith(WITHHELD):
+        kept = decode_line(line.removeprefix(WITHHELD))
+        return WithheldLine(kept) if isinstance(kept, TokensLine | FinishLine | TextLine) else TextLine(line)
+    return TextLine(line)
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def prompt_line(tokens: int) -> bytes:
+    return b":p %d\n" % tokens
+
+
+def tokens_line(index: int, version: int, chars: int, ids: Iterable[int]) -> bytes:
+    return b":j %d %d %d %b\n" % (index, version, chars, ",".join(map(str, ids)).encode())
+
+
+def token_lines(index: int, versions: Sequence[int], ids: Sequence[int], chars: int) -> bytes:
+    """One line for each version of the weights in a row; nearly always there is one token."""
+    assert len(versions) == len(ids)
+    if len(ids) == 1:
+        return b":j %d %d %d %d\n" % (index, versions[0], chars, ids[0])
+    lines, start = b"", 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or versions[end] != versions[start]:
+            lines += tokens_line(index, versions[start], chars, ids[start:end])
+            start = end
+    return lines
+
+
+def finish_line(index: int, reason: str, cause: str, prompt: int, cached: int, output: int) -> bytes:
+    return b":f %d %b %b %d %d %d\n" % (index, reason.encode(), cause.encode(), prompt, cached, output)
+
+
+def failure_line(status: int) -> bytes:
+    return b":e %d\n" % status
+
+
+def bind(events: bytes) -> bytes:
+    """Several events as one block: it cannot be known which of them a client has."""
+    *firsts, last, _ = events.split(GAP)
+    return b"".join([BOUND + first + GAP for first in firsts]) + last + GAP
+
+
+def withhold(event: bytes) -> bytes:
+    """A block that a client skips. `released` makes `event` of it again."""
+    return b"".join([WITHHELD + line + b"\n" for line in event.split(b"\n")[:-1]]) + b"\n"
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+_TOKENS = re.compile(rb":j (\d+) (-?\d+) (\d+) ([\d,]*)")
+_FINISH = re.compile(rb":f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)")
+_PROMPT = re.compile(rb":p (\d{1,%d})" % COUNT_DIGITS)
+_FAILURE = re.compile(rb":e ([45]\d\d)")
+
+# Lines within many bytes that begin with a line break. A literal is searched for many times faster than a `^`.
+TOKENS_LINES = re.compile(rb"\n%b(?=\r?\n)" % _TOKENS.pattern)
+FINISH_LINES = re.compile(rb"\n%b(?=\r?\n)" % _FINISH.pattern)
+PROMPT_LINES = re.compile(rb"\n%b(?=\r?\n)" % _PROMPT.pattern)
+CACHED_LINES = re.compile(rb"\n:f \d+ \w+ \w+ (\d{1,%d}) (\d{1,%d}) \d+(?=\r?\n)" % (COUNT_DIGITS, COUNT_DIGITS))
+
+# Lines of the first choice as servers write them, for the reader of whole answers.
+PLAIN_PROMPT = re.compile(rb":p \d{1,%d}" % COUNT_DIGITS)
+PLAIN_TOKENS = re.compile(
+    rb":j 0 (\d{1,%d}) \d{1,%d} (?:\d{1,%d}(?:,\d{1,%d})*)?" % (VERSION_DIGITS, COUNT_DIGITS, ID_DIGITS, ID_DIGITS)
+)
+PLAIN_FINISH = re.compile(
+    rb":f 0 \w+ \w+ (\d{1,%d}) (\d{1,%d}) \d{1,%d}" % (COUNT_DIGITS, COUNT_DIGITS, COUNT_DIGITS)
+)
+
+_FIRST_VERSION = re.compile(rb"(?::p \d+\n)?:j \d+ (\d{1,%d}) " % VERSION_DIGITS)
+_LATER_VERSION = re.compile(rb"\n:j \d+ (\d{1,%d}) " % VERSION_DIGITS)
+_FAILED = re.compile(rb"^%b$" % _FAILURE.pattern, re.MULTILINE)
+_WITHHELD_END = re.compile(rb"^:m :f \d+ (\w+) (\w+) ", re.MULTILINE)
+
+
+def are_plain(events: bytes) -> bool:
+    """Whether they are whole, and none of them is bound to the next, or withheld."""
+    return events[-2:] == GAP and BOUND not in events and WITHHELD not in events
+
+
+def safe_end(data: bytes) -> int:
+    """Where the last block ends that can stand without what follows it."""
+    end = len(data)
+    while (gap := data.rfind(GAP, 0, end)) >= 0:
+        start = max(data.rfind(GAP, 0, gap), 0)
+        if BOUND not in data[start:gap]:
+            return gap + 2
+        end = gap
+    return 0
+
+
+def first_version(events: bytes) -> int | None:
+    """The weights that made the first tokens."""
+    first = _FIRST_VERSION.match(events) or _LATER_VERSION.search(events)
+    return None if first is None else int(first[1])
+
+
+def failed_with(events: bytes) -> int | None:
+    """The status of an answer that has failed."""
+    failed = _FAILED.search(events) if FAILURE in events else None  # far faster than looking at each line
+    return None if failed is None else int(failed[1])
+
+
+def last_data(events: bytes) -> bytes | None:
+    """The content of the last event."""
+    start = events.rfind(b"\n" + DATA) + 1
+    if not start and not events.startswith(DATA):
+        return None
+    return events[start + len(DATA) : events.index(b"\n", start)]
+
+
+def split_withheld(events: bytes) -> tuple[bytes, list[bytes]]:
+    """Whole blocks: those for the client, and those with withheld lines."""
+    shown: list[bytes] = []
+    withheld: list[bytes] = []
+    for block in events.split(GAP)[:-1]:
+        has_withheld = block.startswith(WITHHELD) or b"\n" + WITHHELD in block
+        (withheld if has_withheld else shown).append(block + GAP)
+    return b"".join(shown), withheld
+
+
+def withheld_ends(ending: bytes) -> list[tuple[str, str]]:
+    """Reason and cause of each choice that a server has ended and another one may continue."""
+    return [(reason.decode(), cause.decode()) for reason, cause in _WITHHELD_END.findall(ending)]
+
+
+def released(ending: bytes) -> bytes:
+    """Withheld blocks as a client reads them when no server continues."""
+    lines = [line for line in ending.splitlines(keepends=True) if line.startswith((WITHHELD, FAILURE))]
+    journal = WITHHELD + TOKENS, WITHHELD + FINISH
+    return b"".join([line.removeprefix(WITHHELD) for line in lines if not line.startswith(journal)])
+
+
+def released_tokens(ending: bytes) -> bytes:
+    """The journal of that: tokens which a client has when withheld blocks are released."""
+    lines = ending.splitlines(keepends=True)
+    return b"".join([line.removeprefix(WITHHELD) for line in lines if line.startswith(WITHHELD + TOKENS)])
