@@ -25,8 +25,8 @@ SHOWN = {
     "dashboard/feed.py": ["the time axis"],
     "engine/evidence.py": ["`when` of the crash"],
     "router/looking.py": ["`timestamp` of the loads"],
-    "router/relay.py": ["`created` of the answer"],
-    "router/story.py": ["the timeline of a request", "the part of one worker in it"],
+    "router/relay.py": ["`created` of the answer", "the timeline of a request"],
+    "router/story.py": ["the part of one worker in it"],
     "text/sandbox.py": ["the date that a chat template asks for"],
     "text/template.py": ["the same"],
 }

@@ -6,7 +6,7 @@ import pytest
 
 from headgate.errors import RequestError
 from headgate.router.fleet import FAILURES, LONGEST_BREAK_S, SUCCESSES, Fleet, NoSuchWorker
-from headgate.router.router import RetryBudget
+from headgate.router.retry_state import RetryBudget
 from headgate.router.worker import Worker
 
 

@@ -88,7 +88,7 @@ def test_usage_is_read_as_it_is_told(usage: dict[str, Any], told: tuple[int, int
 def note(worker: Worker, found: Found | None, outcome: Any, *, reason: str = "cache", prefill: Any = None) -> None:
     exchange = SimpleNamespace(journal=Journal(), ask=SimpleNamespace(n=1, prompt=b"x" * 4000))
     placement = SimpleNamespace(worker=worker, found=found, reason=reason, prefill=prefill)
-    hits.note(exchange, placement, outcome)  # type: ignore[arg-type]
+    hits.note(exchange.ask, exchange.journal, placement, outcome)  # type: ignore[arg-type]
 
 
 def usage(cached: int, prompt: int = 1000) -> bytes:

@@ -525,8 +525,8 @@ MUTANTS = [
     Mutant(
         "a control answer names the process that has given it",
         "router/fanout.py",
-        "        router.fleet.set_life(worker, boot)\n",
-        "        pass\n",
+        "            self._fleet.set_life(worker, boot)\n",
+        "            pass\n",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
@@ -704,8 +704,8 @@ MUTANTS = [
     Mutant(
         "a router marks the request that computes the prompt of another",
         "router/disagg.py",
-        '    prefill = b"x-headgate-prefill: 1\\r\\n"\n',
-        '    prefill = b""\n',
+        'PREFILL_LINE = b"x-headgate-prefill: 1\\r\\n"\n',
+        'PREFILL_LINE = b""\n',
         test="tests/router/test_disagg_counts.py",
     ),
     Mutant(

@@ -452,7 +452,7 @@ def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(carry_
     assert [worker.errors for worker in world.router.router.fleet] == [0]
 
 
-# Of the last six, the simulation or its judge was wrong.
+# Of the last seven, the simulation or its judge was wrong.
 LATEST = {
     3424496411: "a server that came back with old weights made an answer and kept it for its key",
     2196412318: "an answer whose workers all lacked the weights goes on when a probe has found one ready",
@@ -464,6 +464,7 @@ LATEST = {
     2044205121: "a request whose connection was reset finds its own prompt cached",
     77000196: "no server has weights after an update that broke off everywhere",
     3047417735: "an update that was refused is repeated, though an older one has ended since",
+    749408475: "no server has weights: an update broke off at one, and the other came back with old ones",
     2196408953: "an abort by an operator ends the requests of all tenants that use the id",
 }
 

@@ -19,9 +19,10 @@ from msgspec import UNSET, UnsetType
 from headgate.contract.abort import UNREAD, AbortCause, Aborted, AbortRequest, AbortResult, Trouble, readings
 from headgate.contract.errors import Forbidden
 from headgate.edge.outflow import LEAST_S, await_readers
+from headgate.router.abort_calls import abort_call
 from headgate.router.ask import UNREADABLE
 from headgate.router.ending import CAUSE
-from headgate.router.fanout import KEYS, SLACK_S, Asking, Call, Reply, ask, fan_out
+from headgate.router.fanout import SLACK_S, Asking, Reply
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GOING_ON = "it was asked to end, and has not yet"
-FORMER_S = 5.0  # for an attempt that nobody reads to end
-
-encode = msgspec.json.Encoder().encode
 
 Names = Sequence[str] | None  # of requests that a worker is asked to end; None: all that it has
 
@@ -75,10 +73,6 @@ class AbortOutcome(msgspec.Struct, kw_only=True):
 
 class RouterAbortResult(AbortResult, kw_only=True):
     workers: dict[str, AbortOutcome]
-
-
-class WorkerAborts(msgspec.Struct):
-    result: AbortResult
 
 
 class _Tagged(msgspec.Struct):
@@ -189,9 +183,10 @@ async def _ask_workers(
     every = {"abort_all": True} if body.tags is None else {"tags": body.tags}
     plain = {"wait": body.wait, "timeout": timeout_s} | ({} if body.cause == CAUSE else {"cause": body.cause})
     calls = {
-        worker: _call(plain | (every if names is None else {"req_ids": names})) for worker, names in asked.items()
+        worker: abort_call(plain | (every if names is None else {"req_ids": names}))
+        for worker, names in asked.items()
     }
-    for reply in await fan_out(router, calls, asking, timeout_s + SLACK_S):
+    for reply in await router.worker_calls.fan_out(calls, asking, timeout_s + SLACK_S):
         merged.add(reply, asked[reply.worker])
 
 
@@ -226,17 +221,6 @@ def _untold(targets: Iterable[Target], merged: Merged) -> list[Target]:
     silent = {reply.worker.url for reply in merged.silent}
     unnamed = [target for target in targets if not target.exchange.over and not merged.tells_of(target.name)]
     return [target for target in unnamed if (worker := target.exchange.worker) is None or worker.url not in silent]
-
-
-def _call(body: dict[str, Any]) -> Call:
-    return Call("POST", "/v1/abort_requests", encode(body), WorkerAborts)
-
-
-async def end_former(exchange: Exchange, worker: Worker) -> None:
-    """End an earlier attempt at a request that is to go on: for an `Idempotency-Key` its worker makes it for nobody."""
-    keys = tuple(header for header in exchange.request.head.headers if header[0] in KEYS)
-    call = _call({"req_ids": [exchange.id], "wait": True, "timeout": FORMER_S})
-    await ask(exchange.router, worker, call, Asking(exchange.tenant, keys), FORMER_S + 1)
 
 
 async def end_at_leaving(

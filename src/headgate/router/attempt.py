@@ -11,9 +11,10 @@ because only whole events are passed on. What is needed to go on elsewhere goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from enum import Enum, auto
+from typing import Final, Protocol
 
 import msgspec
 
@@ -32,11 +33,11 @@ from headgate.contract.journal import (
     withheld_ends,
 )
 from headgate.router import plain
+from headgate.router.ask import Ask
+from headgate.router.fleet import Taken
+from headgate.router.journal import Journal
 from headgate.router.upstream import Headers, KnownHead, Upstream
-
-if TYPE_CHECKING:
-    from headgate.router.fleet import Taken
-    from headgate.router.relay import Exchange
+from headgate.router.worker import Worker
 
 LONGEST_EVENT = 16 * 2**20
 LONGEST_ANSWER = 256 * 2**20
@@ -93,6 +94,41 @@ class Lost:
 Outcome = Answered | Streamed | Veiled | Lost
 
 
+class Recipient(Protocol):
+    """The request that an attempt is made for."""
+
+    ask: Ask
+    journal: Journal
+    moves: int  # attempts before this one
+    told_raw: bool  # the client has a part of an answer that has no journal
+
+    @property
+    def floor_version(self) -> int | None:
+        """The oldest weights that the fleet has."""
+
+    def begin_stream(self, worker: Worker, headers: Headers) -> None: ...
+
+    def pass_events(self, events: bytes) -> None:
+        """To the client, and into the journal."""
+
+    def write_events(self, events: bytes) -> None:
+        """To the client."""
+
+    def pipe(self) -> plain.Pipe | None:
+        """Takes plain events to the client without the attempt; None if the client does not read chunks."""
+
+    def attempt_over(self, attempt: Attempt, outcome: Outcome) -> None: ...
+
+
+class Form(Enum):
+    """What an answer comes as."""
+
+    WHOLE = auto()
+    JOURNALLED = auto()  # a journal, and at its end the whole answer
+    EVENTS = auto()  # with a journal among them
+    FOREIGN_EVENTS = auto()
+
+
 class Attempt:
     """One worker's try. Reads the answer, passes it on, and tells its exchange how it ended, once."""
 
@@ -101,9 +137,9 @@ class Attempt:
         "_body",
         "_exchange",
         "_floor",
+        "_form",
         "_headers",
         "_last",
-        "_mode",
         "_pipe",
         "_size",
         "_tail",
@@ -121,11 +157,11 @@ class Attempt:
         "worker",
     )
 
-    def __init__(self, exchange: Exchange, taken: Taken) -> None:
+    def __init__(self, exchange: Recipient, taken: Taken) -> None:
         self._exchange = exchange
         self._taken = taken
         self._headers: Headers = []
-        self._mode: Callable[[Attempt, bytes], None] = Attempt._collect  # not bound, which would be a circle
+        self._form = Form.WHOLE
         self._tail = b""  # of an event that has not come whole
         self._last = b""  # events that were passed on
         self._before = b""  # and those before them, of somebody else's stream
@@ -161,14 +197,14 @@ class Attempt:
         if status != 200 or not streams:
             return
         if not exchange.ask.stream and self.journalled:
-            self._mode = Attempt._collect_journal
+            self._form = Form.JOURNALLED
             return
         exchange.begin_stream(self.worker, STREAM_HEADERS if self.journalled else _streamed(headers))
-        self._mode = Attempt._pass_events if self.journalled else Attempt._pass
+        self._form = Form.EVENTS if self.journalled else Form.FOREIGN_EVENTS
 
     def data(self, data: bytes) -> None:
         self.heard = True
-        self._mode(self, data)
+        _READ[self._form](self, data)
 
     def whole(self, head: KnownHead, events: bytes) -> None:
         if head.journalled and not self._exchange.ask.stream and self._told_at_once(events):
@@ -183,7 +219,7 @@ class Attempt:
         if told is None or exchange.moves or exchange.ask.n > 1:
             return False
         version, prompt, cached, answer = told
-        floor = exchange.router.fleet.floor_version
+        floor = exchange.floor_version
         if floor is not None and version < floor:
             return False
         self.status, self._whole = 200, Answered(200, JSON, answer, (prompt, cached))
@@ -201,7 +237,7 @@ class Attempt:
         self._finish(self._ending())
 
     def lost(self, why: str) -> None:
-        told = self._mode in (Attempt._pass, Attempt._pass_events) and self._last.endswith(DONES)
+        told = self._form in (Form.EVENTS, Form.FOREIGN_EVENTS) and self._last.endswith(DONES)
         self._finish(Streamed(self._before + self._last) if told else Lost(why))
 
     # -- bytes ----------------------------------------------------------------------
@@ -223,8 +259,8 @@ class Attempt:
     def _use_pipe(self, may_use: bool) -> None:
         """What comes next, if it is plain, goes to the client without us."""
         exchange, upstream = self._exchange, self.upstream
-        if self._pipe is None and may_use and exchange.answer.chunked:
-            self._pipe = exchange.client.pipe(exchange.journal)
+        if self._pipe is None and may_use:
+            self._pipe = exchange.pipe()
         if upstream is not None and upstream.answers(self):
             upstream.pipe = self._pipe if may_use else None
 
@@ -263,7 +299,7 @@ class Attempt:
         if end:
             self._exchange.told_raw = True
             self._before, self._last = self._last, data[:end]
-            self._exchange.answer.write_events(self._last)
+            self._exchange.write_events(self._last)
         elif len(data) > LONGEST_EVENT:
             self.fail("an event of its answer never ends")
 
@@ -293,20 +329,20 @@ class Attempt:
     def _ending(self) -> Outcome:
         if self._whole is not None:
             return self._whole
-        if self._mode is Attempt._pass:
+        if self._form is Form.FOREIGN_EVENTS:
             if self._tail:
-                self._exchange.answer.write_events(self._tail)
+                self._exchange.write_events(self._tail)
             return Streamed(self._before + self._last)
         if self._tail:
             return Lost("its answer ended inside an event")
         if self._veiled:
             ending = b"".join(self._veiled)
             return withheld(ending)
-        if self._mode is Attempt._collect:
+        if self._form is Form.WHOLE:
             return Answered(self.status, self._headers, b"".join(self._body))
-        if self._mode is Attempt._collect_journal:
+        if self._form is Form.JOURNALLED:
             return whole_answer(b"".join(self._body)) or Lost("its answer ended early")
-        if self._mode is Attempt._pass_events and not (self._last.endswith(DONE) or failed_with(self._last)):
+        if self._form is Form.EVENTS and not (self._last.endswith(DONE) or failed_with(self._last)):
             return Lost("its answer ended early")
         return Streamed()
 
@@ -332,14 +368,19 @@ class Attempt:
         if self.upstream is not None and self.upstream.answers(self):
             self.upstream.drop()
 
-    def start(self, upstream: Upstream, request: bytes) -> None:
+    def start(self, upstream: Upstream, request: bytes, now_s: float) -> None:
         self.upstream = upstream
-        router = self._exchange.router
-        self.last_s = router.loop.time()
-        self._floor = router.fleet.floor_version
+        self.last_s = now_s
+        self._floor = self._exchange.floor_version
         upstream.send(request, self)
-        if self._exchange.full:
-            upstream.hold()
+
+
+_READ: Final[Mapping[Form, Callable[[Attempt, bytes], None]]] = {
+    Form.WHOLE: Attempt._collect,
+    Form.JOURNALLED: Attempt._collect_journal,
+    Form.EVENTS: Attempt._pass_events,
+    Form.FOREIGN_EVENTS: Attempt._pass,
+}
 
 
 def refused_as_paused(outcome: Outcome) -> bool:

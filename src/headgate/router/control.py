@@ -36,7 +36,7 @@ from headgate.contract.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
 from headgate.errors import RequestError
 from headgate.router.abort import end_at_leaving
 from headgate.router.ending import PAUSE
-from headgate.router.fanout import SLACK_S, Asking, Call, Reply, all_refuse, ask, fan_out, is_down, to_all
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply, all_refuse, is_down, to_all
 from headgate.router.monitor import STATES
 from headgate.router.relay import NoWorker
 from headgate.router.worker import Worker
@@ -133,7 +133,7 @@ class FleetControls:
                 accepted = self.hold(body)
                 call = self.ordered("/v1/pause", encode(body))
                 calls = to_all(self._fleet, call)
-            replies = await fan_out(self._router, calls, asking, self._left_s(due_s) + SLACK_S)
+            replies = await self._router.worker_calls.fan_out(calls, asking, self._left_s(due_s) + SLACK_S)
             async with self._alone(due_s + SLACK_S):
                 if not self.judge_pause(body, replies):  # what was told is old
                     return self._pending(await self.look(asking, self._left_s(due_s)))
@@ -232,7 +232,7 @@ class FleetControls:
         had = [Reply(worker, 200) for worker, one in calls.items() if self._has(worker, one, version)]
         for reply in had:
             del calls[reply.worker]
-        replies = await fan_out(self._router, calls, asking, self._left_s(due_s) + SLACK_S)
+        replies = await self._router.worker_calls.fan_out(calls, asking, self._left_s(due_s) + SLACK_S)
         for reply in replies:
             self.note_update(reply, calls[reply.worker].body, version)
         result = self._result([*replies, *had])
@@ -312,10 +312,10 @@ class FleetControls:
         drain = encode({"mode": "drain", "timeout": body.drain_timeout})
         pause = self.ordered("/v1/pause", drain)
         try:
-            paused = await ask(self._router, worker, pause, asking, body.drain_timeout + SLACK_S)
+            paused = await self._router.worker_calls.ask(worker, pause, asking, body.drain_timeout + SLACK_S)
             if not paused.ok:
                 return paused
-            updated = await ask(self._router, worker, update, asking, body.timeout + SLACK_S)
+            updated = await self._router.worker_calls.ask(worker, update, asking, body.timeout + SLACK_S)
             self.note_update(updated, update.body, version)
             resumed = await self.resume_one(worker, asking)
             return resumed if updated.ok else updated
@@ -326,7 +326,7 @@ class FleetControls:
 
     async def resume_one(self, worker: Worker, asking: Asking, *only_if: tuple[bytes, bytes]) -> Reply:
         call = self.ordered("/v1/resume", b"", *only_if)
-        reply = await ask(self._router, worker, call, asking, self.patience_s)
+        reply = await self._router.worker_calls.ask(worker, call, asking, self.patience_s)
         self.owe(reply, call)
         return reply
 
@@ -457,15 +457,15 @@ class FleetControls:
 
     async def _all(self, one: Call, asking: Asking, timeout_s: float) -> list[Reply]:
         self._refuse_if_empty()
-        return await fan_out(self._router, to_all(self._fleet, one), asking, timeout_s)
+        return await self._router.worker_calls.fan_out(to_all(self._fleet, one), asking, timeout_s)
 
     def _refuse_if_empty(self) -> None:
         if not len(self._fleet):
             raise NoWorker("there is no worker; POST /v1/workers adds one")
 
     async def probe(self, worker: Worker) -> None:
-        assert self._router.monitor is not None
-        await self._router.monitor.probe(worker)
+        assert self._router.probe is not None
+        await self._router.probe(worker)
 
     @property
     def at_rest(self) -> bool:
@@ -560,7 +560,9 @@ async def share_ranks(
     router: Router, workers: Iterable[Worker], asking: Asking, first: int, world_size: int, timeout_s: float
 ) -> dict[Worker, int]:
     """The rank of each worker's first engine in a trainer's group; every engine has one of its own."""
-    sizes = await fan_out(router, to_all(workers, SIZE), asking, min(timeout_s, router.config.control_timeout_s))
+    sizes = await router.worker_calls.fan_out(
+        to_all(workers, SIZE), asking, min(timeout_s, router.config.control_timeout_s)
+    )
     if silent := [reply.worker.name for reply in sizes if not reply.ok and not is_down(reply.worker)]:
         raise Refusal(
             502, "partial", f"nobody was asked, because {', '.join(silent)} did not say how many engines it has"

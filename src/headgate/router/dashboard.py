@@ -12,7 +12,7 @@ from headgate.contract.dashboard import BOUNDS, Numbers, state_of
 from headgate.dashboard.frame import Card, Glance, Shown, Viewer
 from headgate.dashboard.meter import Counts
 from headgate.dashboard.page import NUMBERS
-from headgate.router.fanout import Asking, Call, Reply, fan_out
+from headgate.router.fanout import Asking, Call, Reply
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RouterSource:
     async def _ask(self) -> dict[Worker, Numbers]:
         router = self._router
         calls = {worker: Call("GET", NUMBERS) for worker in router.fleet if worker.kind == "headgate"}
-        replies = await fan_out(router, calls, Asking(), ASK_TIMEOUT_S)
+        replies = await router.worker_calls.fan_out(calls, Asking(), ASK_TIMEOUT_S)
         return {reply.worker: told for reply in replies if (told := _read(reply)) is not None}
 
     def requests(self, viewer: Viewer, most: int) -> tuple[list[Shown], int]:

@@ -24,7 +24,7 @@ from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
 from headgate.router.abort import abort
 from headgate.router.control import LEAST_S, SIZE, FleetControls, share_ranks
-from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask, fan_out, of_kind, to_all
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply, of_kind, to_all
 from headgate.router.relay import NoWorker
 from headgate.router.worker import Worker
 
@@ -146,7 +146,7 @@ async def _ask_all(router: Router, controls: FleetControls, request: Request) ->
     calls = to_all(of_kind(router.fleet, KINDS), call)
     if request.url.path in MEETINGS:
         calls = await _ranked(router, calls, Asking.of(request))
-    return await fan_out(router, calls, Asking.of(request), await _timeout_s(request) + SLACK_S)
+    return await router.worker_calls.fan_out(calls, Asking.of(request), await _timeout_s(request) + SLACK_S)
 
 
 async def _timeout_s(request: Request) -> float:
@@ -198,7 +198,7 @@ async def of_one(router: Router, request: Request) -> Response:
     due_s, call = router.loop.time() + router.config.control_timeout_s, Call("GET", request.url.path)
     for i, worker in enumerate(workers):
         share_s = (due_s - router.loop.time()) / (len(workers) - i)
-        reply = await ask(router, worker, call, Asking.of(request), max(share_s, LEAST_S))
+        reply = await router.worker_calls.ask(worker, call, Asking.of(request), max(share_s, LEAST_S))
         if reply.ok:
             return Response(reply.body, reply.status, media_type=_media_type(reply.body))
     raise NoWorker("no worker answers this")
@@ -226,5 +226,7 @@ async def is_sleeping(controls: FleetControls, request: Request) -> Response:
 async def get_world_size(router: Router, request: Request) -> Response:
     """How many engines take part in a weight update."""
     workers = of_kind(router.fleet, ("headgate",))
-    replies = await fan_out(router, to_all(workers, SIZE), Asking.of(request), router.config.control_timeout_s)
+    replies = await router.worker_calls.fan_out(
+        to_all(workers, SIZE), Asking.of(request), router.config.control_timeout_s
+    )
     return JSONResponse({"world_size": sum(reply.told.world_size for reply in replies if reply.ok)})

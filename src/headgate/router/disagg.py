@@ -8,25 +8,18 @@ does. Whatever goes wrong here costs time, never an answer: without a ticket the
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from headgate.router.fleet import Taken
 from headgate.router.journal import splice
-from headgate.router.upstream import Headers, Reader, Upstream, WorkerLost
-from headgate.router.worker import Worker
-
-if TYPE_CHECKING:
-    from headgate.router.fleet import Taken
-    from headgate.router.relay import Exchange
-
-log = logging.getLogger(__name__)
+from headgate.router.upstream import Headers, Pool, Reader, Upstream, WorkerLost
 
 TICKET = re.compile(rb'^data: \{"kv_ticket":(\{.*\})\}\r?$', re.MULTILINE)
 MOST_BYTES = 2**20
+PREFILL_LINE = b"x-headgate-prefill: 1\r\n"
 PREFILL = "#prefill"  # ends no id of a client: the router refuses those
 LONGEST_NAME = 240  # of a request, to which that is added
 
@@ -98,35 +91,19 @@ def prefill_name(id: str) -> str:
     return id + PREFILL
 
 
-def _request(exchange: Exchange, worker: Worker) -> bytes:
-    id = prefill_name(exchange.id)
-    body = splice(exchange.request.body, "export_kv", b"true")
-    if exchange.ask.request_id is not None:
-        body = splice(body, "request_id", msgspec.json.encode(id))  # the last of two counts
-    prefill = b"x-headgate-prefill: 1\r\n"
-    return exchange.router.forwarder.request_to(
-        worker, exchange.request, exchange.tenant, id, body, prefill, part=True
-    )
+def prefill_body(body: bytes, id: str, *, named: bool) -> bytes:
+    """`named`: the body has an id of its own, which this one replaces."""
+    body = splice(body, "export_kv", b"true")
+    return splice(body, "request_id", msgspec.json.encode(id)) if named else body  # the last of two counts
 
 
-async def request_ticket(exchange: Exchange, worker: Worker) -> bytes | None:
-    """A ticket for the KV of the prompt, which `worker` computes until the leg is left; None if it cannot."""
-    router = exchange.router
-    leg = exchange.leg = Leg(router.fleet.taking(worker, exchange.ask.tokens))
+async def request_ticket(leg: Leg, pool: Pool, request: bytes, timeout_s: float) -> bytes:
+    """A ticket for the KV of the prompt, which the worker computes until the leg is left; NoTicket or WorkerLost if not."""
     try:
-        async with asyncio.timeout(router.config.ticket_timeout_s):
+        async with asyncio.timeout(timeout_s):
             # A fresh connection: a kept one may be closed by the worker in this very moment.
-            leg.upstream = await router.fleet.pool(worker).connect()
-            leg.upstream.send(_request(exchange, worker), leg, once=True)
+            leg.upstream = await pool.connect()
+            leg.upstream.send(request, leg, once=True)
             return await leg.ticket
-    except NoTicket as error:
-        why = str(error)
     except TimeoutError:
-        why = f"no ticket within {router.config.ticket_timeout_s:g} s"
-    except WorkerLost as error:
-        why = str(error)
-        if worker.state != "down":
-            router.fleet.failed(worker, why)
-    log.info("%s: %s computes no prompt for it (%s)", exchange.id, worker.name, why)
-    router.counters.prefills_lost += 1
-    return None
+        raise NoTicket(f"no ticket within {timeout_s:g} s") from None

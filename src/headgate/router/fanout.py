@@ -10,20 +10,19 @@ dead worker delays the others' answer by at most the timeout.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
 from headgate.contract.control import BOOT_HEADER
 from headgate.router.ask import UNREADABLE
+from headgate.router.fleet import Fleet
+from headgate.router.forwarding import Credentials
 from headgate.router.upstream import Headers, WorkerLost, call
 from headgate.router.worker import Worker
-
-if TYPE_CHECKING:
-    from headgate.router.router import Router
 
 WENT_DOWN = "it went down before it had answered"
 SLACK_S = 0.85  # after its timeout, for a call to be answered; servers take 0.7 s of it
@@ -113,39 +112,48 @@ class Reply:
             return Failure()
 
 
-async def fan_out(router: Router, calls: Mapping[Worker, Call], asking: Asking, timeout_s: float) -> list[Reply]:
-    """The replies of all who were called, in that order."""
-    return await asyncio.gather(*(ask(router, worker, one, asking, timeout_s) for worker, one in calls.items()))
+class WorkerCalls:
+    """Control calls to workers of one fleet."""
 
+    def __init__(
+        self, fleet: Fleet, credentials: Credentials, fleet_changed: Callable[[float], Coroutine[Any, Any, bool]]
+    ) -> None:
+        self._fleet = fleet
+        self._credentials = credentials
+        self._fleet_changed = fleet_changed
 
-async def ask(router: Router, worker: Worker, one: Call, asking: Asking, timeout_s: float) -> Reply:
-    if is_down(worker):
-        return Reply(worker, why="it is down")
-    asked = asyncio.ensure_future(_call(router, worker, one, asking, timeout_s))
-    try:
-        while not asked.done() and not is_down(worker):
-            change = asyncio.ensure_future(router.fleet_changed(timeout_s))
-            await asyncio.wait({asked, change}, return_when=asyncio.FIRST_COMPLETED)
-            change.cancel()
-        return asked.result() if asked.done() else Reply(worker, why=WENT_DOWN)
-    finally:
-        asked.cancel()
+    async def fan_out(self, calls: Mapping[Worker, Call], asking: Asking, timeout_s: float) -> list[Reply]:
+        """The replies of all workers that were called, in that order."""
+        return await asyncio.gather(*(self.ask(worker, one, asking, timeout_s) for worker, one in calls.items()))
+
+    async def ask(self, worker: Worker, one: Call, asking: Asking, timeout_s: float) -> Reply:
+        if is_down(worker):
+            return Reply(worker, why="it is down")
+        asked = asyncio.ensure_future(self._call(worker, one, asking, timeout_s))
+        try:
+            while not asked.done() and not is_down(worker):
+                change = asyncio.ensure_future(self._fleet_changed(timeout_s))
+                await asyncio.wait({asked, change}, return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+            return asked.result() if asked.done() else Reply(worker, why=WENT_DOWN)
+        finally:
+            asked.cancel()
+
+    async def _call(self, worker: Worker, one: Call, asking: Asking, timeout_s: float) -> Reply:
+        headers: Headers = [*self._credentials(worker, list(asking.headers), asking.tenant), *one.order]
+        try:
+            pool = self._fleet.pool(worker)
+            answer = await call(pool, one.method, one.path, one.body, headers=headers, timeout_s=timeout_s)
+        except (WorkerLost, KeyError) as error:  # KeyError: it has left meanwhile
+            return Reply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
+        status, told, body = answer
+        if (boot := told.get(BOOT_HEADER)) is not None:
+            self._fleet.set_life(worker, boot)
+        return _read(Reply(worker, status, body, life=worker.life), one.reads)
 
 
 def is_down(worker: Worker) -> bool:
     return worker.state == "down"
-
-
-async def _call(router: Router, worker: Worker, one: Call, asking: Asking, timeout_s: float) -> Reply:
-    headers: Headers = [*router.credentials(worker, list(asking.headers), asking.tenant), *one.order]
-    try:
-        pool = router.fleet.pool(worker)
-        status, told, body = await call(pool, one.method, one.path, one.body, headers=headers, timeout_s=timeout_s)
-    except (WorkerLost, KeyError) as error:  # KeyError: it has left meanwhile
-        return Reply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
-    if (boot := told.get(BOOT_HEADER)) is not None:
-        router.fleet.set_life(worker, boot)
-    return _read(Reply(worker, status, body, life=worker.life), one.reads)
 
 
 def _read(reply: Reply, kind: Any) -> Reply:

@@ -17,7 +17,7 @@ import msgspec
 from headgate.contract.control import UPDATE_TIMEOUT_S, PauseRequest
 from headgate.contract.orders import Overtaken
 from headgate.router.control import LOOK, ONLY_IF_OWN, ONLY_IF_RUNNING, FleetControls, update_call
-from headgate.router.fanout import SLACK_S, Asking, Call, Reply, ask
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -162,4 +162,4 @@ class Follower:
         return reply
 
     async def _ask(self, worker: Worker, one: Call, timeout_s: float) -> Reply:
-        return await ask(self._router, worker, one, Asking(), timeout_s)
+        return await self._router.worker_calls.ask(worker, one, Asking(), timeout_s)

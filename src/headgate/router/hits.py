@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from headgate.router.ask import Ask
 from headgate.router.attempt import Answered, Outcome, Streamed
-
-if TYPE_CHECKING:
-    from headgate.router.index import Found
-    from headgate.router.placement import Placement
-    from headgate.router.relay import Exchange
-    from headgate.router.worker import Worker
+from headgate.router.index import Found
+from headgate.router.journal import Journal
+from headgate.router.placement import Placement
+from headgate.router.worker import Worker
 
 USAGE_BYTES: Final = 4096  # at the end of an answer, where its usage is looked for
 LEAST_TOKENS: Final = 128  # expected, before a worker is believed to have lost them
@@ -26,16 +25,16 @@ CACHED = re.compile(rb'"cached_tokens": ?(\d{1,12})')
 PROMPT = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,12})')
 
 
-def note(exchange: Exchange, placement: Placement, outcome: Outcome) -> None:
+def note(ask: Ask, journal: Journal, placement: Placement, outcome: Outcome) -> None:
     """Count what the worker of an attempt that has ended had of its prompt, if it says so."""
     if placement.prefill is not None or placement.reason == "resume":
         return
-    told = _told(exchange, outcome)
+    told = _told(ask, journal, outcome)
     if told is None:
         return
     prompt, cached = told
     worker, found = placement.worker, placement.found
-    expected = 0 if found is None else int(prompt * found.size / len(exchange.ask.prompt))
+    expected = 0 if found is None else int(prompt * found.size / len(ask.prompt))
     worker.prompt_tokens += prompt
     worker.cached_tokens += cached
     worker.expected_tokens += expected
@@ -49,12 +48,12 @@ def _learn(worker: Worker, found: Found, expected: int, cached: int) -> None:
         worker.horizon_s = max(worker.horizon_s, found.last_s)
 
 
-def _told(exchange: Exchange, outcome: Outcome) -> tuple[int, int] | None:
+def _told(ask: Ask, journal: Journal, outcome: Outcome) -> tuple[int, int] | None:
     """Tokens of the prompt, and how many of them were cached."""
     if isinstance(outcome, Streamed):
-        return exchange.journal.cached(exchange.ask.n) or usage_in(outcome.tail)
+        return journal.cached(ask.n) or usage_in(outcome.tail)
     if isinstance(outcome, Answered) and outcome.status == 200:
-        return outcome.usage or exchange.journal.cached(exchange.ask.n) or usage_in(outcome.body)
+        return outcome.usage or journal.cached(ask.n) or usage_in(outcome.body)
     return None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headgate.contract.errors import NotFound
-from headgate.router.fanout import Asking, Call, fan_out, of_kind, to_all
+from headgate.router.fanout import Asking, Call, of_kind, to_all
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ModelNames(msgspec.Struct):
 async def loads(router: Router, asking: Asking) -> dict[str, Any]:
     workers = of_kind(router.fleet, ("headgate",))
     call = to_all(workers, Call("GET", "/v1/loads", reads=EngineAges))
-    replies = await fan_out(router, call, asking, router.config.probe_timeout_s)
+    replies = await router.worker_calls.fan_out(call, asking, router.config.probe_timeout_s)
     told = [
         msgspec.json.decode(load, type=dict[str, msgspec.Raw]) | {"worker": reply.worker.url}
         for reply in replies
@@ -81,7 +81,7 @@ async def models(router: Router, asking: Asking) -> dict[str, msgspec.Raw]:
     workers: list[Worker] = [worker for worker in router.fleet if worker.state != "starting"]
     call = to_all(workers, Call("GET", "/v1/models", reads=ModelNames))
     found: dict[str, msgspec.Raw] = {}
-    for reply in await fan_out(router, call, asking, router.config.probe_timeout_s):
+    for reply in await router.worker_calls.fan_out(call, asking, router.config.probe_timeout_s):
         for model, raw in zip(reply.told.data, reply.items("data"), strict=True) if reply.ok else ():
             found.setdefault(model.id, raw)
     return found

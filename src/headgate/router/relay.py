@@ -13,12 +13,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from random import Random
+from typing import Final, Protocol
 
+from headgate.config import RouteConfig
 from headgate.contract.journal import RAW_HEADER, released, released_tokens
+from headgate.edge.admission import Admission
 from headgate.errors import RequestError, Unavailable
 from headgate.protocol.command import PauseMode
-from headgate.router.abort import end_former
+from headgate.router import plain
+from headgate.router.abort_calls import end_former
+from headgate.router.ask import Ask
 from headgate.router.attempt import (
     JSON,
     Answered,
@@ -31,20 +36,20 @@ from headgate.router.attempt import (
     whole_answer,
 )
 from headgate.router.client_answer import ClientAnswer
-from headgate.router.disagg import Leg, request_ticket
+from headgate.router.counters import Counters
+from headgate.router.disagg import PREFILL_LINE, Leg, NoTicket, prefill_body, prefill_name, request_ticket
 from headgate.router.downstream import Downstream, HttpRequest
 from headgate.router.ending import CAUSE, DEADLINE, PAUSE, End, as_aborted, last_words, usage_told, wants_usage
+from headgate.router.fanout import WorkerCalls
+from headgate.router.fleet import Fleet
+from headgate.router.forwarding import Forwarder
 from headgate.router.journal import Journal, splice
 from headgate.router.placement import Placement
-from headgate.router.retry_state import Progress, RetryState, is_final
+from headgate.router.retry_state import Progress, RetryBudget, RetryState, is_final
 from headgate.router.states import Action, Event, Facts, State, transition
 from headgate.router.story import Departure, departure
 from headgate.router.upstream import Headers, Upstream, WorkerLost
 from headgate.router.worker import Worker
-
-if TYPE_CHECKING:
-    from headgate.router.ask import Ask
-    from headgate.router.router import Router
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +67,42 @@ class NoWorker(Unavailable):
 class WorkersFailed(RequestError):
     status = 502
     code = "worker_lost"
+
+
+class Services(Protocol):
+    """What an exchange asks of its router."""
+
+    loop: asyncio.AbstractEventLoop
+    config: RouteConfig
+    random: Random
+    fleet: Fleet
+    admission: Admission
+    retry_budget: RetryBudget
+    forwarder: Forwarder
+    worker_calls: WorkerCalls
+    counters: Counters
+    holding: bool  # the whole fleet is paused, or being paused
+    draining: bool
+
+    def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
+        """On workers that are ready."""
+
+    async def place(self, exchange: Exchange, retry_state: RetryState) -> Placement | None:
+        """As soon as a worker is ready; None if waiting for one is no use."""
+
+    async def admit(self, exchange: Exchange) -> None:
+        """Wait for a place in flight."""
+
+    def nobody(self) -> RequestError:
+        """Why no worker can take a request."""
+
+    def attempt_ended(self, exchange: Exchange, placement: Placement, outcome: Outcome) -> None: ...
+
+    def failed(self, exchange: Exchange, error: RequestError) -> None: ...
+
+    def client_left(self, exchange: Exchange) -> None: ...
+
+    def exchange_ended(self, exchange: Exchange) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +143,7 @@ class Exchange:
     _error: RequestError | None = None  # of admission
     _ends: tuple[asyncio.Future[None], ...] = ()  # of callers that wait for its end
 
-    def __init__(self, router: Router, client: Downstream, request: HttpRequest, ask: Ask, tenant: str) -> None:
+    def __init__(self, router: Services, client: Downstream, request: HttpRequest, ask: Ask, tenant: str) -> None:
         self.router = router
         self.client = client
         self.request = request
@@ -121,6 +162,11 @@ class Exchange:
     @property
     def over(self) -> bool:
         return self.state is State.CLOSED
+
+    @property
+    def began(self) -> float:
+        """In seconds since 1970, for people."""
+        return time.time() - (self.router.loop.time() - self.began_s)
 
     @property
     def ending(self) -> bool:
@@ -245,6 +291,18 @@ class Exchange:
         self.answer.begin_stream(worker, headers)
         if self.state is State.ASKING:
             self.state = State.STREAMING
+
+    @property
+    def floor_version(self) -> int | None:
+        """The oldest weights that the fleet has."""
+        return self.router.fleet.floor_version
+
+    def pipe(self) -> plain.Pipe | None:
+        """Takes plain events to the client without the attempt; None if the client does not read chunks."""
+        return self.client.pipe(self.journal) if self.answer.chunked else None
+
+    def write_events(self, events: bytes) -> None:
+        self.answer.write_events(events)
 
     def pass_events(self, events: bytes) -> None:
         self.journal.feed(events)
@@ -397,12 +455,24 @@ class Exchange:
         self._wait_for(self._prefilled)
 
     async def _prefilled(self) -> Callable[[], None]:
-        prefill = self._placed_at.prefill
-        assert prefill is not None
-        self._ticket = await request_ticket(self, prefill)
-        if self._ticket is None:
-            self._leave_prefill()  # now, not when the answer ends: it may be waiting for its turn
+        router, worker = self.router, self._placed_at.prefill
+        assert worker is not None
+        leg = self.leg = Leg(router.fleet.taking(worker, self.ask.tokens))
+        try:
+            request, timeout_s = self._prefill_request(worker), router.config.ticket_timeout_s
+            self._ticket = await request_ticket(leg, router.fleet.pool(worker), request, timeout_s)
+        except (NoTicket, WorkerLost) as error:
+            self._leave_prefill()  # now, not when the answer ends: the prompt may be waiting for its turn
+            if isinstance(error, WorkerLost) and worker.state != "down":
+                router.fleet.failed(worker, str(error))
+            log.info("%s: %s computes no prompt for it (%s)", self.id, worker.name, error)
+            router.counters.prefills_lost += 1
         return partial(self._on, Event.TICKET)
+
+    def _prefill_request(self, worker: Worker) -> bytes:
+        id = prefill_name(self.id)
+        body = prefill_body(self.request.body, id, named=self.ask.request_id is not None)
+        return self.router.forwarder.request_to(worker, self.request, self.tenant, id, body, PREFILL_LINE, part=True)
 
     def _connect(self, *, fresh: bool = False) -> None:
         self.overtaken = False
@@ -433,7 +503,7 @@ class Exchange:
         self._wait_for(partial(self._former_ended, retry_state.left_behind))
 
     async def _former_ended(self, worker: Worker) -> Callable[[], None]:
-        await end_former(self, worker)
+        await end_former(self.router.worker_calls, worker, self.id, self.tenant, self.request.head.headers)
         return partial(self._on, Event.FORMER_ENDED)
 
     # -- attempts -------------------------------------------------------------------------
@@ -447,7 +517,9 @@ class Exchange:
         upstream, self._upstream, placement = self._upstream, None, self._placed_at
         assert upstream is not None
         self.attempt = Attempt(self, placement)
-        self.attempt.start(upstream, self._request_for(placement.worker))
+        self.attempt.start(upstream, self._request_for(placement.worker), self.router.loop.time())
+        if self.full:
+            upstream.hold()
 
     def _request_for(self, worker: Worker) -> bytes:
         body = self.request.body
@@ -514,8 +586,8 @@ class Exchange:
     def _count_move(self) -> None:
         assert self._tried is not None
         self.moves += 1
-        self.departures += (departure(self, *self._tried),)
-        self.router.counters.moved(self)
+        self.departures += (departure(*self._tried, self.router.loop.time() - self.began_s),)
+        self.router.counters.moved(resumed=bool(self.journal.choices))
 
     # -- deadlines and ends -----------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from headgate.contract.errors import NotFound
 from headgate.contract.requests import RequestList
 from headgate.router.abort import Scope, find
 from headgate.router.disagg import prefill_name
-from headgate.router.fanout import Asking, Call, Reply, fan_out, of_kind, to_all
-from headgate.router.story import Stage, Word, began, stages
+from headgate.router.fanout import Asking, Call, Reply, of_kind, to_all
+from headgate.router.story import Stage, Word, stages
 
 if TYPE_CHECKING:
     from headgate.router.relay import Exchange
@@ -58,8 +58,7 @@ class WorkerPart(msgspec.Struct):
 async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[str, Any]:
     scope.check_all()
     workers = of_kind(router.fleet, ("headgate",))
-    replies = await fan_out(
-        router,
+    replies = await router.worker_calls.fan_out(
         to_all(workers, Call("GET", "/v1/requests", reads=RequestList)),
         asking,
         router.config.control_timeout_s,
@@ -110,7 +109,7 @@ async def show_request(router: Router, scope: Scope, asking: Asking, name: str) 
 
 async def _ask(router: Router, asking: Asking, workers: Sequence[Worker], name: str) -> list[Reply]:
     call = Call("GET", f"/v1/requests/{quote(name, safe='')}", reads=WorkerPart)
-    return await fan_out(router, to_all(workers, call), asking, router.config.control_timeout_s)
+    return await router.worker_calls.fan_out(to_all(workers, call), asking, router.config.control_timeout_s)
 
 
 def _may_know(worker: Worker, exchange: Exchange | None) -> bool:
@@ -131,7 +130,7 @@ def _stages(
     words: list[Word] = [(reply.worker, "prompt", to_builtins(reply.told)) for reply in prompts if reply.ok]
     words += [(reply.worker, "answer", to_builtins(reply.told)) for reply in replies if reply.ok]
     if exchange is not None:
-        return stages(words, exchange.departures, began(exchange))
+        return stages(words, exchange.departures, exchange.began)
     moved = router.moved.get(name, None if scope.admin else scope.tenant)
     if moved is None or not words:
         return stages(words)

@@ -211,3 +211,22 @@ class RetryState:
         if self.fruitless < 2:
             return 0.0
         return min(0.05 * 2.0 ** (self.fruitless - 2), 1.0) * self._random.uniform(0.5, 1.5)
+
+
+class RetryBudget:
+    """How many attempts may be second ones: a share of all requests, so that a broken fleet is not hammered."""
+
+    SHARE, MOST = 0.2, 1000.0
+
+    def __init__(self) -> None:
+        self._left = self.MOST
+
+    def earn(self) -> None:
+        if self._left < self.MOST:
+            self._left += self.SHARE
+
+    def take(self) -> bool:
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

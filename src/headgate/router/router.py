@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
 from math import inf
@@ -27,9 +28,11 @@ from headgate.errors import DuplicateId, RequestError, Unavailable
 from headgate.protocol.command import PauseMode
 from headgate.protocol.output import Cause
 from headgate.router.ask import Ask, read_ask
-from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
+from headgate.router.attempt import Answered, Lost, Outcome
+from headgate.router.counters import Counters
 from headgate.router.disagg import PREFILL
 from headgate.router.downstream import Answering, Connections, Downstream, Head, HttpRequest, error_answer
+from headgate.router.fanout import WorkerCalls
 from headgate.router.fleet import Fleet, Half
 from headgate.router.forwarding import Forwarder
 from headgate.router.hits import note as note_hits
@@ -37,15 +40,14 @@ from headgate.router.index import Found, Match, Path, PrefixIndex, path_of
 from headgate.router.placement import Placement
 from headgate.router.policy import POLICIES, Policy
 from headgate.router.relay import Exchange, NoWorker
-from headgate.router.retry_state import RetryState
-from headgate.router.story import Memory
+from headgate.router.retry_state import RetryBudget, RetryState
+from headgate.router.scaler import Scaler
+from headgate.router.story import Memory, Moved
 from headgate.router.upstream import Headers
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
     from headgate.router.bridge import Bridge
-    from headgate.router.monitor import Monitor
-    from headgate.router.scaling import Scaler
 
 log = logging.getLogger(__name__)
 
@@ -86,28 +88,6 @@ def _may_return(exchange: Exchange, retry_state: RetryState) -> bool:
     return retry_state.may_return or retry_state.was_cut or _was_kept_out(exchange, retry_state)
 
 
-OUTCOMES = {kind: kind.__name__.lower() for kind in (Answered, Streamed, Veiled, Lost)}
-
-
-class RetryBudget:
-    """How many attempts may be second ones: a share of all requests, so that a broken fleet is not hammered."""
-
-    SHARE, MOST = 0.2, 1000.0
-
-    def __init__(self) -> None:
-        self._left = self.MOST
-
-    def earn(self) -> None:
-        if self._left < self.MOST:
-            self._left += self.SHARE
-
-    def take(self) -> bool:
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
-
-
 class Router:
     def __init__(self, config: RouteConfig, *, fleet: Fleet | None = None, seed: int | None = None) -> None:
         self.config = config
@@ -120,6 +100,7 @@ class Router:
         self.admission = Admission(config.max_in_flight, config.max_queue, Sharing(config.api_keys))
         self.retry_budget = RetryBudget()
         self.forwarder = Forwarder(self.fleet, self.credentials)
+        self.worker_calls = WorkerCalls(self.fleet, self.credentials, self.fleet_changed)
         self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
         self.live: dict[Key, Exchange] = {}
         self.moved = Memory()
@@ -144,7 +125,7 @@ class Router:
         self._looking = asyncio.Lock()
         self._looked_s = -inf
         self.bridge: Bridge | None = None
-        self.monitor: Monitor | None = None
+        self.probe: Callable[[Worker], Awaitable[None]] | None = None  # of a worker, now
         self.scaler: Scaler | None = None  # who has started the workers together with us
         self._deadline: asyncio.Timeout | None = None
 
@@ -209,7 +190,7 @@ class Router:
         if self.live.get(exchange.key) is exchange:
             del self.live[exchange.key]
             if exchange.departures:
-                self.moved.keep(exchange)
+                self.moved.keep(exchange.tenant, exchange.id, Moved(exchange.began, exchange.departures))
             if self.draining and not self.live:
                 self._emptied.set()
 
@@ -289,9 +270,9 @@ class Router:
                 retry_state.ask_again(worker)
 
     async def _look(self) -> None:
-        assert self.monitor is not None
+        assert self.probe is not None
         doubtful = [worker for worker in self.fleet if worker.state in ("ready", "paused")]
-        await asyncio.gather(*map(self.monitor.probe, doubtful))
+        await asyncio.gather(*map(self.probe, doubtful))
 
     def _worth_waiting(self, exchange: Exchange, retry_state: RetryState) -> bool:
         """A worker may come up; one that is paused says so, and the client should hear it."""
@@ -409,7 +390,7 @@ class Router:
                 self.fleet.failed(worker, outcome.why)
         elif not (isinstance(outcome, Answered) and outcome.status >= 500):
             self.fleet.answered(worker)
-            note_hits(exchange, placement, outcome)
+            note_hits(exchange.ask, exchange.journal, placement, outcome)
 
     def failed(self, exchange: Exchange, error: RequestError) -> None:
         self.counters.refused[error.code] += 1
@@ -526,30 +507,6 @@ class Router:
         if tenant is not None and ours:
             headers.append((b"x-headgate-tenant", tenant.encode()))
         return headers
-
-
-class Counters:
-    """What has happened so far, for `/metrics`."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.retries = 0  # attempts after one that brought nothing
-        self.resumes = 0  # answers that another worker went on with
-        self.aborts_ignored = 0  # that did not say of what
-        self.prefills_lost = 0  # prompts that were computed where they were answered, because their ticket never came
-        self.chosen: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
-        self.left: Counter[str] = Counter()  # by their clients, before they had ended
-        self.attempts: Counter[tuple[str, str]] = Counter()  # by worker and outcome
-
-    def moved(self, exchange: Exchange) -> None:
-        if exchange.journal.choices:
-            self.resumes += 1
-        else:
-            self.retries += 1
-
-    def attempt(self, worker: Worker, outcome: Outcome) -> None:
-        self.attempts[worker.name, OUTCOMES[type(outcome)]] += 1
 
 
 def _id_header(request: HttpRequest) -> str | None:

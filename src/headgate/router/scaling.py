@@ -6,14 +6,14 @@ router that stands alone has none, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from headgate.contract.limits import Seconds
 from headgate.errors import HeadgateError, RequestError
+from headgate.router.scaler import Scaler
 from headgate.router.worker import ROLES, Worker
 
 if TYPE_CHECKING:
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from headgate.router.router import Router
 
 Number = Annotated[int, Meta(ge=0, le=10_000)]
-
-
-class Scaler(Protocol):
-    @property
-    def wanted(self) -> Mapping[str, int]:
-        """How many there should be, by role."""
-
-    @property
-    def running(self) -> Mapping[str, int]:
-        """How many take requests."""
-
-    async def scale(self, counts: Mapping[str, int], timeout_s: float) -> bool:
-        """Have so many; True when it is so, False at the timeout."""
 
 
 class NoFleet(RequestError):

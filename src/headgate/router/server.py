@@ -69,14 +69,15 @@ class serving:  # noqa: N801 - reads as `async with serving(router, ...)`
 
     async def __aenter__(self) -> str:
         router, loop = self._router, asyncio.get_running_loop()
-        router.monitor = Monitor(router)
+        monitor = Monitor(router)
+        router.probe = monitor.probe
         plane = ControlPlane(router, self._version)
         router.bridge = Bridge(plane.app)
         for address in router.config.workers:
             add_worker(router, address)
         if router.config.workers_file is not None:
             take_over(router, router.config.workers_file)
-        self._tasks = [loop.create_task(work) for work in (router.monitor.run(), router.sweep(), plane.run())]
+        self._tasks = [loop.create_task(work) for work in (monitor.run(), router.sweep(), plane.run())]
         if router.config.workers_file is not None:
             self._tasks.append(loop.create_task(follow(router, router.config.workers_file)))
         with suppress(TimeoutError):

@@ -10,15 +10,12 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from headgate.router.attempt import Answered, Lost, Outcome, Veiled
-
-if TYPE_CHECKING:
-    from headgate.router.relay import Exchange
-    from headgate.router.worker import Worker
+from headgate.router.worker import Worker
 
 KEPT = 1000  # requests that have moved, and ended
 
@@ -51,11 +48,10 @@ class Stage(msgspec.Struct, kw_only=True):
     left: str | None = None  # why another worker had to go on
 
 
-Word = tuple["Worker", Literal["prompt", "answer"], Mapping[str, Any]]  # a worker's answer to GET /v1/requests/{id}
+Word = tuple[Worker, Literal["prompt", "answer"], Mapping[str, Any]]  # a worker's answer to GET /v1/requests/{id}
 
 
-def departure(exchange: Exchange, worker: Worker, outcome: Outcome) -> Departure:
-    at_s = exchange.router.loop.time() - exchange.began_s
+def departure(worker: Worker, outcome: Outcome, at_s: float) -> Departure:
     return Departure(worker.url, worker.role, round(at_s, 6), _why(outcome))
 
 
@@ -70,18 +66,14 @@ def _why(outcome: Outcome) -> str:
     return "its answer was not complete"
 
 
-def began(exchange: Exchange) -> float:
-    return time.time() - (exchange.router.loop.time() - exchange.began_s)
-
-
 class Memory:
     """Requests that have moved, for those who ask later."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], Moved] = OrderedDict()  # by tenant and id
 
-    def keep(self, exchange: Exchange) -> None:
-        self._kept[exchange.tenant, exchange.id] = Moved(began(exchange), exchange.departures)
+    def keep(self, tenant: str, id: str, moved: Moved) -> None:
+        self._kept[tenant, id] = moved
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
 

@@ -622,10 +622,16 @@ class World:
         """Servers that a router is without for a while."""
         return {deed.who for deed in self.plan.deeds if deed.what == "remove"}
 
+    @property
+    def _outdated(self) -> set[str]:
+        """Servers that came back without the newest weights."""
+        return {deed.who for deed in self.plan.deeds if deed.what == "return_old"}
+
     def _in_trouble(self, ask: Ask) -> bool:
         """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
         if ask.routed and self.plan.servers - len(self._removed) > 1:
-            if len(self.processes.quarantined | self._removed) >= self.plan.servers:
+            lacking = self.processes.quarantined | self._removed
+            if lacking and len(lacking | self._outdated) >= self.plan.servers:
                 return True  # at some time, perhaps, no server had weights
             return any(name not in (*MADE_UP_FOR, *hostile.HARMLESS) for name in self.report.deeds)
         if self.processes.broken_updates:
