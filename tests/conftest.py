@@ -6,6 +6,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from headgate.layers.onednn import avoid_hidden_tiles
+
+avoid_hidden_tiles()  # references are computed in this process, with torch alone
+
 # How long a draw takes on a crowded machine says nothing about the code. And the same draws every time: a test that fails
 # now and then says nothing about a change; `make fuzz-inputs` is for what nobody has tried.
 settings.register_profile("unhurried", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -11,6 +11,7 @@ from headgate.layers.backend import PLAIN, Backend, Fp8, Heads
 from headgate.layers.cpu import Kernels, Unavailable, load_kernels
 from headgate.layers.cpu.kernels import LANES, why_unsupported
 from headgate.layers.cpu_backend import CpuBackend
+from headgate.layers.onednn import avoid_hidden_tiles
 from headgate.layers.torch_backend import DeterministicTorchBackend, TorchBackend
 
 FP8_CAPABILITY = (8, 9)
@@ -35,6 +36,7 @@ def choose_backend(
         return triton_backend(device, dtype, heads, deterministic, fp8)
     if fp8 != PLAIN:
         raise RequestError(f"fp8 needs the Triton backend on a GPU, not backend {name} on {device.type}")
+    avoid_hidden_tiles()
     if name == "torch":
         return torch_backend(device, dtype, heads, deterministic)
     kernels = cpu_kernels(device, dtype, heads)
