@@ -46,6 +46,7 @@ MAY_IMPORT = {
         "collector",
         "scratch",
         "turns",
+        "reconcile",
     },
     "text": {"text", "protocol", "errors", "zoo"},
     "zoo": {"zoo", "errors"},
@@ -81,6 +82,7 @@ MAY_IMPORT = {
         "collector",
         "allocator",
         "compiling",
+        "reconcile",
     },
     "cluster": {"cluster", "errors"},
 }

@@ -244,8 +244,8 @@ MUTANTS = [
     Mutant(
         "a worker that comes back to a pause is paused",
         "router/following.py",
-        "        return controls.pause_asked is not None and worker not in controls.paused and",
-        "        return False and",
+        "            paused=controls.pause_asked is not None,\n",
+        "            paused=False,\n",
     ),
     Mutant(
         "a worker that was away is not one that was resumed",
@@ -271,7 +271,7 @@ MUTANTS = [
     Mutant(
         "an engine with other weights than its fellows gets nothing",
         "engine/replicas.py",
-        "replica.outdated = replica.outdated, version != self._weights.version",
+        "replica.outdated = replica.outdated, Step.EXCLUDE in self._steps(self.asked, version)",
         "replica.outdated = replica.outdated, False",
         test="tests/sim/test_rules.py",
     ),

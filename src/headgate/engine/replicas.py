@@ -49,6 +49,7 @@ from headgate.protocol.command import (
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
+from headgate.reconcile import Observed, Step, Wanted, steps
 from headgate.worker.stamps import Stamps, stamps
 
 log = logging.getLogger(__name__)
@@ -343,8 +344,16 @@ class Replicas:
         elif isinstance(result, Denied) and result.code == "quarantined":
             replica.outdated = True
 
+    def _steps(self, followed: Pause | Resume | None, version: int) -> tuple[Step, ...]:
+        """What the engines were asked, and one that has `followed` nothing else since its start has not done."""
+        asked = self.asked
+        missed = isinstance(asked, Resume) and isinstance(followed, Pause)
+        observed = Observed(followed is asked, version, missed_resume=missed)
+        # Weights are read when an engine starts; they cannot be given to one that runs.
+        return steps(Wanted(isinstance(asked, Pause), self._weights.version), observed)
+
     def _compare(self, replica: Replica, version: int) -> None:
-        before, replica.outdated = replica.outdated, version != self._weights.version
+        before, replica.outdated = replica.outdated, Step.EXCLUDE in self._steps(self.asked, version)
         if replica.outdated and not before:
             log.warning(
                 "engine %d holds weights of version %d and the fleet %d; it gets no streams until an update",
@@ -392,10 +401,11 @@ class Replicas:
             status = (await client.ping(PING_TIMEOUT_S)).status
             self._compare(replica, status.version)
             replica.known = status.state
-            done: Pause | Resume | None = None
-            while (asked := self.asked) is not None and asked is not done:
+            followed: Pause | Resume | None = None
+            while not {Step.PAUSE, Step.RESUME}.isdisjoint(self._steps(followed, status.version)):
+                followed = asked = self.asked
+                assert asked is not None
                 replica.known = _state_after(asked, await client.call(asked), replica.known)
-                done = asked
         except TimeoutError:
             raise EngineDead("it does not answer") from None
 

@@ -16,6 +16,7 @@ import msgspec
 
 from headgate.contract.control import UPDATE_TIMEOUT_S, PauseRequest
 from headgate.contract.orders import Overtaken
+from headgate.reconcile import Observed, Step, Wanted, steps
 from headgate.router.control import LOOK, ONLY_IF_OWN, ONLY_IF_RUNNING, FleetControls, update_call
 from headgate.router.fanout import SLACK_S, Asking, Call, Reply
 from headgate.router.worker import Worker
@@ -83,8 +84,19 @@ class Follower:
         same = (worker.errors, worker.life) == (errors, life)
         return str(reply.told.result.state) if reply.ok and same and controls.at_rest else None
 
+    def _steps(self, worker: Worker) -> tuple[Step, ...]:
+        """What the fleet was asked and this worker has not done."""
+        controls = self._controls
+        wanted = Wanted(
+            paused=controls.pause_asked is not None,
+            version=self._fleet.wanted_version,
+            sendable=controls.update_asked is not None,
+        )
+        paused = worker in controls.paused or worker.state == "paused"
+        return steps(wanted, Observed(paused, worker.version, missed_resume=worker in controls.owed))
+
     def _owed(self) -> list[Worker]:
-        return [worker for worker in self._reachable() if worker in self._controls.owed]
+        return [worker for worker in self._reachable() if self._steps(worker) == (Step.RESUME,)]
 
     async def _resume(self, worker: Worker) -> None:
         """A worker that has not answered a resume; one that another caller has paused since refuses it."""
@@ -98,8 +110,8 @@ class Follower:
         await controls.probe(worker)
 
     def _late(self) -> list[Worker]:
-        late = [worker for worker in self._reachable() if self._is_unpaused(worker) or self._is_outdated(worker)]
-        return [worker for worker in late if worker not in self._controls.owed]
+        reachable = [worker for worker in self._reachable() if worker not in self._controls.owed]
+        return [worker for worker in reachable if not {Step.PAUSE, Step.UPDATE}.isdisjoint(self._steps(worker))]
 
     def _reachable(self) -> list[Worker]:
         now_s = self._router.loop.time()
@@ -111,20 +123,10 @@ class Follower:
             and now_s >= self._not_before_s.get(worker, -inf)
         ]
 
-    def _is_unpaused(self, worker: Worker) -> bool:
-        controls = self._controls
-        return controls.pause_asked is not None and worker not in controls.paused and worker.state != "paused"
-
-    def _is_outdated(self, worker: Worker) -> bool:
-        wanted, version = self._fleet.wanted_version, worker.version
-        if self._controls.update_asked is None or wanted is None or version is None:
-            return False
-        return version < wanted
-
     async def _catch_up(self, worker: Worker) -> None:
         reply = await self._pause(worker)
-        # An engine whose update broke off refuses a pause, being paused enough, and waits for an update.
-        if (reply.ok or reply.status == CONFLICT) and self._is_outdated(worker):
+        # An engine whose update broke off refuses a pause, and waits for an update.
+        if (reply.ok or reply.status == CONFLICT) and Step.UPDATE in self._steps(worker):
             reply = await self._update(worker)
         if self._controls.pause_asked is None:
             resumed = await self._controls.resume_one(worker, Asking(), ONLY_IF_OWN)

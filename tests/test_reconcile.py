@@ -1,0 +1,69 @@
+"""Every combination of what is wanted and what is observed (sentences 24, 29, 55, 75)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from headgate.reconcile import Observed, Step, Wanted, is_outdated, steps
+
+PAUSE, HOLD, UPDATE, RESUME, EXCLUDE = (
+    Step.PAUSE,
+    Step.PAUSE_FOR_UPDATE,
+    Step.UPDATE,
+    Step.RESUME,
+    Step.EXCLUDE,
+)
+WANTED = [Wanted(*values) for values in itertools.product((False, True), (None, 1, 2), (False, True))]
+OBSERVED = [Observed(*values) for values in itertools.product((False, True), (None, 1, 2), (False, True))]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "observed", "expected"),
+    [
+        (Wanted(), Observed(), ()),
+        (Wanted(), Observed(paused=True), ()),  # by another caller, who resumes it
+        (Wanted(), Observed(paused=True, missed_resume=True), (RESUME,)),
+        (Wanted(paused=True), Observed(), (PAUSE,)),
+        (Wanted(paused=True), Observed(paused=True), ()),
+        (Wanted(paused=True), Observed(missed_resume=True), (PAUSE,)),
+        (Wanted(version=2, sendable=True), Observed(version=1), (HOLD, UPDATE, RESUME)),
+        (Wanted(version=2, sendable=True), Observed(version=1, paused=True), (HOLD, UPDATE, RESUME)),
+        (Wanted(version=2, sendable=True, paused=True), Observed(version=1), (PAUSE, UPDATE)),
+        (Wanted(version=2, sendable=True, paused=True), Observed(version=1, paused=True), (UPDATE,)),
+        (Wanted(version=2), Observed(version=1), (EXCLUDE,)),
+        (Wanted(version=2, paused=True), Observed(version=1), (PAUSE, EXCLUDE)),
+        (Wanted(version=1, sendable=True), Observed(version=2), ()),
+        (Wanted(version=2, sendable=True), Observed(), ()),  # which weights it has is asked first
+    ],
+)
+def test_what_is_still_to_be_asked_of_a_member(wanted, observed, expected):
+    assert steps(wanted, observed) == expected
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=repr)
+@pytest.mark.parametrize("observed", OBSERVED, ids=repr)
+def test_a_member_that_has_followed_is_asked_nothing_more(wanted, observed):
+    """A resume that was missed comes first, and what else was missed when the member is looked at again."""
+    for _ in range(2):
+        observed = followed(wanted, observed)
+    assert observed.paused or not wanted.paused
+    assert set(steps(wanted, observed)) == ({EXCLUDE} if is_outdated(wanted, observed) else set())
+    assert not (is_outdated(wanted, observed) and wanted.sendable)
+
+
+def followed(wanted: Wanted, observed: Observed) -> Observed:
+    """The member after it has carried out all steps."""
+    for step in steps(wanted, observed):
+        match step:
+            case Step.PAUSE | Step.PAUSE_FOR_UPDATE:
+                observed = replace(observed, paused=True)
+            case Step.UPDATE:
+                assert observed.paused, "weights change only in a pause"
+                observed = replace(observed, version=wanted.version)
+            case Step.RESUME:
+                assert not wanted.paused, "no step ends the pause of a fleet"
+                observed = replace(observed, paused=False, missed_resume=False)
+    return observed
