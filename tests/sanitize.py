@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from headgate.compiling import build_once
 from headgate.layers.cpu import build
-from headgate.router import plain
+from headgate.router import fast_path
 
 CACHE = Path(__file__).parents[1] / "build" / "sanitize"
 # Not `vptr`: it needs type information that torch hides. Frame pointers and -g make the reports readable.
@@ -30,13 +30,13 @@ OPTIONS = {
 }
 LIBRARIES = ("libasan.so", "libubsan.so", "libstdc++.so")  # the last one has what the first looks for when it starts
 EXAMPLES = 300
-ROUTER = ("tests/router/test_plain.py",)
+ROUTER = ("tests/router/test_fast_path.py",)
 KERNELS = tuple(f"tests/layers/test_cpu_{name}.py" for name in ("attention", "crew", "linear", "sample"))
 
 
 def use_sanitizers() -> None:
     """From now on, in this process, both are compiled so."""
-    plain.FLAGS = (*plain.FLAGS, "-O1", *READABLE, *SANITIZERS)  # type: ignore[misc]
+    fast_path.FLAGS = (*fast_path.FLAGS, "-O1", *READABLE, *SANITIZERS)  # type: ignore[misc]
     # The code is the same at -O1, which takes a fourth of the time to compile.
     build.COMMON_FLAGS = (*build.COMMON_FLAGS, "-O1", *READABLE, *SANITIZERS)
     link_flags = build._link_flags
@@ -54,8 +54,8 @@ def compile_both() -> None:
     """Here, where no sanitizer slows the compiler."""
     os.environ["XDG_CACHE_HOME"] = str(CACHE)
     use_sanitizers()
-    router, kernels = plain.library_in(plain.default_cache()), build.library_in(build.default_cache())
-    for missing in (build_once(router, partial(plain._build, "cc")), build._build("g++", kernels)):
+    router, kernels = fast_path.library_in(fast_path.default_cache()), build.library_in(build.default_cache())
+    for missing in (build_once(router, partial(fast_path._build, "cc")), build._build("g++", kernels)):
         if not isinstance(missing, Path | None):
             raise SystemExit(missing.reason)
 

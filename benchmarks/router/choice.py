@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from headgate.router.ask import Ask, read_ask
-from headgate.router.index import PrefixIndex, path_of
+from headgate.router.index import PrefixIndex
 from headgate.router.policy import POLICIES
 from headgate.router.worker import Worker
 
@@ -53,17 +53,17 @@ def by_prompt(size: int) -> dict[str, float]:
     data, times = body(size, random.Random(0)), max(200, 4_000_000 // max(size, 2000))
     ask = read_ask(CHAT, data)
     index, workers = PrefixIndex(), fleet(4)
-    path = path_of(ask.root, ask.prompt, chat=ask.chat)
+    path = index.path(ask.root, ask.prompt, chat=ask.chat)
     index.insert(path, workers[0]).end(1.0)
     fresh = iter(range(10**9))
 
     def known() -> None:
-        path = path_of(ask.root, ask.prompt, chat=ask.chat)
+        path = index.path(ask.root, ask.prompt, chat=ask.chat)
         index.match(path)
         index.insert(path, workers[0])
 
     def unknown() -> None:
-        path = path_of(next(fresh), ask.prompt, chat=ask.chat)
+        path = index.path(next(fresh), ask.prompt, chat=ask.chat)
         index.match(path)
         index.insert(path, workers[0])
 
@@ -79,9 +79,9 @@ def by_fleet(policy_name: str) -> dict[str, float]:
     """A request that is new, and one whose conversation has a home."""
     costs = {}
     ask, rng = Ask("m", True, None, b"somebody", 1, 0, b"x" * 5000, False, 1250, False), random.Random(0)
-    path = path_of(ask.root, ask.prompt, chat=False)
     for count in FLEETS:
         policy, workers, index = POLICIES[policy_name](), fleet(count), PrefixIndex()
+        path = index.path(ask.root, ask.prompt, chat=False)
         new = index.match(path)
         for worker in workers[:4]:
             index.insert(path, worker).end(1.0)
@@ -102,7 +102,7 @@ def memory_mb(conversations: int, turns: int = 8) -> dict[str, float]:
     for turn in range(1, turns + 1):
         for number in range(conversations):
             own = b', {"role": "user", "content": "%d %s"}' % (number, filler)
-            path = path_of(1, systems[number % 100] + own * turn, chat=True)
+            path = index.path(1, systems[number % 100] + own * turn, chat=True)
             found += turn == turns and index.match(path).homes == [workers[number % 8]]
             index.insert(path, workers[number % 8]).end(float(turn))
     return {
@@ -119,7 +119,7 @@ def longest_insert_ms(max_nodes: int = 1_000_000) -> float:
     """The worst pause that a full index makes, while its generations change."""
     index, (worker,), longest = PrefixIndex(max_nodes), fleet(1), 0
     for number in range(max_nodes // 4):
-        path = path_of(number, b"x" * 5000, chat=False)
+        path = index.path(number, b"x" * 5000, chat=False)
         start = time.process_time_ns()
         index.insert(path, worker)
         longest = max(longest, time.process_time_ns() - start)

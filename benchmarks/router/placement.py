@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headgate.router.ask import Ask, read_ask
-from headgate.router.index import PrefixIndex, path_of
+from headgate.router.index import PrefixIndex
 from headgate.router.policy import POLICIES
 from headgate.router.worker import Worker
 
@@ -117,7 +117,7 @@ class Simulation:
         conversation.messages.append({"role": "user", "content": self._text(20, 400)})
         body = json.dumps({"model": "m", "messages": conversation.messages}).encode()
         ask = read_ask("/v1/chat/completions", body, session=conversation.name)
-        path = path_of(ask.root, ask.prompt, chat=ask.chat)
+        path = self._index.path(ask.root, ask.prompt, chat=ask.chat)
         worker = self._policy.choose(self._workers, ask, self._index.match(path), self._rng)
         visit = self._index.insert(path, worker)
         hit_tokens = self._count(conversation, ask, worker)

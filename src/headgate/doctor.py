@@ -187,14 +187,14 @@ def _with_torch() -> Iterator[Finding]:
         yield Finding("torch", "problem", f"cannot be imported ({error})", "nothing can be computed without it")
         return
     from headgate.layers.cpu import build
-    from headgate.router import plain
+    from headgate.router import fast_path
     from headgate.worker.memory import free_in_cgroup, free_on_machine
 
     flags = build.cpu_flags()
     library = build.library_in(build.default_cache())
     yield cpu(flags, build.why_not_here(flags), torch.get_num_threads())
     yield kernels(build.why_not_here(flags), library, shutil.which("g++"))
-    yield routing(plain.library_in(plain.default_cache()), shutil.which("cc"))
+    yield routing(fast_path.library_in(fast_path.default_cache()), shutil.which("cc"))
     yield from gpus(torch.cuda, version_of("triton")) if torch.cuda.is_available() else no_gpu(torch.__version__)
     yield memory("memory", min(free_on_machine(), free_in_cgroup()))
 

@@ -26,7 +26,7 @@ from headgate.contract.journal import (
 from headgate.protocol.output import Cause, FinishReason
 from headgate.router.journal import Journal
 
-C = Path(journal.__file__).parents[1] / "router/plain.c"
+C = Path(journal.__file__).parents[1] / "router/fast_path.c"
 
 counts = st.integers(0, 10**journal.COUNT_DIGITS - 1)
 choices = st.integers(0, 3)

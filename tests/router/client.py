@@ -16,6 +16,7 @@ from headgate.config import RouteConfig, WorkerAddress
 from headgate.listening import take_port
 from headgate.router.router import Router
 from headgate.router.server import serving
+from tests.router.compiled import compiled_fast_path
 from tests.router.mock import CHAT, Mock, text_of
 
 PATIENCE_S = 60.0  # of a test, with anything
@@ -224,7 +225,7 @@ async def routing(*mocks: Mock, send_bytes: int | None = None, **settings: Any) 
     `send_bytes`: that its kernel takes for a client that does not read.
     """
     config = quick(workers=tuple(WorkerAddress(url=mock.url, role="mixed", key=None) for mock in mocks), **settings)
-    router = Router(config, seed=1)
+    router = Router(config, seed=1, fast_path=compiled_fast_path())
     listener = take_port("127.0.0.1", 0)
     if send_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)

@@ -1,18 +1,14 @@
-"""The plain path in C, as a router's own process has it, for a while."""
+"""The compiled fast path, which routers use in production."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 
-from headgate.router import plain
+from headgate.router.fast_path import FastPath, compiled
 
 
-@contextmanager
-def in_c() -> Iterator[None]:
-    python = {name: getattr(plain, name) for name in plain.FUNCTIONS}
-    assert plain.use_compiled() is None
-    try:
-        yield
-    finally:
-        vars(plain).update(python)
+@cache
+def compiled_fast_path() -> FastPath:
+    fast_path = compiled()
+    assert isinstance(fast_path, FastPath), fast_path
+    return fast_path

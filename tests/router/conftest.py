@@ -8,7 +8,6 @@ import pytest
 
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
-from tests.router.compiled import in_c
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,10 +33,3 @@ def servers(weights: list[Path]) -> Iterator[list[LiveServer]]:
     options = {"device": "cpu", "kv_blocks": 4096, "max_running": 8}
     with live_server(weights[0], **options) as one, live_server(weights[0], **options) as two:
         yield [one, two]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> Iterator[None]:
-    """Routers in here run as in their own process; those of the simulation run in Python alone."""
-    with in_c():
-        yield

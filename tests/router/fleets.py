@@ -20,6 +20,7 @@ from headgate.router.dialects import PAUSES, RESUMES
 from headgate.router.router import Router
 from headgate.router.server import serving
 from tests.api.serving import wait_until
+from tests.router.compiled import compiled_fast_path
 
 VERSION = "0"
 
@@ -88,7 +89,7 @@ def live_router(*urls: str, ready: int | None = None, **config: Any) -> Iterator
 
     async def route() -> None:
         ended = asyncio.Event()
-        router = Router(RouteConfig(workers=workers, **UNHURRIED | config), seed=0)
+        router = Router(RouteConfig(workers=workers, **UNHURRIED | config), seed=0, fast_path=compiled_fast_path())
         async with serving(router, take_port("127.0.0.1", 0), VERSION) as url:
             loop = asyncio.get_running_loop()
             made.append(LiveRouter(url, router, loop))

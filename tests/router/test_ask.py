@@ -7,15 +7,20 @@ import pytest
 
 from headgate.errors import RequestError
 from headgate.router.ask import Ask, read_ask
-from headgate.router.index import PrefixIndex, path_of
+from headgate.router.index import PrefixIndex
 from headgate.router.worker import Worker
+from tests.router.compiled import compiled_fast_path
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 HELLO = [{"role": "user", "content": "Hello, {water}!"}]
 
 
+def read_with_c(path: str, body: bytes, **named: Any) -> Ask:
+    return read_ask(path, body, peek=compiled_fast_path().peek, **named)
+
+
 def ask(path: str = CHAT, /, *, session: str | None = None, tenant: str = "", **body: Any) -> Ask:
-    return read_ask(path, json.dumps(body).encode(), session=session, tenant=tenant)
+    return read_with_c(path, json.dumps(body).encode(), session=session, tenant=tenant)
 
 
 def test_it_reads_what_the_router_needs_and_passes_over_the_rest():
@@ -48,8 +53,8 @@ def test_it_reads_what_the_router_needs_and_passes_over_the_rest():
 def test_40_every_kind_of_prompt_can_be_looked_up(path: str, body: Any, prompt: str, chat: bool, tokens: int):
     read = ask(path, **body)
     assert (read.prompt, read.chat, read.tokens) == (prompt.encode(), chat, tokens)
-    index = PrefixIndex()
-    way = path_of(read.root, read.prompt, chat=read.chat)
+    index = PrefixIndex(fast_path=compiled_fast_path())
+    way = index.path(read.root, read.prompt, chat=read.chat)
     assert not index.match(way).found
     index.insert(way, worker := Worker("http://w")).end(1.0)
     assert list(index.match(way).found) == ([worker] if prompt else [])
@@ -73,7 +78,7 @@ def test_an_answer_has_the_choices_of_all_its_prompts(body: Any, choices: int):
 
 
 def test_spaces_and_line_breaks_do_not_hide_messages():
-    read = read_ask(CHAT, b'{"messages": [\n    {"role": "user", "content": "x"}\n  ]}')
+    read = read_with_c(CHAT, b'{"messages": [\n    {"role": "user", "content": "x"}\n  ]}')
     assert read.chat and read.prompt.endswith(b'"x"}\n  ')
 
 
@@ -92,7 +97,7 @@ def test_spaces_and_line_breaks_do_not_hide_messages():
 )
 def test_what_is_not_a_request_is_refused_with_the_reason(body: bytes, sentence: str):
     with pytest.raises(RequestError, match=sentence) as caught:
-        read_ask(CHAT, body)
+        read_with_c(CHAT, body)
     assert caught.value.status == 400
 
 
@@ -108,7 +113,7 @@ def test_the_request_id_may_have_sglangs_name():
     assert ask(GENERATE, rid="r", text="x").request_id == "r"
     assert ask(GENERATE, rid=["r", "s"], text="x").request_id is None, "several prompts have no one name"
     assert ask(GENERATE, rid="", text="x").request_id is None
-    assert read_ask(GENERATE, b'{"rid": "\xff", "text": "x"}').request_id is None, "its worker says what is wrong"
+    assert read_with_c(GENERATE, b'{"rid": "\xff", "text": "x"}').request_id is None, "its worker says what is wrong"
 
 
 @pytest.mark.parametrize(

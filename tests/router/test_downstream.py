@@ -11,6 +11,7 @@ import pytest
 from headgate.router import downstream
 from headgate.router.downstream import Answering, Connections, Downstream, HttpRequest, answer_head
 from tests.router.client import Wire, until
+from tests.router.compiled import compiled_fast_path
 from tests.router.run import run
 
 
@@ -55,7 +56,7 @@ Test = Callable[[Echo, Connections, str], Coroutine[Any, Any, None]]
 def with_server(test: Test, *, later: bool = False, max_body_bytes: int = 1000, stall_s: float = 300.0) -> None:
     async def main() -> None:
         echo = Echo(later=later)
-        connections = Connections(echo.handle, max_body_bytes, stall_s)
+        connections = Connections(echo.handle, max_body_bytes, stall_s, fast_path=compiled_fast_path())
         server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
         try:
             await test(echo, connections, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")

@@ -21,11 +21,12 @@ from headgate.router.abort import RouterAbortResult, Scope, abort
 from headgate.router.ask import Ask
 from headgate.router.downstream import Head, HttpRequest
 from headgate.router.fanout import Asking
-from headgate.router.index import PrefixIndex, path_of
+from headgate.router.index import PrefixIndex
 from headgate.router.policy import POLICIES
 from headgate.router.router import Router
 from headgate.router.upstream import Headers, Reader
 from headgate.router.worker import Worker
+from tests.router.compiled import compiled_fast_path
 from tests.router.run import run
 
 ADMIN = Scope("", admin=True)
@@ -110,7 +111,7 @@ class Client:
 
 
 def big_router(workers: int) -> tuple[Router, list[Host]]:
-    router = Router(RouteConfig(policy="round_robin", max_in_flight=None), seed=0)
+    router = Router(RouteConfig(policy="round_robin", max_in_flight=None), seed=0, fast_path=compiled_fast_path())
     hosts = []
     for number in range(workers):
         worker = router.fleet.add(f"http://worker-{number}")
@@ -167,11 +168,11 @@ def test_one_abort_of_many_ids_is_one_message_for_each_worker_that_has_some(work
 @pytest.mark.parametrize("known", [False, True], ids=["new", "at home"])
 def test_choosing_among_a_thousand_workers_costs_at_most_three_times_as_much_as_among_four(known: bool):
     ask, rng = Ask("m", True, None, b"somebody", 1, 0, b"x" * 5000, False, 1250, False), random.Random(0)
-    path = path_of(ask.root, ask.prompt, chat=False)
     costs: dict[int, float] = {}
     for count in (4, 1000):
         workers = tuple(Worker(f"http://worker-{number}") for number in range(count))
-        index, policy = PrefixIndex(), POLICIES["cache_aware"]()
+        index, policy = PrefixIndex(fast_path=compiled_fast_path()), POLICIES["cache_aware"]()
+        path = index.path(ask.root, ask.prompt, chat=False)
         for worker in workers[:4] if known else ():
             index.insert(path, worker).end(1.0)
         choose = partial(policy.choose, workers, ask, index.match(path), rng)
@@ -193,12 +194,15 @@ def best_of(act: Callable[[], object], *, rounds: int, times: int) -> float:
 @pytest.mark.slow
 def test_42_an_index_of_a_hundred_thousand_conversations_stays_within_its_bound():
     """The default has room for a million nodes; a conversation here takes about seven, those of its system prompt aside."""
-    index, workers = PrefixIndex(), [Worker(f"http://worker-{number}") for number in range(8)]
+    index, workers = (
+        PrefixIndex(fast_path=compiled_fast_path()),
+        [Worker(f"http://worker-{number}") for number in range(8)],
+    )
     filler, found = b"water " * 150, 0
     for turn in (1, 2):
         for number in range(100_000):
             own = b'[{"role": "user", "content": "%d %s"}' % (number, filler)
-            path = path_of(1, own + b', {"role": "user", "content": "more"}' * (turn - 1), chat=True)
+            path = index.path(1, own + b', {"role": "user", "content": "more"}' * (turn - 1), chat=True)
             found += turn == 2 and index.match(path).homes == [workers[number % 8]]
             index.insert(path, workers[number % 8]).end(float(turn))
             assert len(index) <= index.max_nodes

@@ -18,10 +18,19 @@ from headgate.router.index import (
     Path,
     PrefixIndex,
 )
-from headgate.router.index import path_of as path_in
 from headgate.router.worker import Worker
+from tests.router.compiled import compiled_fast_path
 
 ROOT = 1
+
+
+def prefix_index(max_nodes: int = 1_000_000) -> PrefixIndex:
+    return PrefixIndex(max_nodes, compiled_fast_path())
+
+
+def path_in(root: int, prompt: bytes, *, chat: bool) -> Path:
+    """The same in every index with the same fast path."""
+    return prefix_index().path(root, prompt, chat=chat)
 
 
 def fleet(count: int) -> list[Worker]:
@@ -49,7 +58,7 @@ def sizes(match: Match) -> dict[Worker, int]:
 
 
 def test_a_prefix_is_found_up_to_the_last_cut_in_it():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     index.insert(text(3000), worker)
     assert sizes(index.match(text(10_000))) == {worker: 2048}
     assert sizes(index.match(text(3000))) == {worker: 3000}, "the very same prompt is found whole"
@@ -58,7 +67,7 @@ def test_a_prefix_is_found_up_to_the_last_cut_in_it():
 
 
 def test_what_was_found_ends_where_prompts_begin_to_differ():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     index.insert(text(10_000), worker)
     other = path_in(ROOT, text(10_000).prompt[:3100] + b"!" * 5000, chat=False)
     assert sizes(index.match(other)) == {worker: 3072}
@@ -71,7 +80,7 @@ def test_cuts_leave_at_most_a_third_unseen():
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9000)), max_size=40), st.integers(0, 9000))
 def test_every_workers_longest_prefix_counts(visits: list[tuple[int, int]], size: int):
-    index, workers = PrefixIndex(), fleet(21)
+    index, workers = prefix_index(), fleet(21)
     for number, length in visits[: WORKERS_PER_NODE * 2]:
         index.insert(text(length), workers[number % WORKERS_PER_NODE])
     longest: dict[Worker, int] = {}
@@ -83,7 +92,7 @@ def test_every_workers_longest_prefix_counts(visits: list[tuple[int, int]], size
 
 
 def test_a_shared_prefix_is_remembered_for_the_last_few_workers():
-    index, workers = PrefixIndex(), fleet(WORKERS_PER_NODE + 3)
+    index, workers = prefix_index(), fleet(WORKERS_PER_NODE + 3)
     for worker in workers:
         index.insert(text(5000), worker)
     for _ in range(WORKERS_PER_NODE):
@@ -92,7 +101,7 @@ def test_a_shared_prefix_is_remembered_for_the_last_few_workers():
 
 
 def test_workers_that_lost_a_prefix_do_not_crowd_out_one_that_has_it():
-    index, (keeper, *losers) = PrefixIndex(), fleet(WORKERS_PER_NODE + 1)
+    index, (keeper, *losers) = prefix_index(), fleet(WORKERS_PER_NODE + 1)
     for worker in (keeper, *losers[:-1]):
         index.insert(text(5000), worker)
     for worker in losers:
@@ -103,13 +112,13 @@ def test_workers_that_lost_a_prefix_do_not_crowd_out_one_that_has_it():
 
 @given(st.integers(), st.integers(), st.binary(min_size=1, max_size=3000), st.booleans())
 def test_nothing_is_found_across_roots(one: int, other: int, prompt: bytes, as_chat: bool):
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     index.insert(path_in(one, prompt, chat=as_chat), worker)
     assert bool(index.match(path_in(other, prompt, chat=as_chat)).found) == (hash(one) == hash(other))
 
 
 def test_40_an_empty_prompt_is_nowhere():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     for as_chat in (True, False):
         nothing = path_in(ROOT, b"", chat=as_chat)
         index.insert(nothing, worker).end(1.0)
@@ -123,7 +132,7 @@ def test_40_an_empty_prompt_is_nowhere():
 @pytest.mark.parametrize("style", [{}, {"indent": 2}, {"separators": (",", ":")}, {"ensure_ascii": False}])
 def test_a_conversation_is_found_where_its_last_turn_was(style: dict[str, Any]):
     rng = random.Random(5)
-    index, workers = PrefixIndex(), fleet(8)
+    index, workers = prefix_index(), fleet(8)
     for _ in range(20):
         messages, home = [{"role": "system", "content": "Be kind. " * 700}], None
         for _ in range(8):
@@ -138,7 +147,7 @@ def test_a_conversation_is_found_where_its_last_turn_was(style: dict[str, Any]):
 
 
 def test_tool_calls_and_their_results_belong_to_the_turn():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Oslo and in Rome?"}]
     index.insert(chat(messages), worker)
     calls = [{"id": str(n), "function": {"name": "weather", "arguments": '{"city": "x"}'}} for n in range(3)]
@@ -149,7 +158,7 @@ def test_tool_calls_and_their_results_belong_to_the_turn():
 
 @pytest.mark.parametrize("keys", [("role", "content"), ("content", "role")])
 def test_how_far_the_last_turn_is_looked_for_is_bounded(keys: tuple[str, str]):
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     message = dict.fromkeys(keys, "user")
     index.insert(chat([message]), worker)
     assert index.match(chat([message] * (TURN_MESSAGES + 1))).homes == [worker]
@@ -158,7 +167,7 @@ def test_how_far_the_last_turn_is_looked_for_is_bounded(keys: tuple[str, str]):
 
 @pytest.mark.parametrize("said", ["if (x) { y(); }", '{"a": {}}, {"role": "user"}', "}, {", "}}}} {"])
 def test_braces_in_a_text_do_not_hide_the_last_turn(said: str):
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     messages = [{"role": "user", "content": "Show me some code"}]
     index.insert(chat(messages), worker)
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": said}]
@@ -166,7 +175,7 @@ def test_braces_in_a_text_do_not_hide_the_last_turn(said: str):
 
 
 def test_an_earlier_turn_does_not_make_a_longer_prefix_shorter():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     question = {"role": "user", "content": "Tell me a story. " * 20}
     story = {"role": "assistant", "content": "Once upon a time there was a river. " * 60}
     index.insert(chat([question]), worker)
@@ -176,7 +185,7 @@ def test_an_earlier_turn_does_not_make_a_longer_prefix_shorter():
 
 
 def test_a_new_conversation_with_a_known_system_prompt_has_no_home():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     system = {"role": "system", "content": "Be kind. " * 700}
     index.insert(chat([system, {"role": "user", "content": "Hello"}]), worker).end(1.0)
     match = index.match(chat([system, {"role": "user", "content": "Good evening"}]))
@@ -184,7 +193,7 @@ def test_a_new_conversation_with_a_known_system_prompt_has_no_home():
 
 
 def test_a_long_prompt_that_comes_again_is_at_home_and_a_short_one_is_not():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     for size, homes in ((1024, [worker]), (200, [])):
         index.insert(text(size), worker)
         match = index.match(text(size))
@@ -192,7 +201,7 @@ def test_a_long_prompt_that_comes_again_is_at_home_and_a_short_one_is_not():
 
 
 def test_a_text_that_goes_on_where_an_answered_one_ended_is_its_next_turn():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     visit = index.insert(text(3000), worker)
     assert index.match(text(3500)).homes == [], "nobody goes on before he was answered: this is a neighbour"
     visit.end(1.0)
@@ -205,7 +214,7 @@ def test_a_text_that_goes_on_where_an_answered_one_ended_is_its_next_turn():
 
 
 def test_42_what_was_last_used_before_the_horizon_is_gone():
-    index, (one, other) = PrefixIndex(), fleet(2)
+    index, (one, other) = prefix_index(), fleet(2)
     index.insert(text(3000), one).end(10.0)
     index.insert(text(3000), other).end(10.0)
     one.horizon_s = 9.9
@@ -217,7 +226,7 @@ def test_42_what_was_last_used_before_the_horizon_is_gone():
 
 
 def test_what_is_in_use_is_not_evicted():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     visit = index.insert(text(3000), worker)
     worker.horizon_s = 1e9
     assert worker in index.match(text(3000)).found
@@ -226,14 +235,14 @@ def test_what_is_in_use_is_not_evicted():
 
 
 def test_a_request_that_never_ran_leaves_no_trace_in_matches():
-    index, (worker,) = PrefixIndex(), fleet(1)
+    index, (worker,) = prefix_index(), fleet(1)
     index.insert(text(3000), worker).undo()
     assert not index.match(text(3000)).found
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from(["send", "restart"])), max_size=40))
 def test_42_what_was_sent_before_a_restart_is_forgotten_whenever_it_ends(steps: list[tuple[int, int, str]]):
-    index, workers = PrefixIndex(), fleet(4)
+    index, workers = prefix_index(), fleet(4)
     visits, alive = [], {}
     for now_s, (number, prompt, what) in enumerate(steps):
         worker = workers[number]
@@ -256,7 +265,7 @@ def test_42_what_was_sent_before_a_restart_is_forgotten_whenever_it_ends(steps: 
 @settings(max_examples=20)
 @given(st.integers(LEAST_NODES, 1000), st.lists(st.integers(0, 40_000), min_size=1, max_size=30), st.randoms())
 def test_42_the_index_is_bounded_under_endless_distinct_prompts(most: int, lengths: list[int], rng: random.Random):
-    index, workers = PrefixIndex(most), fleet(3)
+    index, workers = prefix_index(most), fleet(3)
     for number in range(10 * len(lengths)):
         path = path_in(number, bytes(lengths[number % len(lengths)]), chat=False)
         index.insert(path, rng.choice(workers))
@@ -265,7 +274,7 @@ def test_42_the_index_is_bounded_under_endless_distinct_prompts(most: int, lengt
 
 
 def test_what_one_worker_has_is_not_forgotten_when_another_gets_it_a_generation_later():
-    index, (one, other) = PrefixIndex(1000), fleet(2)
+    index, (one, other) = prefix_index(1000), fleet(2)
     index.insert(text(3000), one)
     number = 2
     while text(3000).tail in index._young:
@@ -276,7 +285,7 @@ def test_what_one_worker_has_is_not_forgotten_when_another_gets_it_a_generation_
 
 
 def test_what_is_used_stays_when_the_index_is_full():
-    index, (worker,) = PrefixIndex(1000), fleet(1)
+    index, (worker,) = prefix_index(1000), fleet(1)
     for number in range(1000):
         index.insert(text(3000), worker)
         index.insert(path_in(2 + number, b"x" * 3000, chat=False), worker)
@@ -287,4 +296,4 @@ def test_what_is_used_stays_when_the_index_is_full():
 
 def test_an_index_too_small_for_one_prompt_is_refused():
     with pytest.raises(ValueError, match=f"give it {LEAST_NODES} or more"):
-        PrefixIndex(LEAST_NODES - 1)
+        prefix_index(LEAST_NODES - 1)

@@ -11,13 +11,15 @@ from typing import cast
 
 import pytest
 
-from headgate.router import plain, upstream
+from headgate.router import upstream
 from headgate.router.disagg import Leg
+from headgate.router.fast_path import Pipe
 from headgate.router.fleet import Taken
 from headgate.router.journal import Journal
 from headgate.router.outbox import Outbox
 from headgate.router.upstream import Headers, NoAnswer, Pool, Reader, Upstream, WorkerLost, call
 from tests.router.client import until
+from tests.router.compiled import compiled_fast_path
 from tests.router.run import run
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -29,7 +31,7 @@ class Noting(Reader):
         self.heads = 0
         self.body = b""
         self.ends: list[str] = []
-        self.pipe: plain.Pipe | None = None
+        self.pipe: Pipe | None = None
 
     def head(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -46,6 +48,10 @@ class Noting(Reader):
         self.ends.append(why)
 
 
+def pool_for(url: str, connect_timeout_s: float) -> Pool:
+    return Pool(url, connect_timeout_s, fast_path=compiled_fast_path())
+
+
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -60,7 +66,7 @@ async def worker(serve: Serve):
             await serve(reader, writer)
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 60.0)
+    pool = pool_for(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 60.0)
     try:
         yield pool
     finally:
@@ -154,7 +160,7 @@ def heard(answer: bytes, *before: bytes) -> tuple[int, bytes, list[str], bool]:
 
 
 async def hear(answer: bytes, before: tuple[bytes, ...]) -> tuple[int, bytes, list[str], bool]:
-    pool = Pool("http://127.0.0.1:1", 1.0)
+    pool = pool_for("http://127.0.0.1:1", 1.0)
     connection, noting = Upstream(pool), Noting()
     connection.connection_made(cast(asyncio.Transport, Wire()))
     for each in before:
@@ -368,7 +374,7 @@ class Tube:
 
     def __init__(self, noting: Noting) -> None:
         journal = Journal()
-        self._pipe = plain.Pipe(journal, Outbox(), cast(asyncio.Transport, Wire()))
+        self._pipe = compiled_fast_path().pipe(journal, Outbox(), cast(asyncio.Transport, Wire()))
         self._noting, self._raw = noting, journal.raw
         self.taken = 0
 
@@ -382,10 +388,10 @@ class Tube:
 
 async def pieces(*parts: bytes) -> Noting:
     """What comes of an answer in these pieces, through a pipe or past it."""
-    connection, noting = Upstream(Pool("http://127.0.0.1:1", 1.0)), Noting()
+    connection, noting = Upstream(pool_for("http://127.0.0.1:1", 1.0)), Noting()
     connection.connection_made(cast(asyncio.Transport, Wire()))
     connection.send(b"", noting)
-    connection.pipe = noting.pipe = cast(plain.Pipe, Tube(noting))
+    connection.pipe = noting.pipe = cast(Pipe, Tube(noting))
     for part in parts:
         if not noting.ends:
             connection.data_received(part)
@@ -440,7 +446,7 @@ def test_a_ticket_may_come_in_a_chunk_of_its_own_after_signs_of_life():
 
     async def test() -> None:
         leg = Leg(cast(Taken, Share()))
-        connection = Upstream(Pool("http://127.0.0.1:1", 1.0))
+        connection = Upstream(pool_for("http://127.0.0.1:1", 1.0))
         connection.connection_made(cast(asyncio.Transport, Wire()))
         connection.send(b"", leg)
         for event in (b": keep-alive\n\n", b": keep-alive\n\n", b'data: {"kv_ticket":{"lease":1}}\n\n'):

@@ -19,7 +19,7 @@ from headgate.testing.sim.kv import STAGES
 from headgate.testing.sim.runner import run_seeds
 from headgate.testing.sim.script import CONTROL, KV_TROUBLE, ROUTERS, TROUBLE, draw
 from headgate.testing.sim.world import simulate
-from tests.router.compiled import in_c
+from tests.router.compiled import compiled_fast_path
 
 FRESH_SEEDS, SEEDS_PER_TEST = 200, 50
 ROOT = Path(__file__).parents[2]
@@ -87,8 +87,7 @@ def test_every_kind_of_trouble_is_carried_out():
 
 def test_a_run_is_the_same_to_the_byte_when_its_routers_run_in_c():
     python = [simulate(seed).hash for seed in range(20)]
-    with in_c():
-        assert [simulate(seed).hash for seed in range(20)] == python
+    assert [simulate(seed, fast_path=compiled_fast_path()).hash for seed in range(20)] == python
 
 
 def test_the_same_seed_is_the_same_run_to_the_byte_in_any_process():

@@ -363,10 +363,9 @@ async def keep(
     """Start the servers, route until a signal comes, then let both end in that order."""
     from headgate.cluster.fleet import Fleet
     from headgate.router.router import Router
-    from headgate.router.server import make_fast, serving
+    from headgate.router.server import prepare_process, serving
 
-    make_fast()
-    router = Router(config)
+    router = Router(config, fast_path=prepare_process())
     async with Fleet(launcher, asked.counts, hooks(router), asked.bounds) as fleet:
         await fleet.ready()
         router.scaler = fleet

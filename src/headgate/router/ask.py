@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from headgate.errors import RequestError
-from headgate.router import plain
+from headgate.router.fast_path import PYTHON, Peek
 
 BYTES_PER_TOKEN: Final = 4  # of English text; good enough to weigh one worker's work against another's
 
@@ -68,9 +68,11 @@ _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_name = msgspec.json.Decoder(str).decode
 
 
-def read_ask(path: str, body: bytes, *, session: str | None = None, tenant: str = "") -> Ask:
-    """`session` is the routing key of a header, and goes before what the body says."""
-    known = plain.peek(body)
+def read_ask(
+    path: str, body: bytes, *, session: str | None = None, tenant: str = "", peek: Peek = PYTHON.peek
+) -> Ask:
+    """`session` is the routing key of a header, and takes precedence over the body; `peek` reads most bodies."""
+    known = peek(body)
     if known is not None:
         model, stream, prompt, chat, tokens = known
         root = hash((path, model, b"", b"", None, tenant))

@@ -32,8 +32,8 @@ from headgate.contract.journal import (
     split_withheld,
     withheld_ends,
 )
-from headgate.router import plain
 from headgate.router.ask import Ask
+from headgate.router.fast_path import Pipe, ReadWhole
 from headgate.router.fleet import Taken
 from headgate.router.journal import Journal
 from headgate.router.upstream import Headers, KnownHead, Upstream
@@ -114,7 +114,7 @@ class Recipient(Protocol):
     def write_events(self, events: bytes) -> None:
         """To the client."""
 
-    def pipe(self) -> plain.Pipe | None:
+    def pipe(self) -> Pipe | None:
         """Takes plain events to the client without the attempt; None if the client does not read chunks."""
 
     def attempt_over(self, attempt: Attempt, outcome: Outcome) -> None: ...
@@ -141,6 +141,7 @@ class Attempt:
         "_headers",
         "_last",
         "_pipe",
+        "_read_whole",
         "_size",
         "_tail",
         "_taken",
@@ -157,8 +158,9 @@ class Attempt:
         "worker",
     )
 
-    def __init__(self, exchange: Recipient, taken: Taken) -> None:
+    def __init__(self, exchange: Recipient, taken: Taken, read_whole: ReadWhole) -> None:
         self._exchange = exchange
+        self._read_whole = read_whole
         self._taken = taken
         self._headers: Headers = []
         self._form = Form.WHOLE
@@ -168,7 +170,7 @@ class Attempt:
         self._veiled: list[bytes] = []
         self._vetted = False  # its first tokens are of the fleet's weights, or the answer is a kept one
         self._floor: int | None = None  # of the fleet's weights when it was asked
-        self._pipe: plain.Pipe | None = None
+        self._pipe: Pipe | None = None
         self._body: list[bytes] = []
         self._size = 0
         self._whole: Answered | None = None  # that came at once
@@ -215,7 +217,7 @@ class Attempt:
 
     def _told_at_once(self, events: bytes) -> bool:
         """Whether that was all there is to know, as nearly always."""
-        exchange, told = self._exchange, plain.told(events)
+        exchange, told = self._exchange, self._read_whole(events)
         if told is None or exchange.moves or exchange.ask.n > 1:
             return False
         version, prompt, cached, answer = told

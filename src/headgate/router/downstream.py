@@ -18,7 +18,7 @@ import httptools
 from headgate.contract.errors import error_body, error_headers
 from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
 from headgate.errors import RequestError
-from headgate.router import plain
+from headgate.router.fast_path import PYTHON, FastPath, Pipe, request_head
 from headgate.router.journal import Journal
 from headgate.router.outbox import Outbox
 from headgate.router.upstream import Headers
@@ -73,9 +73,16 @@ class Connections:
     """All clients of one router, so that it can look after the slow ones and say goodbye."""
 
     def __init__(
-        self, handle: Handler, max_body_bytes: int, stall_s: float = STALL_S, outbox: Outbox | None = None
+        self,
+        handle: Handler,
+        max_body_bytes: int,
+        stall_s: float = STALL_S,
+        outbox: Outbox | None = None,
+        fast_path: FastPath = PYTHON,
     ) -> None:
         self.handle = handle
+        self.read_request = fast_path.request
+        self.open_pipe = fast_path.pipe
         self.outbox = outbox or Outbox()
         self.max_body_bytes = max_body_bytes
         self.stall_s = stall_s  # for a client to read on
@@ -153,9 +160,11 @@ class Downstream(asyncio.Protocol):
         if self._transport is not None:
             self._outbox.write(self._transport, data)
 
-    def pipe(self, journal: Journal) -> plain.Pipe | None:
-        """For events that go to this client as they came."""
-        return None if self._transport is None else plain.Pipe(journal, self._outbox, self._transport)
+    def pipe(self, journal: Journal) -> Pipe | None:
+        """For events that go to this client unchanged."""
+        if self._transport is None:
+            return None
+        return self._connections.open_pipe(journal, self._outbox, self._transport)
 
     def finished(self, *, keep_alive: bool = True) -> None:
         """The answer is complete: on to the next request of this connection."""
@@ -185,7 +194,7 @@ class Downstream(asyncio.Protocol):
             return None
         if self._at_rest and self._current is None and not (self._waiting or self._full):
             connections = self._connections
-            known = plain.request(data, connections.heads, connections.max_body_bytes)
+            known = connections.read_request(data, connections.heads, connections.max_body_bytes)
             if known is not None:
                 return self._begin(HttpRequest(*known))
         rested, head = self._at_rest, self._head if self._in_head else None
@@ -211,7 +220,7 @@ class Downstream(asyncio.Protocol):
 
     def _remember(self, data: bytes) -> None:
         """Know this head again, if `data` was one request and nothing else."""
-        key = plain.request_head(data)
+        key = request_head(data)
         if key is None or len(key) > LONGEST_KNOWN_HEAD or b"expect" in self._head.first or not self._head.keep_alive:
             return
         heads = self._connections.heads

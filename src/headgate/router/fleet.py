@@ -15,6 +15,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from headgate.errors import RequestError
+from headgate.router.fast_path import PYTHON, FastPath
 from headgate.router.outbox import Outbox
 from headgate.router.upstream import Pool
 from headgate.router.worker import ROLES, Kind, Role, Worker, WorkerState
@@ -71,9 +72,15 @@ class Taken:
 
 class Fleet:
     def __init__(
-        self, *, connect_timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic, seed: int = 0
+        self,
+        *,
+        connect_timeout_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int = 0,
+        fast_path: FastPath = PYTHON,
     ) -> None:
         self.clock = clock
+        self._fast_path = fast_path
         self.outbox = Outbox()  # for all that is written to workers, or to clients
         self.double_releases = 0
         self.disaggregated = False  # somebody is there for prompts alone
@@ -110,7 +117,7 @@ class Fleet:
         worker = self._workers.get(url)
         if worker is None:
             worker = Worker(url, role)
-            self._pools[worker] = Pool(url, self._connect_timeout_s, self.outbox)
+            self._pools[worker] = Pool(url, self._connect_timeout_s, self.outbox, self._fast_path)
             self._workers[url] = worker
             log.info("%s joins as %s", worker.name, role)
         worker.role, worker.managed = role, managed

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from headgate.router import plain
+from headgate.router.fast_path import PYTHON, FastPath
 from headgate.router.worker import Worker
 
 WORKERS_PER_NODE: Final = 8  # that a shared prefix is remembered for
@@ -86,19 +86,14 @@ class Match(msgspec.Struct, gc=False, eq=False):
     homes: list[Worker]  # who had the turn before this one, or this very prompt; the latest first
 
 
-def path_of(root: int, prompt: bytes, *, chat: bool) -> Path:
-    """`prompt` lacks its closing bracket or quote; `root` tells apart what can have nothing in common."""
-    size = (prompt.rfind(b"}") + 1 or len(prompt)) if chat else len(prompt)
-    keys = plain.cut_keys(root, prompt, size, CUTS)
-    start, key = (CUTS[len(keys) - 1], keys[-1]) if keys else (0, root)
-    return Path(root, prompt, chat, size, keys, plain.tail_key(key, prompt, start, size))
-
-
 class PrefixIndex:
-    def __init__(self, max_nodes: int = 1_000_000) -> None:
+    def __init__(self, max_nodes: int = 1_000_000, fast_path: FastPath = PYTHON) -> None:
         if max_nodes < LEAST_NODES:
             raise ValueError(f"an index of {max_nodes} nodes is too small; give it {LEAST_NODES} or more")
         self.max_nodes = max_nodes
+        self._cut_keys, self._tail_key = fast_path.cut_keys, fast_path.tail_key
+        self._message_end = fast_path.message_end
+        self._runs, self._renew = fast_path.runs, fast_path.renew
         self._young: dict[int, Node] = {}
         self._old: dict[int, Node] = {}
         self._dying: dict[int, Node] = {}  # emptied bit by bit, because freeing it at once would be felt
@@ -109,13 +104,20 @@ class PrefixIndex:
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self)} of {self.max_nodes} nodes>"
 
+    def path(self, root: int, prompt: bytes, *, chat: bool) -> Path:
+        """`prompt` lacks its closing bracket or quote; prompts with different roots share no prefix."""
+        size = (prompt.rfind(b"}") + 1 or len(prompt)) if chat else len(prompt)
+        keys = self._cut_keys(root, prompt, size, CUTS)
+        start, key = (CUTS[len(keys) - 1], keys[-1]) if keys else (0, root)
+        return Path(root, prompt, chat, size, keys, self._tail_key(key, prompt, start, size))
+
     def match(self, path: Path) -> Match:
         """Every worker's longest prefix, and where the conversation was last."""
         match = Match({}, [])
         young, old = self._young, self._old
         run: Node = ()
         depth = 0
-        for run, depth in plain.runs(young, old, path.cuts):
+        for run, depth in self._runs(young, old, path.cuts):
             _note(match, run, depth)
         tail = young.get(path.tail) or old.get(path.tail)
         if tail is not None:
@@ -131,13 +133,19 @@ class PrefixIndex:
         """Find the turn before this one. It ended with a message, short of the first cut that nobody has seen."""
         prompt, end = path.prompt, min(path.size, unseen) - 1
         for _ in range(TURN_MESSAGES):
-            end = plain.message_end(prompt, end)
+            end = self._message_end(prompt, end)
             if not end:
                 return
-            if (node := self._get(_tail_key(path, end))) is not None:
+            if (node := self._get(self._key_at(path, end))) is not None:
                 _note_tail(match, node, end, home=True)
                 return
             end -= 1
+
+    def _key_at(self, path: Path, end: int) -> int:
+        """The tail key of the part of a prompt that ends at `end`."""
+        cut = bisect_right(CUTS, end)
+        start, key = (CUTS[cut - 1], path.cuts[cut - 1]) if cut else (0, path.root)
+        return self._tail_key(key, path.prompt, start, end)
 
     def _get(self, key: int) -> Node | None:
         return self._young.get(key) or self._old.get(key)
@@ -149,7 +157,7 @@ class PrefixIndex:
             return visit
         keys = [*path.cuts, path.tail]
         self._make_room(len(keys))
-        plain.renew(self._young, self._old, keys, partial(_visited, visit))
+        self._renew(self._young, self._old, keys, partial(_visited, visit))
         return visit
 
     def _make_room(self, count: int) -> None:
@@ -187,10 +195,3 @@ def _visited(visit: Visit, node: Node) -> Node:
         if worker is not mine and other.last_s > worker.horizon_s and other.generation == worker.generation:
             others.append(other)
     return (visit, *others[: WORKERS_PER_NODE - 1])
-
-
-def _tail_key(path: Path, end: int) -> int:
-    """As `path_of` names a prompt that ends there."""
-    cut = bisect_right(CUTS, end)
-    start, key = (CUTS[cut - 1], path.cuts[cut - 1]) if cut else (0, path.root)
-    return plain.tail_key(key, path.prompt, start, end)

@@ -21,7 +21,6 @@ from headgate.contract.journal import RAW_HEADER, released, released_tokens
 from headgate.edge.admission import Admission
 from headgate.errors import RequestError, Unavailable
 from headgate.protocol.command import PauseMode
-from headgate.router import plain
 from headgate.router.abort_calls import end_former
 from headgate.router.ask import Ask
 from headgate.router.attempt import (
@@ -41,6 +40,7 @@ from headgate.router.disagg import PREFILL_LINE, Leg, NoTicket, prefill_body, pr
 from headgate.router.downstream import Downstream, HttpRequest
 from headgate.router.ending import CAUSE, DEADLINE, PAUSE, End, as_aborted, last_words, usage_told, wants_usage
 from headgate.router.fanout import WorkerCalls
+from headgate.router.fast_path import Pipe, ReadWhole
 from headgate.router.fleet import Fleet
 from headgate.router.forwarding import Forwarder
 from headgate.router.journal import Journal, splice
@@ -81,6 +81,7 @@ class Services(Protocol):
     forwarder: Forwarder
     worker_calls: WorkerCalls
     counters: Counters
+    read_whole: ReadWhole
     holding: bool  # the whole fleet is paused, or being paused
     draining: bool
 
@@ -297,7 +298,7 @@ class Exchange:
         """The oldest weights that the fleet has."""
         return self.router.fleet.floor_version
 
-    def pipe(self) -> plain.Pipe | None:
+    def pipe(self) -> Pipe | None:
         """Takes plain events to the client without the attempt; None if the client does not read chunks."""
         return self.client.pipe(self.journal) if self.answer.chunked else None
 
@@ -516,7 +517,7 @@ class Exchange:
     def _send(self) -> None:
         upstream, self._upstream, placement = self._upstream, None, self._placed_at
         assert upstream is not None
-        self.attempt = Attempt(self, placement)
+        self.attempt = Attempt(self, placement, self.router.read_whole)
         self.attempt.start(upstream, self._request_for(placement.worker), self.router.loop.time())
         if self.full:
             upstream.hold()

@@ -33,10 +33,11 @@ from headgate.router.counters import Counters
 from headgate.router.disagg import PREFILL
 from headgate.router.downstream import Answering, Connections, Downstream, Head, HttpRequest, error_answer
 from headgate.router.fanout import WorkerCalls
+from headgate.router.fast_path import PYTHON, FastPath
 from headgate.router.fleet import Fleet, Half
 from headgate.router.forwarding import Forwarder
 from headgate.router.hits import note as note_hits
-from headgate.router.index import Found, Match, Path, PrefixIndex, path_of
+from headgate.router.index import Found, Match, Path, PrefixIndex
 from headgate.router.placement import Placement
 from headgate.router.policy import POLICIES, Policy
 from headgate.router.relay import Exchange, NoWorker
@@ -89,14 +90,16 @@ def _may_return(exchange: Exchange, retry_state: RetryState) -> bool:
 
 
 class Router:
-    def __init__(self, config: RouteConfig, *, fleet: Fleet | None = None, seed: int | None = None) -> None:
+    def __init__(self, config: RouteConfig, *, seed: int | None = None, fast_path: FastPath = PYTHON) -> None:
         self.config = config
+        self.read_whole = fast_path.read_whole
+        self._peek = fast_path.peek
         self.loop = asyncio.get_running_loop()
         self.random = random.Random(seed)
-        self.fleet = fleet or Fleet(connect_timeout_s=config.connect_timeout_s, clock=self.loop.time)
+        self.fleet = Fleet(connect_timeout_s=config.connect_timeout_s, clock=self.loop.time, fast_path=fast_path)
         self.fleet.on_lost = self._worker_lost
         self.fleet.on_change = self._fleet_changed
-        self.index = PrefixIndex(config.index_nodes)
+        self.index = PrefixIndex(config.index_nodes, fast_path)
         self.admission = Admission(config.max_in_flight, config.max_queue, Sharing(config.api_keys))
         self.retry_budget = RetryBudget()
         self.forwarder = Forwarder(self.fleet, self.credentials)
@@ -107,7 +110,7 @@ class Router:
         self.counters = Counters()
         self.departures = Departures(log)
         self.connections = Connections(
-            self.handle, config.max_body_bytes, config.client_stall_timeout_s, self.fleet.outbox
+            self.handle, config.max_body_bytes, config.client_stall_timeout_s, self.fleet.outbox, fast_path
         )
         self.draining = False
         self.holding = False  # the whole fleet is being paused, or is: what a worker ends goes nowhere else
@@ -165,7 +168,8 @@ class Router:
         if self.draining:
             raise Unavailable("the router is shutting down", code="shutting_down")
         session = request.header(b"x-session-id") or request.header(b"x-routing-key")
-        ask = read_ask(path, request.body, session=session.decode("latin-1") if session else None, tenant=tenant)
+        named = session.decode("latin-1") if session else None
+        ask = read_ask(path, request.body, session=named, tenant=tenant, peek=self._peek)
         exchange = Exchange(self, client, request, ask, tenant)
         self._register(exchange)
         self.retry_budget.earn()
@@ -338,7 +342,7 @@ class Router:
     def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:
         if half == "mixed" and not self._policies[half].uses_index:
             return None, Match({}, [])
-        path = path_of(ask.root, ask.prompt, chat=ask.chat)
+        path = self.index.path(ask.root, ask.prompt, chat=ask.chat)
         return path, self.index.match(path)
 
     def _able(

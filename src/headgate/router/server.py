@@ -13,12 +13,13 @@ import uvloop
 
 from headgate.allocator import keep_freed_memory
 from headgate.collector import spare_the_collector
+from headgate.compiling import Unavailable
 from headgate.config import RouteConfig, WorkerAddress
 from headgate.errors import HeadgateError, RequestError
 from headgate.listening import StopSignals, url_of
-from headgate.router import plain
 from headgate.router.app import ControlPlane
 from headgate.router.bridge import Bridge
+from headgate.router.fast_path import PYTHON, FastPath, compiled
 from headgate.router.monitor import Monitor
 from headgate.router.router import Router
 from headgate.router.worker import Worker
@@ -34,22 +35,26 @@ Announce = Callable[[str, list[str]], None]
 
 def run_router(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
     """Route until a signal comes."""
-    make_fast()
+    fast_path = prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(route(config, listener, version, announce))
+        runner.run(route(config, listener, version, announce, fast_path))
 
 
-def make_fast() -> None:
-    """What a process does once that is there to route."""
+def prepare_process() -> FastPath:
+    """Set up this process for routing, once. Returns the compiled fast path, or the one in Python without a compiler."""
     keep_freed_memory()
-    missing = plain.use_compiled()
-    if missing is not None:
-        log.warning("routing in Python alone: %s", missing.reason)
+    chosen = compiled()
+    if isinstance(chosen, Unavailable):
+        log.warning("routing in Python alone: %s", chosen.reason)
+        return PYTHON
+    return chosen
 
 
-async def route(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
+async def route(
+    config: RouteConfig, listener: socket.socket, version: str, announce: Announce, fast_path: FastPath
+) -> None:
     with StopSignals() as signals:
-        router = Router(config)
+        router = Router(config, fast_path=fast_path)
         async with serving(router, listener, version) as url:
             spare_the_collector()
             announce(url, [repr(worker) for worker in router.fleet])

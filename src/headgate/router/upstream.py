@@ -18,7 +18,7 @@ import httptools
 import msgspec
 
 from headgate.contract.journal import RAW_HEADER
-from headgate.router import plain
+from headgate.router.fast_path import PYTHON, FastPath, Pipe, answer_head
 from headgate.router.outbox import Outbox
 
 Headers = list[tuple[bytes, bytes]]
@@ -82,7 +82,7 @@ class Upstream(asyncio.Protocol):
         self._keeps = False  # the worker takes another request on this connection
         self._open_ended = False  # neither a length nor chunks: the answer ends with the connection
         self._held = False  # nothing is read: its reader's client is full
-        self.pipe: plain.Pipe | None = None  # for what its reader would only pass on
+        self.pipe: Pipe | None = None  # for what its reader would only pass on
         self.reused = False
         self.idle_since_s = -inf
 
@@ -158,7 +158,7 @@ class Upstream(asyncio.Protocol):
 
     def _recognised(self, data: bytes) -> bool:
         """Whether `data` was a whole answer after a head that is known: short ones are, and need no parser."""
-        known = plain.answer(data, self._pool.heads)
+        known = self._pool.read_answer(data, self._pool.heads)
         if known is None:
             return False
         assert self._reader is not None
@@ -242,8 +242,11 @@ def is_journalled(headers: Headers) -> bool:
 class Pool:
     """The connections to one worker."""
 
-    def __init__(self, url: str, connect_timeout_s: float, outbox: Outbox | None = None) -> None:
+    def __init__(
+        self, url: str, connect_timeout_s: float, outbox: Outbox | None = None, fast_path: FastPath = PYTHON
+    ) -> None:
         parts = urlsplit(url)
+        self.read_answer = fast_path.answer
         self.outbox = outbox or Outbox()
         tls = parts.scheme == "https"
         self.host = parts.hostname or "127.0.0.1"
@@ -291,7 +294,7 @@ class Pool:
             return
         if len(self.heads) >= MOST_KNOWN_HEADS:
             self.heads.clear()
-        self.heads[plain.answer_head(answer, end)] = KnownHead(headers, is_journalled(headers))
+        self.heads[answer_head(answer, end)] = KnownHead(headers, is_journalled(headers))
 
     def forget(self, upstream: Upstream) -> None:
         """An idle connection that has been closed by the worker is not offered again; `take` skips those it still meets."""

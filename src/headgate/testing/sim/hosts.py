@@ -28,6 +28,7 @@ from headgate.engine import replicas
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError
 from headgate.listening import StopSignals
+from headgate.router.fast_path import FastPath
 from headgate.router.placement import Placement
 from headgate.router.relay import Exchange
 from headgate.router.retry_state import RetryState
@@ -264,15 +265,18 @@ class Watch(Protocol):
 class SimRouter(SimHost):
     """`headgate route`."""
 
-    def __init__(self, loop: SimLoop, name: str, config: RouteConfig, seed: int, watch: Watch) -> None:
+    def __init__(
+        self, loop: SimLoop, name: str, config: RouteConfig, seed: int, watch: Watch, fast_path: FastPath
+    ) -> None:
         super().__init__(loop, name)
         self._config = config
+        self._fast_path = fast_path
         self._seed = seed
         self._watch = watch
         self.router: Router | None = None
 
     async def _live(self) -> None:
-        self.router = WatchedRouter(self._config, seed=self._seed)
+        self.router = WatchedRouter(self._config, seed=self._seed, fast_path=self._fast_path)
         self.router.on_place = lambda exchange, url: self._watch.placed(self.name, exchange, url)
         self.router.on_hold = lambda live: self._watch.held(self.name, live)
         async with serving(self.router, cast(Any, SimSocket(*self.address)), "0"):

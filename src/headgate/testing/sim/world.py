@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headgate.config import EngineConfig, RouteConfig
+from headgate.router.fast_path import PYTHON, FastPath
 from headgate.router.relay import Exchange
 from headgate.router.worker import Worker
 from headgate.testing.sim import home, hostile, promises
@@ -92,11 +93,12 @@ class _Log(logging.Handler):
 
 
 class World:
-    def __init__(self, seed: int, plan: Plan, *, chatty: bool, folder: Path) -> None:
+    def __init__(self, seed: int, plan: Plan, *, chatty: bool, folder: Path, fast_path: FastPath = PYTHON) -> None:
         self.report = Report(seed)
         self.chatty = chatty
         self.plan = plan
         self._seed = seed
+        self._fast_path = fast_path
         self._folder = folder  # for weights, and for what a crash leaves
         self.roles = plan.roles or ("mixed",) * plan.servers
         self.version = 0  # of the newest weights that anybody was given
@@ -242,7 +244,9 @@ class World:
             worker_key=KEY,
         )
         names = ROUTERS[: plan.routers]
-        self.routers = [SimRouter(self.loop, name, config, self._seed + i, self) for i, name in enumerate(names)]
+        self.routers = [
+            SimRouter(self.loop, name, config, self._seed + i, self, self._fast_path) for i, name in enumerate(names)
+        ]
         self.hosts: dict[str, SimHost] = {host.name: host for host in (*self.routers, *self.servers)}
         self._deeds = Deeds(self)
 
@@ -721,9 +725,17 @@ class _listening:  # noqa: N801 - reads as `with _listening(log)`
             logger.propagate = propagate
 
 
-def simulate(seed: int, *, chatty: bool = False, only: tuple[str, ...] | None = None, actors: bool = True) -> Report:
+def simulate(
+    seed: int,
+    *,
+    chatty: bool = False,
+    only: tuple[str, ...] | None = None,
+    actors: bool = True,
+    fast_path: FastPath = PYTHON,
+) -> Report:
     """Run one seed; without `actors`, as it was before there were hostile ones."""
     # Always the same folder: its name is in what is sent, and that must not differ from run to run.
     folder = Path(tempfile.gettempdir()) / f"headgate-simulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return World(seed, hostile.draw(seed, only) if actors else draw(seed, only), chatty=chatty, folder=folder).run()
+    plan = hostile.draw(seed, only) if actors else draw(seed, only)
+    return World(seed, plan, chatty=chatty, folder=folder, fast_path=fast_path).run()

@@ -1,4 +1,4 @@
-// The plain path of a request through the router, in C. `plain.py` has the same functions in Python, says what they do, and
+// The fast path of a request through the router, in C. `fast_path.py` has the same functions in Python, says what they do, and
 // is used where there is no compiler. What is out of the ordinary is None here, and left to the long way round.
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
@@ -224,8 +224,8 @@ static int finish_line(const char *at, const char *end, long long *prompt, long 
     return digits(at, end, JOURNAL_COUNT_DIGITS, &other) == end;
 }
 
-static PyObject *told(PyObject *module, PyObject *events) {
-    if (!arguments("told", &events, 1, 1, 0)) return NULL;
+static PyObject *read_whole(PyObject *module, PyObject *events) {
+    if (!arguments("read_whole", &events, 1, 1, 0)) return NULL;
     Span all = span_of(events), answer = {NULL, NULL};
     long long version = -1, prompt = -1, cached = -1, other;
     if (!ENDS(all, JOURNAL_GAP)) Py_RETURN_NONE;
@@ -375,7 +375,7 @@ static PyType_Slot PIPE_SLOTS[] = {
     {Py_tp_traverse, pipe_traverse},    {Py_tp_clear, pipe_clear},     {Py_tp_methods, PIPE_METHODS},
     {Py_tp_members, PIPE_MEMBERS},      {0, NULL},
 };
-static PyType_Spec PIPE = {"_headgate_plain.Pipe", sizeof(Pipe), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, PIPE_SLOTS};
+static PyType_Spec PIPE = {"_headgate_fast_path.Pipe", sizeof(Pipe), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, PIPE_SLOTS};
 
 // ------------------------------------------------------------------------------------------------------ JSON
 
@@ -483,12 +483,12 @@ static int fields(Span body, Span found[3]) {
 }
 
 // A name without escapes, None for null; NULL, with an error or without, if it is something else.
-static PyObject *name_in(Span told) {
-    if (told.at == NULL || is(told, "null")) Py_RETURN_NONE;
-    if (*told.at != '"') return NULL;
-    for (const char *c = told.at; c < told.end; c++)
+static PyObject *name_in(Span value) {
+    if (value.at == NULL || is(value, "null")) Py_RETURN_NONE;
+    if (*value.at != '"') return NULL;
+    for (const char *c = value.at; c < value.end; c++)
         if (*c == '\\' || (unsigned char)*c < 32 || (unsigned char)*c > 126) return NULL;
-    return PyUnicode_DecodeASCII(told.at + 1, told.end - told.at - 2, NULL);
+    return PyUnicode_DecodeASCII(value.at + 1, value.end - value.at - 2, NULL);
 }
 
 // What the first thing in a list begins with; 0 if it is no list.
@@ -690,7 +690,7 @@ static PyObject *renew(PyObject *module, PyObject *const *args, Py_ssize_t count
 static PyMethodDef METHODS[] = {
     {"request", (PyCFunction)(void (*)(void))request, METH_FASTCALL, NULL},
     {"answer", (PyCFunction)(void (*)(void))answer, METH_FASTCALL, NULL},
-    {"told", told, METH_O, NULL},
+    {"read_whole", read_whole, METH_O, NULL},
     {"peek", peek, METH_O, NULL},
     {"cut_keys", (PyCFunction)(void (*)(void))cut_keys, METH_FASTCALL, NULL},
     {"tail_key", (PyCFunction)(void (*)(void))tail_key, METH_FASTCALL, NULL},
@@ -709,7 +709,7 @@ static int prepare(PyObject *module) {
 
 static PyModuleDef_Slot MODULE_SLOTS[] = {{Py_mod_exec, prepare}, {0, NULL}};
 static struct PyModuleDef MODULE = {
-    PyModuleDef_HEAD_INIT, "_headgate_plain", NULL, 0, METHODS, MODULE_SLOTS, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_headgate_fast_path", NULL, 0, METHODS, MODULE_SLOTS, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__headgate_plain(void) { return PyModuleDef_Init(&MODULE); }
+PyMODINIT_FUNC PyInit__headgate_fast_path(void) { return PyModuleDef_Init(&MODULE); }

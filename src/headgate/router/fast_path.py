@@ -1,8 +1,9 @@
-"""What nearly every request needs of the router. Whatever is out of the ordinary is None here, and goes the long way.
+"""The work that the router does for nearly every request. Unusual input returns None and takes the general path.
 
-There are two of each function: these, and the same in C (`plain.c`), which a router's process uses if it can compile them.
-They differ in speed; in how keys are computed, which nobody but the index of this process sees; and in that C does not look
-whether those parts of a body are JSON that are of no interest here, which is then for a worker to say.
+A `FastPath` holds these functions. There are two: `PYTHON`, and `compiled()` with the same functions in C (`fast_path.c`).
+A router process chooses one at start-up and passes it to `Router`. They differ in speed; in how keys are computed, which is
+visible only to the index; and in that C does not check that the parts of a body which it skips are JSON. The worker rejects
+such a body.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import sys
 import sysconfig
 from asyncio import WriteTransport
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from headgate import compiling
 from headgate.compiling import Unavailable, build_once, compile_with, fingerprint, import_library
@@ -25,20 +27,8 @@ from headgate.router.outbox import Outbox
 
 T = TypeVar("T")
 
-FUNCTIONS: Final = (
-    "request",
-    "answer",
-    "Pipe",
-    "told",
-    "peek",
-    "cut_keys",
-    "tail_key",
-    "message_end",
-    "runs",
-    "renew",
-)
-MODULE: Final = "_headgate_plain"
-SOURCE: Final = Path(__file__).with_name("plain.c")
+MODULE: Final = "_headgate_fast_path"
+SOURCE: Final = Path(__file__).with_name("fast_path.c")
 COMPILE_S: Final = 60.0
 FLAGS: Final = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 
@@ -98,10 +88,10 @@ def _unchunked(data: bytes, start: int, end: int) -> bytes | None:
     return b"".join(parts) or None
 
 
-def told(events: bytes) -> tuple[int, int, int, bytes] | None:
-    """Of a journal with an answer told whole: weights of the first token, tokens of the prompt, those cached, the answer.
+def read_whole(events: bytes) -> tuple[int, int, int, bytes] | None:
+    """The weights version of the first token, prompt tokens, cached prompt tokens, and the answer.
 
-    Of a single choice, and every line as workers write it. `Journal` and `whole_answer` read the same in what this reads.
+    Reads the whole journal of one choice, with lines as workers write them. `Journal` and `whole_answer` read the same.
     """
     version: re.Match[bytes] | None = None
     finish: re.Match[bytes] | None = None
@@ -124,11 +114,11 @@ def told(events: bytes) -> tuple[int, int, int, bytes] | None:
     return int(version[1]), int(finish[1]), int(finish[2]), answer
 
 
-class Pipe:
-    """Takes plain events from a worker's connection to a client's, and into the journal on the way, as they came.
+class PythonPipe:
+    """The `Pipe` of `PYTHON`.
 
-    They do not wait for the end of the turn, unless something else does for the same client: of a single chunk, waiting
-    costs more than it saves.
+    Events do not wait for the end of the event loop's turn unless other bytes for the same client do: for a single chunk,
+    waiting costs more than it saves.
     """
 
     __slots__ = ("_feed", "_outbox", "_transport", "heard")
@@ -137,10 +127,9 @@ class Pipe:
         self._feed = journal.feed
         self._outbox = outbox
         self._transport = transport
-        self.heard = False  # something has come, since somebody set this
+        self.heard = False
 
     def take(self, data: bytes) -> bool:
-        """Whether `data` was one chunk of plain events, neither the end of an answer nor the word of its failing."""
         line = CHUNK_SIZE.match(data)
         if line is None or len(data) != line.end() + int(line[1], 16) + 2 or data[-2:] != b"\r\n":
             return False
@@ -157,15 +146,15 @@ class Pipe:
 
 
 def peek(body: bytes) -> tuple[str | None, bool, bytes, bool, int] | None:
-    """Model, whether it streams, prompt, whether that is a chat, and its tokens; of a body that asks for nothing special.
+    """Model, whether it streams, prompt, whether that is a chat, and its tokens, if the body sets nothing unusual.
 
-    Faster only in C; see `Ask` for what these are.
+    Only C is faster than decoding the body; see `Ask` for the meaning of each.
     """
     return None
 
 
 def cut_keys(root: int, prompt: bytes, size: int, cuts: tuple[int, ...]) -> list[int]:
-    """Of everything up to each of `cuts`, as far as `size`."""
+    """The keys of the prompt up to each of `cuts` that is not beyond `size`."""
     key, start, keys = root, 0, []
     for end in cuts:
         if end > size:
@@ -177,7 +166,7 @@ def cut_keys(root: int, prompt: bytes, size: int, cuts: tuple[int, ...]) -> list
 
 
 def tail_key(key: int, prompt: bytes, start: int, end: int) -> int:
-    """Of a prompt that ends there; `key` is that of its beginning up to `start`."""
+    """The key of a prompt that ends at `end`; `key` is the key of its bytes up to `start`."""
     return hash((key, prompt[start:end], None))
 
 
@@ -220,16 +209,99 @@ def renew(
         young[key] = fresh
 
 
-# ------------------------------------------------------------------------------------------------------ the same in C
+# ------------------------------------------------------------------------------------------------ which functions to use
 
 
-def use_compiled(compiler: str = "cc", cache: Path | None = None) -> Unavailable | None:
-    """From now on, in this process, use what `plain.c` has; compile it first if need be."""
-    library = load(compiler, cache)
+class ReadRequest(Protocol):
+    def __call__(self, data: bytes, heads: Mapping[bytes, T], most: int, /) -> tuple[T, bytes] | None: ...
+
+
+class ReadAnswer(Protocol):
+    def __call__(self, data: bytes, heads: Mapping[bytes, T], /) -> tuple[T, bytes] | None: ...
+
+
+class Pipe(Protocol):
+    """Passes plain events from a worker's connection to a client's unchanged, and into the journal on the way."""
+
+    heard: bool  # an event has passed since this was last set to False
+
+    def take(self, data: bytes, /) -> bool:
+        """Whether `data` was one chunk of plain events, without the end of the answer or an error."""
+
+
+class Runs(Protocol):
+    def __call__(self, young: dict[int, T], old: dict[int, T], keys: list[int], /) -> list[tuple[T, int]]: ...
+
+
+class Renew(Protocol):
+    def __call__(
+        self,
+        young: dict[int, tuple[T, ...]],
+        old: dict[int, tuple[T, ...]],
+        keys: list[int],
+        renewed: Callable[[tuple[T, ...]], tuple[T, ...]],
+        /,
+    ) -> None: ...
+
+
+OpenPipe = Callable[[Journal, Outbox, WriteTransport], Pipe]
+ReadWhole = Callable[[bytes], tuple[int, int, int, bytes] | None]
+Peek = Callable[[bytes], tuple[str | None, bool, bytes, bool, int] | None]
+CutKeys = Callable[[int, bytes, int, tuple[int, ...]], list[int]]
+TailKey = Callable[[int, bytes, int, int], int]
+MessageEnd = Callable[[bytes, int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastPath:
+    """One implementation of each function. Keys of two implementations differ: an index uses one for all its life."""
+
+    request: ReadRequest
+    answer: ReadAnswer
+    pipe: OpenPipe
+    read_whole: ReadWhole
+    peek: Peek
+    cut_keys: CutKeys
+    tail_key: TailKey
+    message_end: MessageEnd
+    runs: Runs
+    renew: Renew
+
+
+PYTHON: Final = FastPath(
+    request=request,
+    answer=answer,
+    pipe=PythonPipe,
+    read_whole=read_whole,
+    peek=peek,
+    cut_keys=cut_keys,
+    tail_key=tail_key,
+    message_end=message_end,
+    runs=runs,
+    renew=renew,
+)
+
+
+# -------------------------------------------------------------------------------------------------------- compiling C
+
+
+def compiled(compiler: str = "cc", cache: Path | None = None) -> FastPath | Unavailable:
+    """The functions of `fast_path.c`, which is compiled if it is not in the cache."""
+    library = _load(compiler, cache)
     if isinstance(library, Unavailable):
         return library
-    globals().update({name: getattr(library, name) for name in FUNCTIONS})
-    return None
+    return FastPath(
+        request=library.request,
+        answer=library.answer,
+        pipe=library.Pipe,
+        read_whole=library.read_whole,
+        peek=library.peek,
+        cut_keys=library.cut_keys,
+        tail_key=library.tail_key,
+        message_end=library.message_end,
+        runs=library.runs,
+        renew=library.renew,
+    )
 
 
 def default_cache() -> Path:
@@ -237,13 +309,12 @@ def default_cache() -> Path:
 
 
 def library_in(cache: Path) -> Path:
-    """Where it is, or will be when it is compiled."""
+    """The path of the compiled library, whether it exists or not."""
     return cache / fingerprint([SOURCE], FLAGS, sys.version, sysconfig.get_platform()) / f"{MODULE}.so"
 
 
-@lru_cache
-def load(compiler: str, cache: Path | None = None) -> Any:
-    """The module, or why there is none."""
+def _load(compiler: str, cache: Path | None) -> Any:
+    """The extension module, or `Unavailable`."""
     try:
         library = library_in(cache or default_cache())
         return build_once(library, partial(_build, compiler)) or import_library(MODULE, library)

@@ -1,4 +1,4 @@
-"""The plain path of a request, in Python and in C: both do the same, and what is out of the ordinary goes the long way."""
+"""The fast path of a request, in Python and in C: both do the same, and unusual input takes the general path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import json
 import random
 import weakref
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,25 +18,23 @@ from hypothesis import strategies as st
 
 from headgate.compiling import Unavailable
 from headgate.contract.journal import first_version
-from headgate.router import plain
+from headgate.router import fast_path
 from headgate.router.ask import Ask, read_ask
 from headgate.router.attempt import whole_answer
+from headgate.router.fast_path import PYTHON, FastPath, answer_head, compiled, request_head
 from headgate.router.journal import Journal
 from headgate.router.outbox import Outbox
+from tests.router.compiled import compiled_fast_path
 from tests.router.test_outbox import Wire, write
 
 CHAT = "/v1/chat/completions"
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\naccept: */*\r\n\r\n"
 ANSWER = b"HTTP/1.1 200 OK\r\nserver: x\r\nx-request-id: %b\r\ntransfer-encoding: chunked\r\n\r\n"
 
-PYTHON = {name: getattr(plain, name) for name in plain.FUNCTIONS}  # before anybody uses the others
-
 
 @pytest.fixture(scope="module")
-def native() -> ModuleType:
-    library = plain.load("cc", plain.default_cache())
-    assert not isinstance(library, Unavailable), library
-    return library
+def native() -> FastPath:
+    return compiled_fast_path()
 
 
 def chunked(*parts: bytes) -> bytes:
@@ -59,9 +56,9 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 # -- HTTP ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_with_a_known_head_is_known_whatever_its_length(native: ModuleType):
+def test_a_request_with_a_known_head_is_known_whatever_its_length(native: FastPath):
     heads = {b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\naccept: */*\r\n": "head"}
-    for request in (PYTHON["request"], native.request):
+    for request in (PYTHON.request, native.request):
         for body in (b"", b"{}", b"x" * 70_000):
             assert request(HEAD % len(body) + body, heads, 10**6) == ("head", body)
         assert request(HEAD % 3 + b"abc", heads, 2) is None, "too long"
@@ -70,24 +67,24 @@ def test_a_request_with_a_known_head_is_known_whatever_its_length(native: Module
         assert request(HEAD % 3 + b"abc", {}, 10**6) is None
         assert request((HEAD % 3).replace(b"content-length", b"Content-Length") + b"abc", heads, 10**6) is not None
         assert request((HEAD % 3).replace(b": 3", b":3") + b"abc", heads, 10**6) is None, "the parser knows better"
-    assert plain.request_head(HEAD % 2 + b"{}") in heads and plain.request_head(HEAD % 2 + b"{") is None
+    assert request_head(HEAD % 2 + b"{}") in heads and request_head(HEAD % 2 + b"{") is None
 
 
 @given(st.integers(0, 2**32), st.binary(max_size=60))
-def test_requests_are_read_alike(native: ModuleType, seed: int, body: bytes):
+def test_requests_are_read_alike(native: FastPath, seed: int, body: bytes):
     data, rng = HEAD % len(body) + body, random.Random(seed)
-    heads = {key: "head"} if (key := plain.request_head(data)) is not None else {}
-    assert native.request(data, heads, 100) == PYTHON["request"](data, heads, 100)
+    heads = {key: "head"} if (key := request_head(data)) is not None else {}
+    assert native.request(data, heads, 100) == PYTHON.request(data, heads, 100)
     data = damaged(data, rng)
-    heads |= {key: "other"} if (key := plain.request_head(data)) is not None else {}
-    assert native.request(data, heads, 100) == PYTHON["request"](data, heads, 100)
+    heads |= {key: "other"} if (key := request_head(data)) is not None else {}
+    assert native.request(data, heads, 100) == PYTHON.request(data, heads, 100)
 
 
-def test_an_answer_with_a_known_head_is_known_whatever_its_id(native: ModuleType):
+def test_an_answer_with_a_known_head_is_known_whatever_its_id(native: FastPath):
     events = b":j 0 0 0 1\n\n", b'data: {"a": 1}\n\n'
     known = ANSWER % b"one" + chunked(*events)
-    heads = {plain.answer_head(known, known.index(b"\r\n\r\n")): "head"}
-    for answer in (PYTHON["answer"], native.answer):
+    heads = {answer_head(known, known.index(b"\r\n\r\n")): "head"}
+    for answer in (PYTHON.answer, native.answer):
         assert answer(ANSWER % b"another" + chunked(*events), heads) == ("head", b"".join(events))
         assert answer(ANSWER % b"one" + chunked(events[0] + b":m data: x\n\n"), heads) is None, "for us alone"
         assert answer(ANSWER % b"one" + chunked(b":+\n\n"), heads) is None, "nothing without the next"
@@ -100,13 +97,13 @@ def test_an_answer_with_a_known_head_is_known_whatever_its_id(native: ModuleType
 @given(
     st.integers(0, 2**32), st.lists(st.sampled_from([b":j 0 0 0 1\n\n", b"data: x\n\n", b":m \n\n", b":+\n", b""]))
 )
-def test_answers_are_read_alike(native: ModuleType, seed: int, parts: list[bytes]):
+def test_answers_are_read_alike(native: FastPath, seed: int, parts: list[bytes]):
     rng = random.Random(seed)
     data = ANSWER % rng.choice([b"one", b"", b"two"]) + chunked(*parts)
     if rng.random() < 0.5:
         data = damaged(data, rng)
-    heads = {plain.answer_head(data, end): "head"} if (end := data.find(b"\r\n\r\n")) >= 0 else {}
-    assert native.answer(data, heads) == PYTHON["answer"](data, heads)
+    heads = {answer_head(data, end): "head"} if (end := data.find(b"\r\n\r\n")) >= 0 else {}
+    assert native.answer(data, heads) == PYTHON.answer(data, heads)
 
 
 def piped(pipe: Any, chunks: list[bytes], *, kept: int = 100) -> tuple[Any, ...]:
@@ -130,9 +127,9 @@ CHUNKS = [
 ]
 
 
-def test_plain_events_go_through_a_pipe_and_into_the_journal(native: ModuleType):
+def test_plain_events_go_through_a_pipe_and_into_the_journal(native: FastPath):
     async def test() -> None:
-        for pipe in (PYTHON["Pipe"], native.Pipe):
+        for pipe in (PYTHON.pipe, native.pipe):
             taken, _, written, extent, heard = piped(pipe, CHUNKS * 4)
             assert all(taken) and written == b"".join(CHUNKS * 4) and extent == (8, 9, 0) and heard
             unusual = [b"data: [DONE]\n\n", b":e 500\ndata: x\n\n", b":m x\n\n", b":+\n\n", b"data: x\n", b""]
@@ -147,9 +144,9 @@ def test_plain_events_go_through_a_pipe_and_into_the_journal(native: ModuleType)
     asyncio.run(test())
 
 
-def test_a_pipe_writes_at_once_but_behind_what_waits_and_never_to_who_has_gone(native: ModuleType):
+def test_a_pipe_writes_at_once_but_behind_what_waits_and_never_to_who_has_gone(native: FastPath):
     async def test() -> None:
-        for pipe in (PYTHON["Pipe"], native.Pipe):
+        for pipe in (PYTHON.pipe, native.pipe):
             outbox, wire, other = Outbox(), Wire(), Wire()
             through = pipe(Journal(), outbox, wire)
             write(outbox, other, b"other")
@@ -165,22 +162,22 @@ def test_a_pipe_writes_at_once_but_behind_what_waits_and_never_to_who_has_gone(n
 
 
 @given(st.lists(st.tuples(st.sampled_from(CHUNKS), st.integers(0, 2**32)), max_size=12))
-def test_pipes_take_alike(native: ModuleType, drawn: list[tuple[bytes, int]]):
+def test_pipes_take_alike(native: FastPath, drawn: list[tuple[bytes, int]]):
     chunks = [damaged(data, random.Random(seed)) if seed % 2 else data for data, seed in drawn]
 
     async def both() -> list[Any]:
-        return [piped(pipe, chunks) for pipe in (PYTHON["Pipe"], native.Pipe)]
+        return [piped(pipe, chunks) for pipe in (PYTHON.pipe, native.pipe)]
 
     python, c = asyncio.run(both())
     assert python == c
 
 
-def test_a_pipe_tells_what_goes_wrong(native: ModuleType):
+def test_a_pipe_tells_what_goes_wrong(native: FastPath):
     with pytest.raises(AttributeError):
-        native.Pipe(None, None, None)
+        native.pipe(None, None, None)
     with pytest.raises(TypeError):
-        native.Pipe(Journal())
-    pipe = native.Pipe(Journal(), Outbox(), Wire(broken=True))
+        native.pipe(Journal())
+    pipe = native.pipe(Journal(), Outbox(), Wire(broken=True))
     with pytest.raises(TypeError):
         pipe.take("text")
     with pytest.raises(RuntimeError):
@@ -215,8 +212,8 @@ def parts(**replaced: Any) -> list[Part]:
     + [{"raw": ()}, {"KEPT_BYTES": "x"}, {"KEPT_BYTES": 2**70}, {"writes": []}],
     ids=repr,
 )
-def test_a_pipe_that_could_not_be_made_leads_nowhere(native: ModuleType, odd: dict[str, Any]):
-    pipe = native.Pipe.__new__(native.Pipe)
+def test_a_pipe_that_could_not_be_made_leads_nowhere(native: FastPath, odd: dict[str, Any]):
+    pipe = native.pipe.__new__(native.pipe)
     for _ in range(3):
         with pytest.raises(ValueError, match="leads nowhere"):
             pipe.take(CHUNKS[0])
@@ -226,15 +223,15 @@ def test_a_pipe_that_could_not_be_made_leads_nowhere(native: ModuleType, odd: di
     assert pipe.take(CHUNKS[0])
 
 
-def test_a_pipe_is_made_once_and_only_as_it_should_be(native: ModuleType):
-    pipe = native.Pipe(*parts())
+def test_a_pipe_is_made_once_and_only_as_it_should_be(native: FastPath):
+    pipe = native.pipe(*parts())
     with pytest.raises(RuntimeError, match="already"):
         pipe.__init__(*parts())
     assert pipe.take(CHUNKS[0]) and pipe.heard is True
     journal, outbox, transport = parts()
-    assert native.Pipe(journal=journal, outbox=outbox, transport=transport).take(CHUNKS[0])
+    assert native.pipe(journal=journal, outbox=outbox, transport=transport).take(CHUNKS[0])
     with pytest.raises(TypeError):
-        native.Pipe(*parts(), odd=1)
+        native.pipe(*parts(), odd=1)
     with pytest.raises(TypeError):
         del pipe.heard
     with pytest.raises(TypeError):
@@ -242,12 +239,12 @@ def test_a_pipe_is_made_once_and_only_as_it_should_be(native: ModuleType):
     with pytest.raises(AttributeError):
         pipe.other = 1
     with pytest.raises(TypeError):
-        type("Sub", (native.Pipe,), {})
+        type("Sub", (native.pipe,), {})
     with pytest.raises(TypeError):
         copy.copy(pipe)
 
 
-def test_a_pipe_that_is_made_again_while_it_is_used_stays_what_it_was(native: ModuleType):
+def test_a_pipe_that_is_made_again_while_it_is_used_stays_what_it_was(native: FastPath):
     tried: list[type[Exception]] = []
 
     def again(*_: object) -> bool:
@@ -258,13 +255,13 @@ def test_a_pipe_that_is_made_again_while_it_is_used_stays_what_it_was(native: Mo
         gc.collect()
         return False
 
-    pipe = native.Pipe(*parts(KEPT_BYTES=0, read=again, write=again, is_closing=again))
+    pipe = native.pipe(*parts(KEPT_BYTES=0, read=again, write=again, is_closing=again))
     assert pipe.take(CHUNKS[0]) and tried == [RuntimeError] * 3
 
 
-def test_a_pipe_in_a_cycle_is_collected(native: ModuleType):
+def test_a_pipe_in_a_cycle_is_collected(native: FastPath):
     journal, outbox, transport = parts()
-    transport.pipe = native.Pipe(journal, outbox, transport)
+    transport.pipe = native.pipe(journal, outbox, transport)
     gone = weakref.ref(transport)
     del journal, outbox, transport
     gc.collect()
@@ -272,7 +269,7 @@ def test_a_pipe_in_a_cycle_is_collected(native: ModuleType):
 
 
 @pytest.mark.parametrize("where", ["read", "write", "is_closing"])
-def test_what_goes_wrong_behind_a_pipe_is_told_and_leaves_it_usable(native: ModuleType, where: str):
+def test_what_goes_wrong_behind_a_pipe_is_told_and_leaves_it_usable(native: FastPath, where: str):
     fails = True
 
     def fail(*_: object) -> bool:
@@ -280,10 +277,10 @@ def test_what_goes_wrong_behind_a_pipe_is_told_and_leaves_it_usable(native: Modu
             raise ZeroDivisionError(where)
         return False
 
-    for pipe in (native.Pipe, PYTHON["Pipe"]):
+    for pipe in (native.pipe, PYTHON.pipe):
         fails = True
         journal, outbox, transport = parts(KEPT_BYTES=0, **{where: fail})
-        if pipe is not native.Pipe:
+        if pipe is not native.pipe:
             journal = Journal()
             journal.KEPT_BYTES, journal.read = 0, fail if where == "read" else journal.read
         made = pipe(journal, outbox, transport)
@@ -294,7 +291,7 @@ def test_what_goes_wrong_behind_a_pipe_is_told_and_leaves_it_usable(native: Modu
         assert made.take(CHUNKS[0]) and made.heard is True
 
 
-def test_keys_that_change_what_they_are_looked_up_in_harm_nobody(native: ModuleType):
+def test_keys_that_change_what_they_are_looked_up_in_harm_nobody(native: FastPath):
     """The index is walked by key; a comparison of keys may run anything."""
 
     class Key(int):
@@ -371,11 +368,15 @@ def long_way(events: bytes) -> tuple[int, int, int, bytes] | None:
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_a_journal_with_one_odd_line_is_read_the_long_way(native: ModuleType, odd: bytes):
+def test_a_journal_with_one_odd_line_is_read_the_long_way(native: FastPath, odd: bytes):
     for at in range(len(WRITTEN)):
         events = b"".join([*WRITTEN[:at], odd, *WRITTEN[at:]])
-        assert native.told(events) is None and PYTHON["told"](events) is None
-    assert native.told(b"".join(WRITTEN)) == PYTHON["told"](b"".join(WRITTEN)) == (3, 64, 32, b'{"a": ":e 500"}')
+        assert native.read_whole(events) is None and PYTHON.read_whole(events) is None
+    assert (
+        native.read_whole(b"".join(WRITTEN))
+        == PYTHON.read_whole(b"".join(WRITTEN))
+        == (3, 64, 32, b'{"a": ":e 500"}')
+    )
 
 
 journals = st.one_of(
@@ -388,12 +389,12 @@ journals = st.one_of(
 
 @settings(max_examples=400)
 @given(journals, st.integers(0, 2**32), st.integers(0, 3))
-def test_an_answer_told_whole_is_what_its_journal_says(native: ModuleType, lines: list[bytes], seed: int, harms: int):
+def test_an_answer_told_whole_is_what_its_journal_says(native: FastPath, lines: list[bytes], seed: int, harms: int):
     events, rng = b"".join(lines), random.Random(seed)
     for _ in range(harms):
         events = damaged(events, rng) if events else events
-    told = native.told(events)
-    assert told == PYTHON["told"](events)
+    told = native.read_whole(events)
+    assert told == PYTHON.read_whole(events)
     assert told is None or told == long_way(events)
 
 
@@ -403,45 +404,39 @@ def test_an_answer_told_whole_is_what_its_journal_says(native: ModuleType, lines
         st.sampled_from([b":j ", b":f ", b"data: ", b"0", b"12", b" ", b",", b"\n", b"\r", b"a_Z", b"\xff", b"-"])
     )
 )
-def test_any_journal_is_read_alike(native: ModuleType, pieces: list[bytes]):
+def test_any_journal_is_read_alike(native: FastPath, pieces: list[bytes]):
     for events in (b"".join(pieces), b"".join(pieces) + b"\n\n", b"".join([*WRITTEN, *pieces, b"\n\n"])):
-        told = native.told(events)
-        assert told == PYTHON["told"](events)
+        told = native.read_whole(events)
+        assert told == PYTHON.read_whole(events)
         assert told is None or told == long_way(events)
 
 
-def test_input_that_is_cut_anywhere_is_read_alike(native: ModuleType):
+def test_input_that_is_cut_anywhere_is_read_alike(native: FastPath):
     body = b'{"model": "m", "messages": [{"role": "user", "content": "a \\" b"}], "stream": true}'
     request, events = HEAD % len(body) + body, b"".join(WRITTEN)
     answer = ANSWER % b"one" + chunked(events, events)
-    heads = {plain.request_head(request): "head", plain.answer_head(answer, answer.index(b"\r\n\r\n")): "head"}
+    heads = {request_head(request): "head", answer_head(answer, answer.index(b"\r\n\r\n")): "head"}
     for data in (request, answer, events, body, CHUNKS[0]):
         for end in range(len(data) + 1):
             cut = data[:end]
-            assert native.request(cut, heads, 1000) == PYTHON["request"](cut, heads, 1000)
-            assert native.answer(cut, heads) == PYTHON["answer"](cut, heads)
-            assert native.told(cut) == PYTHON["told"](cut)
-            assert native.message_end(cut, end) == PYTHON["message_end"](cut, end)
+            assert native.request(cut, heads, 1000) == PYTHON.request(cut, heads, 1000)
+            assert native.answer(cut, heads) == PYTHON.answer(cut, heads)
+            assert native.read_whole(cut) == PYTHON.read_whole(cut)
+            assert native.message_end(cut, end) == PYTHON.message_end(cut, end)
             assert (native.peek(cut) is None) == (cut != body)
-            assert native.Pipe(*parts()).take(cut) == (cut == CHUNKS[0])
+            assert native.pipe(*parts()).take(cut) == (cut == CHUNKS[0])
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
 def the_long_way(body: bytes) -> Ask:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain, "peek", PYTHON["peek"])
-        return read_ask(CHAT, body, tenant="t")
+    return read_ask(CHAT, body, tenant="t", peek=PYTHON.peek)
 
 
-def asked(native: ModuleType, body: bytes) -> Ask | None:
+def asked(native: FastPath, body: bytes) -> Ask | None:
     """What a look at the body says; None if it does not suffice."""
-    if native.peek(body) is None:
-        return None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain, "peek", native.peek)
-        return read_ask(CHAT, body, tenant="t")
+    return None if native.peek(body) is None else read_ask(CHAT, body, tenant="t", peek=native.peek)
 
 
 TEXTS = ["", "x", 'a "quoted" one', "\\", '\\"', "}], {", "ümläut", "\n", "x" * 5000]
@@ -473,7 +468,7 @@ NAMES = ("messages", "prompt", "input", "text", "input_ids", "token_ids")
     st.sampled_from([{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}]),
 )
 def test_a_look_says_what_reading_says(
-    native: ModuleType, usual: Any, special: Any, prompts: Any, rng: random.Random, style: Any
+    native: FastPath, usual: Any, special: Any, prompts: Any, rng: random.Random, style: Any
 ):
     fields = list((usual | special | prompts).items())
     rng.shuffle(fields)
@@ -506,12 +501,12 @@ def test_a_look_says_what_reading_says(
         b'{"n\x00": 1, "n": 2, "prompt": "x"}',
     ],
 )
-def test_what_is_out_of_the_ordinary_is_read_the_long_way(native: ModuleType, body: bytes):
+def test_what_is_out_of_the_ordinary_is_read_the_long_way(native: FastPath, body: bytes):
     assert native.peek(body) is None
 
 
 @given(st.binary(max_size=200) | st.text('{}[]":,\\ntpromelsuf 01', max_size=80).map(str.encode))
-def test_a_look_at_anything_harms_nobody(native: ModuleType, body: bytes):
+def test_a_look_at_anything_harms_nobody(native: FastPath, body: bytes):
     seen = native.peek(body)
     assert seen is None or body.count(b'"') >= 2
 
@@ -520,10 +515,10 @@ def test_a_look_at_anything_harms_nobody(native: ModuleType, body: bytes):
 
 
 @given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 2999), st.integers(-(2**70), 2**70))
-def test_keys_tell_apart_what_differs(native: ModuleType, length: int, size: int, at: int, root: int):
+def test_keys_tell_apart_what_differs(native: FastPath, length: int, size: int, at: int, root: int):
     cuts, size, prompt = (64, 100, 1000, 2000), min(size, length), random.Random(length).randbytes(length)
     other = prompt[:at] + bytes([prompt[at] ^ 1]) + prompt[at + 1 :] if at < len(prompt) else prompt
-    for keys, tail in ((PYTHON["cut_keys"], PYTHON["tail_key"]), (native.cut_keys, native.tail_key)):
+    for keys, tail in ((PYTHON.cut_keys, PYTHON.tail_key), (native.cut_keys, native.tail_key)):
         one, two = keys(root, prompt, size, cuts), keys(root, other, size, cuts)
         assert len(one) == len(two) == sum(cut <= size for cut in cuts)
         same = [cut <= at or other == prompt for cut in cuts[: len(one)]]
@@ -537,22 +532,22 @@ def test_keys_tell_apart_what_differs(native: ModuleType, length: int, size: int
     st.lists(st.sampled_from(['{"role": "', '"content":\n', "}", '"role"', ",{", ", ", " \t", "x" * 9, '"'])),
     st.integers(0, 99),
 )
-def test_the_ends_of_messages_are_found_alike(native: ModuleType, parts: list[str], before: int):
+def test_the_ends_of_messages_are_found_alike(native: FastPath, parts: list[str], before: int):
     prompt = "".join(parts).encode()
-    assert native.message_end(prompt, before) == PYTHON["message_end"](prompt, before)
+    assert native.message_end(prompt, before) == PYTHON.message_end(prompt, before)
     end = len(prompt)
-    assert native.message_end(prompt, end) == PYTHON["message_end"](prompt, end)
+    assert native.message_end(prompt, end) == PYTHON.message_end(prompt, end)
 
 
 @given(st.randoms(use_true_random=False))
-def test_the_index_is_walked_and_renewed_alike(native: ModuleType, rng: random.Random):
+def test_the_index_is_walked_and_renewed_alike(native: FastPath, rng: random.Random):
     nodes = [(n,) for n in range(3)]
     young = {key: rng.choice(nodes) for key in range(20) if rng.random() < 0.5}
     old = {key: rng.choice(nodes) for key in range(20) if key not in young and rng.random() < 0.7}
     keys = sorted(rng.sample(range(20), rng.randrange(20)))
-    assert native.runs(young, old, keys) == PYTHON["runs"](young, old, keys)
+    assert native.runs(young, old, keys) == PYTHON.runs(young, old, keys)
     results = []
-    for renew in (native.renew, PYTHON["renew"]):
+    for renew in (native.renew, PYTHON.renew):
         mine, given, asked = dict(young), dict(old), []  # type: Any, Any, list[Any]
         renew(mine, given, keys, lambda node, asked=asked: asked.append(node) or (*node, "new"))
         results.append((mine, given, asked))
@@ -561,8 +556,13 @@ def test_the_index_is_walked_and_renewed_alike(native: ModuleType, rng: random.R
         native.renew({}, {}, [1], lambda node: 1 // len(node))
 
 
-def test_wrong_arguments_are_told(native: ModuleType):
-    wrong: list[tuple[Any, ...]] = [("request", b""), ("answer", "", {}), ("told", None), ("peek", memoryview(b""))]
+def test_wrong_arguments_are_told(native: FastPath):
+    wrong: list[tuple[Any, ...]] = [
+        ("request", b""),
+        ("answer", "", {}),
+        ("read_whole", None),
+        ("peek", memoryview(b"")),
+    ]
     wrong += [("cut_keys", 1, b"", 0), ("cut_keys", 1, "x", 0, ()), ("tail_key", 1, b"", "0", 1), ("runs", {}, {})]
     wrong += [("renew", {}, {}, [1]), ("runs", {}, [], []), ("request", b"", {}, "1"), ("cut_keys", [], b"", 0, ())]
     for name, *arguments in wrong:
@@ -580,35 +580,30 @@ def test_wrong_arguments_are_told(native: ModuleType):
 # -- having it -------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_compiler_the_router_does_without(tmp_path: Path):
-    before = {name: getattr(plain, name) for name in plain.FUNCTIONS}
-    missing = plain.use_compiled("no-such-compiler", tmp_path)
+def test_without_a_compiler_there_is_a_reason_and_no_library(tmp_path: Path):
+    missing = compiled("no-such-compiler", tmp_path)
     assert isinstance(missing, Unavailable) and "no-such-compiler" in missing.reason
-    failing = plain.use_compiled("false", tmp_path)
-    assert isinstance(failing, Unavailable) and "plain.c" in failing.reason
-    assert before == {name: getattr(plain, name) for name in plain.FUNCTIONS}
+    failing = compiled("false", tmp_path)
+    assert isinstance(failing, Unavailable) and "fast_path.c" in failing.reason
     assert not list(tmp_path.rglob("*.so"))
 
 
 def test_it_is_compiled_once(tmp_path: Path):
-    assert not isinstance(plain.load("cc", tmp_path), Unavailable)
+    assert isinstance(compiled("cc", tmp_path), FastPath)
     (lock,) = tmp_path.rglob("lock")
     lock.unlink()
-    lock.mkdir()  # which nobody can write: a cache that somebody else has filled
-    plain.load.cache_clear()
-    assert not isinstance(plain.load("false", tmp_path), Unavailable), "it is there"
+    lock.mkdir()  # cannot be opened for writing, as in a cache that belongs to another user
+    assert isinstance(compiled("false", tmp_path), FastPath), "it is there"
 
 
-def test_who_has_no_home_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_home_folder_or_its_source_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    plain.load.cache_clear()
-    missing = plain.use_compiled()
+    missing = compiled()
     assert isinstance(missing, Unavailable) and "home" in missing.reason
-    monkeypatch.setattr(plain, "SOURCE", tmp_path / "plain.c")
-    missing = plain.use_compiled("cc", tmp_path)
-    assert isinstance(missing, Unavailable) and "plain.c" in missing.reason
-    plain.load.cache_clear()
+    monkeypatch.setattr(fast_path, "SOURCE", tmp_path / "fast_path.c")
+    missing = compiled("cc", tmp_path)
+    assert isinstance(missing, Unavailable) and "fast_path.c" in missing.reason
