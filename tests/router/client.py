@@ -14,6 +14,7 @@ import httptools
 
 from headgate.config import RouteConfig, WorkerAddress
 from headgate.listening import take_port
+from headgate.router.fast_path import FastPath
 from headgate.router.router import Router
 from headgate.router.server import serving
 from tests.router.compiled import compiled_fast_path
@@ -219,13 +220,15 @@ def quick(**settings: Any) -> RouteConfig:
 
 
 @asynccontextmanager
-async def routing(*mocks: Mock, send_bytes: int | None = None, **settings: Any) -> AsyncIterator[tuple[Router, str]]:
+async def routing(
+    *mocks: Mock, send_bytes: int | None = None, fast_path: FastPath | None = None, **settings: Any
+) -> AsyncIterator[tuple[Router, str]]:
     """A router in front of these workers, all ready; everything it took must be given back in the end.
 
-    `send_bytes`: that its kernel takes for a client that does not read.
+    `send_bytes`: that its kernel takes for a client that does not read. `fast_path`: the compiled one unless given.
     """
     config = quick(workers=tuple(WorkerAddress(url=mock.url, role="mixed", key=None) for mock in mocks), **settings)
-    router = Router(config, seed=1, fast_path=compiled_fast_path())
+    router = Router(config, seed=1, fast_path=fast_path or compiled_fast_path())
     listener = take_port("127.0.0.1", 0)
     if send_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)

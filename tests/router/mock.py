@@ -288,7 +288,9 @@ class Mock:
         seed: int = 0,
         keep_alive_s: float = 0.1,
         version: int = 1,
+        connection: type[Connection] | None = None,
     ) -> None:
+        self._connection = connection or Connection
         self.script = script or (lambda _: FINE)
         self.plain = plain
         self.version = version
@@ -324,7 +326,7 @@ class Mock:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=1024)
+        self._server = await loop.create_server(lambda: self._connection(self), sock=listener, backlog=1024)
         return self
 
     restart = start

@@ -9,6 +9,8 @@ import gc
 import json
 import random
 import weakref
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,12 @@ from headgate.router.attempt import whole_answer
 from headgate.router.fast_path import PYTHON, FastPath, answer_head, compiled, request_head
 from headgate.router.journal import Journal
 from headgate.router.outbox import Outbox
+from tests.router.client import Wire, routing
 from tests.router.compiled import compiled_fast_path
-from tests.router.test_outbox import Wire, write
+from tests.router.mock import Asked, Connection, Mock
+from tests.router.run import run
+from tests.router.test_outbox import Wire as FakeWire
+from tests.router.test_outbox import write
 
 CHAT = "/v1/chat/completions"
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\naccept: */*\r\n\r\n"
@@ -108,7 +114,7 @@ def test_answers_are_read_alike(native: FastPath, seed: int, parts: list[bytes])
 
 def piped(pipe: Any, chunks: list[bytes], *, kept: int = 100) -> tuple[Any, ...]:
     """What comes of chunks that go through a pipe, one turn after another."""
-    journal, outbox, wire = Journal(), Outbox(), Wire()
+    journal, outbox, wire = Journal(), Outbox(), FakeWire()
     journal.KEPT_BYTES = kept
     pipe = pipe(journal, outbox, wire)
     taken, written = [], []
@@ -147,7 +153,7 @@ def test_plain_events_go_through_a_pipe_and_into_the_journal(native: FastPath):
 def test_a_pipe_writes_at_once_but_behind_what_waits_and_never_to_who_has_gone(native: FastPath):
     async def test() -> None:
         for pipe in (PYTHON.pipe, native.pipe):
-            outbox, wire, other = Outbox(), Wire(), Wire()
+            outbox, wire, other = Outbox(), FakeWire(), FakeWire()
             through = pipe(Journal(), outbox, wire)
             write(outbox, other, b"other")
             assert through.take(CHUNKS[0]) and wire.written == [CHUNKS[0]] and other.written == []
@@ -177,7 +183,7 @@ def test_a_pipe_tells_what_goes_wrong(native: FastPath):
         native.pipe(None, None, None)
     with pytest.raises(TypeError):
         native.pipe(Journal())
-    pipe = native.pipe(Journal(), Outbox(), Wire(broken=True))
+    pipe = native.pipe(Journal(), Outbox(), FakeWire(broken=True))
     with pytest.raises(TypeError):
         pipe.take("text")
     with pytest.raises(RuntimeError):
@@ -575,6 +581,55 @@ def test_wrong_arguments_are_told(native: FastPath):
     ]:
         with pytest.raises(ValueError, match=name):
             getattr(native, name)(*arguments)
+
+
+# -- passing it on ---------------------------------------------------------------------------------------------------
+
+
+NAMES_OF_FUNCTIONS = frozenset(field.name for field in fields(FastPath))
+
+
+def noting(fast_path: FastPath, called: set[str]) -> FastPath:
+    """The same functions; each notes its name when it is called."""
+
+    def note(name: str) -> Callable[..., Any]:
+        function = getattr(fast_path, name)
+        return lambda *arguments: called.add(name) or function(*arguments)
+
+    return FastPath(**{name: note(name) for name in NAMES_OF_FUNCTIONS})
+
+
+class AtOnce(Connection):
+    """Writes an answer that is not streamed in one piece, as a server does."""
+
+    async def _answer(self, asked: Asked) -> None:
+        if asked.body.get("stream"):
+            await super()._answer(asked)
+            return
+        head = b"content-type: text/event-stream\r\nx-headgate-journal: 1\r\ntransfer-encoding: chunked\r\n\r\n"
+        self._write(b"HTTP/1.1 200 OK\r\n" + head + chunked(b"".join(WRITTEN)))
+        asked.done = True
+
+
+def test_a_router_uses_each_function_of_the_fast_path_that_it_was_given():
+    called: set[str] = set()
+
+    async def main() -> None:
+        fast_path = noting(compiled_fast_path(), called)
+        async with (
+            Mock(keep_alive_s=60.0, connection=AtOnce) as mock,
+            routing(mock, fast_path=fast_path) as (_, url),
+        ):
+            wire = await Wire.open(url)
+            body = {"model": "mock", "messages": [{"role": "user", "content": "x" * 3000}], "max_tokens": 4}
+            for stream in (False, False, True):  # only the second answer has a known head
+                wire.post(CHAT, body | {"stream": stream})
+                assert (await wire.response()).status == 200
+                body["messages"].append({"role": "user", "content": "more"})
+            wire.close()
+        assert called == NAMES_OF_FUNCTIONS
+
+    run(main())
 
 
 # -- having it -------------------------------------------------------------------------------------------------------
