@@ -81,8 +81,8 @@ async def scene(state: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sc
         case "prefilling":
             settings: Any = {"disaggregate_tokens": 1, "ticket_timeout_s": 60.0}
             async with Mock(no_ticket_at_first()) as p, Mock() as d, routing(p, d, **settings) as (router, url):
-                router.fleet.set_role(router.fleet.find(p.url), "prefill")
-                router.fleet.set_role(router.fleet.find(d.url), "decode")
+                router.fleet.add(p.url, "prefill")
+                router.fleet.add(d.url, "decode")
                 yield Scene(router, url, d)
         case "connecting":
             connect, wait = Pool.connect, asyncio.Event()

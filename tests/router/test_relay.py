@@ -504,8 +504,8 @@ def test_an_answer_that_a_pause_ended_is_told_as_the_worker_would_when_nobody_el
 
 def of_two_halves(router: Router, prefill: Mock, decode: Mock) -> None:
     """Of these two workers the first computes prompts, and answers only if there is no other."""
-    router.fleet.set_role(router.fleet.find(prefill.url), "prefill")
-    router.fleet.set_role(router.fleet.find(decode.url), "decode")
+    router.fleet.add(prefill.url, "prefill")
+    router.fleet.add(decode.url, "decode")
 
 
 @pytest.mark.parametrize("stream", [True, False])

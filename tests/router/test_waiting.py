@@ -91,8 +91,8 @@ def test_58_a_deadline_ends_what_waits_for_a_ticket(stream: bool, monkeypatch: p
     async def main() -> None:
         monkeypatch.setattr(relay, "request_ticket", never)
         async with Mock() as one, Mock() as other, routing(one, other, disaggregate_tokens=1) as (router, url):
-            router.fleet.set_role(router.fleet.find(one.url), "prefill")
-            router.fleet.set_role(router.fleet.find(other.url), "decode")
+            router.fleet.add(one.url, "prefill")
+            router.fleet.add(other.url, "decode")
             assert_overdue(await ask(url, CHAT, BODY | {"stream": stream, "deadline_ms": 50}), stream=stream)
             assert one.asked == other.asked == []
 

@@ -63,12 +63,6 @@ class Taken:
         if worker.state == "draining":
             self._fleet._given_back(worker)
 
-    def __enter__(self) -> Taken:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.give_back()
-
 
 class Fleet:
     def __init__(
@@ -207,10 +201,6 @@ class Fleet:
 
     def set_kind(self, worker: Worker, kind: Kind, models: Collection[str]) -> None:
         worker.kind, worker.models = kind, frozenset(models)
-        self._changed()
-
-    def set_role(self, worker: Worker, role: Role) -> None:
-        worker.role = role
         self._changed()
 
     def answered(self, worker: Worker) -> None:

@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 4096
 FIRST_LOOK_S = 1.0  # for workers to be found before the first request
-LAST_WORDS_S = 5.0
 
 Announce = Callable[[str, list[str]], None]
 

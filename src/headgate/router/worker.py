@@ -35,7 +35,6 @@ class Worker:
         "name",
         "open_until_s",
         "others",
-        "others_waiting",
         "pending_tokens",
         "pid",
         "probes",
@@ -71,7 +70,6 @@ class Worker:
         self.running = 0
         self.waiting = 0
         self.others = 0  # of its requests, those that came another way than through us, at the last report
-        self.others_waiting = 0
         self.free_blocks = 0
         self.total_blocks = 0
         self.max_running = 0
