@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from headgate.contract.sampling import SamplingParams
 from headgate.protocol.plan import Join, StepPlan
-from headgate.protocol.request import SamplingParams
 from headgate.text.constraints import json_object, json_schema
 from headgate.worker.grammar import Grammars, read_vocabulary, unpack
 

@@ -12,10 +12,11 @@ import resource
 import statistics
 import time
 
+from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Limits, Scheduler
 from headgate.protocol.plan import StepResult
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest
 
 BLOCK_SIZE = 32
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from headgate.contract.sampling import SamplingParams
 from headgate.offline import LLM
-from headgate.protocol.request import SamplingParams
 from headgate.testing.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 import torch
 
+from headgate.contract.sampling import SamplingParams
 from headgate.errors import RequestError
 from headgate.offline import LLM
 from headgate.protocol.command import Command, Group, Pause, Resume, Shared, StateTold, UpdateWeights
-from headgate.protocol.request import SamplingParams
 from headgate.testing.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src/headgate"
 
 # package -> what of ours it may import
 MAY_IMPORT = {
-    "protocol": {"protocol"},
+    "protocol": {"protocol", "contract"},
     "core": {"core", "protocol", "errors", "shares"},
     "layers": {"layers", "errors", "compiling"},
     "models": {"models", "layers", "errors"},
@@ -25,6 +25,7 @@ MAY_IMPORT = {
         "models",
         "layers",
         "transfer",
+        "contract",
         "protocol",
         "errors",
         "config",
@@ -48,7 +49,7 @@ MAY_IMPORT = {
         "turns",
         "reconcile",
     },
-    "text": {"text", "protocol", "errors", "zoo"},
+    "text": {"text", "contract", "protocol", "errors", "zoo"},
     "zoo": {"zoo", "errors"},
     "dashboard": {"dashboard", "errors"},
     "contract": {"contract", "dashboard", "protocol", "errors"},
@@ -160,6 +161,23 @@ def test_imports_point_one_way(path):
         if package in STDLIB_ONLY and top != "headgate":
             known = top in sys.stdlib_module_names or top in ALLOWED_THIRD_PARTY[package]
             assert known and top not in CLOCKS, f"{relative} imports {name}"
+
+
+# The table of sampling parameters, which every process loads, and the form of its declarations.
+SAMPLING_TABLE = {"headgate.contract.sampling", "headgate.contract.parameter"}
+
+
+@pytest.mark.parametrize("module", sorted(SAMPLING_TABLE))
+def test_the_table_of_sampling_parameters_needs_nothing_but_msgspec(module):
+    path = PACKAGE.parent / f"{module.replace('.', '/')}.py"
+    others = {name for name in imports(path) if name.split(".")[0] not in sys.stdlib_module_names}
+    assert others <= {"msgspec", "msgspec.structs"} | SAMPLING_TABLE
+
+
+@pytest.mark.parametrize("package", ["protocol", "text", "worker"])
+def test_below_the_api_only_the_sampling_table_of_the_contract_is_imported(package):
+    for path in sorted((PACKAGE / package).rglob("*.py")):
+        assert {name for name in imports(path) if name.startswith("headgate.contract")} <= SAMPLING_TABLE
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,12 @@ from benchmarks.checkpoint import SHAPES  # noqa: E402
 
 import headgate.worker.crew as crew  # noqa: E402
 from headgate.config import FP8, EngineConfig  # noqa: E402
+from headgate.contract.sampling import SamplingParams  # noqa: E402
 from headgate.engine.build import Engine, build_engine  # noqa: E402
 from headgate.models import Config, ModelSpec, Network, build_model, read_spec, spec_of  # noqa: E402
 from headgate.protocol.command import Files  # noqa: E402
 from headgate.protocol.message import Answer, Submit, Told  # noqa: E402
-from headgate.protocol.request import GenerateRequest, SamplingParams  # noqa: E402
+from headgate.protocol.request import GenerateRequest  # noqa: E402
 from headgate.testing.tiny import tiny_config  # noqa: E402
 from headgate.worker.weights import TensorInfo  # noqa: E402
 

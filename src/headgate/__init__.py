@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headgate.protocol.request import SamplingParams
+from headgate.contract.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from headgate.offline import LLM, Completion

@@ -25,13 +25,14 @@ import msgspec
 from tqdm import tqdm
 
 from headgate.config import EngineConfig
+from headgate.contract.sampling import SamplingParams
 from headgate.engine.build import Engine, build_engine
 from headgate.errors import RequestError
 from headgate.protocol.command import Command, Denied, Result
 from headgate.protocol.message import Abort, Answer, Call, Submit, Told
 from headgate.protocol.output import Cause, Ended, Outputs, Refused, Timings
 from headgate.protocol.plan import Logprobs
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest
 from headgate.text.constraints import checked
 from headgate.text.detokenizer import Detokenizer
 from headgate.text.stops import StopStrings

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Limits, Scheduler
 from headgate.protocol.output import Ended, Outputs
 from headgate.protocol.plan import StepPlan
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest
 from headgate.testing.device import FakeDevice, expected_token
 
 BLOCK_SIZE = 4

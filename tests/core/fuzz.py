@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.leases import Filled, Granted, Lease, Withdrawn
 from headgate.core.scheduler import Flow, Limits, Scheduler
@@ -21,7 +22,7 @@ from headgate.core.sequence import Phase, Sequence
 from headgate.errors import RequestError
 from headgate.protocol.output import Ended, Outputs
 from headgate.protocol.plan import Fetch, Logprobs, StepPlan, StepResult
-from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.protocol.request import GenerateRequest, Ticket
 from headgate.testing.device import FakeDevice, expected_entries, expected_token, score
 
 BLOCK_SIZE = 4

@@ -6,13 +6,14 @@ from math import inf
 import msgspec
 import pytest
 
+from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.leases import Filled, Granted, Withdrawn
 from headgate.core.scheduler import Flow, Limits, Scheduler
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
-from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.protocol.request import GenerateRequest, Ticket
 from headgate.testing.device import expected_entries
 from tests.core.engine import BLOCK_SIZE, VOCAB_SIZE, Engine, prompt_of
 

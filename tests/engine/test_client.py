@@ -15,11 +15,12 @@ import msgspec
 import pytest
 import zmq
 
+from headgate.contract.sampling import SamplingParams
 from headgate.engine.channel import EngineChannel
 from headgate.engine.client import MOST_IDS, UNREAD_TOKENS, WOKEN_AT_ONCE, EngineClient, TokenStream, connected
 from headgate.errors import EngineDead, RequestError
 from headgate.protocol.message import Abort, EngineInfo, Submit, Suspend
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest
 from tests.engine.test_loop import Harness, answer, prompt_of
 
 INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Limits, Scheduler
 from headgate.engine.evidence import Recorder
@@ -17,7 +18,7 @@ from headgate.protocol.command import Command, Pause, Result, Sleep
 from headgate.protocol.message import CLIENT_SHIFT, Abort, Answer, Call, Submit, Told
 from headgate.protocol.output import Ended, Outputs, Refused
 from headgate.protocol.plan import Fetch, StepPlan, StepResult
-from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.protocol.request import GenerateRequest, Ticket
 from headgate.testing.device import FakeDevice, expected_token
 from headgate.testing.executor import FakeExecutor, ManualClock
 from headgate.transfer.transport import Fetched, NoTransport, Released, Renewed, Transport

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from headgate.cli import main
+from headgate.contract.sampling import SamplingParams
 from headgate.engine import evidence as evidence_module
 from headgate.engine.evidence import Evidence, Recorder, Step, read_evidence, write_private
 from headgate.engine.replay import replay
 from headgate.errors import EngineDead
 from headgate.protocol.command import Files, Pause, Resume, UpdateWeights
 from headgate.protocol.plan import Fetch, Join, StepPlan
-from headgate.protocol.request import SamplingParams, Ticket
+from headgate.protocol.request import Ticket
 from tests.core.engine import Engine
 from tests.engine.test_loop import Harness
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from headgate.config import EngineConfig
+from headgate.contract.sampling import SamplingParams
 from headgate.engine.replicas import Replica, Replicas, started
 from headgate.errors import EngineDead, RequestError
 from headgate.protocol.command import Files, Group, Look, Pause, Resume, Sighted, Source, StateTold, UpdateWeights
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest
 from headgate.testing.tiny import tiny_model
 from headgate.weights import publish
 from headgate.worker.weights import SafetensorsFolder

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from hypothesis import strategies as st
 
+from headgate.contract.sampling import SamplingParams
 from headgate.engine.channel import UNREADABLE, ClientChannel, EngineChannel
 from headgate.errors import EngineDead
 from headgate.protocol.command import Files, Flush, Group, Look, Pause, Resume, Sleep, Stop, UpdateWeights, Wake
@@ -34,7 +35,7 @@ from headgate.protocol.message import (
     Welcome,
 )
 from headgate.protocol.output import Ended, Outputs, Refused, Timings
-from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.protocol.request import GenerateRequest, Ticket
 from tests.engine.test_loop import Harness, answer
 from tests.fuzzing.properties import damaged, fuzzed, replaced
 

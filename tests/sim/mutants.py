@@ -159,8 +159,8 @@ MUTANTS = [
     Mutant(
         "a stream without a seed goes on in the same random stream",
         "api/serve.py",
-        "        body.seed = seed_of(call.request_id)",
-        "        body.seed = seed_of(call.request_id + str(body.resume is not None))",
+        "seed_of(call.request_id))",
+        "seed_of(call.request_id + str(body.resume is not None)))",
     ),
     Mutant(
         "a client that leaves a server ends its request",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from headgate.contract.sampling import SamplingParams
 from headgate.errors import RequestError
-from headgate.protocol.request import SamplingParams
 from headgate.text.constraints import checked, choice, json_object, json_schema, regex
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from headgate.config import EngineConfig
+from headgate.contract.sampling import SamplingParams
 from headgate.engine.client import EngineClient
 from headgate.engine.replicas import Replicas, started
 from headgate.protocol.message import EngineStatus
 from headgate.protocol.output import Ended
-from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.protocol.request import GenerateRequest, Ticket
 
 DEADLINE_S = 60.0
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_blocks=64, block_size=16, max_running=8, max_batch_tokens=64)

@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from headgate.config import EngineConfig
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.contract.sampling import SamplingParams
+from headgate.protocol.request import GenerateRequest
 from tests.transfer.engines import Side, config, export, two_engines
 from tests.transfer.peers import TRANSPORTS
 

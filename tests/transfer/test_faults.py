@@ -16,8 +16,9 @@ import pytest
 from msgspec.structs import replace
 
 from headgate.config import EngineConfig
+from headgate.contract.sampling import SamplingParams
 from headgate.protocol.command import Files, Pause, Resume, UpdateWeights
-from headgate.protocol.request import GenerateRequest, SamplingParams, Ticket
+from headgate.protocol.request import GenerateRequest, Ticket
 from tests.transfer.engines import DEADLINE_S, Export, Pair, Side, config, export
 from tests.transfer.peers import TRANSPORTS, proxy
 

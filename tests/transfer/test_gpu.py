@@ -17,7 +17,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.contract.sampling import SamplingParams
+from headgate.protocol.request import GenerateRequest
 from headgate.worker.blocks import DeviceBlocks, HostBlocks
 from headgate.worker.card import Card, card_of
 from tests.transfer.engines import DEADLINE_S, Side, config, export, two_engines

@@ -10,10 +10,11 @@ from itertools import count
 from pathlib import Path
 
 from headgate.config import EngineConfig
+from headgate.contract.sampling import SamplingParams
 from headgate.engine.build import build_engine
 from headgate.protocol.command import Command, Result
 from headgate.protocol.message import Answer, Call, Submit, Told
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest
 
 PROMPTS = {id: tuple((id * 37 + i * 11) % 250 for i in range(5 + 9 * id)) for id in range(1, 7)}
 TOKENS = 24

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from headgate.contract.sampling import SamplingParams
 from headgate.layers.backend import KV
 from headgate.layers.batch import Batch
 from headgate.layers.parameter import Parameter, plain
 from headgate.protocol.plan import Join, StepPlan
-from headgate.protocol.request import SamplingParams
 from headgate.worker.rows import Rows
 from headgate.worker.runner import ModelRunner
 

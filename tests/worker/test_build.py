@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from headgate.config import EngineConfig
+from headgate.contract.sampling import SamplingParams
 from headgate.errors import OutOfMemory, RequestError
-from headgate.protocol.request import SamplingParams
 from headgate.testing.tiny import tiny_model
 from headgate.worker import build as build_module
 from headgate.worker.build import Worker, build_worker

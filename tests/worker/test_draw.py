@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from headgate.contract.sampling import SamplingParams
 from headgate.layers.cpu import Unavailable, load_kernels
 from headgate.protocol.plan import Join
-from headgate.protocol.request import SamplingParams
 from headgate.worker.draw import Draw, Knobs, draw, draw_with, gumbel, log_uniform, stream_keys
 from headgate.worker.rows import Rows
 from headgate.worker.sampler import Sampler, knobs_of

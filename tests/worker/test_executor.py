@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from headgate.contract.sampling import SamplingParams
 from headgate.errors import BrokenCheckpoint, EngineDead, HalfWritten
 from headgate.layers.batch import Batch
 from headgate.protocol.plan import StepResult
-from headgate.protocol.request import SamplingParams
 from headgate.worker.executor import LocalExecutor, PipelinedExecutor
 from headgate.worker.runner import ModelRunner
 from headgate.worker.weights import TensorInfo

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from headgate.contract.sampling import SamplingParams
 from headgate.protocol.plan import Join, StepPlan
-from headgate.protocol.request import SamplingParams
 from headgate.testing.tiny import write_tokenizer
 from headgate.worker.grammar import Grammars, read_vocabulary, unpack
 

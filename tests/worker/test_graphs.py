@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
+from headgate.contract.sampling import SamplingParams
 from headgate.layers.backend import Heads
 from headgate.models import Decoder, read_spec
-from headgate.protocol.request import SamplingParams
 from headgate.testing.tiny import tiny_model
 from headgate.worker.rows import Rows
 from headgate.worker.runner import ModelRunner

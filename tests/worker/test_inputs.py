@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
+from headgate.contract.sampling import SamplingParams
 from headgate.layers.batch import Batch
 from headgate.protocol.plan import Join, StepPlan
-from headgate.protocol.request import SamplingParams
 from headgate.worker.inputs import Inputs
 from headgate.worker.rows import Rows
 from tests.worker.fakes import step_plan

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from headgate.contract.sampling import SamplingParams
 from headgate.protocol.plan import Logprobs, StepPlan, StepResult
-from headgate.protocol.request import SamplingParams
 from headgate.worker import logprobs as logprobs_module
 from headgate.worker.runner import ModelRunner
 from tests.worker.fakes import Text, expected_tokens, hash_of, hash_runner, logits_of, step_plan

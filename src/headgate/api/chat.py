@@ -38,6 +38,7 @@ from headgate.contract.answers import (
     Delta,
     Usage,
 )
+from headgate.contract.sampling import TextParams, sampling_given, text_params
 from headgate.contract.schema import ChatRequest
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
@@ -45,19 +46,18 @@ from headgate.errors import HeadgateError, RequestError
 
 async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
-    api, n = api_of(request), body.n or 1
-    check_choices(n, api.settings.max_choices)
-    return exchange(request, body, "chat", n, partial(prepare, api, body))
+    api, text = api_of(request), text_params(body, "chat")
+    check_choices(text.n, api.settings.max_choices)
+    return exchange(request, body, "chat", text.n, partial(prepare, api, body, text))
 
 
-async def prepare(api: Api, body: ChatRequest, call: Call) -> tuple[list[Job], Dialect]:
-    return await chat_jobs(api, body, call.share), ChatDialect(api, body, call)
+async def prepare(api: Api, body: ChatRequest, text: TextParams, call: Call) -> tuple[list[Job], Dialect]:
+    return await chat_jobs(api, body, text, call.share), ChatDialect(api, body, text.n, call)
 
 
-async def chat_jobs(api: Api, body: ChatRequest, share: str) -> list[Job]:
+async def chat_jobs(api: Api, body: ChatRequest, text: TextParams, share: str) -> list[Job]:
     sampling = sampling_params(
-        body,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        sampling_given(body, "chat"),
         logprobs=_asked_logprobs(body),
         grammar=await grammar_for(api, body, share),
     )
@@ -70,7 +70,7 @@ async def chat_jobs(api: Api, body: ChatRequest, share: str) -> list[Job]:
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
-    return make_jobs(body, [prompt], sampling, body.n or 1)
+    return make_jobs(body, [prompt], sampling, text)
 
 
 def _asked_logprobs(body: ChatRequest) -> int | None:
@@ -94,8 +94,8 @@ async def grammar_for(api: Api, body: ChatRequest, share: str) -> str | None:
 
 
 class ChatDialect:
-    def __init__(self, api: Api, body: ChatRequest, call: Call) -> None:
-        self._api, self._body, self._call = api, body, call
+    def __init__(self, api: Api, body: ChatRequest, n: int, call: Call) -> None:
+        self._api, self._body, self._n, self._call = api, body, n, call
         self._id = call.id("chatcmpl-")
         self._parsers = Parsers(body.tools, body.tool_choice, api.tool_format, seed=self._id)
         self._finishes: dict[int, Finish] = {}
@@ -202,4 +202,4 @@ class ChatDialect:
         return chat_logprobs(self._api.tokenizer, piece.tokens, piece.logprobs)
 
     def _usage(self) -> Usage:
-        return usage_of([finish for _, finish in sorted(self._finishes.items())], self._body.n or 1)
+        return usage_of([finish for _, finish in sorted(self._finishes.items())], self._n)

@@ -30,52 +30,52 @@ from headgate.api.wire import (
 )
 from headgate.contract.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from headgate.contract.decoding import refuse
+from headgate.contract.sampling import SAMPLING, TextParams, sampling_given, text_params
 from headgate.contract.schema import CompletionRequest, prompts_of
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.plan import Logprobs
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS: int = SAMPLING["max_tokens"].defaults["completions"]
 
 
 async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     refuse(body, "suffix")
-    api, prompts, n = api_of(request), prompts_of(body.prompt), body.n or 1
-    check_choices(len(prompts) * n, api.settings.max_choices)
-    if body.best_of is not None and body.best_of != n:
+    api, prompts, text = api_of(request), prompts_of(body.prompt), text_params(body, "completions")
+    choices = len(prompts) * text.n
+    check_choices(choices, api.settings.max_choices)
+    if body.best_of is not None and body.best_of != text.n:
         raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
-    return exchange(request, body, "completion", len(prompts) * n, partial(prepare, api, body, prompts))
+    return exchange(request, body, "completion", choices, partial(prepare, api, body, text, prompts))
 
 
 async def prepare(
-    api: Api, body: CompletionRequest, prompts: Sequence[str | list[int]], call: Call
+    api: Api, body: CompletionRequest, text: TextParams, prompts: Sequence[str | list[int]], call: Call
 ) -> tuple[list[Job], Dialect]:
     grammar = None
     if body.response_format is not None:
         grammar = await api.off_loop(
             call.share, LONG_TEXT, partial(constraint_for, response_format=body.response_format)
         )
-    sampling = sampling_params(
-        body,
-        max_tokens=body.max_tokens or max(DEFAULT_MAX_TOKENS, body.min_tokens or 0),
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
-        grammar=grammar,
-    )
+    given = sampling_given(body, "completions")
+    given.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, given.get("min_tokens", 0)))
+    prompt_logprobs = given.get("logprobs") if body.echo else None
+    sampling = sampling_params(given, prompt_logprobs=prompt_logprobs, grammar=grammar)
     add_special = body.add_special_tokens is not False
     read = await text_prompts(api, prompts, call.share, add_special=add_special, echo=bool(body.echo))
-    return make_jobs(body, read, sampling, body.n or 1), CompletionDialect(api, body, call)
+    scored = sampling.logprobs is not None
+    return make_jobs(body, read, sampling, text), CompletionDialect(api, body, text.n, call, scored=scored)
 
 
 class CompletionDialect:
-    def __init__(self, api: Api, body: CompletionRequest, call: Call) -> None:
-        self._api, self._body, self._call = api, body, call
+    def __init__(self, api: Api, body: CompletionRequest, n: int, call: Call, *, scored: bool) -> None:
+        self._api, self._body, self._n, self._call, self._scored = api, body, n, call, scored
         self._id = call.id("cmpl-")
         self._finishes: dict[int, Finish] = {}
         self._scores: dict[int, list[Logprobs]] = {}  # of the prompts of streams that have not begun
         self._begun: dict[int, tuple[bytes, bytes]] = {}  # by choice, what stands around the text of a piece
-        self._plain = body.logprobs is None and not (body.return_token_ids or body.return_weight_versions)
+        self._plain = not (scored or body.return_token_ids or body.return_weight_versions)
         head = {"id": self._id, "object": "text_completion", "created": call.created, "model": api.model_name}
         self._frame = EventFrame(head, with_usage=usage_asked(body))
 
@@ -143,7 +143,7 @@ class CompletionDialect:
         return CompletionChoice(
             index=job.index,
             text=echoed + piece.text if first else piece.text,
-            logprobs=None if self._body.logprobs is None else self._logprobs(job, piece, first=first),
+            logprobs=self._logprobs(job, piece, first=first) if self._scored else None,
             finish_reason=finish_reason(piece.finish, strict=self._call.strict),
             **extras(self._body, job, piece, first=first),
         )
@@ -160,4 +160,4 @@ class CompletionDialect:
         return joined(told, answer)
 
     def _usage(self) -> Usage:
-        return usage_of([finish for _, finish in sorted(self._finishes.items())], self._body.n or 1)
+        return usage_of([finish for _, finish in sorted(self._finishes.items())], self._n)

@@ -10,16 +10,10 @@ from typing import Any
 import msgspec
 
 from headgate.api.generation import Finish, Job, Resumed
-from headgate.contract.schema import (
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    ResponsesRequest,
-    ResumedChoice,
-    Sampled,
-)
+from headgate.contract.sampling import SamplingParams, TextParams
+from headgate.contract.schema import Generation, ResumedChoice
 from headgate.errors import RequestError
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +31,21 @@ def check_choices(count: int, most: int) -> None:
         )
 
 
-def make_jobs(body: Generation, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Job]:
+def make_jobs(body: Generation, prompts: Sequence[Prompt], sampling: SamplingParams, text: TextParams) -> list[Job]:
     """The choices of all prompts, those of the first prompt first."""
+    n = text.n
     if body.generated_token_ids and len(prompts) * n > 1:
         raise RequestError("generated_token_ids goes with one choice only", param="generated_token_ids")
     _check_kv(body, len(prompts) * n)
-    stop = getattr(body, "stop", None) or ()
     seeds = _seeds(sampling.seed)
     resumed = _resumed(body, sampling, [len(prompt.token_ids) for prompt in prompts for _ in range(n)])
     return [
         Job(
             index=index,
             request=_request(body, prompt, _sampling(sampling, next(seeds), resumed.get(index))),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special=body.skip_special_tokens is not False,
+            stop=text.stop,
+            include_stop=text.include_stop_str_in_output,
+            skip_special=text.skip_special_tokens,
             delivered_chars=body.delivered_chars or 0,
             prompt_text=prompt.text,
             resumed=resumed.get(index),
@@ -60,24 +54,10 @@ def make_jobs(body: Generation, prompts: Sequence[Prompt], sampling: SamplingPar
     ]
 
 
-def sampling_params(body: ChatRequest | CompletionRequest | ResponsesRequest, **own: Any) -> SamplingParams:
-    """The fields that mean the same in every body, and `own` for those that do not; None is the default everywhere."""
-    values = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k == -1 else body.top_k,  # as vLLM writes "off"
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "min_tokens": body.min_tokens,
-        "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
-        "ignore_eos": body.ignore_eos,
-        "seed": body.seed,
-        **own,
-    }
-    if isinstance(body, Sampled):
-        values |= {name: getattr(body, name) for name in ("presence_penalty", "frequency_penalty", "logit_bias")}
+def sampling_params(given: dict[str, Any], **own: Any) -> SamplingParams:
+    """The parameters that were given, and `own` for those that each API asks for in its own way."""
     try:
-        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+        return SamplingParams(**given | own)
     except ValueError as error:
         raise RequestError(str(error), param=str(error).split()[0], code="invalid_value") from None
 

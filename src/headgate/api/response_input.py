@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headgate.api.prompts import text_of
 from headgate.contract.decoding import refuse
+from headgate.contract.sampling import RESPONSES_TO_CHAT
 from headgate.contract.schema import (
     ChatRequest,
     FunctionCall,
@@ -24,11 +25,10 @@ LOGPROBS = "message.output_text.logprobs"
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     refuse(body, "previous_response_id", "conversation", "prompt")
     same = {name: getattr(body, name) for name in Generation.__struct_fields__}
+    sampling = {name: getattr(body, field) for field, name in RESPONSES_TO_CHAT.items()}
     return ChatRequest(
-        **same,
+        **same | sampling,
         messages=_messages(body),
-        max_completion_tokens=body.max_output_tokens,
-        stop=body.stop,
         logprobs=LOGPROBS in (body.include or ()) or body.top_logprobs is not None,
         top_logprobs=body.top_logprobs,
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)] if body.tools else None,

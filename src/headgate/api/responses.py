@@ -31,6 +31,7 @@ from headgate.contract.responses import (
     ResponseObject,
     ResponseUsage,
 )
+from headgate.contract.sampling import SamplingParams, text_params
 from headgate.contract.schema import ChatRequest, ResponsesRequest
 from headgate.errors import HeadgateError
 from headgate.text.tools import CallDelta
@@ -43,13 +44,16 @@ async def responses(request: Request) -> Response:
 
 async def prepare(api: Api, body: ResponsesRequest, call: Call) -> tuple[list[Job], Dialect]:
     chat = as_chat(body)
-    return await chat_jobs(api, chat, call.share), ResponsesDialect(api, body, chat, call)
+    jobs = await chat_jobs(api, chat, text_params(chat, "chat"), call.share)
+    return jobs, ResponsesDialect(api, body, chat, jobs[0].request.sampling, call)
 
 
 class ResponsesDialect:
-    def __init__(self, api: Api, body: ResponsesRequest, chat: ChatRequest, call: Call) -> None:
+    def __init__(
+        self, api: Api, body: ResponsesRequest, chat: ChatRequest, sampling: SamplingParams, call: Call
+    ) -> None:
         self._body, self._strict, self._tokenizer = body, call.strict, api.tokenizer
-        self._response = _new_response(body, call, api.model_name)
+        self._response = _new_response(body, sampling, call, api.model_name)
         self._parsers = Parsers(chat.tools, chat.tool_choice, api.tool_format, seed=self._response.id)
         self._scored = bool(chat.logprobs)
         self._all = Piece()  # what ends up in the response itself
@@ -139,19 +143,19 @@ class ResponsesDialect:
         return ResponseError("server_error" if self._strict else finish.cause, str(error)) if error else None
 
 
-def _new_response(body: ResponsesRequest, call: Call, model: str) -> ResponseObject:
+def _new_response(body: ResponsesRequest, sampling: SamplingParams, call: Call, model: str) -> ResponseObject:
     return ResponseObject(
         id=call.id("resp_"),
         created_at=call.created,
         instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
+        max_output_tokens=sampling.max_tokens,
         model=model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=sampling.temperature,
         text={"format": (body.text and body.text.format) or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=sampling.top_p,
         metadata=body.metadata or {},
     )
 

@@ -27,6 +27,7 @@ from headgate.api.state import Api, api_of
 from headgate.contract.control import LEAST_VERSION_HEADER
 from headgate.contract.errors import NotFound
 from headgate.contract.journal import HEADER
+from headgate.contract.sampling import set_if_absent
 from headgate.contract.schema import Generation
 from headgate.edge.sse import Exchange, Reply
 from headgate.engine.replicas import DEADLINE_GRACE_S
@@ -119,8 +120,9 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         response = replays_of(request).exchange(request, key, _asked(body, kind, journal=call.journal), work)
     else:
         response = Exchange(work)
-    if call.journal and body.seed is None:
-        body.seed = seed_of(call.request_id)  # not part of what was asked: a retry has another id
+    if call.journal:
+        # After the retry's key was computed: the seed is not part of the question, and a retry has another id.
+        set_if_absent(body, "seed", seed_of(call.request_id))
     return response
 
 

@@ -1,7 +1,8 @@
 """The bodies that clients send, as types. Decoding is checking: a wrong type is refused with the path to it.
 
 A field that we do not know is refused by its name. The ones in `Harmless` are accepted and have no effect, because
-common clients send them; everything else with a name here does what its name says.
+common clients send them; everything else with a name here does what its name says. Sampling parameters are declared in
+`contract.sampling`, and `accepts` adds those of an API to its body.
 """
 
 from __future__ import annotations
@@ -12,24 +13,27 @@ import msgspec
 from msgspec import Meta
 
 from headgate.contract.decoding import convert
+from headgate.contract.sampling import Count, MostLogprobs, Size, TokenId, accepts
 from headgate.contract.tickets import KvTicket, Version
 from headgate.errors import RequestError
 from headgate.protocol.output import Cause, FinishReason
 
-TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Size = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[!-~]+$(?!\n)")]
 TagText = Annotated[str, Meta(min_length=1, max_length=128)]
 Tags = Annotated[dict[TagText, Annotated[str, Meta(max_length=128)]], Meta(min_length=1, max_length=16)]
-StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
-Stop = StopString | Annotated[list[StopString], Meta(max_length=32)] | None
 Object = dict[str, Any]
 
 
-class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+@accepts("chat", "completions", "responses")
+class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What requests of every kind set most often: the first fields of a struct are decoded fastest. None is the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
+class Harmless(Common, kw_only=True, forbid_unknown_fields=True):
     """Accepted and ignored."""
 
     user: Any = None
@@ -58,14 +62,8 @@ class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Generation(Harmless, kw_only=True, forbid_unknown_fields=True):
-    """What chat, completions and responses have in common. None means the default."""
+    """What chat, completions and responses have in common; from here on, fields of our own."""
 
-    model: str | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: Seed | None = None
-    # ours, in every kind of request
     request_id: Name | None = None
     tags: Tags | None = None
     generated_token_ids: list[TokenId] | None = None
@@ -78,14 +76,6 @@ class Generation(Harmless, kw_only=True, forbid_unknown_fields=True):
     deadline_ms: Annotated[float, Meta(gt=0, le=1e12)] | None = None
     priority: Priority | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Size | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -93,15 +83,10 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # ignored
 
 
+@accepts("chat", "completions")
 class Sampled(Generation, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions share beyond `Generation`."""
 
-    n: Count | None = None
-    max_tokens: Count | None = None
-    stop: Stop = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     stream_options: StreamOptions | None = None
     response_format: Object | None = None
 
@@ -142,11 +127,11 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     function_call: None = None
 
 
+@accepts("chat")
 class ChatRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: MostLogprobs | None = None
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
@@ -161,9 +146,9 @@ class ChatRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 
 
+@accepts("completions")
 class CompletionRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[Any]  # text, texts, token ids, or lists of them; see `prompts_of`
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Count | None = None
     add_special_tokens: bool | None = None
@@ -202,16 +187,15 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: Any = None  # ignored
 
 
+@accepts("responses")
 class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
-    stop: Stop = None
     text: TextOptions | None = None
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: MostLogprobs | None = None
     include: list[str] | None = None
     truncation: Literal["disabled", "auto"] | None = None
     background: Literal[False] | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from headgate.contract.control import Meeting
+from headgate.contract.sampling import MostLogprobs
 from headgate.contract.schema import Name, Resume
 from headgate.protocol.command import Backend, PauseMode
 
@@ -43,7 +43,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int | None = None
-    top_logprobs_num: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs_num: MostLogprobs | None = None
     return_text_in_logprobs: bool = False
     priority: int | None = None
     resume: Resume | None = None  # ours, as in every other body

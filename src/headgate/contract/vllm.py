@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from headgate.contract.control import Meeting, SharedSource
-from headgate.contract.schema import Resume, TokenId
+from headgate.contract.sampling import TokenId
+from headgate.contract.schema import Resume
 from headgate.errors import RequestError
 from headgate.protocol.command import PauseMode
 

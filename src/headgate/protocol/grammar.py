@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-MAX_GRAMMAR_CHARS = 2**18
-
 
 class GrammarLimits(TypedDict):
     """The keywords of `llguidance.LLParserLimits` that we set."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
-from headgate.protocol.request import SamplingParams, Ticket
+from headgate.contract.sampling import SamplingParams
+from headgate.protocol.request import Ticket
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):

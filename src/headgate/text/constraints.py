@@ -17,8 +17,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
+from headgate.contract.sampling import MAX_GRAMMAR_CHARS
 from headgate.errors import RequestError
-from headgate.protocol.grammar import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARS
+from headgate.protocol.grammar import GRAMMAR_LIMITS
 
 # Takes the place of what a schema may say under this key. A keyword that is not enforced is refused, never ignored.
 _OPTIONS = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False}}

@@ -10,37 +10,33 @@ touches it (invariant 4).
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from headgate.contract.sampling import SAMPLING, SamplingParams
 from headgate.protocol.plan import Join, StepPlan
-from headgate.protocol.request import SamplingParams
 
 Ints = npt.NDArray[np.int64]
-Records = npt.NDArray[Any]  # of dtype SAMPLING
+Records = npt.NDArray[Any]  # of dtype RECORD
 
-SAMPLING = np.dtype(
+COLUMNS = {name: each.column for name, each in SAMPLING.items() if each.column is not None}
+RECORD = np.dtype(
     [
-        ("seed", np.uint64),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("top_k", np.int32),
-        ("repetition_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
+        *((name, np.dtype(column.dtype)) for name, column in COLUMNS.items()),
         ("prompt_len", np.int32),
-        ("min_tokens", np.int32),
-        ("logprobs", np.int32),  # -1: not wanted
-        ("prompt_logprobs", np.int32),  # -1: not wanted
         ("biased", np.bool_),
         ("penalised", np.bool_),
     ],
     align=True,
 )
+
+_VALUES = attrgetter(*COLUMNS)
+_ABSENT = [(i, column.absent) for i, (name, column) in enumerate(COLUMNS.items()) if SAMPLING[name].default is None]
+_SEED, _TEMPERATURE, _TOP_K = map(list(COLUMNS).index, ("seed", "temperature", "top_k"))
 
 # Below this, dividing by the temperature overflows float32 long before it changes which token wins.
 GREEDY_BELOW = 1e-5
@@ -84,7 +80,7 @@ class Rows:
         # One column more than the context: the last token of a full sequence is sampled but never computed.
         self.tokens = torch.zeros(max_rows, max_context + 1, dtype=torch.int32, device=device)
         self.tables = torch.zeros(max_rows, -(-max_context // block_size), dtype=torch.int32, device=device)
-        self.sampling: Records = np.zeros(max_rows, dtype=SAMPLING)
+        self.sampling: Records = np.zeros(max_rows, dtype=RECORD)
         self.stop_ids: list[Ints] = [_NO_IDS] * max_rows
         self.bias: list[tuple[Ints, npt.NDArray[np.float32]]] = [(_NO_IDS, _NO_BIAS)] * max_rows
         self._blocks = [0] * max_rows  # how many entries of each table are set
@@ -149,6 +145,8 @@ class Rows:
         return np.array(sorted({token for token in ids if token < self.vocab_size}), dtype=np.int64)
 
     def _known_bias(self, bias: dict[int, float]) -> tuple[Ints, npt.NDArray[np.float32]]:
+        if not bias:
+            return _NO_IDS, _NO_BIAS
         ids = self._known(tuple(bias))
         return ids, np.array([bias[token] for token in ids.tolist()], dtype=np.float32)
 
@@ -173,22 +171,16 @@ _NO_BIAS: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
 
 
 def _record(params: SamplingParams, prompt_len: int, vocab_size: int) -> tuple[float, ...]:
-    """One row of `SAMPLING`, in its order."""
+    """One row of `RECORD`, in its order."""
     greedy = params.temperature < GREEDY_BELOW
     assert greedy or params.seed is not None, "a sequence that samples joins without a seed"
-    return (
-        (params.seed or 0) % 2**64,
-        0.0 if greedy else params.temperature,
-        params.top_p,
-        params.min_p,
-        params.top_k if params.top_k < vocab_size else 0,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        prompt_len,
-        params.min_tokens,
-        -1 if params.logprobs is None else params.logprobs,
-        -1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        bool(params.logit_bias),
-        params.penalised,
-    )
+    record = [*_VALUES(params), prompt_len, bool(params.logit_bias), params.penalised]
+    for place, absent in _ABSENT:
+        if record[place] is None:
+            record[place] = absent
+    record[_SEED] %= 2**64
+    if greedy:
+        record[_TEMPERATURE] = 0.0
+    if params.top_k >= vocab_size:
+        record[_TOP_K] = 0
+    return tuple(record)

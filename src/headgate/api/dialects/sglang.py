@@ -37,6 +37,14 @@ from headgate.api.wire import encode, error_event
 from headgate.contract.decoding import convert, decode
 from headgate.contract.errors import QueueFull
 from headgate.contract.orders import Order
+from headgate.contract.sampling import (
+    SAMPLING,
+    SGLANG_TO_COMPLETIONS,
+    SamplingParams,
+    TextParams,
+    sampling_given,
+    text_params,
+)
 from headgate.contract.schema import CompletionRequest, prompts_of
 from headgate.contract.sglang import MODES, AbortBody, FromDisk, GenerateBody, MemoryBody, PauseBody
 from headgate.edge.reading import read_control
@@ -45,29 +53,14 @@ from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.command import TAGS, Files, Tag
 from headgate.protocol.plan import Logprobs
-from headgate.protocol.request import GenerateRequest, SamplingParams
+from headgate.protocol.request import GenerateRequest
 
 log = logging.getLogger(__name__)
 
-MAX_NEW_TOKENS = 128  # SGLang's default
 PROBE_TIMEOUT_S = 20.0
 
 # ---------------------------------------------------------------------------------------------------------- /generate
 
-# SGLang's name of a sampling parameter -> ours
-NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "no_stop_trim": "include_stop_str_in_output",
-    "sampling_seed": "seed",
-    **{
-        name: name
-        for name in (
-            *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias"),
-            *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
-        )
-    },
-}
 WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_interval")
 
 
@@ -97,9 +90,10 @@ class Generated(msgspec.Struct, kw_only=True):
 async def generate(request: Request) -> Response:
     asked = await read_body(request, GenerateBody)
     body = completion(asked)
-    api, prompts, n = api_of(request), prompts_of(body.prompt), body.n or 1
-    check_choices(len(prompts) * n, api.settings.max_choices)
-    return exchange(request, body, "generate", len(prompts) * n, partial(_prepare, api, asked, body, prompts))
+    api, prompts, text = api_of(request), prompts_of(body.prompt), text_params(body, "completions")
+    choices = len(prompts) * text.n
+    check_choices(choices, api.settings.max_choices)
+    return exchange(request, body, "generate", choices, partial(_prepare, api, asked, body, text, prompts))
 
 
 def completion(asked: GenerateBody) -> CompletionRequest:
@@ -112,15 +106,15 @@ def completion(asked: GenerateBody) -> CompletionRequest:
         "stream": asked.stream,
         "priority": asked.priority,
         "resume": asked.resume,
-        "max_tokens": MAX_NEW_TOKENS,
+        "max_tokens": SAMPLING["max_tokens"].defaults["sglang"],
     }
     for name, value in (asked.sampling_params or {}).items():
         if name == "json_schema" and value is not None:
             schema = decode(value.encode(), dict[str, Any]) if isinstance(value, str) else value
             schema = convert(schema, dict[str, Any], name)
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-        elif name in NAMES:
-            fields[NAMES[name]] = value
+        elif name in SGLANG_TO_COMPLETIONS:
+            fields[SGLANG_TO_COMPLETIONS[name]] = value
         elif name not in WITHOUT_EFFECT and value is not None:
             raise RequestError(f"{name} is not supported; leave it out", param=f"sampling_params.{name}")
     body: CompletionRequest = convert(fields, CompletionRequest, "sampling_params")
@@ -128,7 +122,12 @@ def completion(asked: GenerateBody) -> CompletionRequest:
 
 
 async def _prepare(
-    api: Api, asked: GenerateBody, body: CompletionRequest, prompts: Sequence[str | list[int]], call: Call
+    api: Api,
+    asked: GenerateBody,
+    body: CompletionRequest,
+    text: TextParams,
+    prompts: Sequence[str | list[int]],
+    call: Call,
 ) -> tuple[list[Job], Dialect]:
     grammar = None
     if body.response_format is not None:
@@ -138,14 +137,13 @@ async def _prepare(
     start = asked.logprob_start_len
     scores_prompt = asked.return_logprob and start is not None and start >= 0
     sampling = sampling_params(
-        body,
-        max_tokens=body.max_tokens,
+        sampling_given(body, "completions"),
         logprobs=(asked.top_logprobs_num or 0) if asked.return_logprob else None,
         prompt_logprobs=0 if scores_prompt else None,
         grammar=grammar,
     )
     read = await text_prompts(api, prompts, call.share)
-    return make_jobs(body, read, sampling, body.n or 1), GenerateDialect(api, asked, call)
+    return make_jobs(body, read, sampling, text), GenerateDialect(api, asked, call)
 
 
 class GenerateDialect:

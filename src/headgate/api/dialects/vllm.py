@@ -28,6 +28,7 @@ from headgate.api.wire import encode, error_event
 from headgate.contract.answers import ChatLogprobs
 from headgate.contract.decoding import convert
 from headgate.contract.orders import Order
+from headgate.contract.sampling import SAMPLING, VLLM_TO_COMPLETIONS, TextParams, sampling_given, text_params
 from headgate.contract.schema import CompletionRequest
 from headgate.contract.vllm import TokensRequest, flag, mode_of
 from headgate.edge.responses import json_response
@@ -103,12 +104,6 @@ class TokensResponse(msgspec.Struct, kw_only=True):
     choices: list[TokensChoice]
 
 
-# vLLM's sampling parameters that mean the same in a completion.
-SAME = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
-    *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
-)
 WITHOUT_EFFECT = (
     "detokenize",
     "output_kind",
@@ -120,9 +115,10 @@ WITHOUT_EFFECT = (
 
 async def generate(request: Request) -> Response:
     asked = await read_body(request, TokensRequest)
-    body, n = _completion(asked), asked.sampling_params.get("n") or 1
-    check_choices(n, api_of(request).settings.max_choices)
-    return exchange(request, body, "tokens", n, partial(_prepare, api_of(request), body))
+    body, api = _completion(asked), api_of(request)
+    text = text_params(body, "completions")
+    check_choices(text.n, api.settings.max_choices)
+    return exchange(request, body, "tokens", text.n, partial(_prepare, api, body, text))
 
 
 def _completion(asked: TokensRequest) -> CompletionRequest:
@@ -130,24 +126,25 @@ def _completion(asked: TokensRequest) -> CompletionRequest:
     fields |= {"request_id": asked.request_id, "priority": asked.priority, "cache_salt": asked.cache_salt}
     fields["resume"] = asked.resume
     for name, value in asked.sampling_params.items():
-        if name in SAME:
-            fields[name] = value
+        if name in VLLM_TO_COMPLETIONS:
+            fields[VLLM_TO_COMPLETIONS[name]] = value
         elif name not in WITHOUT_EFFECT and value is not None:
             raise RequestError(f"{name} is not supported; leave it out", param=f"sampling_params.{name}")
     body: CompletionRequest = convert(fields, CompletionRequest, "sampling_params")
     return body
 
 
-async def _prepare(api: Api, body: CompletionRequest, call: Call) -> tuple[list[Job], Dialect]:
-    sampling = sampling_params(body, max_tokens=body.max_tokens or 16, logprobs=body.logprobs)
+async def _prepare(api: Api, body: CompletionRequest, text: TextParams, call: Call) -> tuple[list[Job], Dialect]:
+    default = {"max_tokens": SAMPLING["max_tokens"].defaults["vllm"]}
+    sampling = sampling_params(default | sampling_given(body, "completions"))
     assert isinstance(body.prompt, list)
     prompt = await text_prompt(api, body.prompt, call.share)
-    return make_jobs(body, [prompt], sampling, body.n or 1), TokensDialect(api, body, call)
+    return make_jobs(body, [prompt], sampling, text), TokensDialect(api, call)
 
 
 class TokensDialect:
-    def __init__(self, api: Api, body: CompletionRequest, call: Call) -> None:
-        self._api, self._body, self._call = api, body, call
+    def __init__(self, api: Api, call: Call) -> None:
+        self._api, self._call = api, call
 
     def event(self, job: Job, piece: Piece) -> bytes:
         if not piece.tokens and piece.finish is None:
@@ -170,7 +167,7 @@ class TokensDialect:
         return TokensResponse(request_id=self._call.request_id, choices=choices)
 
     def _choice(self, job: Job, piece: Piece) -> TokensChoice:
-        scored = self._body.logprobs is not None
+        scored = job.request.sampling.logprobs is not None
         return TokensChoice(
             index=job.index,
             token_ids=piece.tokens,

@@ -1,0 +1,204 @@
+"""The form of a parameter's declaration, and what is derived from any table of them.
+
+A table is a msgspec struct whose fields are annotated with `Parameter`: the struct gives name, type and default, the
+annotation everything else. `contract.sampling` has the tables; this module has no knowledge of single parameters.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, get_args, get_type_hints
+
+import msgspec
+from msgspec import NODEFAULT
+
+Api = Literal["chat", "completions", "responses", "sglang", "vllm"]
+APIS: tuple[Api, ...] = get_args(Api)
+
+# ------------------------------------------------------------------------------------------------------- allowed values
+
+
+class Rule(Protocol):
+    """A condition on a value. `words` complete the sentence "NAME must be ..."."""
+
+    @property
+    def words(self) -> str: ...
+
+    def holds(self, value: Any) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `low` to `high`, both included; NaN is in no range."""
+
+    low: float
+    high: float
+    phrase: str = ""
+    above: bool = False  # `low` itself is excluded
+
+    @property
+    def words(self) -> str:
+        return self.phrase or f"between {self.low:g} and {self.high:g}"
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.above and value == self.low)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """An object whose values are all in `range`."""
+
+    range: Range
+
+    @property
+    def words(self) -> str:
+        return self.range.words
+
+    def holds(self, value: Any) -> bool:
+        return all(map(self.range.holds, value.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Integers that fit the 32-bit words of a cache key. Only the engine knows which ids are in the vocabulary."""
+
+    words: str
+
+    def holds(self, value: Any) -> bool:
+        return are_token_ids(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """A text of 1 to `most` characters."""
+
+    most: int
+
+    @property
+    def words(self) -> str:
+        return f"between 1 and {self.most} characters long"
+
+    def holds(self, value: Any) -> bool:
+        return 0 < len(value) <= self.most
+
+
+def are_token_ids(tokens: Iterable[int]) -> bool:
+    try:
+        array("I", tokens)  # the fastest way to check each element
+    except OverflowError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------- declaration
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The numpy type of a parameter in the device's rows, and the value that stands for None."""
+
+    dtype: str
+    absent: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter. `table_of` fills in `name`, `kind` and `default` from the struct's field."""
+
+    summary: str
+    rules: tuple[Rule, ...] = ()  # checked when the value is constructed: code `invalid_value`
+    json: Any = None  # type in request bodies, whose violation has the code `invalid_type`; None: `kind`
+    read: Callable[[Any], Any] | None = None  # from the JSON value to ours, if they differ
+    apis: Collection[Api] = APIS  # which accept it as a field of its own
+    names: Mapping[Api, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # other than `name`; the first that is given counts
+    defaults: Mapping[Api, Any] = field(default_factory=dict)  # other than `default`
+    column: Column | None = None  # in the device's rows
+
+    name: str = ""
+    kind: Any = None
+    default: Any = None
+
+    def names_in(self, api: Api) -> tuple[str, ...]:
+        return self.names.get(api, (self.name,)) if api in self.apis else ()
+
+
+Table = Mapping[str, Parameter]
+
+
+def table_of(struct: type[msgspec.Struct]) -> Table:
+    """The parameters that the fields of `struct` declare, in their order."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {each.name: _completed(each, hints[each.name]) for each in msgspec.structs.fields(struct)}
+
+
+def _completed(declared: msgspec.structs.FieldInfo, hint: Any) -> Parameter:
+    kind, about = get_args(hint)
+    assert isinstance(about, Parameter), f"{declared.name} is not annotated with a Parameter"
+    default = declared.default if declared.default_factory is NODEFAULT else declared.default_factory()
+    json = kind if about.json is None else about.json
+    return replace(about, name=declared.name, kind=kind, default=default, json=json)
+
+
+# -------------------------------------------------------------------------------------------------------------- derived
+
+
+Check = tuple[str, Any, tuple[Rule, ...]]
+
+
+def checks_of(table: Table) -> tuple[Check, ...]:
+    """The name, default and rules of each parameter."""
+    return tuple((each.name, each.default, each.rules) for each in table.values())
+
+
+def check(values: tuple[Any, ...], checks: tuple[Check, ...]) -> None:
+    """Raise ValueError for the first value that breaks a rule. Defaults break none, and most values are defaults."""
+    for value, (name, default, rules) in zip(values, checks, strict=True):
+        if value != default:
+            for rule in rules:
+                if not rule.holds(value):
+                    raise ValueError(f"{name} must be {rule.words}")
+
+
+def require(name: str, ok: bool, words: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {words}")
+
+
+def body_fields(table: Table, apis: Collection[Api]) -> Iterator[tuple[str, Any, None]]:
+    """The fields that all of `apis` accept, as `msgspec.defstruct` takes them. None stands for the default."""
+    for parameter in table.values():
+        first, *others = (parameter.names_in(api) for api in apis)
+        for name in first:
+            if all(name in names for names in others):
+                yield name, parameter.json | None, None
+
+
+Reader = tuple[str, str, Callable[[Any], Any] | None]
+
+
+def readers_of(table: Table, api: Api) -> tuple[Reader, ...]:
+    """For each field of a body of `api`: its name, the parameter's name, and how its value is read.
+
+    Of several names of a parameter the preferred one comes last, so that it replaces the others.
+    """
+    return tuple((name, each.name, each.read) for each in table.values() for name in reversed(each.names_in(api)))
+
+
+def given(body: msgspec.Struct, readers: tuple[Reader, ...]) -> dict[str, Any]:
+    """The parameters that `body` sets, by our names."""
+    values: dict[str, Any] = {}
+    for name, parameter, read in readers:
+        value = getattr(body, name)
+        if value is not None:
+            values[parameter] = value if read is None else read(value)
+    return values
+
+
+def translation(table: Table, source: Api, target: Api) -> dict[str, str]:
+    """From the names in `source` of all parameters that both APIs accept to their names in `target`."""
+    shared = [each for each in table.values() if {source, target} <= set(each.apis)]
+    return {name: each.names_in(target)[0] for each in shared for name in each.names_in(source)}

@@ -1,0 +1,302 @@
+"""The sampling parameters: one declaration each, from which everything else about them is derived.
+
+A field of `SamplingParams` crosses to the engine; a field of `TextParams` stays in the API process, which turns tokens
+into text. Name, type and default are the field's own; range, names in other APIs and the column in the device's rows
+are in its `Parameter`. Request bodies, their OpenAPI schema, validation, the translation of SGLang's and vLLM's
+`sampling_params`, the columns of the device's rows and the reference page all follow.
+
+How to add a parameter: CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import astuple
+
+from headgate.contract.parameter import (
+    Api,
+    Characters,
+    Column,
+    Parameter,
+    Range,
+    TokenIds,
+    Values,
+    body_fields,
+    check,
+    checks_of,
+    given,
+    readers_of,
+    require,
+    table_of,
+    translation,
+)
+
+MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 2**18
+WITH_CHOICES: tuple[Api, ...] = ("chat", "completions", "sglang", "vllm")  # all but the responses API
+
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Size = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+MostLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+FLOAT, INT = Column("float32"), Column("int32")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How the next token is chosen and when to stop. The defaults sample from the model as it is.
+
+    A value is valid once constructed. Fields are positional between processes: append new ones at the end.
+    """
+
+    max_tokens: Annotated[
+        int | None,
+        Parameter(
+            summary="The most tokens that an answer may have; without it, up to the context length.",
+            json=Count,
+            rules=(Range(1, 2**31 - 1, "at least 1, in 31 bits"),),
+            names={
+                "chat": ("max_completion_tokens", "max_tokens"),
+                "responses": ("max_output_tokens",),
+                "sglang": ("max_new_tokens",),
+            },
+            defaults={"completions": 16, "sglang": 128, "vllm": 16},
+        ),
+    ] = None
+    temperature: Annotated[
+        float,
+        Parameter(
+            summary="Divides the logits; 0 takes the largest one.",
+            rules=(Range(0, 100),),
+            column=FLOAT,
+        ),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Parameter(
+            summary="Keeps the likeliest tokens whose probabilities together reach it.",
+            rules=(Range(0, 1, "above 0 and at most 1", above=True),),
+            column=FLOAT,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Parameter(
+            summary="Keeps that many of the likeliest tokens; 0 and -1 keep all.",
+            json=Annotated[int, Meta(ge=-1, le=2**31 - 1)],
+            read=lambda value: 0 if value == -1 else value,  # vLLM and SGLang write -1 for "off"
+            rules=(Range(0, 2**31 - 1, "0 (off) or a positive number"),),
+            column=INT,
+        ),
+    ] = 0
+    min_p: Annotated[
+        float,
+        Parameter(
+            summary="Keeps tokens that have at least this share of the likeliest one's probability.",
+            rules=(Range(0, 1),),
+            column=FLOAT,
+        ),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        Parameter(
+            summary="Makes the random choices repeatable; drawn for each request if it is not given.",
+            json=Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
+            rules=(Range(-(2**63), 2**63 - 1, "a 64-bit integer"),),
+            names={"sglang": ("sampling_seed",)},
+            column=Column("uint64"),
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float,
+        Parameter(
+            summary="Divides positive logits of tokens in the prompt or the answer, and multiplies negative ones.",
+            rules=(Range(0.01, 100),),  # less would make infinities of logits
+            column=FLOAT,
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Parameter(
+            summary="Subtracted from the logits of tokens that are in the answer.",
+            rules=(Range(-2, 2),),
+            apis=WITH_CHOICES,
+            column=FLOAT,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Parameter(
+            summary="Subtracted from the logits of tokens for each time that they are in the answer.",
+            rules=(Range(-2, 2),),
+            apis=WITH_CHOICES,
+            column=FLOAT,
+        ),
+    ] = 0.0
+    logit_bias: Annotated[
+        dict[int, float],
+        Parameter(
+            summary="Added to the logits of the token ids that are its keys.",
+            json=Annotated[dict[TokenId, Bias], Meta(max_length=1024)],
+            # A larger one would make infinities of logits.
+            rules=(Values(Range(-1e30, 1e30, "between -1e30 and 1e30")), TokenIds("keyed on token ids")),
+            apis=WITH_CHOICES,
+        ),
+    ] = {}
+    min_tokens: Annotated[
+        int,
+        Parameter(
+            summary="Tokens that end an answer are not chosen before it has this many.",
+            json=Size,
+            rules=(Range(0, 2**31 - 1, "between 0 and max_tokens"),),
+            names={"sglang": ("min_new_tokens",)},
+            column=INT,
+        ),
+    ] = 0
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Parameter(
+            summary="Token ids that end the answer, beside the model's own.",
+            json=Annotated[list[TokenId], Meta(max_length=256)],
+            read=tuple,
+            rules=(TokenIds("token ids"),),
+        ),
+    ] = ()
+    ignore_eos: Annotated[
+        bool,
+        Parameter(summary="Whether the model's own end-of-sequence tokens do not end the answer."),
+    ] = False
+    logprobs: Annotated[
+        int | None,
+        Parameter(
+            summary="Log-probabilities of each token and of this many of the likeliest. Chat has `logprobs` (true) and "
+            "`top_logprobs`, responses `top_logprobs`, SGLang `return_logprob` and `top_logprobs_num` in the body.",
+            json=MostLogprobs,
+            rules=(Range(0, MAX_LOGPROBS),),
+            apis=("completions", "vllm"),
+            column=Column("int32", absent=-1),
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Parameter(
+            summary="The same for the tokens of the prompt. Completions have `echo` with `logprobs`, SGLang "
+            "`logprob_start_len` in the body.",
+            rules=(Range(0, MAX_LOGPROBS),),
+            apis=(),
+            column=Column("int32", absent=-1),
+        ),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        Parameter(
+            summary="What the answer must match, as `protocol.grammar` defines it. Made from `response_format`, tools, "
+            "`text.format` (responses) or `json_schema` (SGLang).",
+            rules=(Characters(MAX_GRAMMAR_CHARS),),
+            apis=(),
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(astuple(self), _CHECKS)
+        if self.min_tokens:
+            at_most = self.max_tokens is None or self.min_tokens <= self.max_tokens
+            require("min_tokens", at_most, "between 0 and max_tokens")
+        if self.grammar is not None:
+            # The end of a grammar is an EOS, after which nothing is allowed.
+            require("min_tokens", self.min_tokens == 0, "0 with a grammar, which alone says when an answer may end")
+            require("ignore_eos", not self.ignore_eos, "false with a grammar, whose end is an EOS")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+class TextParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How many answers to make, and how their tokens become text. The engine has no part in it."""
+
+    n: Annotated[
+        int,
+        Parameter(summary="How many answers to make for each prompt.", json=Count, apis=WITH_CHOICES),
+    ] = 1
+    stop: Annotated[
+        tuple[str, ...],
+        Parameter(
+            summary="A text, or a list of texts, that ends the answer where it occurs.",
+            json=StopString | Annotated[list[StopString], Meta(max_length=32)],
+            read=lambda value: (value,) if isinstance(value, str) else tuple(value),
+        ),
+    ] = ()
+    skip_special_tokens: Annotated[
+        bool,
+        Parameter(summary="Whether special tokens are left out of the text."),
+    ] = True
+    include_stop_str_in_output: Annotated[
+        bool,
+        Parameter(
+            summary="Whether the text ends with the stop string, or stop token, that ended it.",
+            names={"sglang": ("no_stop_trim",)},
+        ),
+    ] = False
+
+
+SAMPLING = table_of(SamplingParams)
+TEXT = table_of(TextParams)
+PARAMETERS = {**SAMPLING, **TEXT}
+
+_CHECKS = checks_of(SAMPLING)
+
+# ---------------------------------------------------------------------------------------------------------------- bodies
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def accepts(*apis: Api) -> Callable[[type[Body]], type[Body]]:
+    """Add to a request body the fields that all of `apis` accept and that its base does not have already.
+
+    They are read with `sampling_given` and `text_params`, which know their names and types.
+    """
+
+    def extended(body: type[Body]) -> type[Body]:
+        return msgspec.defstruct(  # type: ignore[return-value]
+            body.__name__,
+            [each for each in body_fields(PARAMETERS, apis) if each[0] not in body.__struct_fields__],
+            bases=(body,),
+            namespace={"__doc__": body.__doc__},
+            module=body.__module__,
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+
+    return extended
+
+
+# SGLang's and vLLM's requests are completions under other names, and responses are chats.
+Native = Literal["chat", "completions"]
+SGLANG_TO_COMPLETIONS = translation(PARAMETERS, "sglang", "completions")
+VLLM_TO_COMPLETIONS = translation(PARAMETERS, "vllm", "completions")
+RESPONSES_TO_CHAT = translation(PARAMETERS, "responses", "chat")
+
+_SAMPLING_READERS = {api: readers_of(SAMPLING, api) for api in get_args(Native)}
+_TEXT_READERS = {api: readers_of(TEXT, api) for api in get_args(Native)}
+
+
+def sampling_given(body: msgspec.Struct, api: Native) -> dict[str, Any]:
+    """The arguments of `SamplingParams` that `body` sets."""
+    return given(body, _SAMPLING_READERS[api])
+
+
+def text_params(body: msgspec.Struct, api: Native) -> TextParams:
+    return TextParams(**given(body, _TEXT_READERS[api]))
+
+
+def set_if_absent(body: msgspec.Struct, parameter: str, value: Any) -> None:
+    if getattr(body, parameter) is None:
+        setattr(body, parameter, value)
