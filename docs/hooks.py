@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -15,10 +16,14 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from headgate import __version__, cli
 from headgate import config as configs
 from headgate.api.metrics import Metrics, Page
 from headgate.contract.openapi import ERRORS, describe
+from headgate.contract.parameter import APIS, Api, Parameter
+from headgate.contract.sampling import PARAMETERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,6 +70,7 @@ def made_pages() -> dict[str, str]:
     """Every page that is not a file in this folder, by its place in the site."""
     return {path: (ROOT / source).read_text("utf-8") for path, source in FROM_ROOT.items()} | {
         "reference/http.md": http_page(),
+        "reference/sampling.md": sampling_page(),
         "reference/command-line.md": command_page(),
         "reference/configuration.md": configuration_page(),
         "reference/metrics.md": metrics_page(),
@@ -182,6 +188,54 @@ def _bounds(schema: dict[str, Any]) -> str:
     words |= {"minLength": "length ≥", "maxLength": "length ≤"}
     told = [f"{word} {schema[name]}" for name, word in words.items() if abs(schema.get(name, WIDE)) < WIDE]
     return f" ({', '.join(told)})" if told else ""
+
+
+# ----------------------------------------------------------------------------------------------- sampling parameters
+
+API_TITLES: dict[Api, str] = {
+    "chat": "chat",
+    "completions": "completions",
+    "responses": "responses",
+    "sglang": "SGLang",
+    "vllm": "vLLM",
+}
+
+
+def sampling_page() -> str:
+    lines = [
+        "# Sampling parameters",
+        "",
+        "Every parameter, and its name in each API: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, and the",
+        "`sampling_params` of SGLang's `/generate` and vLLM's `/inference/v1/generate`. `null` is the same as leaving a",
+        "parameter out, except for SGLang's `max_new_tokens`, where it removes the limit. A value of the wrong type is",
+        "refused with the code `invalid_type`, and one that is not allowed with `invalid_value`; `param` names the field.",
+        "The fields of `headgate.SamplingParams` are those down to `grammar`; the rest concern text.",
+        "",
+        f"| parameter | type | allowed | default | {' | '.join(API_TITLES[api] for api in APIS)} |",
+        f"|{'---|' * (4 + len(APIS))}",
+    ]
+    lines += [_parameter(each) for each in PARAMETERS.values()]
+    lines += ["", "What they do:", ""]
+    lines += [f"- `{each.name}`: {each.summary}" for each in PARAMETERS.values()]
+    return "\n".join([*lines, ""])
+
+
+def _parameter(parameter: Parameter) -> str:
+    kind = type_of(_without_null(msgspec.json.schema(parameter.json)))
+    allowed = ", ".join(rule.words for rule in parameter.rules)
+    names = [", ".join(f"`{name}`" for name in parameter.names_in(api)) for api in APIS]
+    return f"| `{parameter.name}` | {kind} | {allowed} | {_defaults(parameter)} | {' | '.join(names)} |"
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    options = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    return options[0] if len(options) == 1 else schema
+
+
+def _defaults(parameter: Parameter) -> str:
+    default = "" if parameter.default in (None, {}, ()) else f"`{json.dumps(parameter.default)}`"
+    others = (f"{API_TITLES[api]}: `{json.dumps(value)}`" for api, value in parameter.defaults.items())
+    return "; ".join(filter(None, (default, *others)))
 
 
 # ----------------------------------------------------------------------------------- command line and configuration

@@ -21,6 +21,8 @@ from headgate import cli
 from headgate.api.app import ROUTES
 from headgate.api.metrics import Metrics, Page
 from headgate.cli.completion import nodes
+from headgate.contract.parameter import APIS
+from headgate.contract.sampling import PARAMETERS
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
 from tests.router.test_up import up
@@ -69,6 +71,18 @@ def test_every_endpoint_is_documented(made):
         path = route.path.replace(":path", "")
         for method in route.methods - {"HEAD"}:
             assert f"### `{method} {path}`" in page
+
+
+def test_every_sampling_parameter_is_documented_with_its_names_and_bounds(made):
+    page = made["reference/sampling.md"]
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert list(rows) == list(PARAMETERS)
+    for each in PARAMETERS.values():
+        named = [re.findall(r"`(\w+)`", cell) for cell in rows[each.name].split("|")[5:-1]]
+        assert named == [list(each.names_in(api)) for api in APIS]
+        assert all(rule.words in rows[each.name] for rule in each.rules)
+        assert f"- `{each.name}`: {each.summary}" in page
+    assert "| `temperature` | number | between 0 and 100 | `1.0` | `temperature` |" in page
 
 
 def test_every_type_that_is_linked_is_there(made):

@@ -317,8 +317,25 @@ OTHERS = {"seed", "min_tokens", "include_stop_str_in_output"}
         ("vllm", SHARED | OTHERS | {"max_tokens", "logprobs"}),
     ],
 )
-def test_clients_of_each_api_find_their_names(api, names):
-    assert names <= {name for each, _, name in NAMED if each == api}
+def test_each_api_accepts_the_names_of_its_clients_and_no_others(api, names):
+    known = [PARAMETERS[name] for name in SHARED | OTHERS | {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}]
+    assert {name for each in known for name in each.names_in(api)} == names
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("max_tokens", 1, MOST),
+        ("min_tokens", 0, MOST),
+        ("top_k", -1, MOST),
+        ("seed", -(2**63), 2**63 - 1),
+        ("n", 1, MOST),
+        ("logprobs", 0, 20),
+    ],
+)
+def test_integers_in_bodies_are_bounded(name, low, high):
+    info = inspect.type_info(PARAMETERS[name].json)
+    assert isinstance(info, inspect.IntType) and (info.ge, info.le) == (low, high)
 
 
 def test_the_newer_name_of_a_limit_counts(ask):
