@@ -54,7 +54,7 @@ sanitize: $(READY)
 
 # The scheduling core is covered branch by branch by its unit tests alone; the fuzz comes on top.
 coverage: $(READY)
-	$(BIN)/python -m coverage run -m pytest --durations=0 tests/core/test_scheduler.py tests/core/test_blocks.py tests/core/test_leases.py tests/protocol
+	$(BIN)/python -m coverage run -m pytest --durations=0 tests/core/test_scheduler.py tests/core/test_blocks.py tests/core/test_leases.py tests/protocol tests/contract/test_sampling.py
 	$(BIN)/python -m coverage report --fail-under=100 --skip-covered --show-missing
 
 fuzz: $(READY)

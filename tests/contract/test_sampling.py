@@ -23,7 +23,7 @@ from headgate.api.generation import Job, Piece
 from headgate.contract import schema
 from headgate.contract.openapi import describe
 from headgate.contract.parameter import APIS, Api, Parameter, Range
-from headgate.contract.sampling import PARAMETERS, SAMPLING, SamplingParams
+from headgate.contract.sampling import PARAMETERS, SAMPLING, SamplingParams, sampling_given, set_if_absent
 from headgate.engine.client import Chunk
 from headgate.protocol.output import Ended, Timings
 from headgate.protocol.plan import Join
@@ -284,6 +284,13 @@ def test_a_value_reaches_its_column_on_the_device(name):
 def test_a_default_keeps_the_rules_and_a_summary_is_a_sentence(parameter):
     assert parameter.default is None or holds(parameter, parameter.default)
     assert parameter.summary[0].isupper() and parameter.summary.endswith(".")
+
+
+@pytest.mark.parametrize(("asked", "expected"), [({}, 5), ({"seed": None}, 5), ({"seed": 0}, 0)])
+def test_a_value_is_set_only_where_none_was_given(asked, expected):
+    body = msgspec.convert(CALLS["chat"][1] | asked, schema.ChatRequest)
+    set_if_absent(body, "seed", 5)
+    assert sampling_given(body, "chat") == {"seed": expected}
 
 
 # ------------------------------------------------------------------------------------------------- pinned, by hand
