@@ -21,7 +21,9 @@ import msgspec
 from headgate import __version__, cli
 from headgate import config as configs
 from headgate.api.metrics import Metrics, Page
-from headgate.contract.openapi import ERRORS, describe
+from headgate.contract.openapi import router_description, server_description
+from headgate.contract.operations.operation import ERRORS, AskAll, AskOne, Operation, Relay, RouterHandler
+from headgate.contract.operations.table import OPERATIONS
 from headgate.contract.parameter import APIS, Api, Parameter
 from headgate.contract.sampling import PARAMETERS
 
@@ -102,39 +104,79 @@ def relinked(markdown: str, page: str) -> str:
 
 
 INTRODUCTION = (
-    "As `GET /openapi.json` of a server describes it. A router takes the same calls, and has some of its own: "
-    "[who is in the fleet](../router.md#who-is-in-the-fleet) (`/v1/workers`), and [scaling](../ray.md#scaling) "
-    "(`/v1/scale`)."
+    "As `GET /openapi.json` of servers and routers describes it. Any call to a router may also be answered with 502 or "
+    "503, because it finds no worker or loses it. More about calls that only routers have: "
+    "[who is in the fleet](../router.md#who-is-in-the-fleet), [scaling](../ray.md#scaling)."
 )
 
 
 def http_page() -> str:
-    described = describe(__version__)
+    server = msgspec.json.decode(server_description(__version__))
+    router = msgspec.json.decode(router_description(__version__))
     lines = ["# HTTP API, every call", "", INTRODUCTION, "", "## Errors", ""]
     lines += [f"Their body is {type_of({'$ref': 'ErrorBody'})}.", "", "| status | means |", "|---|---|"]
     lines += [f"| {status} | {meaning} |" for status, meaning in ERRORS.items()]
     lines += ["", "## Calls", ""]
-    for path, methods in described["paths"].items():
-        for method, operation in methods.items():
-            lines += [*_operation(method, path, operation), ""]
+    for operation in OPERATIONS:
+        if operation.in_api:
+            lines += [*_operation(operation, server if operation.on_server else router, router), ""]
     lines += ["## Types", ""]
-    for name, schema in sorted(described["components"]["schemas"].items()):
+    for name, schema in sorted((router["components"]["schemas"] | server["components"]["schemas"]).items()):
         lines += [*_component(name, schema), ""]
     return "\n".join(lines)
 
 
-def _operation(method: str, path: str, operation: dict[str, Any]) -> list[str]:
-    lines = [f"### `{method.upper()} {path}`", "", f"{operation['summary']}.", ""]
-    if body := operation.get("requestBody"):
-        lines += [f"Body: {type_of(body['content']['application/json']['schema'])}", ""]
+def _operation(operation: Operation, document: dict[str, Any], router: dict[str, Any]) -> list[str]:
+    lines = [f"### `{operation}`", "", f"{operation.summary}.", ""]
+    lines += [f"Access: {operation.access.value}. On a router: {routed(operation)}.", ""]
+    if operation.body is not None:
+        lines += [f"Body: {_body(operation, document)}", ""]
+    if operation.router_body is not None:
+        lines += [f"Body on a router: {_body(operation, router)}", ""]
     failures = []
-    for status, response in operation["responses"].items():
+    for status, response in _described(operation, document)["responses"].items():
         bodies = [_content(kind, each["schema"]) for kind, each in response.get("content", {}).items()]
         if bodies == [type_of({"$ref": "ErrorBody"})]:
             failures.append(status)
         else:
             lines += [f"{status}: {' or '.join(bodies) or 'nothing'}", ""]
     return [*lines, f"Errors: {', '.join(failures)}"]
+
+
+def _described(operation: Operation, document: dict[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = document["paths"][operation.path][operation.method.lower()]
+    return described
+
+
+def _body(operation: Operation, document: dict[str, Any]) -> str:
+    return type_of(_described(operation, document)["requestBody"]["content"]["application/json"]["schema"])
+
+
+def routed(operation: Operation) -> str:
+    match operation.fan_out:
+        case Relay():
+            return "relayed to one worker"
+        case RouterHandler():
+            return "answered for the fleet" if operation.on_server else "only there"
+        case AskOne():
+            return "answered by any worker"
+        case AskAll():
+            return "sent to all workers"
+    return "not available"
+
+
+TABLE = re.compile(r"(?<=<!-- begin: python docs/hooks.py writes this table -->\n).*(?=<!-- end -->)", re.DOTALL)
+
+
+def with_table(page: str) -> str:
+    """docs/api.md, with the table of all operations as it should be."""
+    rows = ["| operation | summary | access | on a router |", "|---|---|---|---|"]
+    rows += [
+        f"| `{operation}` | {operation.summary} | {operation.access.value} | {routed(operation)} |"
+        for operation in OPERATIONS
+        if operation.in_api
+    ]
+    return TABLE.sub(lambda _: "\n".join(["", *rows, "", ""]), page)
 
 
 def _content(kind: str, schema: dict[str, Any]) -> str:
@@ -311,3 +353,8 @@ def metrics_page() -> str:
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
         lines.append(f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} |")
     return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    API_PAGE = ROOT / "docs/api.md"
+    API_PAGE.write_text(with_table(API_PAGE.read_text("utf-8")), "utf-8")

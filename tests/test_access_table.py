@@ -1,7 +1,7 @@
 """Every route of server and router, by every caller, under every kind of keys: who is let in.
 
 The routes come from the routing tables. What is expected of each follows from its declaration in
-`headgate.contract.access` by the rule in `expected`, so a route that is not declared fails here. Run with `-s` to read
+`headgate.contract.operations` by the rule in `expected`, so a route that is not declared fails here. Run with `-s` to read
 the table.
 """
 
@@ -17,13 +17,14 @@ from typing import Any
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, Route
 
-from headgate.api.app import PAGE_ROUTES, ROUTES, App
+from headgate.api.app import ROUTES, App
 from headgate.api.host import Host
 from headgate.api.ledger import Ledger
 from headgate.api.metrics import Metrics
-from headgate.contract.access import DECLARED, Access
+from headgate.contract.access import DECLARED
 from headgate.contract.errors import Forbidden, Unauthorized
 from headgate.contract.keys import Keys
+from headgate.contract.operations.operation import Access
 from headgate.router.router import RELAYED
 from tests.router.fleets import live_router
 
@@ -66,6 +67,14 @@ class Call:
     def path(self) -> str:
         return re.sub(r"{\w+:path}", "x", self.route)
 
+    @property
+    def declared(self) -> Access:
+        return DECLARED[declared_path(self.route)]
+
+
+def declared_path(route: str) -> str:
+    return route.replace(":path}", "}")
+
 
 def calls_of(routes: Sequence[BaseRoute]) -> list[Call]:
     found = [route for route in routes if isinstance(route, Route)]
@@ -101,7 +110,7 @@ class Table:
             f"{call.method} {call.route}: {', '.join(where)}: {status}, not {due}"
             for call, row in self.rows.items()
             for where, status in row.items()
-            if status != (due := expected(*where, DECLARED[call.route]))
+            if status != (due := expected(*where, call.declared))
         ]
         assert not wrong, "\n".join(wrong)
 
@@ -112,7 +121,7 @@ class Table:
         print(f"{'':52}" + " ".join(f"{keys}/{host}"[:22].ljust(22) for keys, host in groups))
         for call, row in self.rows.items():
             cells = ["".join(MARKS.get(row[(*g, who)], "?") for who in CALLERS) for g in groups]
-            declared = DECLARED[call.route].value
+            declared = call.declared.value
             print(f"{call.method:7}{call.route:38}{declared:7}" + " ".join(cell.ljust(22) for cell in cells))
 
 
@@ -152,22 +161,22 @@ def stubbed(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
 
 
 def test_every_route_of_a_server_is_declared():
-    routes = {route.path for route in (*ROUTES, *PAGE_ROUTES) if isinstance(route, Route)}
-    assert routes <= set(DECLARED), f"not declared in headgate/contract/access.py: {sorted(routes - set(DECLARED))}"
+    routes = {declared_path(route.path) for route in ROUTES}
+    assert routes <= set(DECLARED), f"not declared in headgate/contract/operations: {sorted(routes - set(DECLARED))}"
 
 
 def test_every_route_of_a_router_is_declared_and_nothing_else_is():
     with live_router() as router:
         assert router.router.bridge is not None
         app: Any = router.router.bridge._app
-        routes = {route.path for route in app.routes} | RELAYED
-    served = {route.path for route in (*ROUTES, *PAGE_ROUTES) if isinstance(route, Route)}
-    assert routes <= set(DECLARED), f"not declared in headgate/contract/access.py: {sorted(routes - set(DECLARED))}"
+        routes = {declared_path(route.path) for route in app.routes} | RELAYED
+    served = {declared_path(route.path) for route in ROUTES}
+    assert routes <= set(DECLARED), f"not declared in headgate/contract/operations: {sorted(routes - set(DECLARED))}"
     assert set(DECLARED) <= routes | served, f"no such route: {sorted(set(DECLARED) - routes - served)}"
 
 
 def test_65_to_67_every_route_of_a_server_lets_in_who_may_call_it():
-    table, routes = Table("server"), (*ROUTES, *PAGE_ROUTES)
+    table, routes = Table("server"), ROUTES
 
     async def main() -> None:
         for (keys, given), host in product(SERVERS.items(), HOSTS):

@@ -18,9 +18,10 @@ from types import ModuleType
 import pytest
 
 from headgate import cli
-from headgate.api.app import ROUTES
 from headgate.api.metrics import Metrics, Page
 from headgate.cli.completion import nodes
+from headgate.contract.operations.operation import Access
+from headgate.contract.operations.table import OPERATIONS
 from headgate.contract.parameter import APIS
 from headgate.contract.sampling import PARAMETERS
 from headgate.testing.tiny import tiny_model
@@ -67,10 +68,21 @@ def test_every_flag_and_command_is_documented(made):
 
 def test_every_endpoint_is_documented(made):
     page = made["reference/http.md"]
-    for route in ROUTES:
-        path = route.path.replace(":path", "")
-        for method in route.methods - {"HEAD"}:
-            assert f"### `{method} {path}`" in page
+    for operation in OPERATIONS:
+        assert (f"### `{operation}`" in page) == operation.in_api
+
+
+def test_the_table_of_operations_is_that_of_the_code(hooks):
+    page = (ROOT / "docs/api.md").read_text("utf-8")
+    assert hooks.with_table(page) == page, "run python docs/hooks.py"
+    assert "| `POST /v1/pause` | Hold all engines | admin | answered for the fleet |" in page
+
+
+def test_operations_that_need_no_key_are_documented():
+    page = (ROOT / "docs/keys.md").read_text("utf-8")
+    (sentence,) = re.findall(r"^(.*) and the empty page of the", page, re.MULTILINE)
+    needs_no_key = [each.path for each in OPERATIONS if each.access is Access.OPEN and each.in_api]
+    assert sorted(re.findall(r"`(.*?)`", sentence)) == sorted(needs_no_key)
 
 
 def test_every_sampling_parameter_is_documented_with_its_names_and_bounds(made):

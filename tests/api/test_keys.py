@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.contract.access import DECLARED, Access
+from headgate.contract.access import DECLARED
 from headgate.contract.errors import Forbidden, Unauthorized
 from headgate.contract.keys import Caller, Keys, is_loopback, parse_keys, presented, read_keys
+from headgate.contract.operations.operation import Access
 from headgate.errors import RequestError
 
 CHAT = "/v1/chat/completions"

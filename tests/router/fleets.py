@@ -14,13 +14,18 @@ from typing import Any
 import httpx
 
 from headgate.config import RouteConfig, WorkerAddress
+from headgate.contract.operations.operation import AskAll
+from headgate.contract.operations.table import ON_ROUTERS
 from headgate.contract.orders import Order, Orders, Overtaken
 from headgate.listening import take_port
-from headgate.router.dialects import PAUSES, RESUMES
 from headgate.router.router import Router
 from headgate.router.server import serving
 from tests.api.serving import wait_until
 from tests.router.compiled import compiled_fast_path
+
+ASK_ALL = {operation.path: operation.fan_out for operation in ON_ROUTERS if isinstance(operation.fan_out, AskAll)}
+PAUSES = {"/v1/pause", *(path for path, effects in ASK_ALL.items() if effects.pauses)}
+RESUMES = {"/v1/resume", *(path for path, effects in ASK_ALL.items() if effects.resumes)}
 
 VERSION = "0"
 
@@ -155,9 +160,9 @@ class FakeWorker:
                 self.orders.take(order, paused=self.state == "paused")
             except Overtaken as error:
                 return 409, {"error": {"message": str(error), "code": error.code}}
-        if path == "/v1/pause" or path in PAUSES:
+        if path in PAUSES:
             self.state = "paused"
-        elif path == "/v1/resume" or path in RESUMES:
+        elif path in RESUMES:
             self.state = "running"
         self.version = body.get("version", self.version)
         if path == "/v1/abort_requests":

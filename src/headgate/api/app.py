@@ -1,18 +1,13 @@
-"""The app: which handler answers which path, behind one gate.
-
-A handler is `async def name(request) -> Response` and raises what is wrong. It is called directly, without starlette's
-exception layers, each of which would wrap `send` once more for every streamed token.
-"""
+"""The app: which handler answers which operation, behind one gate."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from headgate.api import abort, control, dashboard, requests
 from headgate.api.chat import chat_completions
@@ -31,109 +26,83 @@ from headgate.api.responses import responses
 from headgate.api.state import Api
 from headgate.api.tokenize import detokenize, tokenize
 from headgate.contract.keys import Keys
-from headgate.dashboard import page
+from headgate.contract.operations import control as control_ops
+from headgate.contract.operations import generation as generation_ops
+from headgate.contract.operations import pages
+from headgate.contract.operations import sglang as sglang_ops
+from headgate.contract.operations import status as status_ops
+from headgate.contract.operations import vllm as vllm_ops
+from headgate.contract.operations.operation import Operation
+from headgate.contract.operations.table import ON_SERVERS
 from headgate.dashboard.feed import Feed
 from headgate.edge.dashboard import show_page
 from headgate.edge.gate import Gate
+from headgate.edge.routing import Handler, routes_of
 
-Handler = Callable[[Request], Awaitable[Response]]
+# One handler for each operation of a server; `routes_of` fails at import where one is missing or not declared.
+HANDLERS: Final[Mapping[Operation, Handler]] = {
+    generation_ops.CHAT_COMPLETIONS: chat_completions,
+    generation_ops.COMPLETIONS: completions,
+    generation_ops.RESPONSES: responses,
+    generation_ops.TOKENIZE: tokenize,
+    generation_ops.DETOKENIZE: detokenize,
+    status_ops.MODELS: list_models,
+    status_ops.MODEL: show_model,
+    status_ops.LIVE: live,
+    status_ops.READY: ready,
+    status_ops.HEALTH: health,
+    status_ops.METRICS: metrics,
+    status_ops.OPENAPI: openapi,
+    control_ops.ABORT_REQUESTS: abort.abort_requests,
+    control_ops.LIST_REQUESTS: requests.list_requests,
+    control_ops.SHOW_REQUEST: requests.show_request,
+    control_ops.DELETE_REQUEST: requests.delete_request,
+    control_ops.PAUSE: control.pause,
+    control_ops.RESUME: control.resume,
+    control_ops.IS_PAUSED: control.is_paused,
+    control_ops.UPDATE_WEIGHTS: control.update_weights,
+    control_ops.SLEEP: control.sleep,
+    control_ops.WAKEUP: control.wakeup,
+    control_ops.FLUSH_CACHE: control.flush_cache,
+    sglang_ops.GENERATE: sglang.generate,
+    sglang_ops.ABORT_REQUEST: sglang.abort_request,
+    sglang_ops.PAUSE_GENERATION: sglang.pause_generation,
+    sglang_ops.CONTINUE_GENERATION: sglang.continue_generation,
+    sglang_ops.UPDATE_WEIGHTS_FROM_DISK: sglang.update_weights_from_disk,
+    sglang_ops.INIT_WEIGHTS_UPDATE_GROUP: transfer.init_weights_update_group,
+    sglang_ops.DESTROY_WEIGHTS_UPDATE_GROUP: transfer.destroy_weights_update_group,
+    sglang_ops.UPDATE_WEIGHTS_FROM_DISTRIBUTED: transfer.update_weights_from_distributed,
+    sglang_ops.UPDATE_WEIGHTS_FROM_TENSOR: transfer.update_weights_from_tensor,
+    sglang_ops.GET_FLUSH_CACHE: sglang.flush_cache,
+    sglang_ops.FLUSH_CACHE: sglang.flush_cache,
+    sglang_ops.RELEASE_MEMORY_OCCUPATION: sglang.release_memory,
+    sglang_ops.RESUME_MEMORY_OCCUPATION: sglang.resume_memory,
+    sglang_ops.MODEL_INFO: sglang.model_info,
+    sglang_ops.GET_MODEL_INFO: sglang.model_info,
+    sglang_ops.SERVER_INFO: sglang.server_info,
+    sglang_ops.GET_SERVER_INFO: sglang.server_info,
+    sglang_ops.LOADS: sglang.loads,
+    sglang_ops.HEALTH_GENERATE: sglang.health_generate,
+    vllm_ops.PAUSE: vllm.pause,
+    vllm_ops.RESUME: vllm.resume,
+    vllm_ops.IS_PAUSED: vllm.is_paused,
+    vllm_ops.SLEEP: vllm.sleep,
+    vllm_ops.WAKE_UP: vllm.wake_up,
+    vllm_ops.IS_SLEEPING: vllm.is_sleeping,
+    vllm_ops.RESET_PREFIX_CACHE: vllm.reset_prefix_cache,
+    vllm_ops.INIT_WEIGHT_TRANSFER_ENGINE: transfer.init_weight_transfer_engine,
+    vllm_ops.START_WEIGHT_UPDATE: transfer.start_weight_update,
+    vllm_ops.UPDATE_WEIGHTS: transfer.update_weights,
+    vllm_ops.FINISH_WEIGHT_UPDATE: transfer.finish_weight_update,
+    vllm_ops.GENERATE: vllm.generate,
+    vllm_ops.VERSION: vllm.version,
+    vllm_ops.GET_WORLD_SIZE: vllm.get_world_size,
+    **dict.fromkeys(pages.ASSETS, show_page),
+    pages.EVENTS: dashboard.watch,
+    pages.NUMBERS: dashboard.tell_numbers,
+}
 
-
-class Endpoint:
-    """A handler as an ASGI app."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._handler(Request(scope, receive))
-        await response(scope, receive, send)
-
-
-def get(path: str, handler: Handler) -> Route:
-    return Route(path, Endpoint(handler), methods=["GET"], name=path)
-
-
-def post(path: str, handler: Handler) -> Route:
-    return Route(path, Endpoint(handler), methods=["POST"], name=path)
-
-
-def by_method(path: str, **handlers: Handler) -> Route:
-    """One path, several methods; a path that is routed twice would answer 405 to the second one's."""
-
-    async def choose(request: Request) -> Response:
-        # Starlette lets HEAD in where GET is.
-        return await handlers["GET" if request.method == "HEAD" else request.method](request)
-
-    return Route(path, Endpoint(choose), methods=list(handlers), name=path)
-
-
-# The router tries them in this order: what is called most comes first.
-ROUTES: tuple[BaseRoute, ...] = (
-    post("/v1/chat/completions", chat_completions),
-    post("/v1/completions", completions),
-    post("/v1/responses", responses),
-    post("/tokenize", tokenize),
-    post("/detokenize", detokenize),
-    get("/v1/models", list_models),
-    get("/v1/models/{model:path}", show_model),
-    get("/health", health),
-    get("/ready", ready),
-    get("/live", live),
-    get("/metrics", metrics),
-    get("/openapi.json", openapi),
-    post("/v1/abort_requests", abort.abort_requests),
-    get("/v1/requests", requests.list_requests),
-    by_method("/v1/requests/{id:path}", GET=requests.show_request, DELETE=requests.delete_request),
-    post("/v1/pause", control.pause),
-    post("/v1/resume", control.resume),
-    get("/v1/is_paused", control.is_paused),
-    post("/v1/update_weights", control.update_weights),
-    post("/v1/sleep", control.sleep),
-    post("/v1/wakeup", control.wakeup),
-    post("/v1/flush_cache", control.flush_cache),
-    # SGLang's names
-    post("/generate", sglang.generate),
-    post("/abort_request", sglang.abort_request),
-    post("/pause_generation", sglang.pause_generation),
-    post("/continue_generation", sglang.continue_generation),
-    post("/update_weights_from_disk", sglang.update_weights_from_disk),
-    post("/init_weights_update_group", transfer.init_weights_update_group),
-    post("/destroy_weights_update_group", transfer.destroy_weights_update_group),
-    post("/update_weights_from_distributed", transfer.update_weights_from_distributed),
-    post("/update_weights_from_tensor", transfer.update_weights_from_tensor),
-    by_method("/flush_cache", GET=sglang.flush_cache, POST=sglang.flush_cache),
-    post("/release_memory_occupation", sglang.release_memory),
-    post("/resume_memory_occupation", sglang.resume_memory),
-    get("/model_info", sglang.model_info),
-    get("/get_model_info", sglang.model_info),
-    get("/server_info", sglang.server_info),
-    get("/get_server_info", sglang.server_info),
-    get("/v1/loads", sglang.loads),
-    get("/health_generate", sglang.health_generate),
-    # vLLM's names
-    post("/pause", vllm.pause),
-    post("/resume", vllm.resume),
-    get("/is_paused", vllm.is_paused),
-    post("/sleep", vllm.sleep),
-    post("/wake_up", vllm.wake_up),
-    get("/is_sleeping", vllm.is_sleeping),
-    post("/reset_prefix_cache", vllm.reset_prefix_cache),
-    post("/init_weight_transfer_engine", transfer.init_weight_transfer_engine),
-    post("/start_weight_update", transfer.start_weight_update),
-    post("/update_weights", transfer.update_weights),
-    post("/finish_weight_update", transfer.finish_weight_update),
-    post("/inference/v1/generate", vllm.generate),
-    get("/version", vllm.version),
-    get("/get_world_size", vllm.get_world_size),
-)
-
-# For people with a browser, and no part of the API.
-PAGE_ROUTES: tuple[BaseRoute, ...] = (
-    *(get(path, show_page) for path in page.ASSETS),
-    get(page.EVENTS, dashboard.watch),
-    get(page.NUMBERS, dashboard.tell_numbers),
-)
+ROUTES: Final[Sequence[Route]] = routes_of(ON_SERVERS, HANDLERS)
 
 
 class App(Starlette):
@@ -153,7 +122,7 @@ class App(Starlette):
 
 
 def build_app(api: Api, host: Host, keys: Keys, max_body_bytes: int) -> App:
-    app = App((*ROUTES, *PAGE_ROUTES), keys, api.ledger, max_body_bytes)
+    app = App(ROUTES, keys, api.ledger, max_body_bytes)
     app.state.api = api
     app.state.host = host
     app.state.controls = Controls(api, host)

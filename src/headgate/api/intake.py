@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headgate.api.bodies import Bodies, Charge
 from headgate.api.ledger import Ledger
-from headgate.contract.access import GENERATING
 from headgate.contract.keys import Caller, Headers, Keys
+from headgate.contract.operations.table import GENERATING
 from headgate.errors import RequestError
 from headgate.turns import Turns
 

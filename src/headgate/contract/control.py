@@ -28,6 +28,7 @@ from headgate.protocol.command import (
 LEAST_VERSION_HEADER = "x-headgate-least-version"  # of the weights that may answer a request; older ones refuse it
 BOOT_HEADER = "x-headgate-boot"  # in answers to control calls: the boot id of the process that has answered
 UPDATE_TIMEOUT_S = 600.0
+DRAIN_S = 30.0  # for the requests of a worker that is updated or removed
 LONG_S = 3600.0  # of a drain by another system's name: it has no timeout there
 
 # Of engines in different states, the one that says most about the fleet.
@@ -71,6 +72,13 @@ class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     version: Version | None = None
     verify_checksum: dict[str, str] | None = None  # SHA-256 in hex by file name
     kv: Literal["recompute", "keep"] = "recompute"
+
+
+class FleetUpdate(UpdateRequest, kw_only=True, forbid_unknown_fields=True):
+    """An update of all workers of a router."""
+
+    strategy: Literal["all", "rolling"] = "all"
+    drain_timeout: Seconds = DRAIN_S  # rolling: for a worker's requests to finish before they go on elsewhere
 
 
 class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):

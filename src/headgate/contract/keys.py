@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headgate.contract.access import Access, access_of
+from headgate.contract.access import access_of
 from headgate.contract.errors import Forbidden, Unauthorized
+from headgate.contract.operations.operation import Access
 from headgate.errors import RequestError
 
 ADMIN = "admin"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,27 +12,35 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from headgate.contract.abort import AbortRequest, abort_of
-from headgate.contract.control import ControlBody, MemoryRequest, PauseRequest
+from headgate.contract.control import DRAIN_S, ControlBody, FleetUpdate, MemoryRequest, PauseRequest
 from headgate.contract.decoding import convert
 from headgate.contract.errors import RETRY_AFTER_S, NotFound, error_body, error_headers
+from headgate.contract.fleet import Joining, ScaleRequest
 from headgate.contract.keys import Keys
 from headgate.contract.limits import Seconds
-from headgate.contract.openapi import ERRORS, POSTED
-from headgate.contract.openapi import describe as describe_server
-from headgate.dashboard import page
+from headgate.contract.openapi import router_description
+from headgate.contract.operations import control as control_ops
+from headgate.contract.operations import fleet as fleet_ops
+from headgate.contract.operations import pages
+from headgate.contract.operations import sglang as sglang_ops
+from headgate.contract.operations import status as status_ops
+from headgate.contract.operations import vllm as vllm_ops
+from headgate.contract.operations.operation import Operation, Relay
+from headgate.contract.operations.table import ON_ROUTERS
 from headgate.dashboard.feed import Feed
 from headgate.edge.dashboard import show_page, watched
 from headgate.edge.gate import Gate
 from headgate.edge.reading import read_control, read_object
 from headgate.edge.responses import error_response, json_response
+from headgate.edge.routing import Handler, routes_of
 from headgate.errors import RequestError
 from headgate.router import dialects, looking, requests, scaling, workers
 from headgate.router.abort import RouterAbortResult, Scope, abort
-from headgate.router.control import FleetControls, FleetUpdate, Partial, RouterResult
+from headgate.router.control import FleetControls, Partial, RouterResult
 from headgate.router.dashboard import RouterSource
 from headgate.router.fanout import Asking
 from headgate.router.following import Follower
@@ -43,8 +50,6 @@ if TYPE_CHECKING:
     from headgate.router.router import Router
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 encode = msgspec.json.Encoder().encode
 
@@ -69,40 +74,52 @@ class ControlPlane:
             log.exception("nobody looks after workers that come back any more")
             raise
 
-    def _routes(self) -> list[BaseRoute]:
-        return [
-            _route("/v1/abort_requests", POST=self._abort),
-            _route("/v1/requests", GET=self._list_requests),
-            _route("/v1/requests/{id:path}", GET=self._show_request, DELETE=self._delete_request),
-            _route("/v1/pause", POST=self._pause),
-            _route("/v1/resume", POST=self._resume),
-            _route("/v1/is_paused", GET=self._is_paused),
-            _route("/v1/update_weights", POST=self._update_weights),
-            _route("/v1/sleep", POST=self._sleep),
-            _route("/v1/wakeup", POST=self._wakeup),
-            _route("/v1/flush_cache", POST=self._flush_cache),
-            _route("/v1/workers", GET=self._list_workers, POST=self._add_worker, DELETE=self._remove_worker),
-            _route("/v1/workers/{url:path}", DELETE=self._remove_worker),
-            _route("/v1/scale", GET=self._show_scale, POST=self._scale),
-            _route("/v1/loads", GET=self._loads),
-            _route("/v1/models", GET=self._models),
-            _route("/v1/models/{model:path}", GET=self._model),
-            _route("/health", GET=self._health),
-            _route("/health_generate", GET=self._ready),
-            _route("/ready", GET=self._ready),
-            _route("/live", GET=self._live),
-            _route("/version", GET=self._tell_version),
-            _route("/metrics", GET=self._metrics),
-            _route("/openapi.json", GET=self._openapi),
-            _route("/abort_request", POST=self._abort_request),
-            _route("/is_paused", GET=self._is_paused_there),
-            _route("/is_sleeping", GET=self._is_sleeping),
-            _route("/get_world_size", GET=self._get_world_size),
-            *(_route(path, **dict.fromkeys(methods, self._for_all)) for path, methods in dialects.FOR_ALL),
-            *(_route(path, GET=self._of_one) for path in dialects.OF_ONE),
-            *(_route(path, GET=show_page) for path in page.ASSETS),
-            _route(page.EVENTS, GET=self._watch),
-        ]
+    def _routes(self) -> Sequence[BaseRoute]:
+        operations = [each for each in ON_ROUTERS if not isinstance(each.fan_out, Relay)]
+        fanned_out = dialects.handlers(self._router, self.controls, operations)
+        return routes_of(operations, {**self._handlers(), **fanned_out})
+
+    def _handlers(self) -> dict[Operation, Handler]:
+        return {
+            **self._control_handlers(),
+            status_ops.MODELS: self._models,
+            status_ops.MODEL: self._model,
+            status_ops.LIVE: self._live,
+            status_ops.READY: self._ready,
+            status_ops.HEALTH: self._health,
+            status_ops.METRICS: self._metrics,
+            status_ops.OPENAPI: self._openapi,
+            sglang_ops.ABORT_REQUEST: self._abort_request,
+            sglang_ops.LOADS: self._loads,
+            sglang_ops.HEALTH_GENERATE: self._ready,
+            vllm_ops.IS_PAUSED: self._is_paused_there,
+            vllm_ops.IS_SLEEPING: self._is_sleeping,
+            vllm_ops.VERSION: self._tell_version,
+            vllm_ops.GET_WORLD_SIZE: self._get_world_size,
+            **dict.fromkeys(pages.ASSETS, show_page),
+            pages.EVENTS: self._watch,
+        }
+
+    def _control_handlers(self) -> dict[Operation, Handler]:
+        return {
+            control_ops.ABORT_REQUESTS: self._abort,
+            control_ops.LIST_REQUESTS: self._list_requests,
+            control_ops.SHOW_REQUEST: self._show_request,
+            control_ops.DELETE_REQUEST: self._delete_request,
+            control_ops.PAUSE: self._pause,
+            control_ops.RESUME: self._resume,
+            control_ops.IS_PAUSED: self._is_paused,
+            control_ops.UPDATE_WEIGHTS: self._update_weights,
+            control_ops.SLEEP: self._sleep,
+            control_ops.WAKEUP: self._wakeup,
+            control_ops.FLUSH_CACHE: self._flush_cache,
+            fleet_ops.LIST_WORKERS: self._list_workers,
+            fleet_ops.ADD_WORKER: self._add_worker,
+            fleet_ops.REMOVE_WORKER: self._remove_worker,
+            fleet_ops.REMOVE_WORKER_BY_PATH: self._remove_worker,
+            fleet_ops.SHOW_SCALE: self._show_scale,
+            fleet_ops.SCALE: self._scale,
+        }
 
     # -- requests ---------------------------------------------------------------------
 
@@ -164,14 +181,14 @@ class ControlPlane:
         return JSONResponse({"workers": [workers.describe(worker) for worker in self._router.fleet.everyone]})
 
     async def _add_worker(self, request: Request) -> Response:
-        worker = self.registry.join(await read_control(request, workers.Joining))
+        worker = self.registry.join(await read_control(request, Joining))
         return JSONResponse(workers.describe(worker))
 
     async def _remove_worker(self, request: Request) -> Response:
         url = request.path_params.get("url") or request.query_params.get("url")
         if not url:
             raise RequestError("say which worker with ?url=http://HOST:PORT", param="url")
-        timeout_s: float = convert(_number(request, "timeout", workers.DRAIN_S), Seconds, "timeout")
+        timeout_s: float = convert(_number(request, "timeout", DRAIN_S), Seconds, "timeout")
         worker = await self.registry.leave(url, timeout_s)
         return JSONResponse(
             {"drained": not worker.in_flight, **workers.describe(worker)}, 202 if worker.in_flight else 200
@@ -181,7 +198,7 @@ class ControlPlane:
         return _answer(request, scaling.look(self._router), done=True)
 
     async def _scale(self, request: Request) -> Response:
-        done, result = await scaling.scale(self._router, await read_control(request, scaling.ScaleRequest))
+        done, result = await scaling.scale(self._router, await read_control(request, ScaleRequest))
         return _answer(request, result, done=done)
 
     # -- looking ----------------------------------------------------------------------
@@ -212,18 +229,12 @@ class ControlPlane:
         return Response(render(self._router, self._version), media_type=CONTENT_TYPE_LATEST)
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(_description(self._version, self.app))
+        return Response(router_description(self._version), media_type="application/json")
 
     async def _watch(self, request: Request) -> Response:
         return watched(request, self._feed)
 
     # -- other systems' names -----------------------------------------------------------
-
-    async def _for_all(self, request: Request) -> Response:
-        return await dialects.for_all(self._router, self.controls, request)
-
-    async def _of_one(self, request: Request) -> Response:
-        return await dialects.of_one(self._router, request)
 
     async def _abort_request(self, request: Request) -> Response:
         return await dialects.abort_request(self._router, request, _scope(request))
@@ -280,55 +291,13 @@ def _partial(error: Partial, request_id: str) -> Response:
     return Response(encode(body), error.status, error_headers(error), media_type="application/json")
 
 
-def _description(version: str, app: App) -> dict[str, Any]:
-    """A server's own description, as far as the router has the same calls, and what only a router has."""
-    from headgate.router.router import RELAYED
-
-    described = describe_server(version)
-    ours = {route.path.replace(":path", ""): route for route in app.routes if isinstance(route, Route)}
-    paths = {path: told for path, told in described["paths"].items() if path in ours or path in RELAYED}
-    for path, route in ours.items():
-        if path.startswith(page.PATH):
-            continue  # for people with a browser, and no part of the API
-        for method in sorted((route.methods or set()) - {"HEAD"}):
-            paths.setdefault(path, {}).setdefault(method.lower(), _own_call(method, path))
-    error = described["paths"]["/v1/models"]["get"]["responses"]["500"]["content"]
-    for call in (call for told in paths.values() for call in told.values()):
-        for status in (*call.pop("errors", ()), 502, 503):  # any call may find no worker, or lose it
-            call["responses"].setdefault(str(status), {"description": ERRORS[status], "content": error})
-    described["info"]["title"] = "Headgate router"
-    return {**described, "paths": paths}
-
-
-def _own_call(method: str, path: str) -> dict[str, Any]:
-    """A call that only a router has, in the words of its description; `errors` are described later."""
-    names = re.findall(r"{(\w+)}", path)
-    return {
-        "summary": f"See docs/router.md: {method} {path}",
-        "parameters": [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ],
-        "responses": {"200": {"description": "Done"}, "202": {"description": "Accepted, and not all of it is done"}},
-        "errors": (*POSTED, 409),
-    }
-
-
 # ------------------------------------------------------------------------------------------------------------------ app
-
-
-def _route(path: str, **handlers: Handler) -> Route:
-    """One path, several methods."""
-
-    async def choose(request: Request) -> Response:
-        return await handlers["GET" if request.method == "HEAD" else request.method](request)
-
-    return Route(path, choose, methods=list(handlers), name=path)
 
 
 class App(Starlette):
     """Starlette's router and state, with our gate in place of its middleware."""
 
-    def __init__(self, routes: list[BaseRoute], keys: Keys) -> None:
+    def __init__(self, routes: Sequence[BaseRoute], keys: Keys) -> None:
         super().__init__(routes=routes)
         self.router.redirect_slashes = False
         self._gate = Gate(self.router, keys, respond=_explained)

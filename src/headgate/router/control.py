@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -24,14 +24,13 @@ from headgate.contract.control import (
     ControlBody,
     EngineOutcome,
     FleetResult,
+    FleetUpdate,
     MemoryRequest,
     PauseRequest,
     Refusal,
-    UpdateRequest,
     overall,
     source_of,
 )
-from headgate.contract.limits import Seconds
 from headgate.contract.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
 from headgate.errors import RequestError
 from headgate.router.abort import end_at_leaving
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30.0
 LAST_WORDS_S = 2.0  # for clients of what workers have ended to be answered
 ACCEPTED = 202  # a worker's own word for: not all of my engines yet
 LEAST_S = 0.05  # for a worker to answer
@@ -70,11 +68,6 @@ class WorldSize(msgspec.Struct):
 
 LOOK = Call("GET", "/v1/is_paused", reads=ControlTold)
 SIZE = Call("GET", "/get_world_size", reads=WorldSize)
-
-
-class FleetUpdate(UpdateRequest, kw_only=True, forbid_unknown_fields=True):
-    strategy: Literal["all", "rolling"] = "all"
-    drain_timeout: Seconds = DRAIN_S  # rolling: for a worker's requests to finish before they go on elsewhere
 
 
 class WorkerOutcome(msgspec.Struct, kw_only=True):

@@ -6,8 +6,10 @@ dialects they wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,10 +18,13 @@ from starlette.responses import JSONResponse, Response
 
 from headgate.contract import sglang, vllm
 from headgate.contract.abort import AbortRequest
-from headgate.contract.control import LONG_S as DRAIN_S
-from headgate.contract.control import UPDATE_TIMEOUT_S, PauseRequest
+from headgate.contract.control import LONG_S, UPDATE_TIMEOUT_S, PauseRequest
 from headgate.contract.decoding import convert, decode
+from headgate.contract.operations import sglang as sglang_ops
+from headgate.contract.operations import vllm as vllm_ops
+from headgate.contract.operations.operation import AskAll, AskOne, Operation
 from headgate.contract.sglang import AbortBody, FromDisk
+from headgate.edge.routing import Handler
 from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
 from headgate.router.abort import abort
@@ -33,89 +38,89 @@ if TYPE_CHECKING:
     from headgate.router.router import Router
 
 
-FROM_DISK = "/update_weights_from_disk"
-PAUSES = frozenset(("/pause", "/pause_generation", "/sleep", "/release_memory_occupation", "/start_weight_update"))
-RESUMES = frozenset(
-    ("/resume", "/continue_generation", "/wake_up", "/resume_memory_occupation", "/finish_weight_update")
-)
-UPDATES = frozenset((FROM_DISK, "/update_weights_from_distributed"))  # which hold workers that run
-FORGETS = frozenset(("/flush_cache", "/reset_prefix_cache", "/update_weights", *UPDATES, *PAUSES))
-MOVES = UPDATES | {  # weights or memory
-    "/update_weights",
-    "/sleep",
-    "/wake_up",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-}
-MEETINGS = frozenset(("/init_weights_update_group", "/init_weight_transfer_engine"))  # of a trainer and all engines
-
-# For all workers; the first one's answer stands for the others'.
-FOR_ALL = (
-    ("/pause_generation", ("POST",)),
-    ("/continue_generation", ("POST",)),
-    ("/update_weights_from_disk", ("POST",)),
-    ("/flush_cache", ("GET", "POST")),
-    ("/release_memory_occupation", ("POST",)),
-    ("/resume_memory_occupation", ("POST",)),
-    ("/pause", ("POST",)),
-    ("/resume", ("POST",)),
-    ("/sleep", ("POST",)),
-    ("/wake_up", ("POST",)),
-    ("/reset_prefix_cache", ("POST",)),
-    ("/init_weights_update_group", ("POST",)),
-    ("/destroy_weights_update_group", ("POST",)),
-    ("/update_weights_from_distributed", ("POST",)),
-    ("/init_weight_transfer_engine", ("POST",)),
-    ("/start_weight_update", ("POST",)),
-    ("/update_weights", ("POST",)),
-    ("/finish_weight_update", ("POST",)),
-)
-# Of any worker.
-OF_ONE = ("/model_info", "/get_model_info", "/server_info", "/get_server_info")
-
 KINDS = ("headgate", "sglang", "vllm")
 
 
-async def for_all(router: Router, controls: FleetControls, request: Request) -> Response:
-    path = request.url.path
-    controls.refuse_while_moving()
-    with controls.busy(), _held(router, controls, path in UPDATES):
-        if path in PAUSES:
-            replies = await _pause_all(router, controls, request)
-        else:
-            replies = await _ask_all(router, controls, request)
-            await controls.probe_all()
-        if path in RESUMES and not any(worker.state == "paused" for worker in router.fleet):
-            controls.release()  # waking a part of what sleeps resumes nothing
-        if path in FORGETS:
-            controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
-        if path == FROM_DISK and all(reply.ok for reply in replies):
-            _settle(router, controls, decode(await request.body(), FromDisk))
-    return _merged(controls, replies)
+def handlers(router: Router, controls: FleetControls, operations: Iterable[Operation]) -> dict[Operation, Handler]:
+    """Handlers of the operations that need none of their own."""
+    found: dict[Operation, Handler] = {}
+    for operation in operations:
+        match operation.fan_out:
+            case AskAll() as effects:
+                found[operation] = AskingAll(router, controls, operation, effects)
+            case AskOne():
+                found[operation] = partial(of_one, router)
+    return found
 
 
-async def _pause_all(router: Router, controls: FleetControls, request: Request) -> list[Reply]:
-    pause = PauseRequest(mode=await _mode_of(request), new_requests="queue", timeout=DRAIN_S)
-    accepted = controls.hold(pause)
-    replies = await _ask_all(router, controls, request)
-    await controls.probe_all()
-    controls.judge_pause(pause, replies)
-    await controls.end_accepted(pause, accepted, Asking.of(request), router.loop.time() + DEFAULT_TIMEOUT_S)
-    return replies
+@dataclass(frozen=True, slots=True)
+class AskingAll:
+    """The handler of an operation that all workers carry out."""
 
+    router: Router
+    controls: FleetControls
+    operation: Operation
+    effects: AskAll
 
-async def _mode_of(request: Request) -> PauseMode:
-    """What our workers make of a pause, for those who come back; one that they do not know ends nothing."""
-    match request.url.path:
-        case "/pause_generation":
-            body = decode(await request.body() or b"{}", dict[str, Any])
-            return sglang.MODES.get(str(body.get("mode", "abort")), "freeze")
-        case "/release_memory_occupation":
-            return "drain"
-        case "/pause" | "/sleep":
-            with suppress(RequestError):
-                return vllm.mode_of(request.query_params)
-    return "freeze"
+    async def __call__(self, request: Request) -> Response:
+        self.controls.refuse_while_moving()
+        with self.controls.busy(), _held(self.router, self.controls, self.effects.holds_requests):
+            replies = await self._pause_or_ask(request)
+            if self.effects.resumes and not any(worker.state == "paused" for worker in self.router.fleet):
+                self.controls.release()  # waking a part of what sleeps resumes nothing
+            if self.effects.drops_prefixes:
+                self.controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
+            if self.operation is sglang_ops.UPDATE_WEIGHTS_FROM_DISK and all(reply.ok for reply in replies):
+                _settle(self.router, self.controls, decode(await request.body(), FromDisk))
+        return _merged(self.controls, replies)
+
+    async def _pause_or_ask(self, request: Request) -> list[Reply]:
+        if self.effects.pauses:
+            return await self._pause(request)
+        replies = await self._ask(request)
+        await self.controls.probe_all()
+        return replies
+
+    async def _pause(self, request: Request) -> list[Reply]:
+        pause = PauseRequest(mode=await self._mode_of(request), new_requests="queue", timeout=LONG_S)
+        accepted = self.controls.hold(pause)
+        replies = await self._ask(request)
+        await self.controls.probe_all()
+        self.controls.judge_pause(pause, replies)
+        due_s = self.router.loop.time() + DEFAULT_TIMEOUT_S
+        await self.controls.end_accepted(pause, accepted, Asking.of(request), due_s)
+        return replies
+
+    async def _mode_of(self, request: Request) -> PauseMode:
+        """What our workers make of a pause, for workers that come back; an unknown mode ends nothing."""
+        match self.operation:
+            case sglang_ops.PAUSE_GENERATION:
+                body = decode(await request.body() or b"{}", dict[str, Any])
+                return sglang.MODES.get(str(body.get("mode", "abort")), "freeze")
+            case sglang_ops.RELEASE_MEMORY_OCCUPATION:
+                return "drain"
+            case vllm_ops.PAUSE | vllm_ops.SLEEP:
+                with suppress(RequestError):
+                    return vllm.mode_of(request.query_params)
+        return "freeze"
+
+    async def _ask(self, request: Request) -> list[Reply]:
+        query = f"?{request.url.query}" if request.url.query else ""
+        order = self.controls.ordered("").order if self.effects.pauses or self.effects.resumes else ()
+        call = Call(request.method, self.operation.path + query, await request.body(), order=order)
+        calls = to_all(of_kind(self.router.fleet, KINDS), call)
+        if self.effects.assigns_ranks:
+            calls = await _ranked(self.router, calls, Asking.of(request))
+        timeout_s = await self._timeout_s(request) + SLACK_S
+        return await self.router.worker_calls.fan_out(calls, Asking.of(request), timeout_s)
+
+    async def _timeout_s(self, request: Request) -> float:
+        """These calls have no timeout; a worker's own, as documented, for the steps that it takes one after another."""
+        if self.effects.pauses and await self._mode_of(request) == "drain":
+            return LONG_S + UPDATE_TIMEOUT_S
+        if self.effects.moves_memory:
+            return UPDATE_TIMEOUT_S + 2 * DEFAULT_TIMEOUT_S
+        return 2 * DEFAULT_TIMEOUT_S
 
 
 @contextmanager
@@ -137,26 +142,6 @@ def _settle(router: Router, controls: FleetControls, body: FromDisk) -> None:
     version = max((worker.version for worker in router.fleet if worker.version is not None), default=None)
     if version is not None:
         controls.settle({"path": body.model_path, "version": version}, version)
-
-
-async def _ask_all(router: Router, controls: FleetControls, request: Request) -> list[Reply]:
-    query = f"?{request.url.query}" if request.url.query else ""
-    order = controls.ordered("").order if request.url.path in PAUSES | RESUMES else ()
-    call = Call(request.method, request.url.path + query, await request.body(), order=order)
-    calls = to_all(of_kind(router.fleet, KINDS), call)
-    if request.url.path in MEETINGS:
-        calls = await _ranked(router, calls, Asking.of(request))
-    return await router.worker_calls.fan_out(calls, Asking.of(request), await _timeout_s(request) + SLACK_S)
-
-
-async def _timeout_s(request: Request) -> float:
-    """These calls have none: a worker's own, as documented, for the steps that it takes one after another."""
-    match request.url.path:
-        case path if path in PAUSES and await _mode_of(request) == "drain":
-            return DRAIN_S + UPDATE_TIMEOUT_S
-        case path if path in MOVES:
-            return UPDATE_TIMEOUT_S + 2 * DEFAULT_TIMEOUT_S
-    return 2 * DEFAULT_TIMEOUT_S
 
 
 async def _ranked(router: Router, calls: dict[Worker, Call], asking: Asking) -> dict[Worker, Call]:

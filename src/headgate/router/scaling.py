@@ -6,21 +6,16 @@ router that stands alone has none, and says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
-
-from headgate.contract.limits import Seconds
+from headgate.contract.fleet import ROLES, ScaleRequest
 from headgate.errors import HeadgateError, RequestError
 from headgate.router.scaler import Scaler
-from headgate.router.worker import ROLES, Worker
+from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
     from headgate.router.relay import Exchange
     from headgate.router.router import Router
-
-Number = Annotated[int, Meta(ge=0, le=10_000)]
 
 
 class NoFleet(RequestError):
@@ -31,18 +26,6 @@ class NoFleet(RequestError):
 class ScaleFailed(RequestError):
     status = 502
     code = "scale_failed"
-
-
-class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    mixed: Number | UnsetType = UNSET
-    prefill: Number | UnsetType = UNSET
-    decode: Number | UnsetType = UNSET
-    timeout: Seconds = 600.0
-
-    @property
-    def counts(self) -> dict[str, int]:
-        asked = {role: getattr(self, role) for role in ROLES}
-        return {role: number for role, number in asked.items() if number is not UNSET}
 
 
 def scaler_of(router: Router) -> Scaler:

@@ -152,8 +152,8 @@ def _says(line: str) -> bool:
 
 
 def parse_worker(text: str, where: str) -> WorkerAddress:
+    from headgate.contract.fleet import ROLES
     from headgate.router.fleet import checked_url
-    from headgate.router.worker import ROLES
 
     url, *rest = text.split()
     role = rest[0] if rest else "mixed"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Literal, get_args
+from typing import Literal
 
-Role = Literal["mixed", "prefill", "decode"]
+from headgate.contract.fleet import ROLES as ROLES
+from headgate.contract.fleet import Role as Role
+
 Kind = Literal["unknown", "headgate", "sglang", "vllm", "openai"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "outdated", "stopping", "down"]
-
-ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Worker:

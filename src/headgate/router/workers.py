@@ -9,28 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from msgspec import Meta
-
-from headgate.contract.limits import Seconds
-from headgate.router.worker import Role, Worker
+from headgate.contract.fleet import Joining
+from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
     from headgate.router.router import Router
 
 log = logging.getLogger(__name__)
-
-DRAIN_S = 30.0
-
-
-class Joining(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    url: Annotated[str, Meta(min_length=1)]
-    role: Role = "mixed"
-    key: str | None = None  # what it wants to see, if not what all do
-    ttl_s: Seconds | None = None  # it will say so again within that time, or has left
-    pid: int | None = None
 
 
 class Registry:

@@ -1,0 +1,31 @@
+"""What operations under the names of other systems have in common."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from headgate.contract.operations.operation import GENERATED, Access, FanOut, Operation
+
+
+def named_by(
+    system: str,
+    method: Literal["GET", "POST"],
+    path: str,
+    access: Access,
+    fan_out: FanOut | None,
+    *,
+    body: Any = None,
+    answer: Any = Any,
+    generates: bool = False,
+) -> Operation:
+    return Operation(
+        method=method,
+        path=path,
+        summary=f"As in {system}",
+        body=body,
+        answer=answer,
+        errors=GENERATED,
+        access=access,
+        fan_out=fan_out,
+        generates=generates,
+    )

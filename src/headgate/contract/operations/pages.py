@@ -1,0 +1,25 @@
+"""The dashboard: for browsers, and no part of the API."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from headgate.contract.operations.operation import Access, FanOut, Operation, RouterHandler
+from headgate.dashboard import page
+
+
+def _page(path: str, summary: str, access: Access, fan_out: FanOut | None, answer: Any = str) -> Operation:
+    return Operation(
+        method="GET",
+        path=path,
+        summary=summary,
+        answer=answer,
+        access=access,
+        fan_out=fan_out,
+        in_api=False,
+    )
+
+
+ASSETS: Final = tuple(_page(path, "A file of the dashboard", Access.OPEN, RouterHandler()) for path in page.ASSETS)
+EVENTS: Final = _page(page.EVENTS, "What the dashboard shows, as it changes", Access.TENANT, RouterHandler())
+NUMBERS: Final = _page(page.NUMBERS, "What a router's dashboard shows of this server", Access.TENANT, None, Any)

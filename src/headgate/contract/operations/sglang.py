@@ -1,0 +1,66 @@
+"""Operations under SGLang's names."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from headgate.contract.operations.operation import Access, AskAll, AskOne, Relay, RouterHandler
+from headgate.contract.operations.other_system import named_by
+from headgate.contract.sglang import (
+    AbortBody,
+    FromDisk,
+    FromDistributed,
+    FromTensor,
+    GenerateBody,
+    InitGroup,
+    MemoryBody,
+    PauseBody,
+)
+
+_sglang = partial(named_by, "SGLang")
+
+_DROP_PREFIXES: Final = AskAll(drops_prefixes=True)
+_UPDATE: Final = AskAll(holds_requests=True, moves_memory=True, drops_prefixes=True)
+
+GENERATE: Final = _sglang("POST", "/generate", Access.TENANT, Relay(), body=GenerateBody, generates=True)
+ABORT_REQUEST: Final = _sglang("POST", "/abort_request", Access.TENANT, RouterHandler(), body=AbortBody, answer=None)
+PAUSE_GENERATION: Final = _sglang(
+    "POST", "/pause_generation", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True), body=PauseBody
+)
+CONTINUE_GENERATION: Final = _sglang("POST", "/continue_generation", Access.ADMIN, AskAll(resumes=True))
+UPDATE_WEIGHTS_FROM_DISK: Final = _sglang("POST", "/update_weights_from_disk", Access.ADMIN, _UPDATE, body=FromDisk)
+INIT_WEIGHTS_UPDATE_GROUP: Final = _sglang(
+    "POST", "/init_weights_update_group", Access.ADMIN, AskAll(assigns_ranks=True), body=InitGroup
+)
+DESTROY_WEIGHTS_UPDATE_GROUP: Final = _sglang("POST", "/destroy_weights_update_group", Access.ADMIN, AskAll())
+UPDATE_WEIGHTS_FROM_DISTRIBUTED: Final = _sglang(
+    "POST", "/update_weights_from_distributed", Access.ADMIN, _UPDATE, body=FromDistributed
+)
+UPDATE_WEIGHTS_FROM_TENSOR: Final = _sglang(
+    "POST", "/update_weights_from_tensor", Access.ADMIN, None, body=FromTensor
+)
+GET_FLUSH_CACHE: Final = _sglang("GET", "/flush_cache", Access.ADMIN, _DROP_PREFIXES, answer=str)
+FLUSH_CACHE: Final = _sglang("POST", "/flush_cache", Access.ADMIN, _DROP_PREFIXES, answer=str)
+RELEASE_MEMORY_OCCUPATION: Final = _sglang(
+    "POST",
+    "/release_memory_occupation",
+    Access.ADMIN,
+    AskAll(pauses=True, moves_memory=True, drops_prefixes=True),
+    body=MemoryBody,
+    answer=None,
+)
+RESUME_MEMORY_OCCUPATION: Final = _sglang(
+    "POST",
+    "/resume_memory_occupation",
+    Access.ADMIN,
+    AskAll(resumes=True, moves_memory=True),
+    body=MemoryBody,
+    answer=None,
+)
+MODEL_INFO: Final = _sglang("GET", "/model_info", Access.TENANT, AskOne())
+GET_MODEL_INFO: Final = _sglang("GET", "/get_model_info", Access.TENANT, AskOne())
+SERVER_INFO: Final = _sglang("GET", "/server_info", Access.TENANT, AskOne())
+GET_SERVER_INFO: Final = _sglang("GET", "/get_server_info", Access.TENANT, AskOne())
+LOADS: Final = _sglang("GET", "/v1/loads", Access.TENANT, RouterHandler())
+HEALTH_GENERATE: Final = _sglang("GET", "/health_generate", Access.TENANT, RouterHandler(), answer=None)

@@ -1,0 +1,29 @@
+"""All operations, and the sets that others need. An operation is declared by its definition in one of the modules here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Final
+
+from headgate.contract.operations import control, fleet, generation, pages, sglang, status, vllm
+from headgate.contract.operations.operation import Operation, Relay
+
+
+def _declared_in(module: ModuleType) -> Iterator[Operation]:
+    return (value for value in vars(module).values() if isinstance(value, Operation))
+
+
+# Routing tables have the same order: what is called most comes first.
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    *(each for module in (generation, status, control, fleet, sglang, vllm, pages) for each in _declared_in(module)),
+    *pages.ASSETS,
+)
+
+ON_SERVERS: Final = tuple(operation for operation in OPERATIONS if operation.on_server)
+ON_ROUTERS: Final = tuple(operation for operation in OPERATIONS if operation.fan_out is not None)
+
+# Paths whose requests take places of a server.
+GENERATING: Final = frozenset(operation.path for operation in OPERATIONS if operation.generates)
+# Paths of a router's data path; all others are its control plane's.
+RELAYED: Final = frozenset(operation.path for operation in ON_ROUTERS if isinstance(operation.fan_out, Relay))

@@ -1,0 +1,39 @@
+"""Operations under vLLM's names."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from headgate.contract.operations.operation import Access, AskAll, Relay, RouterHandler
+from headgate.contract.operations.other_system import named_by
+from headgate.contract.vllm import FinishTransfer, InitTransfer, TokensRequest, UpdateTransfer
+
+_vllm = partial(named_by, "vLLM")
+
+PAUSE: Final = _vllm("POST", "/pause", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True))
+RESUME: Final = _vllm("POST", "/resume", Access.ADMIN, AskAll(resumes=True))
+IS_PAUSED: Final = _vllm("GET", "/is_paused", Access.TENANT, RouterHandler())
+SLEEP: Final = _vllm(
+    "POST", "/sleep", Access.ADMIN, AskAll(pauses=True, moves_memory=True, drops_prefixes=True), answer=None
+)
+WAKE_UP: Final = _vllm("POST", "/wake_up", Access.ADMIN, AskAll(resumes=True, moves_memory=True), answer=None)
+IS_SLEEPING: Final = _vllm("GET", "/is_sleeping", Access.TENANT, RouterHandler())
+RESET_PREFIX_CACHE: Final = _vllm(
+    "POST", "/reset_prefix_cache", Access.ADMIN, AskAll(drops_prefixes=True), answer=None
+)
+INIT_WEIGHT_TRANSFER_ENGINE: Final = _vllm(
+    "POST", "/init_weight_transfer_engine", Access.ADMIN, AskAll(assigns_ranks=True), body=InitTransfer
+)
+START_WEIGHT_UPDATE: Final = _vllm(
+    "POST", "/start_weight_update", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True)
+)
+UPDATE_WEIGHTS: Final = _vllm(
+    "POST", "/update_weights", Access.ADMIN, AskAll(moves_memory=True, drops_prefixes=True), body=UpdateTransfer
+)
+FINISH_WEIGHT_UPDATE: Final = _vllm(
+    "POST", "/finish_weight_update", Access.ADMIN, AskAll(resumes=True), body=FinishTransfer
+)
+GENERATE: Final = _vllm("POST", "/inference/v1/generate", Access.TENANT, Relay(), body=TokensRequest, generates=True)
+VERSION: Final = _vllm("GET", "/version", Access.OPEN, RouterHandler())
+GET_WORLD_SIZE: Final = _vllm("GET", "/get_world_size", Access.TENANT, RouterHandler())
