@@ -21,7 +21,7 @@ from msgspec import inspect
 from headgate.api import generation, serve
 from headgate.api.generation import Job, Piece
 from headgate.contract import schema
-from headgate.contract.openapi import describe
+from headgate.contract.openapi import server_description
 from headgate.contract.parameter import APIS, Api, Parameter, Range
 from headgate.contract.sampling import PARAMETERS, SAMPLING, SamplingParams, sampling_given, set_if_absent
 from headgate.engine.client import Chunk
@@ -244,7 +244,7 @@ def test_a_name_of_another_api_is_refused(ask, api):
 
 @pytest.mark.parametrize("api", BODIES)
 def test_openapi_describes_the_fields_of_each_body(api):
-    described = describe("0")["components"]["schemas"][BODIES[api].__name__]["properties"]
+    described = msgspec.json.decode(server_description("0"))["components"]["schemas"][BODIES[api].__name__]["properties"]
     for each in PARAMETERS.values():
         for name in each.names_in(api):
             assert described[name] == msgspec.json.schema(each.json | None) | {"default": None}, name
