@@ -229,5 +229,5 @@ def test_a_router_hangs_up_on_an_answer_that_was_given_up(whole):
         await send({"type": "http.response.body", "body": b"x", "more_body": not whole})
 
     client, request = Client(), HttpRequest(Head(), b"")
-    run(Visit(client, request).run(app, {}))
+    run(Visit(client, request).run(app))
     assert (client.ended, client.aborted) == (whole, not whole)
