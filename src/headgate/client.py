@@ -22,6 +22,8 @@ from typing import Any
 
 import msgspec
 
+from headgate.contract.operations import control, fleet, generation
+from headgate.contract.operations.operation import Operation
 from headgate.errors import HeadgateError, RequestError
 from headgate.httpclient import Address, HttpFailure, call
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, Files, Group, PauseMode, Shared, Source
@@ -100,11 +102,18 @@ class FleetSize(msgspec.Struct, kw_only=True, frozen=True):
 class _Ask:
     """One call as a value: what to send, how long to wait, and what to make of the answer."""
 
-    method: str
-    path: str
+    operation: Operation
     read: Callable[[Any], Any]
     body: Mapping[str, Any] | None = None
     timeout_s: float = TIMEOUT_S
+
+    @property
+    def method(self) -> str:
+        return self.operation.method
+
+    @property
+    def path(self) -> str:
+        return self.operation.path
 
 
 # ------------------------------------------------------------------------------------------------------------ the calls
@@ -120,7 +129,7 @@ def _generate(
         body |= {"prompt": after.prompt_token_ids, "generated_token_ids": after.token_ids}
     else:
         body["prompt"] = prompt if isinstance(prompt, str) else list(prompt or ())
-    return _Ask("POST", "/v1/completions", lambda told: _sample(told, after), body, timeout_s)
+    return _Ask(generation.COMPLETIONS, lambda told: _sample(told, after), body, timeout_s)
 
 
 def _sample(told: Any, after: Sample | None) -> Sample:
@@ -149,7 +158,7 @@ def _abort(
         body["tags"] = dict(tags)
     if everything:
         body["abort_all"] = True
-    return _Ask("POST", "/v1/abort_requests", _aborted, body, timeout_s + MARGIN_S)
+    return _Ask(control.ABORT_REQUESTS, _aborted, body, timeout_s + MARGIN_S)
 
 
 def _aborted(told: Any) -> Aborted:
@@ -167,12 +176,12 @@ def _state(told: Any) -> FleetState:
     return msgspec.convert(told["result"], FleetState)
 
 
-def _control(path: str, body: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT_S) -> _Ask:
-    return _Ask("POST", path, _state, body, timeout_s + MARGIN_S)
+def _control(operation: Operation, body: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT_S) -> _Ask:
+    return _Ask(operation, _state, body, timeout_s + MARGIN_S)
 
 
 def _pause(mode: PauseMode, new_requests: str, timeout_s: float) -> _Ask:
-    return _control("/v1/pause", {"mode": mode, "new_requests": new_requests, "timeout": timeout_s}, timeout_s)
+    return _control(control.PAUSE, {"mode": mode, "new_requests": new_requests, "timeout": timeout_s}, timeout_s)
 
 
 def _tags(tags: Sequence[str]) -> dict[str, Any]:
@@ -200,7 +209,7 @@ def _update(source: Source | str, version: int | None, kv: str, timeout_s: float
                 body["verify_checksum"] = checksum
         case _:
             body["path"] = str(source)
-    return _control("/v1/update_weights", body, timeout_s)
+    return _control(control.UPDATE_WEIGHTS, body, timeout_s)
 
 
 def _size(told: Any) -> FleetSize:
@@ -208,12 +217,12 @@ def _size(told: Any) -> FleetSize:
 
 
 def _scale(counts: Mapping[str, int], timeout_s: float) -> _Ask:
-    return _Ask("POST", "/v1/scale", _size, {**counts, "timeout": timeout_s}, timeout_s + MARGIN_S)
+    return _Ask(fleet.SCALE, _size, {**counts, "timeout": timeout_s}, timeout_s + MARGIN_S)
 
 
-IS_PAUSED = _Ask("GET", "/v1/is_paused", _state)
-REQUESTS = _Ask("GET", "/v1/requests", lambda told: list(told["data"]))
-SIZE = _Ask("GET", "/v1/scale", _size)
+IS_PAUSED = _Ask(control.IS_PAUSED, _state)
+REQUESTS = _Ask(control.LIST_REQUESTS, lambda told: list(told["data"]))
+SIZE = _Ask(fleet.SHOW_SCALE, _size)
 
 
 def _read(ask: _Ask, status: int, raw: bytes) -> Any:
@@ -266,7 +275,7 @@ class Fleet:
         return self._state(_pause(mode, new_requests, timeout_s))
 
     def resume(self) -> FleetState:
-        return self._state(_control("/v1/resume"))
+        return self._state(_control(control.RESUME))
 
     def state(self) -> FleetState:
         return self._state(IS_PAUSED)
@@ -278,13 +287,13 @@ class Fleet:
         return self._state(_update(source, version, kv, timeout_s))
 
     def sleep(self, *tags: str) -> FleetState:
-        return self._state(_control("/v1/sleep", _tags(tags)))
+        return self._state(_control(control.SLEEP, _tags(tags)))
 
     def wakeup(self, *tags: str) -> FleetState:
-        return self._state(_control("/v1/wakeup", _tags(tags)))
+        return self._state(_control(control.WAKEUP, _tags(tags)))
 
     def flush_cache(self) -> FleetState:
-        return self._state(_control("/v1/flush_cache"))
+        return self._state(_control(control.FLUSH_CACHE))
 
     def size(self) -> FleetSize:
         size: FleetSize = self._do(SIZE)
@@ -367,7 +376,7 @@ class AsyncFleet:
         return await self._state(_pause(mode, new_requests, timeout_s))
 
     async def resume(self) -> FleetState:
-        return await self._state(_control("/v1/resume"))
+        return await self._state(_control(control.RESUME))
 
     async def state(self) -> FleetState:
         return await self._state(IS_PAUSED)
@@ -379,13 +388,13 @@ class AsyncFleet:
         return await self._state(_update(source, version, kv, timeout_s))
 
     async def sleep(self, *tags: str) -> FleetState:
-        return await self._state(_control("/v1/sleep", _tags(tags)))
+        return await self._state(_control(control.SLEEP, _tags(tags)))
 
     async def wakeup(self, *tags: str) -> FleetState:
-        return await self._state(_control("/v1/wakeup", _tags(tags)))
+        return await self._state(_control(control.WAKEUP, _tags(tags)))
 
     async def flush_cache(self) -> FleetState:
-        return await self._state(_control("/v1/flush_cache"))
+        return await self._state(_control(control.FLUSH_CACHE))
 
     async def size(self) -> FleetSize:
         size: FleetSize = await self._do(SIZE)

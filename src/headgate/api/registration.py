@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from headgate.config import Registration, ServerConfig
+from headgate.contract.operations.fleet import ADD_WORKER, REMOVE_WORKER
 from headgate.httpclient import Address, HttpFailure, call
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Heartbeats:
 
     async def _beat(self) -> None:
         try:
-            await self._call("POST", "/v1/workers", msgspec.json.encode(self._body))
+            await self._call(ADD_WORKER.method, ADD_WORKER.path, msgspec.json.encode(self._body))
         except Refused as error:
             if self._known is not False:
                 log.warning("the router %s does not take us: %s; trying again", self._name, error)
@@ -60,7 +61,9 @@ class Heartbeats:
         """Before we stop: from now on the router sends nothing new."""
         if self._known:
             try:
-                await self._call("DELETE", f"/v1/workers?url={quote(self._url, safe='')}&timeout=0.1")
+                await self._call(
+                    REMOVE_WORKER.method, f"{REMOVE_WORKER.path}?url={quote(self._url, safe='')}&timeout=0.1"
+                )
             except Refused as error:
                 log.warning("the router %s was not told that we leave: %s", self._name, error)
 

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from headgate.contract.abort import AbortResult
-from headgate.router.fanout import KEYS, Asking, Call, WorkerCalls
+from headgate.contract.operations.control import ABORT_REQUESTS
+from headgate.router.fanout import KEYS, Asking, Call, WorkerCalls, call_of
 from headgate.router.upstream import Headers
 from headgate.router.worker import Worker
 
@@ -21,7 +22,7 @@ class WorkerAborts(msgspec.Struct):
 
 
 def abort_call(body: dict[str, Any]) -> Call:
-    return Call("POST", "/v1/abort_requests", encode(body), WorkerAborts)
+    return call_of(ABORT_REQUESTS, encode(body), WorkerAborts)
 
 
 async def end_former(calls: WorkerCalls, worker: Worker, id: str, tenant: str, headers: Headers) -> None:

@@ -31,11 +31,14 @@ from headgate.contract.control import (
     overall,
     source_of,
 )
+from headgate.contract.operations import control as control_ops
+from headgate.contract.operations import vllm as vllm_ops
+from headgate.contract.operations.operation import Operation
 from headgate.contract.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
 from headgate.errors import RequestError
 from headgate.router.abort import end_at_leaving
 from headgate.router.ending import PAUSE
-from headgate.router.fanout import SLACK_S, Asking, Call, Reply, all_refuse, is_down, to_all
+from headgate.router.fanout import SLACK_S, Asking, Call, Reply, all_refuse, call_of, is_down, to_all
 from headgate.router.monitor import STATES
 from headgate.router.relay import NoWorker
 from headgate.router.worker import Worker
@@ -66,8 +69,8 @@ class WorldSize(msgspec.Struct):
     world_size: Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
-LOOK = Call("GET", "/v1/is_paused", reads=ControlTold)
-SIZE = Call("GET", "/get_world_size", reads=WorldSize)
+LOOK = call_of(control_ops.IS_PAUSED, reads=ControlTold)
+SIZE = call_of(vllm_ops.GET_WORLD_SIZE, reads=WorldSize)
 
 
 class WorkerOutcome(msgspec.Struct, kw_only=True):
@@ -124,7 +127,7 @@ class FleetControls:
             async with self._alone(due_s):
                 self._refuse_if_empty()
                 accepted = self.hold(body)
-                call = self.ordered("/v1/pause", encode(body))
+                call = self.ordered(control_ops.PAUSE, encode(body))
                 calls = to_all(self._fleet, call)
             replies = await self._router.worker_calls.fan_out(calls, asking, self._left_s(due_s) + SLACK_S)
             async with self._alone(due_s + SLACK_S):
@@ -159,7 +162,7 @@ class FleetControls:
         return self._checked(result, replies)
 
     async def _resume_all(self, asking: Asking, left_s: float) -> list[Reply]:
-        call = self.ordered("/v1/resume", encode({"timeout": left_s}))
+        call = self.ordered(control_ops.RESUME, encode({"timeout": left_s}))
         replies = await self._all(call, asking, left_s + SLACK_S)
         for reply in replies:
             self.owe(reply, call)
@@ -170,32 +173,36 @@ class FleetControls:
         if not reply.status:
             self.owed[reply.worker] = replace(call, order=(call.order[0], ONLY_IF_OWN))
 
-    def ordered(self, path: str, body: bytes = b"", *only_if: tuple[bytes, bytes]) -> Call:
+    def ordered(self, operation: Operation, body: bytes = b"", *only_if: tuple[bytes, bytes]) -> Call:
         """A pause or a resume; a worker that gets it after a later one refuses it."""
-        order = (ORDER_HEADER.encode(), f"{self._name}:{next(self._orders)}".encode())
-        return Call("POST", path, body, ControlTold, (order, *only_if))
+        return call_of(operation, body, ControlTold, (self.next_order(), *only_if))
+
+    def next_order(self) -> tuple[bytes, bytes]:
+        return ORDER_HEADER.encode(), f"{self._name}:{next(self._orders)}".encode()
 
     async def look(self, asking: Asking, timeout_s: float | None = None) -> RouterResult:
         patience_s = self.patience_s if timeout_s is None else min(timeout_s, self.patience_s)
         return self._result(await self._all(LOOK, asking, patience_s))
 
     async def sleep(self, body: MemoryRequest, asking: Asking) -> RouterResult:
-        return await self._move_memory("/v1/sleep", "the fleet is being put to sleep", body, asking)
+        return await self._move_memory(control_ops.SLEEP, "the fleet is being put to sleep", body, asking)
 
     async def wake(self, body: MemoryRequest, asking: Asking) -> RouterResult:
-        return await self._move_memory("/v1/wakeup", "the fleet is being woken", body, asking)
+        return await self._move_memory(control_ops.WAKEUP, "the fleet is being woken", body, asking)
 
     async def flush(self, body: ControlBody, asking: Asking) -> RouterResult:
-        call = Call("POST", "/v1/flush_cache", encode(body), ControlTold)
+        call = call_of(control_ops.FLUSH_CACHE, encode(body), ControlTold)
         replies = await self._all(call, asking, body.timeout + SLACK_S)
         self.forget_prefixes(reply.worker for reply in replies if reply.ok)
         result = self._result(replies)
         result.blocks = sum(reply.told.result.blocks or 0 for reply in replies if reply.ok)
         return self._checked(result, replies)
 
-    async def _move_memory(self, path: str, what: str, body: MemoryRequest, asking: Asking) -> RouterResult:
+    async def _move_memory(
+        self, operation: Operation, what: str, body: MemoryRequest, asking: Asking
+    ) -> RouterResult:
         async with self._move(what):
-            call = Call("POST", path, encode(body), ControlTold)
+            call = call_of(operation, encode(body), ControlTold)
             replies = await self._all(call, asking, body.timeout + SLACK_S)
             self.forget_prefixes(reply.worker for reply in replies if reply.ok)
             return self._checked(self._result(replies), replies)
@@ -303,7 +310,7 @@ class FleetControls:
         update = update_call(_plain(body, version))
         self._fleet.set_state(worker, "draining")
         drain = encode({"mode": "drain", "timeout": body.drain_timeout})
-        pause = self.ordered("/v1/pause", drain)
+        pause = self.ordered(control_ops.PAUSE, drain)
         try:
             paused = await self._router.worker_calls.ask(worker, pause, asking, body.drain_timeout + SLACK_S)
             if not paused.ok:
@@ -318,7 +325,7 @@ class FleetControls:
                 await self.probe(worker)
 
     async def resume_one(self, worker: Worker, asking: Asking, *only_if: tuple[bytes, bytes]) -> Reply:
-        call = self.ordered("/v1/resume", b"", *only_if)
+        call = self.ordered(control_ops.RESUME, b"", *only_if)
         reply = await self._router.worker_calls.ask(worker, call, asking, self.patience_s)
         self.owe(reply, call)
         return reply
@@ -579,4 +586,4 @@ def _plain(body: FleetUpdate, version: int) -> dict[str, Any]:
 
 
 def update_call(body: Mapping[str, Any]) -> Call:
-    return Call("POST", "/v1/update_weights", encode(body), ControlTold)
+    return call_of(control_ops.UPDATE_WEIGHTS, encode(body), ControlTold)

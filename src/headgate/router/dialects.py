@@ -106,7 +106,7 @@ class AskingAll:
 
     async def _ask(self, request: Request) -> list[Reply]:
         query = f"?{request.url.query}" if request.url.query else ""
-        order = self.controls.ordered("").order if self.effects.pauses or self.effects.resumes else ()
+        order = (self.controls.next_order(),) if self.effects.pauses or self.effects.resumes else ()
         call = Call(request.method, self.operation.path + query, await request.body(), order=order)
         calls = to_all(of_kind(self.router.fleet, KINDS), call)
         if self.effects.assigns_ranks:

@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from headgate.contract.control import BOOT_HEADER
+from headgate.contract.operations.operation import Operation
 from headgate.router.ask import UNREADABLE
 from headgate.router.fleet import Fleet
 from headgate.router.forwarding import Credentials
@@ -29,6 +30,8 @@ SLACK_S = 0.85  # after its timeout, for a call to be answered; servers take 0.7
 LONGEST_MESSAGE = 1000  # of a worker's error, in characters
 BAD_GATEWAY = 502
 KEYS = (b"authorization", b"x-api-key")
+
+Order = tuple[tuple[bytes, bytes], ...]  # headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,11 @@ class Call:
     path: str
     body: bytes = b""
     reads: Any = None  # the type of its answer; None: it is passed on as it is
-    order: tuple[tuple[bytes, bytes], ...] = ()  # among the pauses and resumes of this router
+    order: Order = ()  # among the pauses and resumes of this router
+
+
+def call_of(operation: Operation, body: bytes = b"", reads: Any = None, order: Order = ()) -> Call:
+    return Call(operation.method, operation.path, body, reads, order)
 
 
 class Complaint(msgspec.Struct):

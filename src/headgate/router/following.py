@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headgate.contract.control import UPDATE_TIMEOUT_S, PauseRequest
+from headgate.contract.operations.control import PAUSE
 from headgate.contract.orders import Overtaken
 from headgate.reconcile import Observed, Step, Wanted, steps
 from headgate.router.control import LOOK, ONLY_IF_OWN, ONLY_IF_RUNNING, FleetControls, update_call
@@ -152,7 +153,7 @@ class Follower:
         return reply
 
     def _pause_call(self, asked: PauseRequest, *only_if: tuple[bytes, bytes]) -> Call:
-        return self._controls.ordered("/v1/pause", msgspec.json.encode(asked), *only_if)
+        return self._controls.ordered(PAUSE, msgspec.json.encode(asked), *only_if)
 
     async def _update(self, worker: Worker) -> Reply:
         asked = self._controls.update_asked

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headgate.contract.errors import NotFound
-from headgate.router.fanout import Asking, Call, of_kind, to_all
+from headgate.contract.operations.sglang import LOADS
+from headgate.contract.operations.status import MODELS
+from headgate.router.fanout import Asking, call_of, of_kind, to_all
 from headgate.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class ModelNames(msgspec.Struct):
 
 async def loads(router: Router, asking: Asking) -> dict[str, Any]:
     workers = of_kind(router.fleet, ("headgate",))
-    call = to_all(workers, Call("GET", "/v1/loads", reads=EngineAges))
+    call = to_all(workers, call_of(LOADS, reads=EngineAges))
     replies = await router.worker_calls.fan_out(call, asking, router.config.probe_timeout_s)
     told = [
         msgspec.json.decode(load, type=dict[str, msgspec.Raw]) | {"worker": reply.worker.url}
@@ -79,7 +81,7 @@ async def loads(router: Router, asking: Asking) -> dict[str, Any]:
 async def models(router: Router, asking: Asking) -> dict[str, msgspec.Raw]:
     """All that some worker serves, each once."""
     workers: list[Worker] = [worker for worker in router.fleet if worker.state != "starting"]
-    call = to_all(workers, Call("GET", "/v1/models", reads=ModelNames))
+    call = to_all(workers, call_of(MODELS, reads=ModelNames))
     found: dict[str, msgspec.Raw] = {}
     for reply in await router.worker_calls.fan_out(call, asking, router.config.probe_timeout_s):
         for model, raw in zip(reply.told.data, reply.items("data"), strict=True) if reply.ok else ():

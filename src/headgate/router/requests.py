@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta, to_builtins
 
 from headgate.contract.errors import NotFound
+from headgate.contract.operations.control import LIST_REQUESTS, SHOW_REQUEST
 from headgate.contract.requests import RequestList
 from headgate.router.abort import Scope, find
 from headgate.router.disagg import prefill_name
-from headgate.router.fanout import Asking, Call, Reply, of_kind, to_all
+from headgate.router.fanout import Asking, Call, Reply, call_of, of_kind, to_all
 from headgate.router.story import Stage, Word, stages
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ async def list_requests(router: Router, scope: Scope, asking: Asking) -> dict[st
     scope.check_all()
     workers = of_kind(router.fleet, ("headgate",))
     replies = await router.worker_calls.fan_out(
-        to_all(workers, Call("GET", "/v1/requests", reads=RequestList)),
+        to_all(workers, call_of(LIST_REQUESTS, reads=RequestList)),
         asking,
         router.config.control_timeout_s,
     )
@@ -108,7 +109,7 @@ async def show_request(router: Router, scope: Scope, asking: Asking, name: str) 
 
 
 async def _ask(router: Router, asking: Asking, workers: Sequence[Worker], name: str) -> list[Reply]:
-    call = Call("GET", f"/v1/requests/{quote(name, safe='')}", reads=WorkerPart)
+    call = Call("GET", SHOW_REQUEST.path.format(id=quote(name, safe="")), reads=WorkerPart)
     return await router.worker_calls.fan_out(to_all(workers, call), asking, router.config.control_timeout_s)
 
 
