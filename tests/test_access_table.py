@@ -25,7 +25,7 @@ from headgate.contract.access import DECLARED
 from headgate.contract.errors import Forbidden, Unauthorized
 from headgate.contract.keys import Keys
 from headgate.contract.operations.operation import Access
-from headgate.router.router import RELAYED
+from headgate.contract.operations.table import RELAYED
 from tests.router.fleets import live_router
 
 CALLERS = {

@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 from headgate.api.app import ROUTES
 from headgate.contract.openapi import router_description, server_description
+from headgate.contract.operations.table import RELAYED
 from headgate.dashboard import page
-from headgate.router.router import RELAYED
 from tests.api.live import LiveServer
 from tests.router.fleets import live_router
 

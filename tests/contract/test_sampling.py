@@ -244,7 +244,9 @@ def test_a_name_of_another_api_is_refused(ask, api):
 
 @pytest.mark.parametrize("api", BODIES)
 def test_openapi_describes_the_fields_of_each_body(api):
-    described = msgspec.json.decode(server_description("0"))["components"]["schemas"][BODIES[api].__name__]["properties"]
+    described = msgspec.json.decode(server_description("0"))["components"]["schemas"][BODIES[api].__name__][
+        "properties"
+    ]
     for each in PARAMETERS.values():
         for name in each.names_in(api):
             assert described[name] == msgspec.json.schema(each.json | None) | {"default": None}, name

@@ -379,8 +379,8 @@ async def keep(
 def hooks(router: Router) -> Hooks:
     """How servers that come and go become workers of the router."""
     from headgate.cluster.fleet import Hooks
+    from headgate.contract.fleet import Role
     from headgate.router.fleet import NoSuchWorker
-    from headgate.router.worker import Role
 
     began_s = time.monotonic()
 

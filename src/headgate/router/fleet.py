@@ -14,11 +14,12 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
+from headgate.contract.fleet import ROLES, Role
 from headgate.errors import RequestError
 from headgate.router.fast_path import PYTHON, FastPath
 from headgate.router.outbox import Outbox
 from headgate.router.upstream import Pool
-from headgate.router.worker import ROLES, Kind, Role, Worker, WorkerState
+from headgate.router.worker import Kind, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from headgate.config import RouteConfig
 from headgate.contract import ids
 from headgate.contract.errors import MethodNotAllowed
 from headgate.contract.keys import Caller, Keys, is_loopback
+from headgate.contract.operations.table import RELAYED
 from headgate.edge.admission import Admission
 from headgate.edge.departures import Departures
 from headgate.edge.sharing import Sharing
@@ -52,18 +53,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RELAYED = frozenset(
-    (
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/embeddings",
-        "/generate",
-        "/inference/v1/generate",
-        "/tokenize",
-        "/detokenize",
-    )
-)
 JOURNALLED = frozenset(("/v1/chat/completions", "/v1/completions"))  # our workers show life while they compute these
 EXPORTING = JOURNALLED | {"/v1/responses"}  # and take `export_kv` and `kv_ticket` with these
 KEEP_ALIVE_S = 10.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Literal
 
-from headgate.contract.fleet import ROLES as ROLES
-from headgate.contract.fleet import Role as Role
+from headgate.contract.fleet import Role
 
 Kind = Literal["unknown", "headgate", "sglang", "vllm", "openai"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "outdated", "stopping", "down"]
