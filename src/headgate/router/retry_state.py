@@ -198,7 +198,8 @@ class RetryState:
 
     @property
     def was_lost(self) -> bool:
-        return self.last is not None and isinstance(self.last[1], Lost)
+        """Whether the last worker, or its engine, was lost with the answer."""
+        return self.last is not None and (isinstance(self.last[1], Lost) or _lacks_an_engine(self.last[1]))
 
     @property
     def may_return(self) -> bool:
