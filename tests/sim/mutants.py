@@ -59,8 +59,8 @@ MUTANTS = [
     Mutant(
         "a place is given back whatever happens",
         "router/relay.py",
-        "        if before is not State.QUEUED:\n",
-        "        if before is not State.QUEUED and not self.client.gone:\n",
+        "        if before is not QUEUED:\n",
+        "        if before is not QUEUED and not self.client.gone:\n",
     ),
     Mutant(
         "only whole events are passed on",

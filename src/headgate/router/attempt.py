@@ -102,10 +102,6 @@ class Recipient(Protocol):
     moves: int  # attempts before this one
     told_raw: bool  # the client has a part of an answer that has no journal
 
-    @property
-    def floor_version(self) -> int | None:
-        """The oldest weights that the fleet has."""
-
     def begin_stream(self, worker: Worker, headers: Headers) -> None: ...
 
     def pass_events(self, events: bytes) -> None:
@@ -123,10 +119,15 @@ class Recipient(Protocol):
 class Form(Enum):
     """What an answer comes as."""
 
+    __hash__ = object.__hash__  # of its identity; that of Enum is computed in Python
+
     WHOLE = auto()
     JOURNALLED = auto()  # a journal, and at its end the whole answer
     EVENTS = auto()  # with a journal among them
     FOREIGN_EVENTS = auto()
+
+
+WHOLE = Form.WHOLE  # a global costs a tenth of what a member of an Enum does
 
 
 class Attempt:
@@ -163,7 +164,7 @@ class Attempt:
         self._read_whole = read_whole
         self._taken = taken
         self._headers: Headers = []
-        self._form = Form.WHOLE
+        self._form = WHOLE
         self._tail = b""  # of an event that has not come whole
         self._last = b""  # events that were passed on
         self._before = b""  # and those before them, of somebody else's stream
@@ -221,8 +222,7 @@ class Attempt:
         if told is None or exchange.moves or exchange.ask.n > 1:
             return False
         version, prompt, cached, answer = told
-        floor = exchange.floor_version
-        if floor is not None and version < floor:
+        if self._floor is not None and version < self._floor:
             return False
         self.status, self._whole = 200, Answered(200, JSON, answer, (prompt, cached))
         return True
@@ -370,10 +370,9 @@ class Attempt:
         if self.upstream is not None and self.upstream.answers(self):
             self.upstream.drop()
 
-    def start(self, upstream: Upstream, request: bytes, now_s: float) -> None:
-        self.upstream = upstream
-        self.last_s = now_s
-        self._floor = self._exchange.floor_version
+    def start(self, upstream: Upstream, request: bytes, now_s: float, floor: int | None) -> None:
+        """`floor`: the oldest weights that the fleet has."""
+        self.upstream, self.last_s, self._floor = upstream, now_s, floor
         upstream.send(request, self)
 
 

@@ -21,12 +21,12 @@ WHOLE = (
 class ClientAnswer:
     __slots__ = ("_begun", "_client", "chunked", "id")
 
-    def __init__(self, client: Downstream, version: str) -> None:
+    def __init__(self, client: Downstream, id: str, version: str) -> None:
         """`version`: of HTTP, as the client speaks it."""
         self._client = client
         self._begun = False  # the client has the head of a stream
         self.chunked = version == "1.1"
-        self.id = ""  # of the request
+        self.id = id  # of the request
 
     def begin_stream(self, worker: Worker | None, headers: Headers = STREAM_HEADERS) -> None:
         if self._begun:

@@ -46,7 +46,18 @@ from headgate.router.forwarding import Forwarder
 from headgate.router.journal import Journal, splice
 from headgate.router.placement import Placement
 from headgate.router.retry_state import Progress, RetryBudget, RetryState, is_final
-from headgate.router.states import Action, Event, Facts, State, transition
+from headgate.router.states import (
+    ASKING,
+    CLOSED,
+    PLACING,
+    QUEUED,
+    STREAMING,
+    Action,
+    Event,
+    Facts,
+    State,
+    transition,
+)
 from headgate.router.story import Departure, departure
 from headgate.router.upstream import Headers, Upstream, WorkerLost
 from headgate.router.worker import Worker
@@ -120,7 +131,7 @@ class Exchange:
     # How every request begins; in the class, because there are thousands a second.
     id = ""
     key = "", "", 0  # in `Router.live`
-    state = State.QUEUED
+    state = QUEUED
     attempt: Attempt | None = None
     leg: Leg | None = None  # while another worker computes its prompt
     retry_state: RetryState | None = None  # once something has gone wrong, or had to be waited for
@@ -143,6 +154,7 @@ class Exchange:
     _tried: tuple[Worker, Outcome] | None = None  # the last attempt
     _error: RequestError | None = None  # of admission
     _ends: tuple[asyncio.Future[None], ...] = ()  # of callers that wait for its end
+    answer: ClientAnswer
 
     def __init__(self, router: Services, client: Downstream, request: HttpRequest, ask: Ask, tenant: str) -> None:
         self.router = router
@@ -151,7 +163,6 @@ class Exchange:
         self.ask = ask
         self.tenant = tenant
         self.journal = Journal()
-        self.answer = ClientAnswer(client, request.head.version)
         self.began_s = router.loop.time()
         self.created = int(time.time())
 
@@ -162,7 +173,7 @@ class Exchange:
 
     @property
     def over(self) -> bool:
-        return self.state is State.CLOSED
+        return self.state is CLOSED
 
     @property
     def began(self) -> float:
@@ -211,7 +222,7 @@ class Exchange:
         """Ask a worker at once if nothing has to be waited for."""
         if self.ask.deadline_ms is not None and (left_s := self._left_s) is not None:
             self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)
-        self.answer.id = self.id
+        self.answer = ClientAnswer(self.client, self.id, self.request.head.version)
         try:
             self._begin()
         except Exception:
@@ -221,18 +232,18 @@ class Exchange:
         router = self.router
         if router.holding or not router.admission.try_enter(self.tenant):
             return self._act(Action.ADMIT)
-        self.state = State.PLACING
+        self.state = PLACING
         self._placement = placement = router.choose(self)
         if placement is None:
             return self._act(Action.PLACE)
         if placement.prefill is not None:
             return self._on(Event.SPLIT)
-        self._upstream = router.fleet.pool(placement.worker).take()
-        if self._upstream is None:
+        upstream = router.fleet.pool(placement.worker).take()
+        if upstream is None:
             return self._on(Event.PLACED)
         # As the table has it in three steps; nearly every request begins like this.
-        self.state = State.ASKING
-        return self._send()
+        self.state = ASKING
+        return self._send_over(upstream, placement)
 
     def client_left(self) -> None:
         self.router.client_left(self)
@@ -290,13 +301,8 @@ class Exchange:
     def begin_stream(self, worker: Worker, headers: Headers) -> None:
         """An attempt has the head of a streamed answer."""
         self.answer.begin_stream(worker, headers)
-        if self.state is State.ASKING:
-            self.state = State.STREAMING
-
-    @property
-    def floor_version(self) -> int | None:
-        """The oldest weights that the fleet has."""
-        return self.router.fleet.floor_version
+        if self.state is ASKING:
+            self.state = STREAMING
 
     def pipe(self) -> Pipe | None:
         """Takes plain events to the client without the attempt; None if the client does not read chunks."""
@@ -321,7 +327,7 @@ class Exchange:
     def _answered(self, outcome: Outcome) -> None:
         """The first attempt has the answer: what `_attempt_ended` does, for nearly every request."""
         placement, self._placement = self._placement, None
-        before, self.state = self.state, State.CLOSED
+        before, self.state, self.attempt = self.state, CLOSED, None
         assert placement is not None
         placement.give_back()
         try:
@@ -358,11 +364,11 @@ class Exchange:
 
     def _on(self, event: Event) -> None:
         before = self.state
-        if before is State.CLOSED:
+        if before is CLOSED:
             return
         try:
             self.state, actions = transition(before, event, self._facts())
-            if self.state is State.CLOSED:
+            if self.state is CLOSED:
                 self._give_back(before)
             for action in actions:
                 self._act(action)
@@ -400,8 +406,8 @@ class Exchange:
 
     def _report_bug(self) -> None:
         log.exception("%s: the router made a mistake", self.id)
-        before, self.state = self.state, State.CLOSED
-        if before is not State.CLOSED:
+        before, self.state = self.state, CLOSED
+        if before is not CLOSED:
             self._give_back(before)
         self.answer.send_error(WorkersFailed("the router made a mistake; its log says more", code="internal_error"))
 
@@ -411,8 +417,9 @@ class Exchange:
             self._timer.cancel()
         if self._work is not None:
             self._work.cancel()
-        self._drop()
-        if before is not State.QUEUED:
+        if self.attempt is not None or self._placement is not None or self.leg is not None:
+            self._drop()
+        if before is not QUEUED:
             self.router.admission.leave(self.tenant)
         self.router.exchange_ended(self)
         for end in self._ends:
@@ -515,19 +522,25 @@ class Exchange:
         return self._placement
 
     def _send(self) -> None:
-        upstream, self._upstream, placement = self._upstream, None, self._placed_at
+        upstream, self._upstream = self._upstream, None
         assert upstream is not None
-        self.attempt = Attempt(self, placement, self.router.read_whole)
-        self.attempt.start(upstream, self._request_for(placement.worker), self.router.loop.time())
+        self._send_over(upstream, self._placed_at)
+
+    def _send_over(self, upstream: Upstream, placement: Placement) -> None:
+        router = self.router
+        self.attempt = attempt = Attempt(self, placement, router.read_whole)
+        request = self._request_for(placement.worker)
+        attempt.start(upstream, request, router.loop.time(), router.fleet.floor_version)
         if self.full:
             upstream.hold()
 
     def _request_for(self, worker: Worker) -> bytes:
-        body = self.request.body
+        body, part, forward = self.request.body, False, self.router.forwarder.request_to
         if worker.kind != "headgate":
-            return self._forwarded(worker, body)
+            return forward(worker, self.request, self.tenant, self.id, body)
         if self.moves:
             body = self._from_where_it_is(body)
+            part = bool(self.journal.choices)
         if self.ask.deadline_ms is not None and (left_s := self._left_s) is not None:
             body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
         if self._ticket is not None:
@@ -535,20 +548,15 @@ class Exchange:
         more = b"%b: %d\r\n" % (RAW_HEADER, self.created)
         if self.retry_state is not None and self.retry_state.recomputes(worker):
             more += RECOMPUTE
-        return self._forwarded(worker, body, more)
-
-    def _forwarded(self, worker: Worker, body: bytes, more: bytes = b"") -> bytes:
-        part = bool(self.moves and self.journal.choices)
-        return self.router.forwarder.request_to(worker, self.request, self.tenant, self.id, body, more, part=part)
+        return forward(worker, self.request, self.tenant, self.id, body, more, part=part)
 
     def _from_where_it_is(self, body: bytes) -> bytes:
         """The request, from where its answer has come to."""
         if not self.journal.choices:
             return body
         if not self.ask.stream and self.ask.logprobs:
-            self.journal = (
-                Journal()
-            )  # which has no log-probabilities: the answer is made anew, and no client has seen it
+            # It has no log-probabilities: the answer is made anew, and no client has seen it.
+            self.journal = Journal()
             return body
         return splice(body, "resume", self.journal.resume(streamed=self.ask.stream))
 

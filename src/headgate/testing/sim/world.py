@@ -306,8 +306,10 @@ class World:
         """Whether an abort of then can only have met this request as its client knows it.
 
         One with a key may have been asked once more since, or have been answered while a worker still made it for the key.
+        A router may have ended one at whose worker something was wrong, and the worker learns of it later.
         """
-        answered = ask.reply.whole and ask.reply.ended_s <= asked_s and "idempotency-key" in ask.headers
+        left_behind = "idempotency-key" in ask.headers or self._in_trouble(ask)
+        answered = ask.reply.whole and ask.reply.ended_s <= asked_s and left_behind
         again_s = self._asked_again.get(ask.name, -1.0)
         return again_s < asked_s and not answered and self._ids[ask.name] == 1 and self._is_known(ask, asked_s)
 
