@@ -452,7 +452,7 @@ def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(carry_
     assert [worker.errors for worker in world.router.router.fleet] == [0]
 
 
-# Of the last eight, the simulation or its judge was wrong.
+# Of the last nine, the simulation or its judge was wrong.
 LATEST = {
     2834731027: "an answer whose engine was lost waits for workers that another router has paused",
     3424496411: "a server that came back with old weights made an answer and kept it for its key",
@@ -465,6 +465,7 @@ LATEST = {
     2044205121: "a request whose connection was reset finds its own prompt cached",
     77000196: "no server has weights after an update that broke off everywhere",
     3047417735: "an update that was refused is repeated, though an older one has ended since",
+    2809551823: "a request that a pause sent back from the wait for its ticket finds its own prompt cached",
     7038: "a stopped worker ends a request that its router has ended before",
     749408475: "no server has weights: an update broke off at one, and the other came back with old ones",
     2196408953: "an abort by an operator ends the requests of all tenants that use the id",

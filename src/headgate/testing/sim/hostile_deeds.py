@@ -186,8 +186,9 @@ class HostileDeeds:
     def _moves(self, via: str) -> tuple[int, ...]:
         """Changes when a request may have been sent to a server twice, which then finds its own prompt cached."""
         router = next(host.router for host in self._world.routers if host.name == via)
-        resets = self._world.report.deeds["reset"]
-        return (resets,) if router is None else (resets, router.counters.retries, router.counters.resumes)
+        # A pause sends what waits for a ticket back, whose prompt a worker has begun to compute.
+        disturbed = self._world.report.deeds["reset"], self._world.pauses
+        return disturbed if router is None else (*disturbed, router.counters.retries, router.counters.resumes)
 
     async def pry(self, deed: Deed) -> None:
         """65, 67: a tenant or a stranger neither sees nor ends what is not its own, also not through a router."""
