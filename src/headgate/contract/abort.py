@@ -51,7 +51,7 @@ class AbortResult(msgspec.Struct, kw_only=True):
     not_found: list[str] = []
     already_finished: list[str] = []
     errors: list[Trouble] = []
-    accepted: list[str] | UnsetType = UNSET  # what will end, when nobody waits for it
+    accepted: list[str] | UnsetType = UNSET  # without `wait`: the requests that will end
 
 
 class AbortAnswer(msgspec.Struct):

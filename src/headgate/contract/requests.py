@@ -18,7 +18,7 @@ class ChoiceUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0  # of the answer
-    engine_tokens: int = 0  # made for it by engines, whoever heard them; without those that it was resumed with
+    engine_tokens: int = 0  # that engines have made for it, delivered or not; without those that it was resumed with
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -62,7 +62,7 @@ class Gate:
         except ClientDisconnect:
             log.debug("%s: the client has gone", state["request_id"])
         except asyncio.CancelledError:
-            # A process whose time is up has closed the connection, and ends what is left; there is nobody to tell.
+            # A process that shuts down has closed the connection and cancels what is left; no client can be answered.
             log.debug("%s: broken off", state["request_id"])
         except HTTPException as error:
             await self._explain(refusal_of(error, scope), answer, scope, receive)

@@ -105,7 +105,7 @@ class Services(Protocol):
     async def admit(self, exchange: Exchange) -> None:
         """Wait for a place in flight."""
 
-    def nobody(self) -> RequestError:
+    def no_worker(self) -> RequestError:
         """Why no worker can take a request."""
 
     def attempt_ended(self, exchange: Exchange, placement: Placement, outcome: Outcome) -> None: ...
@@ -665,7 +665,7 @@ class Exchange:
     def _report_last(self) -> None:
         last = self._retry_state.last
         if last is None:
-            raise self.router.nobody()
+            raise self.router.no_worker()
         worker, outcome = last
         refused = isinstance(outcome, Lost) or (isinstance(outcome, Answered) and outcome.status == 503)
         if refused and self._left_s is not None and self._left_s <= 0:

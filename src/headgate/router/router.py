@@ -210,7 +210,7 @@ class Router:
     async def admit(self, exchange: Exchange) -> None:
         """A place among those in flight for one that has not been tried, as soon as there is one."""
         if self.holding and not (self.queueing or exchange.held):
-            raise self.nobody()
+            raise self.no_worker()
         await self.admission.enter(exchange.tenant, exchange.keep_alive, KEEP_ALIVE_S)
 
     def hold(self, *, queue: bool, mode: PauseMode = "freeze") -> tuple[Exchange, ...]:
@@ -364,7 +364,7 @@ class Router:
         )
         return self._policies["prefill"].choose(others, ask, match, self.random) if others else None
 
-    def nobody(self) -> RequestError:
+    def no_worker(self) -> RequestError:
         states = Counter(worker.state for worker in self.fleet)
         if self.holding or (states["paused"] and not states["ready"]):
             return Unavailable("the fleet is paused; try again when it has been resumed", code="paused")

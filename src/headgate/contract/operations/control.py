@@ -84,7 +84,7 @@ UPDATE_WEIGHTS: Final = _control(
 )
 SLEEP: Final = _control("/v1/sleep", "Have paused engines give memory back", MemoryRequest)
 WAKEUP: Final = _control("/v1/wakeup", "Have them take it again", MemoryRequest)
-FLUSH_CACHE: Final = _control("/v1/flush_cache", "Forget cached prefixes that nobody uses", ControlBody)
+FLUSH_CACHE: Final = _control("/v1/flush_cache", "Drop cached prefixes that no request uses", ControlBody)
 IS_PAUSED: Final = Operation(
     method="GET",
     path="/v1/is_paused",
