@@ -25,10 +25,10 @@ from typing import Any
 
 import uvloop
 
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import ServerMetrics
 from headgate.api.app import build_app
-from headgate.api.host import Host
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
+from headgate.api.host import ServerContext
 from headgate.api.server import HttpServer
 from headgate.api.state import Api
 from headgate.config import EngineConfig
@@ -38,7 +38,7 @@ from headgate.engine.client import connected
 from headgate.engine.replicas import Replicas
 from headgate.engine.start import EngineStart
 from headgate.listening import take_port
-from headgate.protocol.message import Abort, EngineInfo, EngineStatus, Message, Submit, Told
+from headgate.protocol.message import Abort, EngineInfo, EngineStatus, Message, StepOutputs, Submit
 from headgate.protocol.output import Ended, Outputs, Timings
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
@@ -83,7 +83,7 @@ class ScriptedEngine:
             if not self._left[id]:
                 del self._left[id]
                 outputs.ended.append(Ended(id, "length", "max_tokens", 16, 0, 1, Timings(0, 0, 0, 0)))
-        self._channel.send(0, Told(outputs))
+        self._channel.send(0, StepOutputs(outputs))
 
 
 def write_model(folder: str) -> None:
@@ -131,7 +131,7 @@ async def serving(address: str, model: Path) -> AsyncIterator[int]:
     async with connected(address, 0, 30) as client:
         engines = Replicas(EngineStart("", "", EngineConfig()), 1, 0, model)
         engines.replicas[0].client, engines._info = client, client.info
-        metrics = Metrics()
+        metrics = ServerMetrics()
         ledger = Ledger(metrics, limit=100_000)
         api = Api(
             engines=engines,
@@ -141,7 +141,7 @@ async def serving(address: str, model: Path) -> AsyncIterator[int]:
             tokenizer=load_tokenizer(model),
             template=load_template(model),
         )
-        host = Host("0", "scripted", engines.replicas, ledger)
+        host = ServerContext("0", "scripted", engines.replicas, ledger)
         listener = take_port("127.0.0.1", 0)
         up = asyncio.Event()
         app = build_app(api, host, Keys(), 1 << 20)

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from headgate.bench.disagg import Trial, run, table
+from headgate.bench.disagg import DisaggTrial, run, table
 from headgate.testing.tiny import tiny_model
 
 READY_S = 120.0
@@ -132,7 +132,7 @@ def running(model: Path, roles: tuple[str, ...]) -> Iterator[Fleet]:
 
 def measure(fleet: Fleet, load: str, options: argparse.Namespace) -> dict[str, Any]:
     words, interval_s = load.split(",")
-    trial = Trial(
+    trial = DisaggTrial(
         url=fleet.router,
         streams=options.streams,
         max_tokens=options.max_tokens,

@@ -18,9 +18,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headgate.contract.sampling import SamplingParams
+from headgate.device.sampling.grammar import Grammars, read_vocabulary, unpack
 from headgate.protocol.plan import Join, StepPlan
 from headgate.text.constraints import json_object, json_schema
-from headgate.worker.grammar import Grammars, read_vocabulary, unpack
 
 PERSON = {
     "type": "object",

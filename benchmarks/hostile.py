@@ -30,7 +30,7 @@ from typing import Any
 
 from disagg import go_first, process
 
-from headgate.httpclient import Address, call
+from headgate.httpclient import HttpAddress, call
 from headgate.testing.tiny import tiny_model
 
 CONTEXT = 8192
@@ -68,7 +68,7 @@ async def ask(url: str, felt: Felt) -> None:
     began_s, first_s = perf_counter(), 0.0
     try:
         async with asyncio.timeout(PATIENCE_S):
-            async with call(Address.of(url), "POST", "/v1/completions", _json(body), KEYS["polite"]) as answer:
+            async with call(HttpAddress.of(url), "POST", "/v1/completions", _json(body), KEYS["polite"]) as answer:
                 async for line in answer.lines():
                     first_s = first_s or (perf_counter() - began_s if line.startswith(b"data:") else 0.0)
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
@@ -102,7 +102,7 @@ def _request(body: bytes) -> bytes:
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def stall(address: Address) -> socket.socket:
+def stall(address: HttpAddress) -> socket.socket:
     """A connection that asks for much and reads nothing."""
     stalled = socket.socket()
     stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
@@ -123,7 +123,7 @@ async def send_giants(url: str, met: Counter[str]) -> None:
 async def _send(url: str, body: bytes, what: str, met: Counter[str]) -> None:
     try:
         async with asyncio.timeout(PATIENCE_S):
-            async with call(Address.of(url), "POST", "/v1/completions", body, KEYS["hostile"]) as answer:
+            async with call(HttpAddress.of(url), "POST", "/v1/completions", body, KEYS["hostile"]) as answer:
                 met[f"{what} {answer.status}"] += 1
                 await answer.body()
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
@@ -132,7 +132,7 @@ async def _send(url: str, body: bytes, what: str, met: Counter[str]) -> None:
 
 async def be_hostile(url: str, seconds: float, ways: list[str]) -> Counter[str]:
     met: Counter[str] = Counter()
-    stalled = [stall(Address.of(url)) for _ in range(STALLED * ("stalled" in ways))]
+    stalled = [stall(HttpAddress.of(url)) for _ in range(STALLED * ("stalled" in ways))]
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
             if "giants" in ways:

@@ -28,7 +28,7 @@ from statistics import median
 import numpy as np
 from disagg import process
 
-from headgate.bench.client import Sample
+from headgate.bench.client import TimedRequest
 from headgate.bench.load import ClosedLoop, Load, OpenLoop, measure
 from headgate.testing.tiny import tiny_model
 
@@ -97,7 +97,7 @@ class Figures:
     refused_s: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
 
-    def add(self, samples: Sequence[Sample], seconds: float, used_s: float) -> None:
+    def add(self, samples: Sequence[TimedRequest], seconds: float, used_s: float) -> None:
         begun_s = seconds * WARM_UP
         window_s = seconds - begun_s
         done = [sample for sample in samples if sample.error is None]

@@ -14,7 +14,7 @@ import time
 
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Limits, Scheduler
+from headgate.core.scheduler import Scheduler, SchedulerLimits
 from headgate.protocol.plan import StepResult
 from headgate.protocol.request import GenerateRequest
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 32
 
 
 def scheduler(running: int) -> Scheduler:
-    limits = Limits(
+    limits = SchedulerLimits(
         max_context=2048, max_running=running, max_batch_tokens=8192, vocab_size=50_000, eos_token_ids=(2,)
     )
     return Scheduler(BlockPool(running * 64, BLOCK_SIZE), limits)

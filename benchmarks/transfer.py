@@ -30,12 +30,12 @@ from typing import Any
 import torch
 
 from headgate.config import KV_TRANSPORTS, EngineConfig
+from headgate.device.kv_blocks import DeviceBlocks, HostBlocks
 from headgate.engine.build import open_transport
 from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
 from headgate.transfer.tcp import BUFFER_BYTES
 from headgate.transfer.transport import BlockMemory, Fetched, Transport
-from headgate.worker.blocks import DeviceBlocks, HostBlocks
 
 GIB = 2**30
 # layers, bytes of one block's keys in one layer: bfloat16, 32 tokens per block

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from headgate.device.weights.loading import SafetensorsFolder
 from headgate.offline import LLM
-from headgate.protocol.command import Files, Group, Pause, Sleep, UpdateWeights, Wake
+from headgate.protocol.command import BroadcastSource, FileSource, Pause, Sleep, UpdateWeights, Wake
 from headgate.weights import publish, send_weights
-from headgate.worker.weights import SafetensorsFolder
 
 
 def trainer(folder: str, port: int, count: int, ready: multiprocessing.synchronize.Event) -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     sender = context.Process(target=trainer, args=(folder, port, repeats, ready), daemon=True)
     with LLM(folder, max_context=1024, max_running=4) as llm:
         llm.call(Pause("abort"))
-        measure("Files, a folder", repeats, lambda: llm.call(UpdateWeights(Files(folder))))
+        measure("Files, a folder", repeats, lambda: llm.call(UpdateWeights(FileSource(folder))))
         tensors = dict(SafetensorsFolder(folder))
         with publish(tensors) as files:
             measure("Files, shared memory", repeats, lambda: llm.call(UpdateWeights(files)))
@@ -68,9 +68,11 @@ def main() -> None:
         sender.start()
         ready.wait()
         measure(
-            "Group, gloo over loopback", repeats, lambda: llm.call(UpdateWeights(Group(f"tcp://127.0.0.1:{port}", 2)))
+            "Group, gloo over loopback",
+            repeats,
+            lambda: llm.call(UpdateWeights(BroadcastSource(f"tcp://127.0.0.1:{port}", 2))),
         )
-        llm.call(UpdateWeights(Files(folder)))
+        llm.call(UpdateWeights(FileSource(folder)))
         measure(
             "Sleep and wake, weights", repeats, lambda: (llm.call(Sleep(("weights",))), llm.call(Wake(("weights",))))
         )

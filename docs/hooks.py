@@ -20,11 +20,11 @@ import msgspec
 
 from headgate import __version__, cli
 from headgate import config as configs
-from headgate.api.metrics import Metrics, Page
+from headgate.api.accounting.metrics import MetricsPage, ServerMetrics
 from headgate.contract.openapi import router_description, server_description
 from headgate.contract.operations.operation import ERRORS, AskAll, AskOne, Operation, Relay, RouterHandler
 from headgate.contract.operations.table import OPERATIONS
-from headgate.contract.parameter import APIS, Api, Parameter
+from headgate.contract.parameter import APIS, Api, SamplingParameter
 from headgate.contract.sampling import PARAMETERS
 
 ROOT = Path(__file__).parents[1]
@@ -262,7 +262,7 @@ def sampling_page() -> str:
     return "\n".join([*lines, ""])
 
 
-def _parameter(parameter: Parameter) -> str:
+def _parameter(parameter: SamplingParameter) -> str:
     kind = type_of(_without_null(msgspec.json.schema(parameter.json)))
     allowed = ", ".join(rule.words for rule in parameter.rules)
     names = [", ".join(f"`{name}`" for name in parameter.names_in(api)) for api in APIS]
@@ -274,7 +274,7 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     return options[0] if len(options) == 1 else schema
 
 
-def _defaults(parameter: Parameter) -> str:
+def _defaults(parameter: SamplingParameter) -> str:
     default = "" if parameter.default in (None, {}, ()) else f"`{json.dumps(parameter.default)}`"
     others = (f"{API_TITLES[api]}: `{json.dumps(value)}`" for api, value in parameter.defaults.items())
     return "; ".join(filter(None, (default, *others)))
@@ -340,7 +340,7 @@ def _comments(owner: type) -> dict[str, str]:
 
 
 def metrics_page() -> str:
-    page = Page(version=__version__, model="", metrics=Metrics(), in_flight=0, limit=0, engines=[])
+    page = MetricsPage(version=__version__, model="", metrics=ServerMetrics(), in_flight=0, limit=0, engines=[])
     lines = [
         "# Metrics",
         "",

@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from headgate.compiling import build_once
 from headgate.layers.cpu import build
-from headgate.router import fast_path
+from headgate.router.data_path import fast_path
 
 CACHE = Path(__file__).parents[1] / "build" / "sanitize"
 # Not `vptr`: it needs type information that torch hides. Frame pointers and -g make the reports readable.

@@ -17,10 +17,10 @@ from typing import Any
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, Route
 
-from headgate.api.app import ROUTES, App
-from headgate.api.host import Host
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.app import ROUTES, ServerApp
+from headgate.api.host import ServerContext
 from headgate.contract.access import DECLARED
 from headgate.contract.errors import Forbidden, Unauthorized
 from headgate.contract.keys import Keys
@@ -128,7 +128,7 @@ class Table:
 MARKS = {IN: "+", NO_KEY: "1", NO_RIGHT: "3"}
 
 
-async def status_of(app: App, call: Call, headers: dict[str, str]) -> int:
+async def status_of(app: ServerApp, call: Call, headers: dict[str, str]) -> int:
     told: list[int] = []
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {
@@ -209,8 +209,8 @@ def close_behind_the_gate(app: Any, router: Any) -> None:
     router.draining = True
 
 
-def server_app(routes: list[BaseRoute], keys: Keys) -> App:
-    ledger = Ledger(Metrics(), limit=1)
-    app = App(routes, keys, ledger, 1 << 20)
-    app.state.host = Host("0", "model", [], ledger)
+def server_app(routes: list[BaseRoute], keys: Keys) -> ServerApp:
+    ledger = Ledger(ServerMetrics(), limit=1)
+    app = ServerApp(routes, keys, ledger, 1 << 20)
+    app.state.host = ServerContext("0", "model", [], ledger)
     return app

@@ -18,15 +18,15 @@ DATES = {"time", "time_ns", "now", "utcnow", "strftime", "localtime", "gmtime"}
 
 # Each use of a wall clock, and what is shown by it. A use that decides something does not belong here.
 SHOWN = {
-    "api/dialects/sglang.py": ["`timestamp` of the loads"],
-    "api/ledger.py": ["`arrived` of the usage record"],
-    "api/serve.py": ["`created` of the answer"],
+    "api/compat/sglang.py": ["`timestamp` of the loads"],
+    "api/accounting/ledger.py": ["`arrived` of the usage record"],
+    "api/generate/serve.py": ["`created` of the answer"],
     "api/server.py": ["`created` of the models"],
     "dashboard/feed.py": ["the time axis"],
     "engine/evidence.py": ["`when` of the crash"],
-    "router/looking.py": ["`timestamp` of the loads"],
-    "router/relay.py": ["`created` of the answer", "the timeline of a request"],
-    "router/story.py": ["the part of one worker in it"],
+    "router/control/fleet_status.py": ["`timestamp` of the loads"],
+    "router/exchange/relay.py": ["`created` of the answer", "the timeline of a request"],
+    "router/exchange/timeline.py": ["the part of one worker in it"],
     "text/sandbox.py": ["the date that a chat template asks for"],
     "text/template.py": ["the same"],
 }

@@ -15,8 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from headgate import __version__, cli
+from headgate.api.accounting.metrics import MetricsPage, ServerMetrics
 from headgate.api.app import ROUTES
-from headgate.api.metrics import Metrics, Page
 from headgate.api.server import LAST_WORDS_S
 from headgate.doctor import EXTRAS
 from headgate.protocol.command import State
@@ -52,7 +52,7 @@ def container() -> dict[str, Any]:
 
 def exported() -> set[str]:
     """Every name that a query may use; a family without samples has its name all the same."""
-    page = Page(version="0", model="m", metrics=Metrics(), in_flight=0, limit=1, engines=[])
+    page = MetricsPage(version="0", model="m", metrics=ServerMetrics(), in_flight=0, limit=1, engines=[])
     names = {"up"}
     for family in text_string_to_metric_families(page.render().decode()):
         names |= {family.name, *(sample.name for sample in family.samples)}

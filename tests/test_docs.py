@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from headgate import cli
-from headgate.api.metrics import Metrics, Page
+from headgate.api.accounting.metrics import MetricsPage, ServerMetrics
 from headgate.cli.completion import nodes
 from headgate.contract.operations.operation import Access
 from headgate.contract.operations.table import OPERATIONS
@@ -104,7 +104,7 @@ def test_every_type_that_is_linked_is_there(made):
 
 
 def test_every_metric_is_documented(made):
-    page = Page(version="0", model="", metrics=Metrics(), in_flight=0, limit=0, engines=[])
+    page = MetricsPage(version="0", model="", metrics=ServerMetrics(), in_flight=0, limit=0, engines=[])
     names = {line.split()[2] for line in page.render().decode().splitlines() if line.startswith("# TYPE headgate:")}
     assert len(names) > 20 and all(f"| `{name}` |" in made["reference/metrics.md"] for name in names)
 

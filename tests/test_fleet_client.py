@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from headgate.client import AsyncFleet, Fleet, FleetError, FleetLost
+from headgate.device.weights.loading import SafetensorsFolder
 from headgate.testing.tiny import tiny_model
 from headgate.weights import publish
-from headgate.worker.weights import SafetensorsFolder
 from tests.api.live import LiveServer, eventually, live_server
 
 LONG = {"max_tokens": 15000, "temperature": 0, "ignore_eos": True}

@@ -19,7 +19,15 @@ import torch
 from headgate.contract.sampling import SamplingParams
 from headgate.errors import RequestError
 from headgate.offline import LLM
-from headgate.protocol.command import Command, Group, Pause, Resume, Shared, StateTold, UpdateWeights
+from headgate.protocol.command import (
+    BroadcastSource,
+    Command,
+    EngineState,
+    Pause,
+    Resume,
+    SharedMemorySource,
+    UpdateWeights,
+)
 from headgate.testing.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +41,7 @@ import sys
 import msgspec, torch
 from headgate.errors import HeadgateError
 from headgate.weights import send_weights, share
-from headgate.worker.weights import SafetensorsFolder
+from headgate.device.weights.loading import SafetensorsFolder
 
 folder, how, place, device = sys.argv[1:]
 tensors = {name: tensor.to(device) for name, tensor in SafetensorsFolder(folder)}
@@ -119,10 +127,10 @@ def test_an_engine_reads_a_trainers_gpu_memory_where_it_lies(old, new, expected,
     with started(old) as llm, trainer(new, how) as process:
         assert answers(llm) == expected[0]
         assert process.stdin is not None and process.stdout is not None
-        shared = msgspec.json.decode(process.stdout.readline(), type=Shared)
+        shared = msgspec.json.decode(process.stdout.readline(), type=SharedMemorySource)
         llm.call(Pause("abort"))
         told = llm.call(UpdateWeights(shared, version=4))
-        assert isinstance(told, StateTold) and told.version == 4
+        assert isinstance(told, EngineState) and told.version == 4
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "untouched\n" and process.wait(30) == 0
@@ -134,7 +142,7 @@ def test_handles_of_a_trainer_that_has_died_leave_the_old_weights(old, new, expe
     with started(old) as llm:
         with trainer(new, "share") as process:
             assert process.stdout is not None
-            shared = msgspec.json.decode(process.stdout.readline(), type=Shared)
+            shared = msgspec.json.decode(process.stdout.readline(), type=SharedMemorySource)
         llm.call(Pause("abort"))
         refused = attempt(llm, UpdateWeights(shared))
         assert isinstance(refused, RequestError) and refused.code == "source_lost"
@@ -146,7 +154,7 @@ def test_handles_that_do_not_fit_the_model_are_refused_unopened(old, tmp_path, e
     wide = tiny_model(tmp_path, "qwen3", tokenizer=False, intermediate_size=128)
     with started(old) as llm, trainer(wide, "share") as process:
         assert process.stdout is not None
-        shared = msgspec.json.decode(process.stdout.readline(), type=Shared)
+        shared = msgspec.json.decode(process.stdout.readline(), type=SharedMemorySource)
         llm.call(Pause("abort"))
         refused = attempt(llm, UpdateWeights(shared))
         assert isinstance(refused, RequestError) and "the model expects [96, 64]" in refused.message
@@ -159,8 +167,8 @@ def test_weights_travel_by_nccl_from_card_to_card(old, new, expected):
     where = place()
     with started(old) as llm, trainer(new, "nccl", where, "cuda:1") as process:
         llm.call(Pause("abort"))
-        told = llm.call(UpdateWeights(Group(where, 2, timeout_s=60, backend="nccl")))
-        assert isinstance(told, StateTold) and told.version == 1
+        told = llm.call(UpdateWeights(BroadcastSource(where, 2, timeout_s=60, backend="nccl")))
+        assert isinstance(told, EngineState) and told.version == 1
         assert process.stdout is not None and process.stdout.readline() == "sent\n"
         llm.call(Resume())
         assert answers(llm) == expected[1]
@@ -171,7 +179,7 @@ def test_two_ranks_on_one_card_are_refused_by_nccl_and_both_processes_live(old, 
     where = place()
     with started(old) as llm, trainer(new, "nccl", where) as process:
         llm.call(Pause("abort"))
-        refused = attempt(llm, UpdateWeights(Group(where, 2, timeout_s=60, backend="nccl")))
+        refused = attempt(llm, UpdateWeights(BroadcastSource(where, 2, timeout_s=60, backend="nccl")))
         assert isinstance(refused, RequestError) and refused.code == "source_lost", refused
         assert process.stdout is not None and process.stdout.readline().startswith("SourceLost: ")
         llm.call(Resume())

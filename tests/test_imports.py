@@ -20,8 +20,8 @@ MAY_IMPORT = {
     "core": {"core", "protocol", "errors", "shares"},
     "layers": {"layers", "errors", "compiling"},
     "models": {"models", "layers", "errors"},
-    "worker": {
-        "worker",
+    "device": {
+        "device",
         "models",
         "layers",
         "transfer",
@@ -30,7 +30,7 @@ MAY_IMPORT = {
         "errors",
         "config",
         "logs",
-        "zoo",
+        "model_store",
         "collector",
         "scratch",
     },
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "engine": {
         "engine",
         "core",
-        "worker",
+        "device",
         "transfer",
         "protocol",
         "errors",
@@ -49,8 +49,8 @@ MAY_IMPORT = {
         "turns",
         "reconcile",
     },
-    "text": {"text", "contract", "protocol", "errors", "zoo"},
-    "zoo": {"zoo", "errors"},
+    "text": {"text", "contract", "protocol", "errors", "model_store"},
+    "model_store": {"model_store", "errors"},
     "dashboard": {"dashboard", "errors"},
     "contract": {"contract", "dashboard", "protocol", "errors"},
     "edge": {"edge", "contract", "dashboard", "protocol", "errors", "shares"},
@@ -91,14 +91,14 @@ MAY_IMPORT = {
 # module -> what else of ours it may import
 EXCEPTIONS = {
     # Grammars are about bytes, so whoever matches tokens with them must know which bytes a token stands for.
-    "worker/build.py": {"text"},
+    "device/build.py": {"text"},
     # Fakes are part of the product: a crash is looked into on one.
     "engine/replay.py": {"testing"},
 }
 
 # library -> the only packages (or modules) that may import it
 ONLY_IN = {
-    "torch": {"worker", "layers", "models", "transfer", "testing", "weights.py", "doctor.py"},
+    "torch": {"device", "layers", "models", "transfer", "testing", "weights.py", "doctor.py"},
     "zmq": {"engine/channel.py", "transfer"},
     "nixl": {"transfer/staging.py"},
     "ray": {"cluster/ray.py"},
@@ -174,7 +174,7 @@ def test_the_table_of_sampling_parameters_needs_nothing_but_msgspec(module):
     assert others <= {"msgspec", "msgspec.structs"} | SAMPLING_TABLE
 
 
-@pytest.mark.parametrize("package", ["protocol", "text", "worker"])
+@pytest.mark.parametrize("package", ["protocol", "text", "device"])
 def test_below_the_api_only_the_sampling_table_of_the_contract_is_imported(package):
     for path in sorted((PACKAGE / package).rglob("*.py")):
         assert {name for name in imports(path) if name.startswith("headgate.contract")} <= SAMPLING_TABLE
@@ -182,7 +182,13 @@ def test_below_the_api_only_the_sampling_table_of_the_contract_is_imported(packa
 
 @pytest.mark.parametrize(
     "module",
-    ["headgate", "headgate.core.scheduler", "headgate.text.tokenizer", "headgate.zoo", "headgate.router.server"],
+    [
+        "headgate",
+        "headgate.core.scheduler",
+        "headgate.text.tokenizer",
+        "headgate.model_store",
+        "headgate.router.server",
+    ],
 )
 def test_importing_it_does_not_import_torch(module):
     script = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
@@ -192,7 +198,7 @@ def test_importing_it_does_not_import_torch(module):
 # What a router has no use for: the engine's side of a server, and what only that needs.
 NOT_IN_A_ROUTER = {
     *("torch", "transformers", "tokenizers", "llguidance", "jinja2", "zmq", "numpy", "uvicorn"),
-    *("headgate.api", "headgate.engine", "headgate.core", "headgate.text", "headgate.worker", "headgate.transfer"),
+    *("headgate.api", "headgate.engine", "headgate.core", "headgate.text", "headgate.device", "headgate.transfer"),
 }
 
 

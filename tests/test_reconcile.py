@@ -7,36 +7,36 @@ from dataclasses import replace
 
 import pytest
 
-from headgate.reconcile import Observed, Step, Wanted, is_outdated, steps
+from headgate.reconcile import CatchUpStep, Desired, Observed, is_outdated, steps
 
 PAUSE, HOLD, UPDATE, RESUME, EXCLUDE = (
-    Step.PAUSE,
-    Step.PAUSE_FOR_UPDATE,
-    Step.UPDATE,
-    Step.RESUME,
-    Step.EXCLUDE,
+    CatchUpStep.PAUSE,
+    CatchUpStep.PAUSE_FOR_UPDATE,
+    CatchUpStep.UPDATE,
+    CatchUpStep.RESUME,
+    CatchUpStep.EXCLUDE,
 )
-WANTED = [Wanted(*values) for values in itertools.product((False, True), (None, 1, 2), (False, True))]
+WANTED = [Desired(*values) for values in itertools.product((False, True), (None, 1, 2), (False, True))]
 OBSERVED = [Observed(*values) for values in itertools.product((False, True), (None, 1, 2), (False, True))]
 
 
 @pytest.mark.parametrize(
     ("wanted", "observed", "expected"),
     [
-        (Wanted(), Observed(), ()),
-        (Wanted(), Observed(paused=True), ()),  # by another caller, who resumes it
-        (Wanted(), Observed(paused=True, missed_resume=True), (RESUME,)),
-        (Wanted(paused=True), Observed(), (PAUSE,)),
-        (Wanted(paused=True), Observed(paused=True), ()),
-        (Wanted(paused=True), Observed(missed_resume=True), (PAUSE,)),
-        (Wanted(version=2, sendable=True), Observed(version=1), (HOLD, UPDATE, RESUME)),
-        (Wanted(version=2, sendable=True), Observed(version=1, paused=True), (HOLD, UPDATE, RESUME)),
-        (Wanted(version=2, sendable=True, paused=True), Observed(version=1), (PAUSE, UPDATE)),
-        (Wanted(version=2, sendable=True, paused=True), Observed(version=1, paused=True), (UPDATE,)),
-        (Wanted(version=2), Observed(version=1), (EXCLUDE,)),
-        (Wanted(version=2, paused=True), Observed(version=1), (PAUSE, EXCLUDE)),
-        (Wanted(version=1, sendable=True), Observed(version=2), ()),
-        (Wanted(version=2, sendable=True), Observed(), ()),  # which weights it has is asked first
+        (Desired(), Observed(), ()),
+        (Desired(), Observed(paused=True), ()),  # by another caller, who resumes it
+        (Desired(), Observed(paused=True, missed_resume=True), (RESUME,)),
+        (Desired(paused=True), Observed(), (PAUSE,)),
+        (Desired(paused=True), Observed(paused=True), ()),
+        (Desired(paused=True), Observed(missed_resume=True), (PAUSE,)),
+        (Desired(version=2, sendable=True), Observed(version=1), (HOLD, UPDATE, RESUME)),
+        (Desired(version=2, sendable=True), Observed(version=1, paused=True), (HOLD, UPDATE, RESUME)),
+        (Desired(version=2, sendable=True, paused=True), Observed(version=1), (PAUSE, UPDATE)),
+        (Desired(version=2, sendable=True, paused=True), Observed(version=1, paused=True), (UPDATE,)),
+        (Desired(version=2), Observed(version=1), (EXCLUDE,)),
+        (Desired(version=2, paused=True), Observed(version=1), (PAUSE, EXCLUDE)),
+        (Desired(version=1, sendable=True), Observed(version=2), ()),
+        (Desired(version=2, sendable=True), Observed(), ()),  # which weights it has is asked first
     ],
 )
 def test_what_is_still_to_be_asked_of_a_member(wanted, observed, expected):
@@ -54,16 +54,16 @@ def test_a_member_that_has_followed_is_asked_nothing_more(wanted, observed):
     assert not (is_outdated(wanted, observed) and wanted.sendable)
 
 
-def followed(wanted: Wanted, observed: Observed) -> Observed:
+def followed(wanted: Desired, observed: Observed) -> Observed:
     """The member after it has carried out all steps."""
     for step in steps(wanted, observed):
         match step:
-            case Step.PAUSE | Step.PAUSE_FOR_UPDATE:
+            case CatchUpStep.PAUSE | CatchUpStep.PAUSE_FOR_UPDATE:
                 observed = replace(observed, paused=True)
-            case Step.UPDATE:
+            case CatchUpStep.UPDATE:
                 assert observed.paused, "weights change only in a pause"
                 observed = replace(observed, version=wanted.version)
-            case Step.RESUME:
+            case CatchUpStep.RESUME:
                 assert not wanted.paused, "no step ends the pause of a fleet"
                 observed = replace(observed, paused=False, missed_resume=False)
     return observed

@@ -24,16 +24,16 @@ START_S = time.perf_counter()
 import torch  # noqa: E402
 from benchmarks.checkpoint import SHAPES  # noqa: E402
 
-import headgate.worker.crew as crew  # noqa: E402
+import headgate.device.tensor_parallel.team as team  # noqa: E402
 from headgate.config import FP8, EngineConfig  # noqa: E402
 from headgate.contract.sampling import SamplingParams  # noqa: E402
+from headgate.device.weights.loading import TensorInfo  # noqa: E402
 from headgate.engine.build import Engine, build_engine  # noqa: E402
 from headgate.models import Config, ModelSpec, Network, build_model, read_spec, spec_of  # noqa: E402
-from headgate.protocol.command import Files  # noqa: E402
-from headgate.protocol.message import Answer, Submit, Told  # noqa: E402
+from headgate.protocol.command import FileSource  # noqa: E402
+from headgate.protocol.message import CommandAnswer, StepOutputs, Submit  # noqa: E402
 from headgate.protocol.request import GenerateRequest  # noqa: E402
 from headgate.testing.tiny import tiny_config  # noqa: E402
-from headgate.worker.weights import TensorInfo  # noqa: E402
 
 BANDWIDTH, FLOPS = 4.29e12, 783e12
 PROMPT, DECODED = 512, 256
@@ -85,7 +85,7 @@ class RandomWeights:
             yield name, 1 + 0.1 * noise if name.endswith("norm.weight") else noise / shape[-1] ** 0.5
 
 
-def open_random(source: Files, device: torch.device) -> RandomWeights:
+def open_random(source: FileSource, device: torch.device) -> RandomWeights:
     return RandomWeights(read_spec(Path(source.path)))
 
 
@@ -117,8 +117,8 @@ class Clients:
             self.engine.loop.turn()
         return time.perf_counter() - start
 
-    def hear(self, client: int, message: Told | Answer) -> None:
-        assert isinstance(message, Told)
+    def hear(self, client: int, message: StepOutputs | CommandAnswer) -> None:
+        assert isinstance(message, StepOutputs)
         outputs = message.outputs
         now = time.perf_counter()
         self.tokens += len(outputs.tokens)
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    crew.open_source = open_random  # type: ignore[assignment]
+    team.open_source = open_random  # type: ignore[assignment]
     how = {"deterministic": arguments.deterministic, "fp8": arguments.fp8}
     kind = ("-deterministic" if how["deterministic"] else "") + (f"-fp8-{how['fp8']}" if how["fp8"] != "none" else "")
     rows: list[Row] = []

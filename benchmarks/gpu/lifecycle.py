@@ -34,29 +34,29 @@ import torch
 from benchmarks.checkpoint import SHAPES
 from benchmarks.gpu import bench
 
-import headgate.worker.crew as crew
+import headgate.device.tensor_parallel.team as team
 from headgate.collector import spare_the_collector
 from headgate.config import EngineConfig
+from headgate.device.weights.loading import WeightSource
+from headgate.device.weights.supply import open_source
 from headgate.engine.build import Engine, build_engine
 from headgate.models import read_spec
 from headgate.protocol.command import (
     Command,
-    Files,
+    EngineState,
+    FileSource,
     Pause,
     PauseMode,
     Result,
     Resume,
     Source,
-    StateTold,
     UpdateWeights,
 )
-from headgate.protocol.message import Abort, Answer, Call, Submit, Told
+from headgate.protocol.message import Abort, CommandAnswer, CommandCall, StepOutputs, Submit
 from headgate.protocol.plan import StepResult
 from headgate.protocol.request import GenerateRequest
 from headgate.testing.tiny import tiny_config
 from headgate.weights import publish, share
-from headgate.worker.supply import open_source
-from headgate.worker.weights import WeightSource
 
 DEADLINE_S = 120.0
 TARGET_UPDATE_MS, TARGET_RATIO = 300.0, 0.1
@@ -97,7 +97,7 @@ class RandomWeights(bench.RandomWeights):
 
 def open_random(source: Source, device: torch.device) -> WeightSource:
     """A folder that has no weights has random ones."""
-    if isinstance(source, Files) and Path(source.path, "config.json").exists():
+    if isinstance(source, FileSource) and Path(source.path, "config.json").exists():
         return RandomWeights(Path(source.path), device)
     return open_source(source, device)
 
@@ -150,9 +150,9 @@ class Desk:
 
         engine.scheduler.commit = noted  # type: ignore[method-assign]
 
-    def hear(self, client: int, message: Told | Answer) -> None:
+    def hear(self, client: int, message: StepOutputs | CommandAnswer) -> None:
         now_s = time.perf_counter()
-        if isinstance(message, Answer):
+        if isinstance(message, CommandAnswer):
             self._answers[message.number] = message.result
             return
         outputs = message.outputs
@@ -186,15 +186,15 @@ class Desk:
         self.turn_until(lambda: all(id in self.ended for id in ids))
         return [self.tokens[id] for id in ids]
 
-    def call(self, command: Command) -> StateTold:
+    def call(self, command: Command) -> EngineState:
         number, self._next_id = self._next_id, self._next_id + 1
-        self.engine.loop.post(Call(0, number, command))
+        self.engine.loop.post(CommandCall(0, number, command))
         self.turn_until(lambda: number in self._answers)
         told = self._answers.pop(number)
-        assert isinstance(told, StateTold), told
+        assert isinstance(told, EngineState), told
         return told
 
-    def timed(self, command: Command) -> tuple[StateTold, float]:
+    def timed(self, command: Command) -> tuple[EngineState, float]:
         """What was told, and after how many milliseconds."""
         began_s = time.perf_counter()
         told = self.call(command)
@@ -449,7 +449,7 @@ def main() -> None:
     if options.train:
         train(options.train, torch.device(options.device))
         return
-    crew.open_source = open_random  # type: ignore[assignment]
+    team.open_source = open_random  # type: ignore[assignment]
     found = json.dumps(measure(options.shape, options.device, options.trials, run_ahead=options.run_ahead), indent=1)
     print(found)
     if options.out:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from headgate.router.ask import Ask, read_ask
-from headgate.router.index import PrefixIndex
-from headgate.router.policy import POLICIES
-from headgate.router.worker import Worker
+from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.fleet.policy import POLICIES
+from headgate.router.fleet.prefix_index import PrefixIndex
+from headgate.router.fleet.worker import Worker
 
 CHAT = "/v1/chat/completions"
 SIZES = (200, 2_000, 16_000, 100_000)
@@ -78,7 +78,7 @@ def by_prompt(size: int) -> dict[str, float]:
 def by_fleet(policy_name: str) -> dict[str, float]:
     """A request that is new, and one whose conversation has a home."""
     costs = {}
-    ask, rng = Ask("m", True, None, b"somebody", 1, 0, b"x" * 5000, False, 1250, False), random.Random(0)
+    ask, rng = RequestInfo("m", True, None, b"somebody", 1, 0, b"x" * 5000, False, 1250, False), random.Random(0)
     for count in FLEETS:
         policy, workers, index = POLICIES[policy_name](), fleet(count), PrefixIndex()
         path = index.path(ask.root, ask.prompt, chat=False)

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headgate.bench.router import Trial, run
+from headgate.bench.router import RouterTrial, run
 from headgate.config import POLICIES
 
 STOP_S = 30.0
@@ -45,7 +45,7 @@ def workers_of(url: str) -> list[str]:
 
 
 def measure(url: str, arguments: argparse.Namespace, *, zipf: bool) -> dict[str, float | None]:
-    trial = Trial(
+    trial = RouterTrial(
         url=url,
         conversations=arguments.conversations,
         system_prompts=arguments.system_prompts,

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headgate.router.ask import Ask, read_ask
-from headgate.router.index import PrefixIndex
-from headgate.router.policy import POLICIES
-from headgate.router.worker import Worker
+from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.fleet.policy import POLICIES
+from headgate.router.fleet.prefix_index import PrefixIndex
+from headgate.router.fleet.worker import Worker
 
 PREFILL_S, DECODE_S = 1 / 8000, 1 / 50  # per token
 WORDS = ["the", "a", "of", "and", "water", "gate", "river", "hold", "open", "close", "level", "flow", "valve", "pump"]
@@ -141,7 +141,7 @@ class Simulation:
         self._after(prefill_s, first_token)
         self._after(prefill_s + self._rng.randrange(25, 300) * DECODE_S, end)
 
-    def _count(self, conversation: Conversation, ask: Ask, worker: Worker) -> int:
+    def _count(self, conversation: Conversation, ask: RequestInfo, worker: Worker) -> int:
         tally, hit_tokens = self.tally, self._caches[worker].use(ask.prompt) // 4
         if conversation.worker is not None:
             tally.turns += 1

@@ -25,8 +25,15 @@ import msgspec
 from headgate.contract.operations import control, fleet, generation
 from headgate.contract.operations.operation import Operation
 from headgate.errors import HeadgateError, RequestError
-from headgate.httpclient import Address, HttpFailure, call
-from headgate.protocol.command import DEFAULT_TIMEOUT_S, Files, Group, PauseMode, Shared, Source
+from headgate.httpclient import HttpAddress, HttpFailure, call
+from headgate.protocol.command import (
+    DEFAULT_TIMEOUT_S,
+    BroadcastSource,
+    FileSource,
+    PauseMode,
+    SharedMemorySource,
+    Source,
+)
 
 TIMEOUT_S = 600.0
 LOOK_EVERY_S = 0.02
@@ -193,7 +200,7 @@ def _update(source: Source | str, version: int | None, kv: str, timeout_s: float
     if version is not None:
         body["version"] = version
     match source:
-        case Group():
+        case BroadcastSource():
             body["group"] = {
                 "init_method": source.init_method,
                 "world_size": source.world_size,
@@ -201,9 +208,9 @@ def _update(source: Source | str, version: int | None, kv: str, timeout_s: float
                 "timeout": source.timeout_s,
                 "backend": source.backend,
             }
-        case Shared(gpu, storages, tensors):
+        case SharedMemorySource(gpu, storages, tensors):
             body["shared"] = msgspec.to_builtins({"gpu": gpu, "storages": storages, "tensors": tensors})
-        case Files(path, checksum):
+        case FileSource(path, checksum):
             body["path"] = path
             if checksum is not None:
                 body["verify_checksum"] = checksum
@@ -243,7 +250,7 @@ class Fleet:
     """A fleet, for those who wait. May be used by several threads at once."""
 
     def __init__(self, url: str, admin_key: str | None = None) -> None:
-        self._address = Address.of(url)
+        self._address = HttpAddress.of(url)
         self._key = admin_key
 
     def generate(
@@ -283,7 +290,7 @@ class Fleet:
     def update_weights(
         self, source: Source | str, version: int | None = None, *, kv: str = "recompute", timeout_s: float = TIMEOUT_S
     ) -> FleetState:
-        """Give a paused fleet other weights: a path that the server can read, `Files`, a `Group` or `Shared`."""
+        """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source."""
         return self._state(_update(source, version, kv, timeout_s))
 
     def sleep(self, *tags: str) -> FleetState:
@@ -344,7 +351,7 @@ class AsyncFleet:
     """The same, for those who do other things meanwhile."""
 
     def __init__(self, url: str, admin_key: str | None = None) -> None:
-        self._address = Address.of(url)
+        self._address = HttpAddress.of(url)
         self._key = admin_key
 
     async def generate(
@@ -384,7 +391,7 @@ class AsyncFleet:
     async def update_weights(
         self, source: Source | str, version: int | None = None, *, kv: str = "recompute", timeout_s: float = TIMEOUT_S
     ) -> FleetState:
-        """Give a paused fleet other weights: a path that the server can read, `Files`, a `Group` or `Shared`."""
+        """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source."""
         return await self._state(_update(source, version, kv, timeout_s))
 
     async def sleep(self, *tags: str) -> FleetState:

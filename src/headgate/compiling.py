@@ -1,7 +1,7 @@
 """C and C++ of ours, compiled on first use with the user's compiler, and kept.
 
 Rules: a library appears in its folder whole or not at all (built aside, then renamed); two processes never build the same
-one at once (a file lock); what a machine lacks is a value, `Unavailable`, since there is always another way.
+one at once (a file lock); what a machine lacks is a value, `NotCompiled`, since there is always another way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Unavailable:
+class NotCompiled:
     """Why this machine has no compiled code."""
 
     reason: str
@@ -40,7 +40,7 @@ def fingerprint(sources: Iterable[Path], *settings: object) -> str:
     return digest.hexdigest()[:20]
 
 
-def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> Unavailable | None:
+def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> NotCompiled | None:
     """Have `build` make the library, in a folder of its own, unless it is there or another process makes it."""
     if library.exists():
         return None
@@ -52,7 +52,7 @@ def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> Unav
             built = Path(scratch) / library.name
             failure = build(Path(scratch), built)
             if failure is not None:
-                return Unavailable(failure)
+                return NotCompiled(failure)
             built.replace(library)
     return None
 

@@ -63,7 +63,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlannedServer:
     """Where a server would be put."""
 
     host: str
@@ -71,7 +71,7 @@ class Wanted:
     model_cache: Path
 
 
-def examine(wanted: Wanted) -> list[Finding]:
+def examine(wanted: PlannedServer) -> list[Finding]:
     return [
         python(sys.version_info[:3]),
         *libraries(_requirements(), version_of),
@@ -186,9 +186,9 @@ def _with_torch() -> Iterator[Finding]:
     except (ImportError, OSError) as error:
         yield Finding("torch", "problem", f"cannot be imported ({error})", "nothing can be computed without it")
         return
+    from headgate.device.memory import free_in_cgroup, free_on_machine
     from headgate.layers.cpu import build
-    from headgate.router import fast_path
-    from headgate.worker.memory import free_in_cgroup, free_on_machine
+    from headgate.router.data_path import fast_path
 
     flags = build.cpu_flags()
     library = build.library_in(build.default_cache())
@@ -266,7 +266,7 @@ def fits(free: int) -> str:
 # ----------------------------------------------------------------------------------------------------------- limits
 
 
-def limits(wanted: Wanted) -> Iterator[Finding]:
+def limits(wanted: PlannedServer) -> Iterator[Finding]:
     yield cache_folder(wanted.model_cache)
     yield port(wanted.host, wanted.port)
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))

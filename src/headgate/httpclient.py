@@ -21,14 +21,14 @@ class HttpFailure(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class HttpAddress:
     host: str
     port: int
     path: str  # before that of a call
     tls: bool
 
     @classmethod
-    def of(cls, url: str) -> Address:
+    def of(cls, url: str) -> HttpAddress:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
@@ -36,7 +36,7 @@ class Address:
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpResponse:
     status: int
     headers: Mapping[str, str]
     reader: asyncio.StreamReader
@@ -68,13 +68,13 @@ class Answer:
 
 @asynccontextmanager
 async def call(
-    address: Address,
+    address: HttpAddress,
     method: str,
     path: str,
     body: bytes = b"",
     api_key: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> AsyncIterator[Answer]:
+) -> AsyncIterator[HttpResponse]:
     tls = ssl.create_default_context() if address.tls else None
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=LONGEST_LINE)
     try:
@@ -85,7 +85,7 @@ async def call(
 
 
 def _head(
-    address: Address, method: str, path: str, length: int, api_key: str | None, headers: Mapping[str, str]
+    address: HttpAddress, method: str, path: str, length: int, api_key: str | None, headers: Mapping[str, str]
 ) -> bytes:
     lines = [
         f"{method} {address.path}{path} HTTP/1.1",
@@ -100,12 +100,12 @@ def _head(
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def _read_head(reader: asyncio.StreamReader) -> Answer:
+async def _read_head(reader: asyncio.StreamReader) -> HttpResponse:
     first, *rest = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
     headers = {
         name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest if line)
     }
     try:
-        return Answer(int(first.split()[1]), headers, reader)
+        return HttpResponse(int(first.split()[1]), headers, reader)
     except (IndexError, ValueError):
         raise HttpFailure(f"not HTTP: {first[:40]!r}") from None

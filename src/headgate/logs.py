@@ -18,7 +18,7 @@ LogFormat = Literal["text", "json"]
 QUIET = ("uvicorn", "asyncio", "httpx", "httpcore", "urllib3", "matplotlib", "opentelemetry")
 
 
-class Voice(NamedTuple):
+class LogSettings(NamedTuple):
     """How a process logs."""
 
     format: LogFormat = "text"
@@ -26,10 +26,10 @@ class Voice(NamedTuple):
     who: str = "headgate"
 
 
-_own = Voice()
+_own = LogSettings()
 
 
-def own_voice() -> Voice:
+def own_voice() -> LogSettings:
     """How this process logs, for those that it starts."""
     return _own
 
@@ -37,7 +37,7 @@ def own_voice() -> Voice:
 def set_up(format: LogFormat, level: str, who: str) -> None:
     """Send everything that is logged in this process to standard error; called once, by its `main`."""
     global _own
-    _own = Voice(format, level, who)
+    _own = LogSettings(format, level, who)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(who) if format == "json" else Lines(who))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -28,8 +28,9 @@ from headgate.config import EngineConfig
 from headgate.contract.sampling import SamplingParams
 from headgate.engine.build import Engine, build_engine
 from headgate.errors import RequestError
+from headgate.model_store.find import find_model
 from headgate.protocol.command import Command, Denied, Result
-from headgate.protocol.message import Abort, Answer, Call, Submit, Told
+from headgate.protocol.message import Abort, CommandAnswer, CommandCall, StepOutputs, Submit
 from headgate.protocol.output import Cause, Ended, Outputs, Refused, Timings
 from headgate.protocol.plan import Logprobs
 from headgate.protocol.request import GenerateRequest
@@ -38,7 +39,6 @@ from headgate.text.detokenizer import Detokenizer
 from headgate.text.stops import StopStrings
 from headgate.text.template import ChatTemplate, load_template
 from headgate.text.tokenizer import Tokenizer, load_tokenizer
-from headgate.zoo.find import find_model
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -65,7 +65,7 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """`options` are those of `headgate.config.EngineConfig`."""
-        self._mail: dict[int, _Answer] = {}
+        self._mail: dict[int, _PendingCompletion] = {}
         self._answers: dict[int, Result] = {}
         self._ids = count(1)
         files = find_model(None if model is None else str(model))
@@ -142,7 +142,7 @@ class LLM:
     def call(self, command: Command) -> Result:
         """Carry out a control command (`headgate.protocol.command`) on the engine."""
         number = next(self._ids)
-        self.engine.loop.post(Call(0, number, command))
+        self.engine.loop.post(CommandCall(0, number, command))
         while number not in self._answers:
             with interrupts_deferred(self.engine.loop.wake):
                 self.engine.loop.turn()
@@ -155,7 +155,7 @@ class LLM:
 
     # -- running ----------------------------------------------------------------
 
-    def _run(self, answers: Sequence[_Answer]) -> Generator[None, None, None]:
+    def _run(self, answers: Sequence[_PendingCompletion]) -> Generator[None, None, None]:
         """Turn the engine until all `answers` are done, pausing after each turn."""
         mine = {next(self._ids): answer for answer in answers}
         self._mail |= mine
@@ -170,11 +170,11 @@ class LLM:
             with interrupts_deferred():
                 self._leave(mine)
 
-    def _stop_at_strings(self, answers: Mapping[int, _Answer]) -> None:
+    def _stop_at_strings(self, answers: Mapping[int, _PendingCompletion]) -> None:
         if matched := [id for id, answer in answers.items() if answer.stopped and not answer.done]:
             self.engine.loop.post(Abort(matched, "stop_string"))
 
-    def _leave(self, answers: Mapping[int, _Answer]) -> None:
+    def _leave(self, answers: Mapping[int, _PendingCompletion]) -> None:
         """Abort what is not done, and see everything out of the engine, unless that is dead."""
         if self.engine.loop.closed:
             return
@@ -184,8 +184,8 @@ class LLM:
         while self.engine.scheduler.has_any(answers):
             self.engine.loop.turn()
 
-    def _deliver(self, client: int, message: Told | Answer) -> None:
-        if isinstance(message, Answer):
+    def _deliver(self, client: int, message: StepOutputs | CommandAnswer) -> None:
+        if isinstance(message, CommandAnswer):
             self._answers[message.number] = message.result
         else:
             self._hear(message.outputs)
@@ -204,7 +204,7 @@ class LLM:
 
     def _answer(
         self, prompt: Prompt, params: SamplingParams, stop: Sequence[str], generated: Sequence[int] = ()
-    ) -> _Answer:
+    ) -> _PendingCompletion:
         ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         if not all(isinstance(token, int) for token in ids):
             raise RequestError("a prompt is text or a list of token ids", param="prompt")
@@ -214,7 +214,7 @@ class LLM:
             checked(params.grammar)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        return _Answer(tuple(ids), params, self.tokenizer, stop, tuple(generated))
+        return _PendingCompletion(tuple(ids), params, self.tokenizer, stop, tuple(generated))
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -222,7 +222,7 @@ class LLM:
         return self.tokenizer.encode(text)
 
 
-class _Answer:
+class _PendingCompletion:
     """A completion in the making."""
 
     def __init__(

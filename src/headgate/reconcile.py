@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 
-class Step(Enum):
+class CatchUpStep(Enum):
     PAUSE = auto()  # as the fleet is paused
     PAUSE_FOR_UPDATE = auto()  # of a fleet that runs
     UPDATE = auto()  # to the fleet's weights
@@ -20,7 +20,7 @@ class Step(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Desired:
     """Of every member."""
 
     paused: bool = False
@@ -37,19 +37,19 @@ class Observed:
     missed_resume: bool = False  # it was asked to resume, and has not answered
 
 
-def is_outdated(wanted: Wanted, observed: Observed) -> bool:
+def is_outdated(wanted: Desired, observed: Observed) -> bool:
     """Newer weights than the fleet's are not outdated: another caller has given them."""
     return None not in (wanted.version, observed.version) and observed.version < wanted.version  # type: ignore[operator]
 
 
-def steps(wanted: Wanted, observed: Observed) -> tuple[Step, ...]:
+def steps(wanted: Desired, observed: Observed) -> tuple[CatchUpStep, ...]:
     if observed.missed_resume and not wanted.paused:
-        return (Step.RESUME,)
-    pause = (Step.PAUSE,) if wanted.paused and not observed.paused else ()
+        return (CatchUpStep.RESUME,)
+    pause = (CatchUpStep.PAUSE,) if wanted.paused and not observed.paused else ()
     if not is_outdated(wanted, observed):
         return pause
     if not wanted.sendable:
-        return (*pause, Step.EXCLUDE)
+        return (*pause, CatchUpStep.EXCLUDE)
     if wanted.paused:
-        return (*pause, Step.UPDATE)
-    return Step.PAUSE_FOR_UPDATE, Step.UPDATE, Step.RESUME
+        return (*pause, CatchUpStep.UPDATE)
+    return CatchUpStep.PAUSE_FOR_UPDATE, CatchUpStep.UPDATE, CatchUpStep.RESUME

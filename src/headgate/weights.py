@@ -6,7 +6,7 @@ On the same host, through shared memory; no disk, and the engine reads them wher
         llm.call(UpdateWeights(files, version=7))
 
 From anywhere, over a process group that the trainer opens as rank 0, while each engine carries out
-`UpdateWeights(Group(address, world_size, rank))`:
+`UpdateWeights(BroadcastSource(address, world_size, rank))`:
 
     send_weights(model.state_dict(), "tcp://10.0.0.1:29500", world_size=1 + engines)
 
@@ -32,11 +32,11 @@ from typing import Any
 import torch
 
 from headgate import scratch
+from headgate.device.weights import ipc
+from headgate.device.weights.broadcast import BUCKET, BroadcastGroup, offer, raw
+from headgate.device.weights.loading import DTYPES, OpenFile
 from headgate.errors import RequestError
-from headgate.protocol.command import Backend, Files, Group, Shared
-from headgate.worker import ipc
-from headgate.worker.group import BUCKET, Circle, offer, raw
-from headgate.worker.weights import DTYPES, OpenFile
+from headgate.protocol.command import Backend, BroadcastSource, FileSource, SharedMemorySource
 
 SHARED_MEMORY = Path("/dev/shm")  # in a folder of its own, by `scratch.folder`  # nosec B108
 
@@ -48,7 +48,7 @@ def publish(
     *,
     version: int | None = None,
     checksum: bool = False,
-) -> Iterator[Files]:
+) -> Iterator[FileSource]:
     """`tensors` as a file that engines on this host can load; gone at the end of the block.
 
     It lies in shared memory unless `folder` says otherwise. `checksum` has engines verify every byte.
@@ -57,7 +57,7 @@ def publish(
     with scratch.folder("weights-", parent) as own:
         path = own / ("weights.safetensors" if version is None else f"weights-{version}.safetensors")
         write_safetensors(path, tensors)
-        yield Files(str(path), {path.name: OpenFile(path).sha256()} if checksum else None)
+        yield FileSource(str(path), {path.name: OpenFile(path).sha256()} if checksum else None)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -81,7 +81,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 @contextmanager
-def share(tensors: Mapping[str, torch.Tensor]) -> Iterator[Shared]:
+def share(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedMemorySource]:
     """Handles of `tensors`, all on one GPU, for an engine on the same one. Change nothing before the end of the block."""
     try:
         yield ipc.shared(tensors)
@@ -103,9 +103,11 @@ def send_weights(
     Returns when all engines have all of them. RequestError if one refuses, with its reason; SourceLost if one is gone
     or time is up. Either way no engine has been left waiting, and those that could keep their old weights have.
     """
-    group = Group(init_method, world_size, rank=1, timeout_s=timeout_s)  # only to be checked like the engines' own
+    group = BroadcastSource(
+        init_method, world_size, rank=1, timeout_s=timeout_s
+    )  # only to be checked like the engines' own
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    circle = Circle(group.address, world_size, 0, timeout_s, backend=backend, device=device)
+    circle = BroadcastGroup(group.address, world_size, 0, timeout_s, backend=backend, device=device)
     try:
         objections = offer(circle, tensors, bucket_bytes)
         circle.leave(last=True)

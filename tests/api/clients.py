@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headgate.httpclient import Address, call
+from headgate.httpclient import HttpAddress, call
 
 COMPLETIONS = "/v1/completions"
 
@@ -65,7 +65,7 @@ async def stream(
     url: str, body: dict[str, Any], heard: Heard, path: str = COMPLETIONS, key: str | None = None
 ) -> Heard:
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    async with call(Address.of(url), "POST", path, json.dumps(body).encode(), key) as answer:
+    async with call(HttpAddress.of(url), "POST", path, json.dumps(body).encode(), key) as answer:
         heard.status, heard.headers = answer.status, dict(answer.headers)
         if answer.status != 200:
             heard.error = json.loads(await answer.body())["error"]
@@ -134,7 +134,7 @@ class Told:
 
 async def send(url: str, method: str, path: str, body: Any = None, key: str | None = None) -> Told:
     data = b"" if body is None else json.dumps(body).encode()
-    async with asyncio.timeout(100), call(Address.of(url), method, path, data, key) as answer:
+    async with asyncio.timeout(100), call(HttpAddress.of(url), method, path, data, key) as answer:
         raw = await answer.body()
         try:
             read = json.loads(raw) if raw else None

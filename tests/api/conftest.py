@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from headgate.api import control, dashboard, health, metrics
-from headgate.api.dialects import sglang
+from headgate.api.accounting import dashboard, metrics
+from headgate.api.compat import sglang
+from headgate.api.control import health
+from headgate.api.control import lifecycle as control
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
 

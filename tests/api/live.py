@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import ServerMetrics
 from headgate.api.app import build_app
-from headgate.api.host import Host
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
+from headgate.api.host import ServerContext
 from headgate.api.server import HttpServer
 from headgate.api.state import Api, ApiSettings
 from headgate.config import EngineConfig
@@ -40,7 +40,7 @@ MODEL = "tiny"
 class LiveServer:
     url: str
     api: Api
-    host: Host
+    host: ServerContext
     loop: asyncio.AbstractEventLoop
 
     @property
@@ -107,7 +107,7 @@ def live_server(
             await run(engines)
 
     async def run(engines: Replicas) -> None:
-        metrics = Metrics()
+        metrics = ServerMetrics()
         ledger = Ledger(metrics, limit=limit, sharing=Sharing((keys or Keys()).tenants))
         api = Api(
             engines=engines,
@@ -118,7 +118,7 @@ def live_server(
             template=load_template(model),
             settings=settings or ApiSettings(),
         )
-        host = Host("0", MODEL, engines.replicas, ledger)
+        host = ServerContext("0", MODEL, engines.replicas, ledger)
         listener = take_port("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         if send_bytes is not None:  # of the kernel, per connection

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from headgate.api.app import App, build_app
-from headgate.api.host import Host
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.app import ServerApp, build_app
+from headgate.api.host import ServerContext
 from headgate.api.state import Api, ApiSettings
 from headgate.contract.keys import Keys
 from headgate.engine.client import Chunk
@@ -62,8 +62,8 @@ class ScriptedEngines:
                 self.open -= 1
 
 
-def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> App:
-    metrics = Metrics()
+def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> ServerApp:
+    metrics = ServerMetrics()
     ledger = Ledger(metrics, limit=100)
     tokenizer, template = load_tokenizer(model), load_template(model)
     api = Api(
@@ -75,14 +75,14 @@ def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> App:
         template=template,
         settings=ApiSettings(**settings),
     )
-    host = Host(version="0", model_name="scripted", replicas=[], ledger=ledger)
+    host = ServerContext(version="0", model_name="scripted", replicas=[], ledger=ledger)
     return build_app(api, host, Keys(), 1 << 20)
 
 
 class Client:
     """One request to an app. What has been received is in `status` and `body`."""
 
-    def __init__(self, app: App, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, app: ServerApp, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self._app = app
         self._path = path
         self._headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]

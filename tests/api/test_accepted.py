@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headgate.api import abort, state
+from headgate.api import state
+from headgate.api.control import abort
 from headgate.engine import replicas
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import Heard, Told, asking, begun, post, send, streaming, until

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headgate.api.ledger import Record
+from headgate.api.accounting.ledger import Record
 from headgate.collector import collector_off
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import COMPLETIONS, Heard, asking, begun, get, post, stream, streaming, until

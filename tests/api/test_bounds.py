@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headgate.api import control
+from headgate.api.control import lifecycle as control
 from headgate.contract.orders import UNORDERED
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import Told, asking, begun, get, post, send, streaming, until

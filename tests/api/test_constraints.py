@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from headgate.api.constraints import constraint_for
+from headgate.api.generate.constraints import constraint_for
 from headgate.errors import RequestError
 from headgate.text.constraints import _any_bytes, json_object, json_schema
 from headgate.text.tools import ToolFormat, parse_calls

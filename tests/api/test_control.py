@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from headgate.api.control import Controls, Refusal
-from headgate.api.host import Host
-from headgate.api.ledger import PREFILL, Ledger
-from headgate.api.metrics import Metrics
+from headgate.api.accounting.ledger import PREFILL, Ledger
+from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.control.lifecycle import Controls, Refusal
+from headgate.api.host import ServerContext
 from headgate.contract.control import overall
 from headgate.engine.replicas import Place, Replica
 from headgate.errors import EngineDead, Unavailable
-from headgate.protocol.command import Command, Denied, Files, Flush, Pause, Resume, StateTold
+from headgate.protocol.command import Command, Denied, EngineState, FileSource, Flush, Pause, Resume
 from tests.simulated import run
 
 
@@ -35,25 +35,25 @@ class Engines:
 
 
 def controls(engines: Engines) -> tuple[Controls, Ledger]:
-    ledger = Ledger(Metrics(), limit=10)
+    ledger = Ledger(ServerMetrics(), limit=10)
     api: Any = SimpleNamespace(engines=engines, ledger=ledger)
-    return Controls(api, Host("0", "m", [Replica(i, "") for i in range(2)], ledger)), ledger
+    return Controls(api, ServerContext("0", "m", [Replica(i, "") for i in range(2)], ledger)), ledger
 
 
-PAUSED = StateTold("paused", "abort", True, 3)
+PAUSED = EngineState("paused", "abort", True, 3)
 
 
 def test_24_25_while_weights_move_other_changes_are_refused_before_any_engine_hears_of_them():
     async def main() -> None:
         engines = Engines({0: PAUSED, 1: PAUSED})
         control, _ = controls(engines)
-        updating = asyncio.create_task(control.update(Files("x")))
+        updating = asyncio.create_task(control.update(FileSource("x")))
         await asyncio.sleep(0)
         for verb in (
             control.resume(),
             control.pause(Pause()),
             control.sleep(["weights"]),
-            control.update(Files("y")),
+            control.update(FileSource("y")),
         ):
             with pytest.raises(Refusal, match="being updated") as refused:
                 await verb
@@ -67,7 +67,7 @@ def test_24_25_while_weights_move_other_changes_are_refused_before_any_engine_he
 
 def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been_told():
     async def main() -> None:
-        engines = Engines({0: StateTold("paused", "abort", True, 0, {7: 5})})
+        engines = Engines({0: EngineState("paused", "abort", True, 0, {7: 5})})
         engines.free.set()
         control, ledger = controls(engines)
         async with ledger.admit(label="slow", kind="completion") as record:
@@ -84,7 +84,7 @@ def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been
 
 def test_72_a_request_with_several_choices_is_one_that_a_pause_has_ended():
     async def main() -> None:
-        engines = Engines({0: StateTold("paused", "abort", True, 0, {7: 5, 8: 5, 9: 0})})
+        engines = Engines({0: EngineState("paused", "abort", True, 0, {7: 5, 8: 5, 9: 0})})
         engines.free.set()
         control, ledger = controls(engines)
         async with (

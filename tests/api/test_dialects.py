@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from headgate.device.weights.loading import SafetensorsFolder
 from headgate.testing.tiny import tiny_model
 from headgate.weights import send_weights
-from headgate.worker.weights import SafetensorsFolder
 from tests.api.clients import Missed, unless_missed, until
 from tests.api.live import LiveServer, live_server
 from tests.api.test_abort import idle

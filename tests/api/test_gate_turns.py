@@ -6,10 +6,10 @@ import asyncio
 from functools import partial
 from typing import Any
 
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import ServerMetrics
 from headgate.api.bodies import FREE_BYTES
 from headgate.api.intake import BEGUN_AT_ONCE, Intake
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
 from headgate.contract.keys import Keys
 from headgate.edge.gate import Gate
 from headgate.edge.sharing import Sharing
@@ -21,7 +21,7 @@ class Stage:
     """A gate, and what has come through it."""
 
     def __init__(self, tenants: dict[str, str], limit: int = 10) -> None:
-        self.ledger = Ledger(Metrics(), limit=limit, sharing=Sharing(tenants))
+        self.ledger = Ledger(ServerMetrics(), limit=limit, sharing=Sharing(tenants))
         keys = Keys(tenants)
         self.intake = Intake(self._app, keys, self.ledger, 1 << 20)
         self.gate = Gate(self.intake, keys, refused=self.ledger.refuse)

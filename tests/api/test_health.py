@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from headgate.api.dialects import sglang
-from headgate.api.health import judge, judge_readiness, overall
-from headgate.api.metrics import EngineView
+from headgate.api.accounting.metrics import EngineView
+from headgate.api.compat import sglang
+from headgate.api.control.health import judge, judge_readiness, overall
 from headgate.contract.status import Readiness
 from headgate.protocol.message import EngineInfo, EngineStatus, Pong
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headgate.api import idempotency
-from headgate.api.idempotency import KEPT_S, AnswerTooLong, Replays
-from headgate.edge.sse import Reply
+from headgate.api.generate import idempotency
+from headgate.api.generate.idempotency import KEPT_S, AnswerTooLong, Replays
+from headgate.edge.sse import ResponseWriter
 from headgate.edge.tenant_store import TenantStore
 
 
@@ -30,7 +30,7 @@ async def answer(
     request: Any = SimpleNamespace(state=SimpleNamespace(tenant=tenant, request_id="r"))
     sent: list[Any] = []
 
-    async def make(reply: Reply) -> None:
+    async def make(reply: ResponseWriter) -> None:
         await reply.send_json(body)
 
     async def send(message: Any) -> None:
@@ -103,7 +103,7 @@ def test_49_63_answers_in_the_making_take_bounded_memory_and_their_clients_get_t
     async def main() -> None:
         replays, go_on = Replays(Clock()), asyncio.Event()
 
-        async def work(reply: Reply) -> None:
+        async def work(reply: ResponseWriter) -> None:
             for _ in range(count):
                 await reply.send_event(chunk)
                 if not at_once:
@@ -163,7 +163,7 @@ def test_49_74_an_answer_that_was_given_back_for_want_of_room_is_not_kept():
     async def main() -> None:
         replays = Replays(Clock())
 
-        async def give_back(reply: Reply) -> None:
+        async def give_back(reply: ResponseWriter) -> None:
             reply.given_back = True
             await reply.send_json(b"no room")
 

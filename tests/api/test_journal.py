@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from headgate.api import journal
+from headgate.api.generate import journal
 from headgate.contract.control import LEAST_VERSION_HEADER
 from headgate.engine.client import Chunk
 from headgate.errors import EngineDead, RequestError, Unavailable

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import ServerMetrics
 from headgate.contract.errors import QueueFull
 from headgate.contract.requests import UsageRecord
 from headgate.edge.sharing import Sharing
@@ -45,7 +45,7 @@ def ended() -> list[UsageRecord]:
 
 @pytest.fixture
 def ledger(clock, ended) -> Ledger:
-    return Ledger(Metrics(), limit=4, listeners=[ended.append], clock=clock, history=8)
+    return Ledger(ServerMetrics(), limit=4, listeners=[ended.append], clock=clock, history=8)
 
 
 def finish(record, choice=0, reason="stop", cause="eos", output_tokens=3):
@@ -250,7 +250,7 @@ async def test_the_oldest_request_without_progress_shows(ledger, clock):
 
 
 async def test_63_one_tenant_cannot_take_the_last_places_while_there_may_be_others():
-    ledger = Ledger(Metrics(), limit=100, sharing=Sharing(["greedy", "polite"]))
+    ledger = Ledger(ServerMetrics(), limit=100, sharing=Sharing(["greedy", "polite"]))
     async with AsyncExitStack() as stack:
         for _ in range(80):
             await stack.enter_async_context(ledger.admit(tenant="greedy", kind="chat"))
@@ -262,7 +262,7 @@ async def test_63_one_tenant_cannot_take_the_last_places_while_there_may_be_othe
 
 
 async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
-    ledger = Ledger(Metrics(), limit=4)
+    ledger = Ledger(ServerMetrics(), limit=4)
     first = ledger.admit(share=ledger.sharing.name("", "10.0.0.1"), kind="chat", choices=4)
     async with first, ledger.admit(share=ledger.sharing.name("", "10.0.0.2"), kind="chat"):
         assert ledger.in_flight == 5
@@ -274,7 +274,7 @@ async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
 
 
 async def test_68_tokens_that_were_handed_in_move_no_counter_when_the_client_leaves():
-    ledger = Ledger(Metrics(), limit=4)
+    ledger = Ledger(ServerMetrics(), limit=4)
     async with ledger.admit(kind="chat", choices=2) as record:
         for choice in range(2):
             record.prompt(5, choice)

@@ -6,7 +6,7 @@ import math
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from headgate.api.metrics import EngineView, Histogram, Metrics, Page
+from headgate.api.accounting.metrics import EngineView, Histogram, MetricsPage, ServerMetrics
 from headgate.protocol.message import EngineInfo, EngineStatus, Pong
 from tests.api.serving import metric_values
 
@@ -36,11 +36,16 @@ NAMES = {
 }
 
 
-def page(metrics: Metrics | None = None) -> Page:
+def page(metrics: ServerMetrics | None = None) -> MetricsPage:
     answering = EngineView(0, 0, INFO, Pong(1, 0.1, STATUS))
     silent = EngineView(1, 2, INFO, None)
-    return Page(
-        version="1.2", model="m", metrics=metrics or Metrics(), in_flight=7, limit=9, engines=[answering, silent]
+    return MetricsPage(
+        version="1.2",
+        model="m",
+        metrics=metrics or ServerMetrics(),
+        in_flight=7,
+        limit=9,
+        engines=[answering, silent],
     )
 
 
@@ -63,7 +68,7 @@ def test_an_engine_shows_what_it_said_and_a_silent_one_that_it_is_down():
 
 
 def test_counts_have_their_labels():
-    metrics = Metrics()
+    metrics = ServerMetrics()
     metrics.requests["abort", "deadline"] += 2
     metrics.aborts["deadline"] += 3
     metrics.tokens["output"] += 11

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headgate.api import control
+from headgate.api.control import lifecycle as control
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import (
     Heard,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from headgate.api.abort import Found, Scope, accept, find, find_all
-from headgate.api.ledger import PREFILL, Ledger
-from headgate.api.metrics import Metrics
+from headgate.api.accounting.ledger import PREFILL, Ledger
+from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.control.abort import FoundRequests, Scope, accept, find, find_all
 from headgate.contract.abort import AbortResult
 
 
 def test_72_a_request_and_its_prefill_request_are_one_entry_and_one_count():
-    async def main() -> tuple[Found, AbortResult, AbortResult, Metrics]:
-        ledger = Ledger(Metrics(), limit=8)
+    async def main() -> tuple[FoundRequests, AbortResult, AbortResult, ServerMetrics]:
+        ledger = Ledger(ServerMetrics(), limit=8)
         admin = Scope("", admin=True)
         async with ledger.admit(label="X", kind="chat"), ledger.admit(label="X-prefill", kind=PREFILL):
             found = find_all(ledger, admin)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from headgate.api.prompts import chat_prompt, text_prompt, text_prompts
+from headgate.api.generate.prompts import chat_prompt, text_prompt, text_prompts
 from headgate.api.state import LONG_TEXT, Api
 from headgate.contract.schema import ChatRequest, Message
 from headgate.edge.sharing import Sharing

@@ -35,7 +35,7 @@ def test_64_the_body_of_a_refused_request_is_freed_at_once(tmp_path: Path, monke
         seen.append(weakref.ref(known))
         return known
 
-    monkeypatch.setattr("headgate.api.completions.prompts_of", lambda ids: [make(ids)])
+    monkeypatch.setattr("headgate.api.generate.completions.prompts_of", lambda ids: [make(ids)])
     gc.disable()
     try:
         client = Client(app, "/v1/completions", {"prompt": [5] * 600})

@@ -162,7 +162,7 @@ def test_49_a_client_that_lost_its_connection_gets_the_whole_answer_by_asking_ag
 
 
 def test_49_an_answer_that_is_too_long_to_be_kept_is_made_once_and_not_repeated(server: LiveServer, monkeypatch):
-    monkeypatch.setattr("headgate.api.idempotency.LONGEST_ANSWER", 2000)
+    monkeypatch.setattr("headgate.api.generate.idempotency.LONGEST_ANSWER", 2000)
 
     async def main() -> None:
         before, body = generated(server), asking(900, stream=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headgate.api.prompts import plain_message
+from headgate.api.generate.prompts import plain_message
 from headgate.contract.decoding import decode
 from headgate.contract.schema import ChatRequest
 

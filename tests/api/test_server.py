@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headgate.api.health import PING_TIMEOUT_S
+from headgate.api.control.health import PING_TIMEOUT_S
 from headgate.testing.tiny import tiny_model
 from tests.api.serving import Served, clean_environment, command, events, metric_values, serving, wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import logging
 
-from headgate.api.traces import attributes, tracing
+from headgate.api.accounting.traces import attributes, tracing
 from headgate.contract.requests import ChoiceUsage, UsageRecord
 
 CHOICE = ChoiceUsage(0, "stop", "eos", prompt_tokens=10, cached_tokens=4, output_tokens=3)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headgate import cli
-from headgate.bench.client import Address, Sample
+from headgate.bench.client import HttpAddress, TimedRequest
 from headgate.bench.load import ClosedLoop, Load, OpenLoop, Result, measure
 from headgate.bench.report import save_json, save_plot, summarise, table
 from headgate.errors import HeadgateError, RequestError
@@ -134,17 +134,17 @@ def test_a_load_that_makes_no_sense_is_refused(wrong):
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        ("http://h:81", Address("h", 81, "", False)),
-        ("h:81/v1", Address("h", 81, "", False)),
-        ("https://h/base/v1/", Address("h", 443, "/base", True)),
+        ("http://h:81", HttpAddress("h", 81, "", False)),
+        ("h:81/v1", HttpAddress("h", 81, "", False)),
+        ("https://h/base/v1/", HttpAddress("h", 443, "/base", True)),
     ],
 )
 def test_an_address_may_be_written_as_clients_write_it(url, address):
-    assert Address.of(url) == address
+    assert HttpAddress.of(url) == address
 
 
 def test_results_are_saved_for_machines_and_for_eyes(tmp_path):
-    samples = [Sample(i, 0.1, 0.5, [0.1] * 4, 7, 5, "length", None) for i in range(4)]
+    samples = [TimedRequest(i, 0.1, 0.5, [0.1] * 4, 7, 5, "length", None) for i in range(4)]
     result = Result(Load(url="u", pace=ClosedLoop(1), requests=4), "m", 2.0, samples)
     save_json(result, tmp_path / "r.json")
     saved = json.loads((tmp_path / "r.json").read_text())

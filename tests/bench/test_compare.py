@@ -13,22 +13,22 @@ import pytest
 
 from headgate import cli
 from headgate.bench import lifecycle, prefix
-from headgate.bench.client import Sample
+from headgate.bench.client import TimedRequest
 from headgate.bench.compare import read_runs
 from headgate.bench.load import ClosedLoop, Load, Result
 from headgate.bench.report import Spread, save_json
 
 
 def served(path: Path, *, first_token_s: float, elapsed_s: float, failed: int = 0) -> Path:
-    samples = [Sample(i, first_token_s, 0.5, [0.1] * 4, 7, 5, "length", None) for i in range(4)]
-    samples += [Sample(error="timeout", gaps_s=[]) for _ in range(failed)]
+    samples = [TimedRequest(i, first_token_s, 0.5, [0.1] * 4, 7, 5, "length", None) for i in range(4)]
+    samples += [TimedRequest(error="timeout", gaps_s=[]) for _ in range(failed)]
     save_json(Result(Load(url="u", pace=ClosedLoop(1), requests=4), "m", elapsed_s, samples), path)
     return path
 
 
 def lived(path: Path, *reports: tuple[str, float]) -> Path:
     made = [
-        lifecycle.Report(url=url, model="m", concurrency=1, rounds=1, abort_ms=Spread(ms, ms, ms, ms, ms))
+        lifecycle.LifecycleReport(url=url, model="m", concurrency=1, rounds=1, abort_ms=Spread(ms, ms, ms, ms, ms))
         for url, ms in reports
     ]
     lifecycle.save_json(made, path)
@@ -67,9 +67,9 @@ def test_a_third_file_is_measured_against_the_first(tmp_path, capsys):
 
 
 def test_prefix_results_are_compared_too(tmp_path):
-    reading = prefix.Reading(Spread(1, 1, 1, 1, 1), 10, 0.9)
+    reading = prefix.PrefixReading(Spread(1, 1, 1, 1, 1), 10, 0.9)
     for name in ("a", "b"):
-        prefix.save_json(prefix.Report("u", "m", 1, 8, reading, reading), tmp_path / f"{name}.json")
+        prefix.save_json(prefix.PrefixReport("u", "m", 1, 8, reading, reading), tmp_path / f"{name}.json")
     runs = read_runs([tmp_path / "a.json", tmp_path / "b.json"])
     assert [run.figures["warm prompt", "cached share"] for run in runs] == [0.9, 0.9]
 

@@ -10,7 +10,7 @@ import pytest
 from headgate import cli
 from headgate.bench.dataset import (
     MultiTurn,
-    Random,
+    RandomPrompts,
     Shape,
     SharedPrefix,
     Trace,
@@ -38,7 +38,7 @@ def trace(folder: Path, *lines: dict) -> Path:
 @pytest.mark.parametrize(
     ("text", "dataset"),
     [
-        ("random", Random()),
+        ("random", RandomPrompts()),
         ("shared-prefix", SharedPrefix()),
         ("shared-prefix:3", SharedPrefix(3)),
         ("shared-prefix:3:100", SharedPrefix(3, 100)),

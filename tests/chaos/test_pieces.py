@@ -20,17 +20,17 @@ import uvloop
 
 from headgate.errors import RequestError
 from headgate.testing.chaos.catalogue import COMPLETIONS, Item, catalogue
-from headgate.testing.chaos.client import Choice, Told, _hear
+from headgate.testing.chaos.client import ObservedAnswer, ObservedChoice, _hear
 from headgate.testing.chaos.fleet import vitals
-from headgate.testing.chaos.home import AtRest, Sample, grown, leaked, too_large
+from headgate.testing.chaos.home import AtRest, ProcessSample, grown, leaked, too_large
 from headgate.testing.chaos.hostile import HostileClients
-from headgate.testing.chaos.judge import Judge, Pause
-from headgate.testing.chaos.load import Ended
+from headgate.testing.chaos.judge import Judge, PauseInterval
+from headgate.testing.chaos.load import FinishedRequest
 from headgate.testing.chaos.plan import KINDS, chosen, draw
 from headgate.testing.chaos.proxy import FaultProxy
 from headgate.testing.chaos.reference import Reference
-from headgate.testing.chaos.report import Report
-from headgate.testing.chaos.run import Bugs, Models, Settings
+from headgate.testing.chaos.report import ChaosReport
+from headgate.testing.chaos.run import Bugs, ChaosModels, Settings
 
 PATIENCE_S = 60.0
 
@@ -184,14 +184,14 @@ def test_nobody_connects_through_a_partition_and_what_it_held_is_gone_after_it()
 ITEM = catalogue(0)[0]
 
 
-def told(**more: Any) -> Told:
+def told(**more: Any) -> ObservedAnswer:
     fields: dict[str, Any] = {"begun_s": 10.0, "ended_s": 11.0, "status": 200, "done": 1, "output_tokens": 3}
-    choice = Choice([1, 2, 3], [0, 0, 0], "abc", [("length", "max_tokens")])
-    return Told(**fields | {"choices": {0: choice}} | more)
+    choice = ObservedChoice([1, 2, 3], [0, 0, 0], "abc", [("length", "max_tokens")])
+    return ObservedAnswer(**fields | {"choices": {0: choice}} | more)
 
 
-def cut(cause: str, tokens: int = 2) -> Told:
-    choice = Choice([1, 2, 3][:tokens], [0] * tokens, "abc"[:tokens], [("abort", cause)])
+def cut(cause: str, tokens: int = 2) -> ObservedAnswer:
+    choice = ObservedChoice([1, 2, 3][:tokens], [0] * tokens, "abc"[:tokens], [("abort", cause)])
     return told(choices={0: choice}, output_tokens=tokens)
 
 
@@ -210,13 +210,13 @@ def test_a_whole_answer_with_the_right_tokens_is_well(judge):
 @pytest.mark.parametrize(
     "wrong",
     [
-        Choice([1, 2, 4], [0, 0, 0], "abc", [("length", "max_tokens")]),
-        Choice([1, 2], [0, 0], "ab", [("length", "max_tokens")]),  # one is lost
-        Choice([1, 2, 2, 3], [0] * 4, "abbc", [("length", "max_tokens")]),  # one is told twice
-        Choice([1, 2, 3], [0, 0, 0], "abd", [("length", "max_tokens")]),
-        Choice([1, 2, 3], [0, 0, 0], "abc", [("stop", "eos")]),
-        Choice([1, 2, 3], [0, 0], "abc", [("length", "max_tokens")]),
-        Choice([1, 2, 3], [9, 9, 9], "abc", [("length", "max_tokens")]),  # weights that nobody has sent
+        ObservedChoice([1, 2, 4], [0, 0, 0], "abc", [("length", "max_tokens")]),
+        ObservedChoice([1, 2], [0, 0], "ab", [("length", "max_tokens")]),  # one is lost
+        ObservedChoice([1, 2, 2, 3], [0] * 4, "abbc", [("length", "max_tokens")]),  # one is told twice
+        ObservedChoice([1, 2, 3], [0, 0, 0], "abd", [("length", "max_tokens")]),
+        ObservedChoice([1, 2, 3], [0, 0, 0], "abc", [("stop", "eos")]),
+        ObservedChoice([1, 2, 3], [0, 0], "abc", [("length", "max_tokens")]),
+        ObservedChoice([1, 2, 3], [9, 9, 9], "abc", [("length", "max_tokens")]),  # weights that nobody has sent
     ],
 )
 def test_any_other_answer_is_wrong(judge, wrong):
@@ -231,8 +231,8 @@ def test_any_other_answer_is_wrong(judge, wrong):
         told(done=0),
         told(choices={}),
         told(output_tokens=2),
-        told(choices={0: Choice([1, 2, 3], [0] * 3, "abc", [("length", "max_tokens")] * 2)}),
-        told(choices={0: Choice([1, 2, 3], [0] * 3, "abc", [])}),
+        told(choices={0: ObservedChoice([1, 2, 3], [0] * 3, "abc", [("length", "max_tokens")] * 2)}),
+        told(choices={0: ObservedChoice([1, 2, 3], [0] * 3, "abc", [])}),
     ],
 )
 def test_an_answer_has_one_end_all_its_choices_and_the_usage_that_was_told(judge, broken):
@@ -250,11 +250,11 @@ def test_a_cut_answer_is_explained_by_the_abort_of_its_own_id_alone(judge):
 @pytest.mark.parametrize(
     ("pause", "word"),
     [
-        (Pause("abort", True, 10.5, 12.0), "cut"),
-        (Pause("drain", True, 9.0, 10.1), "cut"),
-        (Pause("freeze", True, 10.5, 12.0), "failed"),
-        (Pause("abort", True, 11.5, 12.0), "failed"),  # later
-        (Pause("abort", True, 1.0, 9.0), "failed"),  # long over
+        (PauseInterval("abort", True, 10.5, 12.0), "cut"),
+        (PauseInterval("drain", True, 9.0, 10.1), "cut"),
+        (PauseInterval("freeze", True, 10.5, 12.0), "failed"),
+        (PauseInterval("abort", True, 11.5, 12.0), "failed"),  # later
+        (PauseInterval("abort", True, 1.0, 9.0), "failed"),  # long over
     ],
 )
 def test_a_cut_answer_is_explained_by_a_pause_that_it_has_met(judge, pause, word):
@@ -264,27 +264,29 @@ def test_a_cut_answer_is_explained_by_a_pause_that_it_has_met(judge, pause, word
 
 def test_the_part_of_a_cut_answer_must_be_right_too(judge):
     judge.aborted.add("x")
-    judge.ended("x", ITEM, told(choices={0: Choice([1, 3], [0, 0], "ac", [("abort", "api_abort")])}, output_tokens=2))
+    judge.ended(
+        "x", ITEM, told(choices={0: ObservedChoice([1, 3], [0, 0], "ac", [("abort", "api_abort")])}, output_tokens=2)
+    )
     assert judge.wrong == 1
 
 
 def test_a_refusal_is_explained_while_a_pause_refuses_and_no_other_error_ever_is(judge):
     refused = {"status": 503, "problem": "503 paused", "choices": {}}
     assert judge.ended("x", ITEM, told(**refused)) == "failed"
-    judge.pauses.append(Pause("freeze", False, 10.5))
+    judge.pauses.append(PauseInterval("freeze", False, 10.5))
     assert judge.ended("x", ITEM, told(**refused)) == "failed"
-    judge.pauses.append(Pause("freeze", True, 10.5))
+    judge.pauses.append(PauseInterval("freeze", True, 10.5))
     assert judge.ended("x", ITEM, told(**refused)) == "refused"
     assert judge.ended("x", ITEM, told(**refused | {"status": 200, "problem": "error paused"})) == "refused"
     assert judge.ended("x", ITEM, told(problem="error paused")) == "failed"  # it had been told tokens
     for problem in ("hung", "stream cut", "502 worker_lost", "ConnectionResetError", "503 no_worker"):
-        judge.pauses[:] = [Pause("freeze", True, 10.5)]
+        judge.pauses[:] = [PauseInterval("freeze", True, 10.5)]
         assert judge.ended("x", ITEM, told(problem=problem)) == "failed"
 
 
 def test_an_answer_of_several_weights_is_kept_to_be_looked_at_part_by_part(judge):
     judge.weights[1] = "b"
-    mixed = Choice([1, 2, 3], [0, 1, 1], "abc", [("length", "max_tokens")])
+    mixed = ObservedChoice([1, 2, 3], [0, 1, 1], "abc", [("length", "max_tokens")])
     assert judge.ended("x", ITEM, told(choices={0: mixed})) == "whole"
     (spliced,) = judge.spliced
     assert spliced.parts() == [(0, 1, "a"), (1, 3, "b")]
@@ -293,8 +295,8 @@ def test_an_answer_of_several_weights_is_kept_to_be_looked_at_part_by_part(judge
 # ------------------------------------------------------------------------------------------------ processes and reports
 
 
-def sample(at_s: float, rss_mb: float, pid: int = 1) -> Sample:
-    return Sample(at_s, "router", pid, rss_mb, 10, 2)
+def sample(at_s: float, rss_mb: float, pid: int = 1) -> ProcessSample:
+    return ProcessSample(at_s, "router", pid, rss_mb, 10, 2)
 
 
 class InPeace(Reference):
@@ -307,14 +309,16 @@ class InPeace(Reference):
     async def _take(self, weights: str) -> None:
         pass
 
-    async def _answer(self, item: Item) -> Told:
+    async def _answer(self, item: Item) -> ObservedAnswer:
         begin, end = len(item.body["generated_token_ids"]), item.body["max_tokens"]
-        return Told(0.0, choices={0: spoken(end, begin)})
+        return ObservedAnswer(0.0, choices={0: spoken(end, begin)})
 
 
-def spoken(end: int, begin: int = 0) -> Choice:
+def spoken(end: int, begin: int = 0) -> ObservedChoice:
     text = "".join(f" {100 + i}" for i in range(end))
-    return Choice(tokens=[100 + i for i in range(begin, end)], text=text, ends=[("length", "max_tokens")], prompt=[1])
+    return ObservedChoice(
+        tokens=[100 + i for i in range(begin, end)], text=text, ends=[("length", "max_tokens")], prompt=[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,7 +336,7 @@ def test_an_answer_of_several_weights_is_right_to_its_last_word(change: dict[str
     body = {"max_tokens": 10, "ignore_eos": True, "seed": 1, "temperature": 0.0}
     choice = replace(spoken(10), **({"versions": [0] * 5 + [1] * 5} | change))
     judge = Judge(InPeace(), weights={0: "a", 1: "b"})
-    judge.vanished(Item(0, COMPLETIONS, body), Told(0.0, choices={0: choice}))
+    judge.vanished(Item(0, COMPLETIONS, body), ObservedAnswer(0.0, choices={0: choice}))
     asyncio.run(judge.look_at_spliced())
     assert judge.wrong == wrong, judge.failures
 
@@ -367,7 +371,7 @@ def test_a_traceback_in_a_log_is_a_bug():
 
 
 def test_the_file_that_a_full_disk_has_cut_is_shorter_than_it_says(tmp_path):
-    models = Models.write(tmp_path)
+    models = ChaosModels.write(tmp_path)
     whole, half = ((folder / "model.safetensors").stat().st_size for folder in (models.folders["b"], models.cut))
     assert half == whole // 2
     assert (models.folders["a"] / "model.safetensors").read_bytes() != (
@@ -375,15 +379,15 @@ def test_the_file_that_a_full_disk_has_cut_is_shorter_than_it_says(tmp_path):
     ).read_bytes()
 
 
-def report() -> Report:
+def report() -> ChaosReport:
     events = [{"at_s": 2.0, "kind": "reset", "lasts_s": 0.0, "server": 1}]
-    return Report(
+    return ChaosReport(
         Settings(),
         seconds=10.0,
         faults=Counter(reset=1),
         events=events,
         asked=2,
-        ended=[Ended(1.0, 0.5, 0.1, "whole", 3), Ended(2.0, 0.5, None, "cut", 1)],
+        ended=[FinishedRequest(1.0, 0.5, 0.1, "whole", 3), FinishedRequest(2.0, 0.5, None, "cut", 1)],
         samples=[sample(0, 100), sample(10, 101)],
         at_rest={"router": (AtRest(1, 2, 3), AtRest(1, 2, 3))},
         judged={"ends": {"whole": 1, "cut": 1}, "wrong_answers": 0, "unexplained": {}},
@@ -415,8 +419,8 @@ def test_every_hostile_kind_of_the_plan_is_a_deed_of_hostile_clients():
 
 
 def test_57_the_error_that_tells_a_strict_client_of_a_cut_is_no_problem_and_any_other_is():
-    def heard(code: str, *, strict: bool) -> Told:
-        told = Told(0.0, strict=strict)
+    def heard(code: str, *, strict: bool) -> ObservedAnswer:
+        told = ObservedAnswer(0.0, strict=strict)
         _hear({"choices": [{"index": 0, "finish_reason": "length", "cause": "pause", "text": ""}]}, told)
         _hear({"error": {"code": code, "message": "cut short"}}, told)
         return told

@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from headgate.cluster.autoscale import Autoscaler, Bounds, Memory, Snapshot, Thresholds, decide
+from headgate.cluster.autoscale import Autoscaler, AutoscaleState, ScaleBounds, Snapshot, Thresholds, decide
 from headgate.errors import RequestError
 
 THRESHOLDS = Thresholds()
-WIDE = Bounds(1, 8)
+WIDE = ScaleBounds(1, 8)
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Simulated:
 
     load: Callable[[float], float]
     servers: int = 1
-    bounds: Bounds = WIDE
+    bounds: ScaleBounds = WIDE
     start_s: float = 20.0  # until a new one is ready
     seed: int = 0
     noise: float = 0.0
@@ -33,7 +33,7 @@ class Simulated:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._ready_s = [-1.0] * self.servers
-        self._memory: Memory | None = None
+        self._memory: AutoscaleState | None = None
 
     def snapshot(self) -> Snapshot:
         ready = sum(at_s <= self.now_s for at_s in self._ready_s)
@@ -46,7 +46,7 @@ class Simulated:
         for _ in range(seconds):
             self.now_s += 1
             seen = self.snapshot()
-            self._memory = self._memory or Memory.new(seen, THRESHOLDS)
+            self._memory = self._memory or AutoscaleState.new(seen, THRESHOLDS)
             wanted, self._memory = decide(seen, self._memory, self.bounds, THRESHOLDS)
             self._ready_s = self._ready_s[:wanted] + [self.now_s + self.start_s] * (wanted - self.servers)
             self.servers = wanted
@@ -65,12 +65,12 @@ def seen(
 
 
 def test_it_grows_when_requests_wait_longer_and_longer():
-    fleet = Simulated(lambda now_s: min(5.0, now_s / 60), bounds=Bounds(1, 8)).run(1200)
+    fleet = Simulated(lambda now_s: min(5.0, now_s / 60), bounds=ScaleBounds(1, 8)).run(1200)
     assert 5 <= fleet.servers <= 8 and fleet.backlog == 0
 
 
 def test_it_grows_when_kv_is_short_though_nothing_waits():
-    memory = Memory.new(seen(0), THRESHOLDS)
+    memory = AutoscaleState.new(seen(0), THRESHOLDS)
     for now_s in range(60):
         wanted, memory = decide(seen(now_s, kv=0.95), memory, WIDE, THRESHOLDS)
         if wanted != 2:
@@ -87,7 +87,7 @@ def test_noise_around_a_constant_load_does_not_make_it_flap(load: float, seed: i
 
 
 def test_a_spike_of_a_moment_changes_nothing():
-    memory = Memory.new(seen(0), THRESHOLDS)
+    memory = AutoscaleState.new(seen(0), THRESHOLDS)
     for now_s in range(1, 300):
         queue_s = 30.0 if now_s % 10 < 4 else 0.0  # never for five seconds on end
         wanted, memory = decide(seen(now_s, queue_s=queue_s, kv=0.6), memory, WIDE, THRESHOLDS)
@@ -95,24 +95,24 @@ def test_a_spike_of_a_moment_changes_nothing():
 
 
 def test_it_shrinks_slowly_one_at_a_time_and_never_under_the_least():
-    fleet = Simulated(lambda _: 0.0, servers=6, bounds=Bounds(2, 8)).run(3600)
+    fleet = Simulated(lambda _: 0.0, servers=6, bounds=ScaleBounds(2, 8)).run(3600)
     steps = [a - b for a, b in pairwise(fleet.history) if a != b]
     assert steps == [1, 1, 1, 1] and fleet.servers == 2
     assert fleet.history[int(THRESHOLDS.shrink_after_s) - 2] == 6  # quiet for minutes before the first goes
 
 
 def test_it_never_goes_over_the_most():
-    assert Simulated(lambda _: 100.0, bounds=Bounds(1, 3)).run(600).servers == 3
+    assert Simulated(lambda _: 100.0, bounds=ScaleBounds(1, 3)).run(600).servers == 3
 
 
 def test_bounds_that_were_narrowed_are_kept_at_once():
     for wanted, kept in ((9, 4), (1, 2)):
-        memory = Memory.new(seen(0, wanted=wanted), THRESHOLDS)
-        assert decide(seen(1, wanted=wanted), memory, Bounds(2, 4), THRESHOLDS)[0] == kept
+        memory = AutoscaleState.new(seen(0, wanted=wanted), THRESHOLDS)
+        assert decide(seen(1, wanted=wanted), memory, ScaleBounds(2, 4), THRESHOLDS)[0] == kept
 
 
 def test_it_waits_for_servers_that_start_before_it_asks_for_more():
-    memory = Memory.new(seen(0), THRESHOLDS)
+    memory = AutoscaleState.new(seen(0), THRESHOLDS)
     asked = []
     for now_s in range(1, 250):
         wanted, memory = decide(seen(now_s, ready=1, queue_s=50.0), memory, WIDE, THRESHOLDS)
@@ -123,7 +123,7 @@ def test_it_waits_for_servers_that_start_before_it_asks_for_more():
 
 
 def test_nobody_goes_while_requests_wait_a_little_though_nothing_is_full():
-    memory = Memory.new(seen(0), THRESHOLDS)
+    memory = AutoscaleState.new(seen(0), THRESHOLDS)
     for now_s in range(1, 1000):
         wanted, memory = decide(seen(now_s, queue_s=1.0), memory, WIDE, THRESHOLDS)
         assert wanted == 2
@@ -131,7 +131,7 @@ def test_nobody_goes_while_requests_wait_a_little_though_nothing_is_full():
 
 @pytest.mark.parametrize(("servers", "kv", "left"), [(2, 0.4, 2), (4, 0.3, 3), (4, 0.45, 4)])
 def test_one_goes_only_if_the_others_would_still_be_half_empty(servers: int, kv: float, left: int):
-    memory = Memory.new(seen(0, wanted=servers), THRESHOLDS)
+    memory = AutoscaleState.new(seen(0, wanted=servers), THRESHOLDS)
     for now_s in range(1, 140):
         wanted, memory = decide(seen(now_s, wanted=servers, kv=kv), memory, WIDE, THRESHOLDS)
         servers = wanted
@@ -139,7 +139,7 @@ def test_one_goes_only_if_the_others_would_still_be_half_empty(servers: int, kv:
 
 
 def test_nobody_goes_while_somebody_is_missing():
-    memory = Memory.new(seen(0, wanted=3), THRESHOLDS)
+    memory = AutoscaleState.new(seen(0, wanted=3), THRESHOLDS)
     for now_s in range(1, 1000):
         wanted, memory = decide(seen(now_s, wanted=3, ready=2), memory, WIDE, THRESHOLDS)
         assert wanted == 3
@@ -158,7 +158,7 @@ def test_a_shrink_that_was_wrong_makes_the_next_one_wait_longer():
 
 
 def test_somebody_else_s_change_is_left_alone_for_a_while():
-    memory = Memory.new(seen(0), THRESHOLDS)
+    memory = AutoscaleState.new(seen(0), THRESHOLDS)
     for now_s in range(1, 119):
         _, memory = decide(seen(now_s), memory, WIDE, THRESHOLDS)
     wanted, memory = decide(seen(119, wanted=5), memory, WIDE, THRESHOLDS)
@@ -169,7 +169,7 @@ def test_somebody_else_s_change_is_left_alone_for_a_while():
 @pytest.mark.parametrize("text", ["6", "0:3", "4:2", "a:b", "1:", "-1:2", "1:2:3", ""])
 def test_bounds_that_make_no_sense_are_refused(text: str):
     with pytest.raises(RequestError, match="LEAST:MOST"):
-        Bounds.of(text, "--autoscale mixed")
+        ScaleBounds.of(text, "--autoscale mixed")
 
 
 def test_the_loop_asks_for_what_was_decided_and_forgets_what_it_saw_before_a_pause():
@@ -178,7 +178,7 @@ def test_the_loop_asks_for_what_was_decided_and_forgets_what_it_saw_before_a_pau
     def look(role: str, at_s: float) -> Snapshot | None:
         return None if paused[0] else seen(at_s, wanted=1 + sum(n["mixed"] - 1 for n in asked), queue_s=queue_s[0])
 
-    scaler = Autoscaler({"mixed": Bounds(1, 2)}, look, asked.append, clock=lambda: now_s[0])
+    scaler = Autoscaler({"mixed": ScaleBounds(1, 2)}, look, asked.append, clock=lambda: now_s[0])
 
     def turns(number: int) -> None:
         for _ in range(number):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headgate.cluster import fleet as fleets
-from headgate.cluster.autoscale import Bounds
-from headgate.cluster.fleet import CannotStartServer, Fleet, Hooks, Server
+from headgate.cluster.autoscale import ScaleBounds
+from headgate.cluster.fleet import CannotStartServer, Hooks, ServerFleet, ServerProcess
 from headgate.errors import RequestError
 
 
@@ -31,7 +31,7 @@ class Scripted:
     async def __aexit__(self, *exc: object) -> None:
         pass
 
-    async def live(self, server: Server, on_ready: Callable[[], None]) -> None:
+    async def live(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
         death = self.deaths[server.index] = asyncio.Event()
         try:
             await self.may_start.wait()
@@ -56,7 +56,7 @@ class Told:
         self.words: list[tuple[str, str]] = []
         self.hooks = Hooks(*(self._note(word) for word in ("ready", "leave", "gone")))
 
-    def _note(self, word: str) -> Callable[[Server], None]:
+    def _note(self, word: str) -> Callable[[ServerProcess], None]:
         return lambda server: self.words.append((word, server.url))
 
 
@@ -83,7 +83,7 @@ def started(keeps_address: bool = True) -> Scripted:
 def test_all_are_ready_and_all_end():
     async def test() -> None:
         launcher, told = started(), Told()
-        async with Fleet(launcher, {"prefill": 1, "decode": 2}, told.hooks) as fleet:
+        async with ServerFleet(launcher, {"prefill": 1, "decode": 2}, told.hooks) as fleet:
             await fleet.ready()
             assert fleet.running == {"mixed": 0, "prefill": 1, "decode": 2} == fleet.wanted
             assert [server.role for server in fleet.servers] == ["prefill", "decode", "decode"]
@@ -95,7 +95,7 @@ def test_all_are_ready_and_all_end():
 def test_one_that_dies_is_started_again_and_its_lost_address_is_told():
     async def test() -> None:
         launcher, told = started(keeps_address=False), Told()
-        async with Fleet(launcher, {"mixed": 1}, told.hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 1}, told.hooks) as fleet:
             await fleet.ready()
             launcher.deaths[0].set()
             while fleet.servers[0].starts < 2 or not fleet.servers[0].ready:
@@ -108,7 +108,7 @@ def test_one_that_dies_is_started_again_and_its_lost_address_is_told():
 def test_growing_waits_for_the_new_ones_and_shrinking_takes_the_newest_once_they_have_ended():
     async def test() -> None:
         launcher, told = started(), Told()
-        async with Fleet(launcher, {"mixed": 1}, told.hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 1}, told.hooks) as fleet:
             await fleet.ready()
             assert await fleet.scale({"mixed": 3}, 60) and fleet.running["mixed"] == 3
             launcher.may_end.clear()
@@ -128,7 +128,7 @@ def test_growing_waits_for_the_new_ones_and_shrinking_takes_the_newest_once_they
 def test_who_is_not_up_yet_goes_first():
     async def test() -> None:
         launcher, told = started(), Told()
-        async with Fleet(launcher, {"mixed": 2}, told.hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 2}, told.hooks) as fleet:
             await fleet.ready()
             launcher.may_start.clear()
             assert not await fleet.scale({"mixed": 4}, 0.01)
@@ -144,7 +144,7 @@ def test_who_is_not_up_yet_goes_first():
 def test_20_a_change_that_takes_too_long_says_so_and_goes_on():
     async def test() -> None:
         launcher = Scripted()
-        async with Fleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
             assert not await fleet.scale({"mixed": 2}, 0.01)
             launcher.may_start.set()
             launcher.may_end.set()
@@ -158,7 +158,7 @@ def test_what_the_first_server_says_that_cannot_start_ends_the_start():
     async def test() -> None:
         launcher = started()
         launcher.refuses = "there is no such model"
-        async with Fleet(launcher, {"mixed": 2}, Told().hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 2}, Told().hooks) as fleet:
             with pytest.raises(CannotStartServer, match="no such model"):
                 await fleet.ready()
 
@@ -168,7 +168,7 @@ def test_what_the_first_server_says_that_cannot_start_ends_the_start():
 def test_a_new_server_that_cannot_start_is_told_and_given_up_and_the_others_serve_on():
     async def test() -> None:
         launcher = started()
-        async with Fleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
             await fleet.ready()
             launcher.refuses = "no memory"
             with pytest.raises(CannotStartServer, match="no memory"):
@@ -182,7 +182,7 @@ def test_a_new_server_that_cannot_start_is_told_and_given_up_and_the_others_serv
 def test_one_that_has_served_before_is_tried_for_ever(trouble: str):
     async def test() -> None:
         launcher = started()
-        async with Fleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
             await fleet.ready()
             setattr(launcher, trouble, "the disk is not there")
             launcher.deaths[0].set()
@@ -206,7 +206,7 @@ def test_one_that_has_served_before_is_tried_for_ever(trouble: str):
 )
 def test_what_makes_no_sense_is_refused_and_changes_nothing(counts: dict[str, int], about: str):
     async def test() -> None:
-        async with Fleet(started(), {"mixed": 1}, Told().hooks, {"decode": Bounds(1, 4)}) as fleet:
+        async with ServerFleet(started(), {"mixed": 1}, Told().hooks, {"decode": ScaleBounds(1, 4)}) as fleet:
             with pytest.raises(RequestError, match=about):
                 await fleet.scale(counts, 5)
             assert fleet.wanted == {"mixed": 1, "prefill": 0, "decode": 0}

@@ -19,8 +19,8 @@ from headgate.client import AsyncFleet, Fleet
 from headgate.cluster.fleetfile import read_fleet_file
 from headgate.config import RouteConfig
 from headgate.errors import HeadgateError, RequestError
+from headgate.router.control.scaling import load_of
 from headgate.router.router import Router
-from headgate.router.scaling import load_of
 from tests.api.serving import metric_values
 from tests.router.fleets import LiveRouter, fake_worker, live_router
 

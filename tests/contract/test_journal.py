@@ -24,9 +24,9 @@ from headgate.contract.journal import (
     encode,
 )
 from headgate.protocol.output import Cause, FinishReason
-from headgate.router.journal import Journal
+from headgate.router.exchange.journal import Journal
 
-C = Path(journal.__file__).parents[1] / "router/fast_path.c"
+C = Path(journal.__file__).parents[1] / "router/data_path/fast_path.c"
 
 counts = st.integers(0, 10**journal.COUNT_DIGITS - 1)
 choices = st.integers(0, 3)

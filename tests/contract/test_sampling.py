@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 from msgspec import inspect
 
-from headgate.api import generation, serve
-from headgate.api.generation import Job, Piece
+from headgate.api.generate import generation, serve
+from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.contract import schema
 from headgate.contract.openapi import server_description
-from headgate.contract.parameter import APIS, Api, Parameter, Range
+from headgate.contract.parameter import APIS, Api, Range, SamplingParameter
 from headgate.contract.sampling import PARAMETERS, SAMPLING, SamplingParams, sampling_given, set_if_absent
+from headgate.device.rows import COLUMNS, Rows
 from headgate.engine.client import Chunk
 from headgate.protocol.output import Ended, Timings
 from headgate.protocol.plan import Join
 from headgate.protocol.request import GenerateRequest
 from headgate.testing.tiny import tiny_model
-from headgate.worker.rows import COLUMNS, Rows
 from tests.api.scripted import Client, ScriptedEngines, scripted_app
 
 MAX_CHOICES = 4
@@ -59,7 +59,7 @@ def model(tmp_path_factory):
 class Answer:
     status: int
     error: dict[str, Any]
-    jobs: list[Job]  # one per choice
+    jobs: list[ChoiceJob]  # one per choice
 
 
 async def ended(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -69,9 +69,9 @@ async def ended(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
 @pytest.fixture
 def ask(model, monkeypatch):
     app = scripted_app(model, ScriptedEngines(ended), max_choices=MAX_CHOICES)
-    jobs: list[Job] = []
+    jobs: list[ChoiceJob] = []
 
-    async def collect(api: Any, record: Any, asked: Sequence[Job]) -> list[Piece]:
+    async def collect(api: Any, record: Any, asked: Sequence[ChoiceJob]) -> list[Piece]:
         jobs.extend(asked)
         return await generation.collect(api, record, asked)
 
@@ -96,7 +96,7 @@ class Case:
     code: str = ""  # of the error; empty if it is accepted
 
 
-def cases(parameter: Parameter) -> Iterator[Case]:
+def cases(parameter: SamplingParameter) -> Iterator[Case]:
     """Bounds and what lies just outside, first of the JSON type and then of the rules within it."""
     if parameter.name == "n":  # whose upper bound is the server's
         yield from (Case(1), Case(MAX_CHOICES), Case(0, "invalid_type"), Case(MAX_CHOICES + 1, "too_many_choices"))
@@ -112,7 +112,7 @@ def cases(parameter: Parameter) -> Iterator[Case]:
             yield Case(rule.low if rule.above else math.nextafter(low, -math.inf), "invalid_value")
 
 
-def holds(parameter: Parameter, value: Any) -> bool:
+def holds(parameter: SamplingParameter, value: Any) -> bool:
     read = parameter.read or (lambda value: value)
     return all(rule.holds(read(as_ours(value))) for rule in parameter.rules)
 
@@ -166,7 +166,7 @@ def wrong_types(info: inspect.Type) -> list[Any]:
     return [7, [1]]
 
 
-def seen(parameter: Parameter, answer: Answer) -> Any:
+def seen(parameter: SamplingParameter, answer: Answer) -> Any:
     """The value of a parameter where it takes effect."""
     assert answer.status == 200, answer.error
     job = answer.jobs[0]
@@ -182,7 +182,7 @@ def seen(parameter: Parameter, answer: Answer) -> Any:
     return getattr(job.request.sampling, parameter.name)
 
 
-def room_for(parameter: Parameter, api: Api) -> dict[str, Any]:
+def room_for(parameter: SamplingParameter, api: Api) -> dict[str, Any]:
     """`min_tokens` are bounded by `max_tokens`, whose default is small in some APIs."""
     return {PARAMETERS["max_tokens"].names_in(api)[0]: MOST} if parameter.name == "min_tokens" else {}
 
@@ -205,7 +205,7 @@ def test_values_up_to_the_bounds_are_accepted_and_others_refused_by_name(ask, ap
     assert {bool(case.code) for case in tried} == {True, False}
 
 
-def refers_to(param: str, parameter: Parameter, api: Api, name: str) -> bool:
+def refers_to(param: str, parameter: SamplingParameter, api: Api, name: str) -> bool:
     if api in BODIES:
         return param.startswith((name, parameter.name))
     return param.removeprefix("sampling_params.").startswith(parameter.names_in("completions")[0])

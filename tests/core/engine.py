@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Limits, Scheduler
+from headgate.core.scheduler import Scheduler, SchedulerLimits
 from headgate.protocol.output import Ended, Outputs
 from headgate.protocol.plan import StepPlan
 from headgate.protocol.request import GenerateRequest
@@ -18,7 +18,7 @@ class Engine:
     def __init__(
         self, *, blocks: int = 32, max_context: int = 100, running: int = 8, budget: int = 64, **limits: object
     ):
-        self.limits = Limits(max_context, running, budget, VOCAB_SIZE, **limits)  # type: ignore[arg-type]
+        self.limits = SchedulerLimits(max_context, running, budget, VOCAB_SIZE, **limits)  # type: ignore[arg-type]
         self.pool = BlockPool(blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(self.pool, self.limits)
         self.device = FakeDevice(blocks, BLOCK_SIZE, running, VOCAB_SIZE)

@@ -17,7 +17,7 @@ import msgspec
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.leases import Filled, Granted, Lease, Withdrawn
-from headgate.core.scheduler import Flow, Limits, Scheduler
+from headgate.core.scheduler import Flow, Scheduler, SchedulerLimits
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import RequestError
 from headgate.protocol.output import Ended, Outputs
@@ -101,7 +101,7 @@ class Engine:
     def __init__(self, name: str, rng: random.Random) -> None:
         self.name, self.rng = name, rng
         num_blocks = rng.choice([8, 12, 24])
-        limits = Limits(
+        limits = SchedulerLimits(
             max_context=rng.choice([24, 60, 200]),
             max_running=rng.choice([2, 4, 8]),
             max_batch_tokens=rng.choice([3, 8, 16]),

@@ -9,7 +9,7 @@ import pytest
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.leases import Filled, Granted, Withdrawn
-from headgate.core.scheduler import Flow, Limits, Scheduler
+from headgate.core.scheduler import Flow, Scheduler, SchedulerLimits
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
@@ -577,7 +577,7 @@ def test_a_scored_prompt_is_not_fetched_either():
 
 
 def test_the_first_tokens_carry_the_version_of_the_first_weights():
-    scheduler = Scheduler(BlockPool(8, 4), Limits(20, 1, 20, VOCAB_SIZE), version=7)
+    scheduler = Scheduler(BlockPool(8, 4), SchedulerLimits(20, 1, 20, VOCAB_SIZE), version=7)
     scheduler.add(GenerateRequest(1, (1, 2), SamplingParams(max_tokens=1)))
     plan = scheduler.schedule()
     scheduler.commit(StepResult(plan.step, [5]))

@@ -11,11 +11,11 @@ import pytest
 from starlette.requests import Request
 
 from headgate.dashboard.feed import Feed, TooManyWatchers
-from headgate.dashboard.frame import Bounds, Card, Glance, Shown, Viewer
+from headgate.dashboard.frame import FleetView, HistogramBounds, MemberView, RequestView, Viewer
 from headgate.dashboard.meter import Counts
 from headgate.edge import dashboard
-from headgate.router.bridge import Visit
-from headgate.router.downstream import Head, HttpRequest
+from headgate.router.data_path.bridge import AppCall
+from headgate.router.data_path.downstream import Head, HttpRequest
 from tests.simulated import run
 
 ADMIN = Viewer("admin", admin=True)
@@ -25,22 +25,24 @@ class Steady:
     """Makes ten tokens between two looks."""
 
     kind, version = "server", "0"
-    bounds = Bounds((0.1, 1.0), (0.01,))
+    bounds = HistogramBounds((0.1, 1.0), (0.01,))
 
     def __init__(self) -> None:
         self.looks = 0
         self.over = False
         self.live = [("", "nobody's"), ("blue", "b1"), ("red", "r1"), ("blue", "b2")]
 
-    async def look(self) -> Glance:
+    async def look(self) -> FleetView:
         self.looks += 1
         await asyncio.sleep(0)
         made = Counts(tokens=10 * self.looks, first_token=(self.looks, 0, 0))
-        card = Card(id="0", name="engine 0", detail="", state="running", running=3, waiting=1)
-        return Glance(model="m", state="running", cards=[card], sources={"0/": made}, over=self.over)
+        card = MemberView(id="0", name="engine 0", detail="", state="running", running=3, waiting=1)
+        return FleetView(model="m", state="running", cards=[card], sources={"0/": made}, over=self.over)
 
-    def requests(self, viewer: Viewer, most: int) -> tuple[list[Shown], int]:
-        mine = [Shown(id, tenant, "chat", "decode", 1.0, 5, "0") for tenant, id in self.live if viewer.sees(tenant)]
+    def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
+        mine = [
+            RequestView(id, tenant, "chat", "decode", 1.0, 5, "0") for tenant, id in self.live if viewer.sees(tenant)
+        ]
         return mine[:most], len(mine)
 
 
@@ -229,5 +231,5 @@ def test_a_router_hangs_up_on_an_answer_that_was_given_up(whole):
         await send({"type": "http.response.body", "body": b"x", "more_body": not whole})
 
     client, request = Client(), HttpRequest(Head(), b"")
-    run(Visit(client, request).run(app))
+    run(AppCall(client, request).run(app))
     assert (client.ended, client.aborted) == (whole, not whole)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headgate.api.dashboard import phase_of
+from headgate.api.accounting.dashboard import phase_of
 from headgate.contract.keys import Keys
 from headgate.dashboard import page
 from headgate.dashboard.feed import MOST_WATCHERS

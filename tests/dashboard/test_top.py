@@ -12,7 +12,7 @@ import pytest
 
 from headgate import cli
 from headgate.cli.top import plain, render, sparkline
-from headgate.dashboard.frame import Card, Frame, Point, Shown
+from headgate.dashboard.frame import Frame, MemberView, Point, RequestView
 from tests.api.serving import clean_environment, command
 from tests.dashboard.watching import streaming
 
@@ -30,8 +30,10 @@ def frame(**changes) -> Frame:
         "sees_requests": True,
         "total": 1,
         "now": POINT,
-        "cards": [Card(id="u", name="host:1", detail="", state="ready", total=100, held=25, cached=50, tokens_s=9.0)],
-        "requests": [Shown("req-1", "blue", "chat", "decode", 1.5, 42, "u")],
+        "cards": [
+            MemberView(id="u", name="host:1", detail="", state="ready", total=100, held=25, cached=50, tokens_s=9.0)
+        ],
+        "requests": [RequestView("req-1", "blue", "chat", "decode", 1.5, 42, "u")],
     }
     return Frame(**given | changes)
 
@@ -51,13 +53,13 @@ def test_a_frame_has_everything_at_a_glance():
 
 
 def test_a_small_terminal_cuts_and_does_not_wrap():
-    many = [Shown(f"req-{number}", "", "chat", "queued", 1.0, 0, None) for number in range(50)]
+    many = [RequestView(f"req-{number}", "", "chat", "queued", 1.0, 0, None) for number in range(50)]
     text = shown(frame(requests=many, total=5000), width=40, height=16)
     assert "req-0" in text and "more" in text and "req-49" not in text
 
 
 def test_names_that_clients_give_cannot_move_the_cursor():
-    assert "\x1b" not in shown(frame(requests=[Shown("a\x1b[2J", "\x07", "chat", "decode", 1.0, 1, None)]))
+    assert "\x1b" not in shown(frame(requests=[RequestView("a\x1b[2J", "\x07", "chat", "decode", 1.0, 1, None)]))
 
 
 def test_who_has_no_key_is_told_so():

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from headgate.engine.channel import ClientChannel, EngineChannel
-from headgate.protocol.message import PROTOCOL, EngineInfo, EngineStatus, Hello, Submit, Told, Welcome
+from headgate.protocol.message import PROTOCOL, EngineInfo, EngineStatus, Hello, StepOutputs, Submit, Welcome
 from headgate.protocol.output import Outputs
 
 INFO = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "none", "none")
@@ -23,11 +23,11 @@ def test_a_message_that_comes_while_another_is_sent_is_received(tmp_path: Path):
         assert isinstance(await asyncio.wait_for(client.receive(), 60), Welcome)
         receiving = asyncio.create_task(client.receive())
         await asyncio.sleep(0.05)  # it waits now
-        engine.send(0, Told(Outputs(ids=[1], tokens=[2])))
+        engine.send(0, StepOutputs(Outputs(ids=[1], tokens=[2])))
         time.sleep(0.2)  # noqa: ASYNC251 - the message arrives while the event loop does something else
         client.send(Submit([]))
         try:
-            assert isinstance(await asyncio.wait_for(receiving, 60), Told)
+            assert isinstance(await asyncio.wait_for(receiving, 60), StepOutputs)
         finally:
             client.close()
             engine.close()

@@ -9,15 +9,15 @@ import pytest
 from headgate.errors import BrokenCheckpoint, HalfWritten
 from headgate.protocol.command import (
     Denied,
-    Files,
+    EngineState,
+    FileSource,
     Flush,
     Flushed,
-    Look,
+    ListSequences,
     Pause,
     Resume,
-    Sighted,
+    SequenceList,
     Sleep,
-    StateTold,
     Stop,
     UpdateWeights,
     Wake,
@@ -57,7 +57,7 @@ def test_3_a_stop_is_answered_when_blocks_are_free_and_clients_were_told():
     harness.loop.turn()
     assert {ended.id for ended in harness.ends()} == {1, 5}
     told = harness.answers[number]
-    assert isinstance(told, StateTold) and told.ended == {1: 0, 5: 0} and not told.held
+    assert isinstance(told, EngineState) and told.ended == {1: 0, 5: 0} and not told.held
     assert harness.scheduler.pool.held < held, "in the middle of a step"
     finish(harness)
     assert harness.tokens(2) == answer(2, 6)
@@ -280,7 +280,7 @@ def paused(mode: str = "freeze") -> Harness:
 
 def test_25_weights_are_refused_unless_paused():
     harness = Harness()
-    number = harness.call(UpdateWeights(Files("path")))
+    number = harness.call(UpdateWeights(FileSource("path")))
     harness.loop.turn()
     denied = harness.answers[number]
     assert isinstance(denied, Denied) and (denied.status, denied.code) == (409, "not_paused")
@@ -288,7 +288,7 @@ def test_25_weights_are_refused_unless_paused():
 
 def test_27_new_weights_make_the_next_version_and_tokens_carry_it():
     harness = paused()
-    number = harness.call(UpdateWeights(Files("path")))
+    number = harness.call(UpdateWeights(FileSource("path")))
     harness.loop.turn()
     harness.loop.turn()
     assert (harness.answers[number].state, harness.answers[number].version) == ("paused", 1)
@@ -312,7 +312,7 @@ def test_25_a_failed_update_leaves_the_old_weights_or_a_quarantined_engine(failu
     failed: Future[None] = Future()
     failed.set_exception(failure)
     harness.executor.load_weights = lambda _: failed
-    number = harness.call(UpdateWeights(Files("path")))
+    number = harness.call(UpdateWeights(FileSource("path")))
     harness.loop.turn()
     denied = harness.answers[number]
     assert denied.code == code and str(failure) in denied.message and harness.loop.control.state == state
@@ -325,7 +325,7 @@ def test_25_a_full_update_ends_the_quarantine():
     harness = paused()
     harness.loop.control.state = "quarantined"
     number = harness.call(Pause("abort"))
-    update = harness.call(UpdateWeights(Files("path"), version=7))
+    update = harness.call(UpdateWeights(FileSource("path"), version=7))
     harness.loop.turn()
     assert isinstance(harness.answers[number], Denied)
     assert (harness.answers[update].state, harness.answers[update].version) == ("paused", 7)
@@ -368,11 +368,11 @@ def test_kv_on_lease_does_not_sleep():
 def test_what_is_in_flight_can_be_seen():
     harness = busy()
     land(harness)
-    number = harness.call(Look())
+    number = harness.call(ListSequences())
     harness.clock.now_s = 3.0
     harness.loop.turn()
     seen = harness.answers[number]
-    assert isinstance(seen, Sighted)
+    assert isinstance(seen, SequenceList)
     assert [(each.id, each.phase, each.output_tokens) for each in seen.sequences] == [
         *((id, "running", 1) for id in (1, 2, 3, 4)),
         *((id, "waiting", 0) for id in (5, 6)),
@@ -396,11 +396,11 @@ def test_25_the_same_update_asked_again_is_done_already(tmp_path):
     harness = Harness()
     harness.call(Pause())
     harness.loop.turn()
-    update = UpdateWeights(Files(str(weights)), version=1)
+    update = UpdateWeights(FileSource(str(weights)), version=1)
     for _ in range(2):  # whoever asked first may not have heard the answer
         number = harness.call(update)
         harness.loop.turn()
-        assert isinstance(harness.answers[number], StateTold) and harness.answers[number].version == 1
+        assert isinstance(harness.answers[number], EngineState) and harness.answers[number].version == 1
     assert harness.executor.device.version == 1, "read once"
     weights.write_bytes(b"something else")
     number = harness.call(update)

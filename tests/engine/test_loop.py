@@ -10,12 +10,12 @@ import pytest
 
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Limits, Scheduler
-from headgate.engine.evidence import Recorder
+from headgate.core.scheduler import Scheduler, SchedulerLimits
+from headgate.engine.evidence import StepRecorder
 from headgate.engine.loop import EngineLoop
 from headgate.errors import EngineDead
 from headgate.protocol.command import Command, Pause, Result, Sleep
-from headgate.protocol.message import CLIENT_SHIFT, Abort, Answer, Call, Submit, Told
+from headgate.protocol.message import CLIENT_SHIFT, Abort, CommandAnswer, CommandCall, StepOutputs, Submit
 from headgate.protocol.output import Ended, Outputs, Refused
 from headgate.protocol.plan import Fetch, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
@@ -39,7 +39,7 @@ class Harness:
         transport: Transport | None = None,
     ) -> None:
         self.clock = ManualClock()
-        limits = Limits(max_context=max_context, max_running=4, max_batch_tokens=64, vocab_size=VOCAB_SIZE)
+        limits = SchedulerLimits(max_context=max_context, max_running=4, max_batch_tokens=64, vocab_size=VOCAB_SIZE)
         self.executor = FakeExecutor(FakeDevice(blocks, 4, 4, VOCAB_SIZE), by_hand=by_hand)
         self.scheduler = Scheduler(BlockPool(blocks, 4), limits)
         self.loop = EngineLoop(
@@ -48,7 +48,7 @@ class Harness:
             self.hear,
             supply=self.executor,
             transport=transport,
-            recorder=Recorder(Path(tempfile.mkdtemp(prefix="headgate-test-"))),
+            recorder=StepRecorder(Path(tempfile.mkdtemp(prefix="headgate-test-"))),
             run_ahead=run_ahead,
             clock=self.clock,
         )
@@ -56,8 +56,8 @@ class Harness:
         self.answers: dict[int, Result] = {}
         self.numbers = count(1)
 
-    def hear(self, client: int, message: Told | Answer) -> None:
-        if isinstance(message, Answer):
+    def hear(self, client: int, message: StepOutputs | CommandAnswer) -> None:
+        if isinstance(message, CommandAnswer):
             self.answers[message.number] = message.result
         else:
             self.heard.setdefault(client, []).append(message.outputs)
@@ -65,7 +65,7 @@ class Harness:
     def call(self, command: Command) -> int:
         """Post a command; its result will be in `answers` under the number that this returns."""
         number = next(self.numbers)
-        self.loop.post(Call(0, number, command))
+        self.loop.post(CommandCall(0, number, command))
         return number
 
     def submit(self, *ids: int, max_tokens: int = 4, **fields: object) -> None:

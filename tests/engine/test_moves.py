@@ -14,7 +14,7 @@ from headgate.engine.client import TokenStream
 from headgate.engine.replicas import MOST_MOVES, MovingStream, Replicas
 from headgate.engine.start import EngineStart
 from headgate.errors import EngineDead, HeadgateError
-from headgate.protocol.command import Files, Result, Resume, StateTold, UpdateWeights
+from headgate.protocol.command import EngineState, FileSource, Result, Resume, UpdateWeights
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.request import GenerateRequest
 
@@ -107,14 +107,14 @@ class LateEngine:
             assert command.version is not None and command.version > self.version, "stale version"
             self.version = command.version
             raise TimeoutError
-        return StateTold("running", version=self.version)
+        return EngineState("running", version=self.version)
 
 
 def test_an_update_that_succeeded_too_late_to_be_told_does_not_take_the_fleet_out_of_service():
     async def main() -> None:
         replicas = replicas_over(LateEngine())
         for _ in range(2):
-            await replicas.call_all(UpdateWeights(Files("path")))
+            await replicas.call_all(UpdateWeights(FileSource("path")))
             await replicas.call_all(Resume())
             assert replicas.replicas[0].state == "ready"
 

@@ -12,10 +12,10 @@ import pytest
 from headgate.cli import main
 from headgate.contract.sampling import SamplingParams
 from headgate.engine import evidence as evidence_module
-from headgate.engine.evidence import Evidence, Recorder, Step, read_evidence, write_private
+from headgate.engine.evidence import Evidence, RecordedStep, StepRecorder, read_evidence, write_private
 from headgate.engine.replay import replay
 from headgate.errors import EngineDead
-from headgate.protocol.command import Files, Pause, Resume, UpdateWeights
+from headgate.protocol.command import FileSource, Pause, Resume, UpdateWeights
 from headgate.protocol.plan import Fetch, Join, StepPlan
 from headgate.protocol.request import Ticket
 from tests.core.engine import Engine
@@ -55,7 +55,7 @@ def test_what_a_sound_engine_leaves_is_consistent(tmp_path, blocks, run_ahead):
 
 
 def test_steps_with_several_tokens_per_slice_are_run_again(tmp_path):
-    engine, recorder = Engine(), Recorder(tmp_path)
+    engine, recorder = Engine(), StepRecorder(tmp_path)
     for id in (1, 2):
         engine.add(id, max_tokens=12)
     for lengths in ([2, 0], [3, 1], [1, 2], [1, 1]):
@@ -80,7 +80,7 @@ def test_the_evidence_says_what_the_engine_was_doing(tmp_path, caplog):
 def test_only_the_last_plans_are_kept_and_they_are_enough(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence_module, "PLANS", 8)
     harness = busy(recorded(tmp_path))
-    harness.loop._recorder = Recorder(tmp_path)
+    harness.loop._recorder = StepRecorder(tmp_path)
     path = run_and_crash(harness, tmp_path, steps=20)
     assert len(read_evidence(path).steps) == 8
     assert replay(path).fault is None
@@ -94,7 +94,7 @@ def test_a_change_of_weights_is_no_inconsistency(tmp_path, recompute):
     harness.loop.turn()
     harness.executor.land()
     harness.loop.turn()
-    harness.call(UpdateWeights(Files("path"), recompute=recompute))
+    harness.call(UpdateWeights(FileSource("path"), recompute=recompute))
     harness.loop.turn()
     harness.call(Resume())
     path = run_and_crash(harness, tmp_path, steps=10)
@@ -150,7 +150,7 @@ def plan(step: int, *slices: tuple[int, int, int, bool], **more: object) -> Step
 
 def fault(folder: Path, *plans: StepPlan) -> tuple[int | None, str | None]:
     """What a replay says of an engine with 4 rows and 8 blocks of 4 tokens that has sampled nothing but `x`."""
-    steps = [Step(each, [ord("x")] * sum(each.samples)) for each in plans]
+    steps = [RecordedStep(each, [ord("x")] * sum(each.samples)) for each in plans]
     left = Evidence("error", "now", "running", "<Scheduler>", [], [], 8, 4, 4, 200, steps)
     found = replay(write_private(folder, msgspec.json.encode(left)))
     return found.step, found.fault

@@ -11,13 +11,23 @@ import pytest
 
 from headgate.config import EngineConfig
 from headgate.contract.sampling import SamplingParams
+from headgate.device.weights.loading import SafetensorsFolder
 from headgate.engine.replicas import Replica, Replicas, started
 from headgate.errors import EngineDead, RequestError
-from headgate.protocol.command import Files, Group, Look, Pause, Resume, Sighted, Source, StateTold, UpdateWeights
+from headgate.protocol.command import (
+    BroadcastSource,
+    EngineState,
+    FileSource,
+    ListSequences,
+    Pause,
+    Resume,
+    SequenceList,
+    Source,
+    UpdateWeights,
+)
 from headgate.protocol.request import GenerateRequest
 from headgate.testing.tiny import tiny_model
 from headgate.weights import publish
-from headgate.worker.weights import SafetensorsFolder
 
 CONFIG = EngineConfig(max_running=8, max_context=512)
 
@@ -71,7 +81,7 @@ async def update(replicas: Replicas, source: Source) -> list[str]:
     await replicas.call_all(Pause("abort"))
     told = await replicas.call_all(UpdateWeights(source))
     await replicas.call_all(Resume())
-    assert all(isinstance(each, StateTold) for each in told.values()), told
+    assert all(isinstance(each, EngineState) for each in told.values()), told
     return [replica.state for replica in replicas.replicas]
 
 
@@ -82,7 +92,7 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
         async with asyncio.timeout(250), started(folder, CONFIG, count=2) as replicas:
             first, second = replicas.replicas
             old = await collect(replicas, 0, 20)
-            assert await update(replicas, Files(str(new))) == ["ready", "ready"]
+            assert await update(replicas, FileSource(str(new))) == ["ready", "ready"]
             fresh = await collect(replicas, 0, 20)
             assert fresh != old
 
@@ -106,7 +116,7 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
             running = asyncio.gather(*(collect(replicas, 0, 20) for _ in range(4)))
             assert await running == [old] * 4
 
-            assert await update(replicas, Files(str(new))) == ["ready", "ready"]
+            assert await update(replicas, FileSource(str(new))) == ["ready", "ready"]
             assert (await first.client.ping(60)).status.version == 3
             assert await collect(replicas, 0, 20) == fresh
 
@@ -224,22 +234,22 @@ def test_43_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(fol
             try:
                 for timeout_s in (1.0, 5.0, 25.0):  # longer, should the other one not have been run for that time
                     outcome = await replicas.call_all(Pause("abort"), timeout_s=timeout_s)
-                    if isinstance(outcome[1], StateTold):
+                    if isinstance(outcome[1], EngineState):
                         break
             finally:
                 os.kill(first.pid, signal.SIGCONT)
             assert isinstance(outcome[0], EngineDead)
             assert f"engine 0 has not answered in {timeout_s:g} s" in str(outcome[0])
-            assert isinstance(outcome[1], StateTold) and outcome[1].state == "paused"
+            assert isinstance(outcome[1], EngineState) and outcome[1].state == "paused"
             for _ in range(5):
                 await kill(second)
-                outcome = await replicas.call_all(Look())
+                outcome = await replicas.call_all(ListSequences())
                 if isinstance(outcome[1], EngineDead):
                     break  # and not back already
                 await until(second, "ready")
-            assert isinstance(outcome[0], Sighted) and isinstance(outcome[1], EngineDead)
+            assert isinstance(outcome[0], SequenceList) and isinstance(outcome[1], EngineDead)
             with pytest.raises(RequestError, match="the group is too small for all engines"):
-                await replicas.call_all(UpdateWeights(Group("tcp://localhost:1", 2)))
+                await replicas.call_all(UpdateWeights(BroadcastSource("tcp://localhost:1", 2)))
 
     asyncio.run(main())
 

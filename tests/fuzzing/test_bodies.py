@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from headgate.api.app import App
+from headgate.api.app import ServerApp
 from headgate.contract.control import UpdateRequest, source_of
 from headgate.contract.decoding import convert
 from headgate.engine.client import Chunk
@@ -23,7 +23,7 @@ from headgate.protocol.command import Source
 from headgate.protocol.output import Ended, Timings
 from headgate.protocol.plan import Logprobs
 from headgate.protocol.request import GenerateRequest
-from headgate.router.ask import read_ask
+from headgate.router.data_path.request_info import read_ask
 from headgate.testing.tiny import tiny_model
 from headgate.text.tokenizer import Tokenizer, load_tokenizer
 from tests.api.scripted import Client, ScriptedEngines, scripted_app
@@ -110,7 +110,7 @@ def folder() -> Path:
 
 
 @cache
-def app() -> App:
+def app() -> ServerApp:
     return scripted_app(folder(), ScriptedEngines(said))
 
 

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import strategies as st
 
 from headgate.config import EngineConfig
+from headgate.device.build import build_device, read_model_spec, refuse_oversized
+from headgate.device.weights.gguf import GGUFWeights
+from headgate.device.weights.loading import SafetensorsFiles
 from headgate.errors import BrokenCheckpoint, HeadgateError, ModelError, OutOfMemory
+from headgate.model_store.gguf import hub_config, hub_tensors, read_gguf
 from headgate.testing.tiny import tiny_config, tiny_model
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
-from headgate.worker.build import build_worker, read_model_spec, refuse_oversized
-from headgate.worker.gguf import GGUFWeights
-from headgate.worker.weights import SafetensorsFiles
-from headgate.zoo.gguf import hub_config, hub_tensors, read_gguf
 from tests.fuzzing.properties import bounded, damaged, fuzzed, replaced
-from tests.zoo.files import write_gguf
+from tests.model_store.files import write_gguf
 
 HEADER = {
     "__metadata__": {"format": "pt"},
@@ -153,7 +153,7 @@ def claims(draw: Any) -> tuple[str, dict[str, Any]]:
 @fuzzed(claims(), few=40)
 def test_whatever_numbers_a_config_claims_it_is_served_or_refused(drawn: tuple[str, dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder, suppress(HeadgateError):
-        build_worker(tiny_folder(Path(folder), *drawn), ENGINE).executor.close()
+        build_device(tiny_folder(Path(folder), *drawn), ENGINE).executor.close()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_an_absurd_number_of_a_config_is_refused_by_its_name_before_anything_is_
     field: str, claimed: int, tmp_path: Path
 ):
     with bounded(), pytest.raises(ModelError, match=f"{field} (is )?"):
-        build_worker(tiny_folder(tmp_path, "llama", {field: claimed}), ENGINE)
+        build_device(tiny_folder(tmp_path, "llama", {field: claimed}), ENGINE)
 
 
 def test_positions_that_memory_cannot_hold_are_refused_before_the_tables_are_made(tmp_path: Path):
@@ -274,7 +274,7 @@ def test_a_gguf_file_is_read_or_refused(head: bytes) -> None:
 def test_an_absurd_number_in_a_gguf_file_is_refused(field: str, claimed: int, named: str, tmp_path: Path):
     path = write_gguf(tmp_path / "m.gguf", **{f"llama.{field}": claimed})
     with bounded(), pytest.raises(ModelError, match=named):
-        build_worker(path, ENGINE)
+        build_device(path, ENGINE)
 
 
 # ---------------------------------------------------------------------------------------------- tokenizers and templates

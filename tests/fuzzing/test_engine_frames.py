@@ -17,12 +17,23 @@ from hypothesis import strategies as st
 from headgate.contract.sampling import SamplingParams
 from headgate.engine.channel import UNREADABLE, ClientChannel, EngineChannel
 from headgate.errors import EngineDead
-from headgate.protocol.command import Files, Flush, Group, Look, Pause, Resume, Sleep, Stop, UpdateWeights, Wake
+from headgate.protocol.command import (
+    BroadcastSource,
+    FileSource,
+    Flush,
+    ListSequences,
+    Pause,
+    Resume,
+    Sleep,
+    Stop,
+    UpdateWeights,
+    Wake,
+)
 from headgate.protocol.message import (
     PROTOCOL,
     Abort,
-    Answer,
-    Call,
+    CommandAnswer,
+    CommandCall,
     EngineInfo,
     EngineStatus,
     FromClient,
@@ -30,8 +41,8 @@ from headgate.protocol.message import (
     Message,
     Ping,
     Pong,
+    StepOutputs,
     Submit,
-    Told,
     Welcome,
 )
 from headgate.protocol.output import Ended, Outputs, Refused, Timings
@@ -56,25 +67,25 @@ MESSAGES = (
     Submit([REQUEST, GenerateRequest(10, (1,))]),
     Abort([9, 10], "api_abort"),
     *(
-        Call(0, 1, command)
+        CommandCall(0, 1, command)
         for command in (
             Pause("freeze"),
             Resume(),
             Flush(),
-            Look(),
+            ListSequences(),
             Sleep(),
             Wake(),
             Stop([9], "api_abort"),
             Stop(None, "pause"),
         )
     ),
-    Call(0, 2, UpdateWeights(Files("/nowhere", {"a": "b"}), 3)),
-    Call(0, 2, UpdateWeights(Group("tcp://127.0.0.1:1", 2), 3)),
+    CommandCall(0, 2, UpdateWeights(FileSource("/nowhere", {"a": "b"}), 3)),
+    CommandCall(0, 2, UpdateWeights(BroadcastSource("tcp://127.0.0.1:1", 2), 3)),
 )
 FROM_ENGINE = (
     Welcome(PROTOCOL, INFO),
     Pong(1, 0.0, EngineStatus(0.0, False)),
-    Told(
+    StepOutputs(
         Outputs(
             ids=[1, 2],
             tokens=[3, 4],
@@ -135,7 +146,7 @@ def test_an_engine_goes_on_after_whatever_could_be_read(sent: list[bytes]) -> No
             message = msgspec.msgpack.decode(frame, type=FromClient)
             if isinstance(message, Message):
                 harness.loop.post(message)
-                harness.loop.post(Call(0, 2**50, Look()))  # so that a turn does not wait
+                harness.loop.post(CommandCall(0, 2**50, ListSequences()))  # so that a turn does not wait
                 harness.loop.turn()
     harness.clock.now_s += 10_000.0
     for command in (Stop(None, "shutdown", 0.0), Wake(), Resume()):
@@ -162,7 +173,7 @@ def test_an_engine_that_cannot_be_understood_is_dead_and_nothing_else(sent: list
             for _ in sent:
                 with suppress(EngineDead):
                     told = await asyncio.wait_for(client.receive(), 60)
-                    assert isinstance(told, Welcome | Pong | Told | Answer)
+                    assert isinstance(told, Welcome | Pong | StepOutputs | CommandAnswer)
         finally:
             client.close()
 

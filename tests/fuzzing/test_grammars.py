@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from headgate.api.constraints import constraint_for
+from headgate.api.generate.constraints import constraint_for
 from headgate.errors import RequestError
 from headgate.text import trial
 from headgate.text.constraints import checked, json_schema, regex

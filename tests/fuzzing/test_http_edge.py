@@ -11,7 +11,7 @@ import httptools
 import pytest
 from hypothesis import strategies as st
 
-from headgate.router.downstream import (
+from headgate.router.data_path.downstream import (
     MAX_HEAD_BYTES,
     MOST_PIPELINED,
     Connections,

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import strategies as st
 
 from headgate.errors import BrokenCheckpoint, RequestError
-from headgate.text.sandbox import Limits
+from headgate.text.sandbox import TemplateLimits
 from headgate.text.template import ChatTemplate
 from tests.fuzzing.properties import damaged, fuzzed, odd_text, odd_values
 
-LIMITS = Limits(chars=20_000, chars_in_all=200_000, seconds=0.3)
+LIMITS = TemplateLimits(chars=20_000, chars_in_all=200_000, seconds=0.3)
 USER = {"role": "user", "content": "hi"}
 
 # ------------------------------------------------------------------------------------------------- programs at random
@@ -161,7 +161,7 @@ programs = st.recursive(outputs, longer, max_leaves=6)
 START = "{% set ns = namespace(x=['ab']) %}"
 
 
-def rendered(source: str, messages: list[Any] | None = None, limits: Limits = LIMITS, **more: Any) -> str:
+def rendered(source: str, messages: list[Any] | None = None, limits: TemplateLimits = LIMITS, **more: Any) -> str:
     """The prompt, or the sentence with which it is refused."""
     try:
         return ChatTemplate(source, limits=limits).render(messages or [USER], **more)

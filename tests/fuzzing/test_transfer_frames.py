@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from headgate.transfer.frames import CHECKSUM_BYTES, PROTOCOL, BadFrame, Header, Kind, decode_header
+from headgate.transfer.frames import CHECKSUM_BYTES, PROTOCOL, BadFrame, FrameHeader, FrameKind, decode_header
 from headgate.transfer.tcp import parse_address
 from tests.fuzzing.properties import damaged, fuzzed, replaced
 from tests.transfer.peers import GENERATION, VERSION, peers, same
@@ -22,22 +22,25 @@ numbers = count(1)
 
 def attach(body: Any) -> bytes:
     packed = msgspec.msgpack.encode(body)
-    return Header(Kind.ATTACH, length=len(packed)).encode() + packed
+    return FrameHeader(FrameKind.ATTACH, length=len(packed)).encode() + packed
 
 
 ATTACH = [PROTOCOL, 7, GENERATION, VERSION, "test"]
 SAID_BY_CLIENTS = (
-    attach(ATTACH) + Header(Kind.BEAT).encode() + Header(Kind.FETCH, 0, 3).encode() + Header(Kind.DONE).encode()
+    attach(ATTACH)
+    + FrameHeader(FrameKind.BEAT).encode()
+    + FrameHeader(FrameKind.FETCH, 0, 3).encode()
+    + FrameHeader(FrameKind.DONE).encode()
 )
 SAID_BY_SERVERS = (
-    Header(Kind.TAKEN, a=0).encode()
-    + Header(Kind.BLOCKS, 0, 1, 6 * 4096 + CHECKSUM_BYTES).encode()
+    FrameHeader(FrameKind.TAKEN, a=0).encode()
+    + FrameHeader(FrameKind.BLOCKS, 0, 1, 6 * 4096 + CHECKSUM_BYTES).encode()
     + bytes(6 * 4096 + CHECKSUM_BYTES)
-    + Header(Kind.END).encode()
+    + FrameHeader(FrameKind.END).encode()
 )
 KINDS = st.builds(
-    lambda kind, a, b, length, digest: Header(kind, a, b, length, digest).encode(),
-    st.sampled_from(list(Kind)),
+    lambda kind, a, b, length, digest: FrameHeader(kind, a, b, length, digest).encode(),
+    st.sampled_from(list(FrameKind)),
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
     st.one_of(st.integers(0, 2000), st.integers(0, 2**64 - 1)),
@@ -57,7 +60,7 @@ from_clients = st.lists(
     st.one_of(damaged(SAID_BY_CLIENTS), KINDS, ODD_ATTACH, st.just(attach(ATTACH))), max_size=4
 ).map(b"".join)
 from_servers = st.lists(
-    st.one_of(damaged(SAID_BY_SERVERS), KINDS, st.just(Header(Kind.TAKEN, a=9).encode())), max_size=4
+    st.one_of(damaged(SAID_BY_SERVERS), KINDS, st.just(FrameHeader(FrameKind.TAKEN, a=9).encode())), max_size=4
 ).map(b"".join)
 
 
@@ -65,7 +68,7 @@ from_servers = st.lists(
 def test_a_header_is_read_or_refused(data: bytes) -> None:
     with suppress(BadFrame):
         header = decode_header(data)
-        assert header.kind is Kind.BLOCKS or header.length <= 2**18
+        assert header.kind is FrameKind.BLOCKS or header.length <= 2**18
 
 
 @fuzzed(st.lists(from_clients, min_size=1, max_size=5), few=8)

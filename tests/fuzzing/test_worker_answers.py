@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from headgate.router.journal import Journal
+from headgate.router.exchange.journal import Journal
 from tests.fuzzing.properties import damaged, fuzzed
 from tests.router.client import ask, routing
 from tests.router.mock import CHAT, Asked, Broken, Connection, Mock

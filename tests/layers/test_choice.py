@@ -10,7 +10,7 @@ import torch
 from headgate.layers import choice
 from headgate.layers.backend import Heads
 from headgate.layers.choice import available_backends, choose_backend
-from headgate.layers.cpu import Unavailable
+from headgate.layers.cpu import NotCompiled
 
 CPU = torch.device("cpu")
 HEADS = Heads(query=4, kv=2, size=16)
@@ -46,7 +46,7 @@ def test_what_the_kernels_cannot_do_falls_to_torch_with_a_reason(caplog, name, l
 
 
 def test_a_machine_without_kernels_computes_in_torch(caplog, monkeypatch):
-    monkeypatch.setattr(choice, "load_kernels", lambda: Unavailable("no C++ compiler"))
+    monkeypatch.setattr(choice, "load_kernels", lambda: NotCompiled("no C++ compiler"))
     with caplog.at_level(logging.INFO):
         assert choose_backend("auto", CPU, torch.float32, HEADS).name == "torch"
     assert "computing in plain torch: no C++ compiler" in caplog.text

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from headgate.layers.cpu import Kernels, Unavailable, build, load_kernels
+from headgate.layers.cpu import Kernels, NotCompiled, build, load_kernels
 
 
 def test_a_missing_compiler_is_a_reason(tmp_path: Path) -> None:
     loaded = load_kernels(compiler="no-such-compiler", cache=tmp_path)
-    assert isinstance(loaded, Unavailable)
+    assert isinstance(loaded, NotCompiled)
     assert "no-such-compiler not found" in loaded.reason
 
 
@@ -20,7 +20,7 @@ def test_a_failing_compiler_is_a_reason_and_leaves_no_library(
     compiler.write_text("#!/bin/sh\necho 'fatal error: torch.h not found' >&2\nexit 1\n")
     compiler.chmod(0o755)
     loaded = load_kernels(compiler=str(compiler), cache=tmp_path / "cache")
-    assert isinstance(loaded, Unavailable)
+    assert isinstance(loaded, NotCompiled)
     assert "torch.h not found" in loaded.reason
     assert not list(tmp_path.rglob("*.so"))
     assert capfd.readouterr().err.startswith("headgate: compiling CPU kernels, once")
@@ -29,13 +29,13 @@ def test_a_failing_compiler_is_a_reason_and_leaves_no_library(
 def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     loaded = load_kernels(cache=tmp_path / "file" / "cache")
-    assert isinstance(loaded, Unavailable)
+    assert isinstance(loaded, NotCompiled)
     assert "cannot build or load" in loaded.reason
 
 
 def test_an_instruction_set_this_cpu_lacks_is_a_reason() -> None:
     loaded = load_kernels("sve2")
-    assert isinstance(loaded, Unavailable)
+    assert isinstance(loaded, NotCompiled)
     assert "does not run sve2" in loaded.reason
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.cpu import Kernels, Unavailable, load_kernels
+from headgate.layers.cpu import Kernels, NotCompiled, load_kernels
 from headgate.layers.cpu.build import supported_isas
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -22,7 +22,7 @@ ODD_SHAPES = (
 
 def kernels(isa: str) -> Kernels:
     loaded = load_kernels(isa)
-    assert not isinstance(loaded, Unavailable), loaded.reason
+    assert not isinstance(loaded, NotCompiled), loaded.reason
     return loaded
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headgate.device.sampling.draw import Knobs, draw, stream_keys
 from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.formats import floating
 from headgate.layers.rotary import Rope
 from headgate.layers.torch_backend import TorchBackend
-from headgate.worker.draw import Knobs, draw, stream_keys
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -388,7 +388,7 @@ def test_tokens_are_drawn_as_the_definition_says(device, vocab):
 
 def test_a_step_opens_from_rows_and_closes_into_them(device):
     from headgate.layers.triton.draw import Finalists
-    from headgate.layers.triton.step import Paging, Told, close_step, open_step
+    from headgate.layers.triton.step import DrawInputs, Paging, close_step, open_step
 
     block_size, nowhere = 16, -(10**6)
     paging = Paging(
@@ -406,7 +406,7 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
     tables = torch.full((3, 4), nowhere, dtype=torch.int32, device=device)
     starts, order = torch.arange(4, dtype=torch.int32, device=device), torch.zeros_like(contexts)
     batch = Batch(*longs[:3], starts, contexts, tables, 1, 64, order)
-    told = Told(torch.full((3,), -1.0, device=device), longs[3])
+    told = DrawInputs(torch.full((3,), -1.0, device=device), longs[3])
     open_step(columns, paging, batch, told)
 
     assert paging.tables[1, 2] == 77
@@ -422,7 +422,7 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
 
     logits = torch.randn(3, 60, device=device)
     drawn = torch.full((3,), nowhere, device=device)
-    greedy = Told(torch.zeros(3, device=device), told.keys)
+    greedy = DrawInputs(torch.zeros(3, device=device), told.keys)
     close_step(columns, paging, logits, greedy, Finalists(3, 60, device), drawn)
     assert torch.equal(drawn, logits.argmax(-1))
     tokens_before[4, 21], tokens_before[1, 33] = drawn[0], drawn[1]

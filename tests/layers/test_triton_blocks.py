@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headgate.worker.card import gather, scatter
+from headgate.device.same_gpu import gather, scatter
 from tests.layers.test_triton import DEVICES  # which also sets the interpreter up
 
 

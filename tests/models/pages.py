@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from headgate.device.weights.loading import SafetensorsFolder, load_weights
 from headgate.layers.batch import Batch
 from headgate.layers.choice import available_backends
 from headgate.models import Network, build_model, read_spec
-from headgate.worker.weights import SafetensorsFolder, load_weights
 
 BACKENDS = available_backends()
 BLOCK_SIZE = 16

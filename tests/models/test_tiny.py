@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from headgate.device.weights.loading import SafetensorsFolder
 from headgate.testing.tiny import NAMES, tiny_model
-from headgate.worker.weights import SafetensorsFolder
 from tests.models.pages import Pages, load, prompt
 
 

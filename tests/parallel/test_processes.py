@@ -15,11 +15,11 @@ from headgate import LLM, SamplingParams
 from headgate.cli import parser
 from headgate.cli.serve import engine_config
 from headgate.config import EngineConfig
+from headgate.device.tensor_parallel import followers, team
 from headgate.engine.replicas import Replica, Replicas, started
 from headgate.errors import EngineDead, RankLost, RequestError
-from headgate.protocol.command import Files, Pause, Resume, StateTold, UpdateWeights
+from headgate.protocol.command import EngineState, FileSource, Pause, Resume, UpdateWeights
 from headgate.testing.tiny import tiny_model
-from headgate.worker import crew, followers
 from tests.api import serving
 from tests.api.serving import wait_until
 from tests.engine.test_replicas import collect, until
@@ -40,7 +40,9 @@ def folder(tmp_path_factory) -> Path:
 def ranks_of(pid: int) -> list[int]:
     """The followers of an engine."""
     lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for each in lists for child in each.split() if "worker.follower" in command_of(int(child))]
+    return [
+        int(child) for each in lists for child in each.split() if "tensor_parallel.follower" in command_of(int(child))
+    ]
 
 
 def command_of(pid: int) -> str:
@@ -81,7 +83,7 @@ def test_a_rank_that_cannot_start_is_an_error_and_leaves_nothing(folder, monkeyp
 
 
 def test_heads_that_cannot_be_divided_are_refused_before_anything_is_started(folder, monkeypatch):
-    monkeypatch.setattr(crew, "Followers", None)
+    monkeypatch.setattr(team, "Followers", None)
     with pytest.raises(RequestError, match="tensor_parallel is 3"):
         LLM(folder, tensor_parallel=3)
 
@@ -160,8 +162,8 @@ def test_55_an_update_by_path_outlives_a_rank(folder, tmp_path):
             (engine,) = replicas.replicas
             old = await collect(replicas, 0, 20)
             await replicas.call_all(Pause("abort"))
-            told = await replicas.call_all(UpdateWeights(Files(str(new))))
-            assert isinstance(told[0], StateTold) and told[0].version == 1
+            told = await replicas.call_all(UpdateWeights(FileSource(str(new))))
+            assert isinstance(told[0], EngineState) and told[0].version == 1
             await replicas.call_all(Resume())
             fresh = await collect(replicas, 0, 20)
             assert fresh != old
@@ -175,7 +177,7 @@ def test_55_an_update_by_path_outlives_a_rank(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_its_engine_at_the_deadline(folder, monkeypatch):
-    monkeypatch.setattr(crew, "STEP_S", 3.0)
+    monkeypatch.setattr(team, "STEP_S", 3.0)
     with LLM(folder, dtype="float32", device="cpu", max_running=4, tensor_parallel=2) as llm:
         tokens_of(llm)
         (pid,) = ranks_of(os.getpid())

@@ -10,28 +10,28 @@ import pytest
 
 from headgate import LLM, SamplingParams
 from headgate.config import EngineConfig
+from headgate.device import sleeping_memory as sleep_module
+from headgate.device.build import build_device
+from headgate.device.tensor_parallel import team
+from headgate.device.tensor_parallel.executors import AgreedWeights, RunStep
+from headgate.device.tensor_parallel.team import WantedWeights
+from headgate.device.weights.loading import SafetensorsFolder
 from headgate.errors import SourceLost
 from headgate.protocol.command import (
     TAGS,
+    BroadcastSource,
     Denied,
-    Files,
-    Group,
+    EngineState,
+    FileSource,
     Pause,
     Resume,
-    Shared,
+    SharedMemorySource,
     Sleep,
-    StateTold,
     UpdateWeights,
     Wake,
 )
 from headgate.testing.tiny import tiny_model
 from headgate.text.constraints import json_schema
-from headgate.worker import crew
-from headgate.worker import sleep as sleep_module
-from headgate.worker.build import build_worker
-from headgate.worker.crew import Wanted
-from headgate.worker.together import AgreedWeights, Step
-from headgate.worker.weights import SafetensorsFolder
 from tests.parallel.threads import BACKENDS, ThreadFollowers
 from tests.test_equality import CROWDED, answers, prompts, varied
 from tests.test_structured import PERSON
@@ -41,7 +41,7 @@ from tests.updates.test_updates import IDS, answers_of, frozen
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch):
-    monkeypatch.setattr(crew, "Followers", ThreadFollowers)
+    monkeypatch.setattr(team, "Followers", ThreadFollowers)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -105,7 +105,7 @@ def test_a_plan_reaches_followers_without_what_only_rank_0_needs(folder):
         llm.generate([[1, 2, 3]], GREEDY, progress=False)
         followers = llm.engine.executor._tell.__self__
         assert isinstance(followers, ThreadFollowers)
-        steps = [order.plan for order in followers.orders if isinstance(order, Step)]
+        steps = [order.plan for order in followers.orders if isinstance(order, RunStep)]
     assert len(steps) == 16 and [len(plan.joins) for plan in steps] == [1] + [0] * 15
 
 
@@ -115,8 +115,8 @@ def test_a_plan_reaches_followers_without_what_only_rank_0_needs(folder):
 def test_25_an_update_by_path_changes_all_ranks(folder, other, renewed):
     with driving(folder, tensor_parallel=2) as driver:
         driver.call(Pause("abort"))
-        told = driver.call(UpdateWeights(Files(str(other))))
-        assert isinstance(told, StateTold) and told.version == 1
+        told = driver.call(UpdateWeights(FileSource(str(other))))
+        assert isinstance(told, EngineState) and told.version == 1
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
@@ -128,7 +128,7 @@ def test_25_files_that_one_rank_cannot_read_change_none(folder, other, undisturb
         broken = tmp_path / "broken"
         shutil.copytree(other, broken)
         forget_on_rank_1(monkeypatch, broken)
-        denied = driver.call(UpdateWeights(Files(str(broken))))
+        denied = driver.call(UpdateWeights(FileSource(str(broken))))
         assert isinstance(denied, Denied) and "rank 1: " in denied.message and "no weights" in denied.message
         assert driver.engine.loop.control.state == "paused"
         driver.call(Resume())
@@ -142,7 +142,7 @@ def forget_on_rank_1(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
     def files(self):
         if self._ranks.rank == 1 and self.files.path == str(path):
-            self.files = Files("/nowhere")
+            self.files = FileSource("/nowhere")
         return opened(self)
 
     monkeypatch.setattr(AgreedWeights, "_files", files)
@@ -153,11 +153,11 @@ def test_25_weights_that_break_off_on_one_rank_are_whole_on_none(folder, other, 
         driver.call(Pause("abort"))
         with monkeypatch.context() as broken:
             break_off_on_rank_1(broken)
-            denied = driver.call(UpdateWeights(Files(str(other))))
+            denied = driver.call(UpdateWeights(FileSource(str(other))))
         assert isinstance(denied, Denied) and denied.code == "quarantined" and "the disk is gone" in denied.message
         denied = driver.call(Resume())
         assert isinstance(denied, Denied) and denied.status == 409
-        assert isinstance(driver.call(UpdateWeights(Files(str(other)))), StateTold)
+        assert isinstance(driver.call(UpdateWeights(FileSource(str(other)))), EngineState)
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
@@ -181,7 +181,10 @@ def break_off_on_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trainer_that_reaches_only_one_rank_is_refused_by_name(folder):
-    sources = {"broadcasts to a group": Group("tcp://127.0.0.1:1", 2), "shares its GPU memory": Shared("", (), ())}
+    sources = {
+        "broadcasts to a group": BroadcastSource("tcp://127.0.0.1:1", 2),
+        "shares its GPU memory": SharedMemorySource("", (), ()),
+    }
     with driving(folder, tensor_parallel=2) as driver:
         driver.call(Pause("abort"))
         for kind, source in sources.items():
@@ -194,9 +197,9 @@ def test_a_trainer_that_reaches_only_one_rank_is_refused_by_name(folder):
 def test_frozen_answers_go_on_after_all_ranks_have_slept(folder, undisturbed):
     with driving(folder, tensor_parallel=2) as driver:
         told = frozen(driver).call(Sleep(TAGS))
-        assert isinstance(told, StateTold) and told.asleep == TAGS
+        assert isinstance(told, EngineState) and told.asleep == TAGS
         told = driver.call(Wake(TAGS))
-        assert isinstance(told, StateTold) and told.asleep == ()
+        assert isinstance(told, EngineState) and told.asleep == ()
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -212,7 +215,7 @@ def test_a_rank_that_cannot_wake_keeps_all_asleep(folder, undisturbed, tag, monk
         assert isinstance(denied, Denied) and "rank 1: waking needs" in denied.message
         assert driver.engine.loop.control.asleep == (tag,)
         told = driver.call(Wake((tag,)))
-        assert isinstance(told, StateTold) and told.asleep == ()
+        assert isinstance(told, EngineState) and told.asleep == ()
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -231,11 +234,11 @@ def test_55_wanted_weights_that_one_rank_lacks_are_had_by_none(folder, other, mo
     lacking = tmp_path / "lacking"
     shutil.copytree(other, lacking)
     config = EngineConfig(tensor_parallel=2, max_running=2, device="cpu")
-    worker = build_worker(folder, config, Wanted(Files(str(lacking)), 7))
+    worker = build_device(folder, config, WantedWeights(FileSource(str(lacking)), 7))
     assert worker.version == 7
     worker.executor.close()
     forget_on_rank_1(monkeypatch, lacking)
-    worker = build_worker(folder, config, Wanted(Files(str(lacking)), 7))
+    worker = build_device(folder, config, WantedWeights(FileSource(str(lacking)), 7))
     assert worker.version == 0 and "weights of version 7 cannot be had again" in caplog.text
     worker.executor.close()
 

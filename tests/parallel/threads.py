@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headgate.device.tensor_parallel.executors import Order
+from headgate.device.tensor_parallel.follower import follow
+from headgate.device.tensor_parallel.followers import FollowerStart
+from headgate.device.tensor_parallel.ranks import RankGroup
+from headgate.device.weights.broadcast import CPU
 from headgate.errors import RankLost
 from headgate.layers.choice import available_backends
-from headgate.worker.follower import follow
-from headgate.worker.followers import FollowerStart
-from headgate.worker.group import CPU
-from headgate.worker.ranks import RankGroup
-from headgate.worker.together import Order
 
 BACKENDS = available_backends()
 LONG_S = 60.0

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from headgate.protocol.command import (
+    BroadcastSource,
     Command,
-    Files,
-    Group,
-    Shared,
+    FileSource,
+    SharedMemorySource,
     SharedStorage,
     SharedTensor,
     Sleep,
@@ -19,11 +19,11 @@ from headgate.protocol.command import (
 @pytest.mark.parametrize(
     "command",
     [
-        UpdateWeights(Files("/models/a", {"model.safetensors": "00"}), version=3),
-        UpdateWeights(Group("tcp://trainer:29500", world_size=3, rank=2), recompute=False),
-        UpdateWeights(Group("tcp://trainer:29500", world_size=2, backend="nccl")),
+        UpdateWeights(FileSource("/models/a", {"model.safetensors": "00"}), version=3),
+        UpdateWeights(BroadcastSource("tcp://trainer:29500", world_size=3, rank=2), recompute=False),
+        UpdateWeights(BroadcastSource("tcp://trainer:29500", world_size=2, backend="nccl")),
         UpdateWeights(
-            Shared(
+            SharedMemorySource(
                 "GPU-1",
                 (SharedStorage(0, b"\xff\0handle", 128, 0, b"counter", 8, b"event", True),),
                 (SharedTensor("norm", "bfloat16", (64,), 0, 0),),
@@ -51,9 +51,9 @@ def test_a_command_is_the_same_on_the_other_side(command):
 )
 def test_a_group_that_cannot_be_is_refused(fields, reason):
     with pytest.raises(ValueError, match=reason):
-        Group(**{"init_method": "tcp://host:1", "world_size": 2} | fields)
+        BroadcastSource(**{"init_method": "tcp://host:1", "world_size": 2} | fields)
 
 
 def test_a_group_names_where_its_trainer_listens():
-    assert Group("tcp://10.0.0.1:29500", 2).address == ("10.0.0.1", 29500)
-    assert Group("tcp://[::1]:29500", 2).address == ("::1", 29500)
+    assert BroadcastSource("tcp://10.0.0.1:29500", 2).address == ("10.0.0.1", 29500)
+    assert BroadcastSource("tcp://[::1]:29500", 2).address == ("::1", 29500)

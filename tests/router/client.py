@@ -14,7 +14,7 @@ import httptools
 
 from headgate.config import RouteConfig, WorkerAddress
 from headgate.listening import take_port
-from headgate.router.fast_path import FastPath
+from headgate.router.data_path.fast_path import FastPath
 from headgate.router.router import Router
 from headgate.router.server import serving
 from tests.router.compiled import compiled_fast_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from headgate.router.fast_path import FastPath, compiled
+from headgate.router.data_path.fast_path import FastPath, compiled
 
 
 @cache

@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 
 from headgate.errors import RequestError
-from headgate.router.ask import Ask, read_ask
-from headgate.router.index import PrefixIndex
-from headgate.router.worker import Worker
+from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.fleet.prefix_index import PrefixIndex
+from headgate.router.fleet.worker import Worker
 from tests.router.compiled import compiled_fast_path
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 HELLO = [{"role": "user", "content": "Hello, {water}!"}]
 
 
-def read_with_c(path: str, body: bytes, **named: Any) -> Ask:
+def read_with_c(path: str, body: bytes, **named: Any) -> RequestInfo:
     return read_ask(path, body, peek=compiled_fast_path().peek, **named)
 
 
-def ask(path: str = CHAT, /, *, session: str | None = None, tenant: str = "", **body: Any) -> Ask:
+def ask(path: str = CHAT, /, *, session: str | None = None, tenant: str = "", **body: Any) -> RequestInfo:
     return read_with_c(path, json.dumps(body).encode(), session=session, tenant=tenant)
 
 

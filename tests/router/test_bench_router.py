@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headgate import cli
-from headgate.bench.client import Sample
+from headgate.bench.client import TimedRequest
 from headgate.bench.router import _added, placement_of
 from tests.api.live import LiveServer
 from tests.router.fleets import live_router
@@ -58,15 +58,15 @@ def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_a_router_adds_is_judged_pair_by_pair():
-    slow, quick = Sample(total_s=9.0, first_token_s=8.5), Sample(total_s=8.9, first_token_s=8.4)
-    calm, calmer = Sample(total_s=0.3, first_token_s=0.2), Sample(total_s=0.2, first_token_s=0.1)
-    lost = Sample(error="timeout", total_s=99.0)
+    slow, quick = TimedRequest(total_s=9.0, first_token_s=8.5), TimedRequest(total_s=8.9, first_token_s=8.4)
+    calm, calmer = TimedRequest(total_s=0.3, first_token_s=0.2), TimedRequest(total_s=0.2, first_token_s=0.1)
+    lost = TimedRequest(error="timeout", total_s=99.0)
     added = _added([(slow, quick), (calm, calmer), (calm, lost), (calm, None)])
     assert {name: round(value) for name, value in added.items()} == {"first_token_ms": 100, "end_to_end_ms": 100}
 
 
-def talk(*workers: str, cached: int = 0) -> list[Sample]:
-    return [Sample(worker=worker, prompt_tokens=10, cached_tokens=cached) for worker in workers]
+def talk(*workers: str, cached: int = 0) -> list[TimedRequest]:
+    return [TimedRequest(worker=worker, prompt_tokens=10, cached_tokens=cached) for worker in workers]
 
 
 def test_placement_counts_turns_and_not_first_ones():
@@ -74,5 +74,5 @@ def test_placement_counts_turns_and_not_first_ones():
     assert placement.at_home == 2 / 3
     assert placement.workers == {"a": 3, "b": 3} and placement.busiest_over_mean == 1.0
     assert placement.cached_share == 10 / 60
-    lost = placement_of([[Sample(error="timeout"), *talk("c")]])
+    lost = placement_of([[TimedRequest(error="timeout"), *talk("c")]])
     assert lost.requests == 1 and lost.at_home == 0.0, "nobody had the turn before"

@@ -11,9 +11,9 @@ import pytest
 
 from headgate.config import RouteConfig
 from headgate.errors import HeadgateError
-from headgate.router.downstream import Connections
-from headgate.router.metrics import render
-from headgate.router.relay import Exchange
+from headgate.router.control.metrics import render
+from headgate.router.data_path.downstream import Connections
+from headgate.router.exchange.relay import Exchange
 from headgate.router.router import Router
 from tests.api.live import LiveServer
 from tests.api.serving import wait_until

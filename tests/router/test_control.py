@@ -15,9 +15,9 @@ import pytest
 
 from headgate.client import Fleet, FleetError
 from headgate.contract.operations.table import ON_ROUTERS
-from headgate.router import following
-from headgate.router.abort import Target, _end_here
-from headgate.router.attempt import Streamed
+from headgate.router.control.abort import RoutedTarget, _end_here
+from headgate.router.exchange.attempt import Streamed
+from headgate.router.fleet import catch_up
 from tests.api.live import LiveServer, eventually
 from tests.api.serving import metric_values, wait_until
 from tests.router.fleets import FakeWorker, LiveRouter, fake_worker, live_router
@@ -197,7 +197,7 @@ def test_29_a_worker_that_comes_back_while_the_fleet_is_paused_is_paused(fakes: 
 def test_18_29_a_worker_that_missed_a_pause_is_paused_as_the_others_were(
     fakes: list[FakeWorker], path: str, body: Any, told: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(following, "TRY_AGAIN_S", 0.05)
+    monkeypatch.setattr(catch_up, "TRY_AGAIN_S", 0.05)
     late = fakes[2]
     late.refuses[path.partition("?")[0]] = 503
     with live_router(*(fake.url for fake in fakes)) as router:
@@ -445,7 +445,7 @@ def test_7_an_abort_in_the_moment_of_the_last_word_adds_nothing(router: LiveRout
         def race() -> bool:
             exchange.attempt.leave()
             exchange.attempt._finish(Streamed())
-            _end_here([Target("last", exchange)], "api_abort")
+            _end_here([RoutedTarget("last", exchange)], "api_abort")
             return exchange.cut
 
         assert not router.do(race)

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headgate.router.policy import Ring
+from headgate.router.fleet.policy import Ring
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import Missed
 from tests.api.live import eventually

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headgate.router import downstream
-from headgate.router.downstream import Answering, Connections, Downstream, HttpRequest, answer_head
+from headgate.router.data_path import downstream
+from headgate.router.data_path.downstream import Answering, Connections, Downstream, HttpRequest, answer_head
 from tests.router.client import Wire, until
 from tests.router.compiled import compiled_fast_path
 from tests.router.run import run

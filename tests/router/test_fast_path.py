@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.compiling import Unavailable
+from headgate.compiling import NotCompiled
 from headgate.contract.journal import first_version
-from headgate.router import fast_path
-from headgate.router.ask import Ask, read_ask
-from headgate.router.attempt import whole_answer
-from headgate.router.fast_path import PYTHON, FastPath, answer_head, compiled, request_head
-from headgate.router.journal import Journal
-from headgate.router.outbox import Outbox
+from headgate.router.data_path import fast_path
+from headgate.router.data_path.fast_path import PYTHON, FastPath, answer_head, compiled, request_head
+from headgate.router.data_path.outbox import Outbox
+from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.exchange.attempt import whole_answer
+from headgate.router.exchange.journal import Journal
 from tests.router.client import Wire, routing
 from tests.router.compiled import compiled_fast_path
 from tests.router.mock import Asked, Connection, Mock
@@ -436,11 +436,11 @@ def test_input_that_is_cut_anywhere_is_read_alike(native: FastPath):
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def the_long_way(body: bytes) -> Ask:
+def the_long_way(body: bytes) -> RequestInfo:
     return read_ask(CHAT, body, tenant="t", peek=PYTHON.peek)
 
 
-def asked(native: FastPath, body: bytes) -> Ask | None:
+def asked(native: FastPath, body: bytes) -> RequestInfo | None:
     """What a look at the body says; None if it does not suffice."""
     return None if native.peek(body) is None else read_ask(CHAT, body, tenant="t", peek=native.peek)
 
@@ -637,9 +637,9 @@ def test_a_router_uses_each_function_of_the_fast_path_that_it_was_given():
 
 def test_without_a_compiler_there_is_a_reason_and_no_library(tmp_path: Path):
     missing = compiled("no-such-compiler", tmp_path)
-    assert isinstance(missing, Unavailable) and "no-such-compiler" in missing.reason
+    assert isinstance(missing, NotCompiled) and "no-such-compiler" in missing.reason
     failing = compiled("false", tmp_path)
-    assert isinstance(failing, Unavailable) and "fast_path.c" in failing.reason
+    assert isinstance(failing, NotCompiled) and "fast_path.c" in failing.reason
     assert not list(tmp_path.rglob("*.so"))
 
 
@@ -658,7 +658,7 @@ def test_without_a_home_folder_or_its_source_there_is_a_reason(tmp_path: Path, m
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     missing = compiled()
-    assert isinstance(missing, Unavailable) and "home" in missing.reason
+    assert isinstance(missing, NotCompiled) and "home" in missing.reason
     monkeypatch.setattr(fast_path, "SOURCE", tmp_path / "fast_path.c")
     missing = compiled("cc", tmp_path)
-    assert isinstance(missing, Unavailable) and "fast_path.c" in missing.reason
+    assert isinstance(missing, NotCompiled) and "fast_path.c" in missing.reason

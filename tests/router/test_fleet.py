@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headgate.errors import RequestError
-from headgate.router.fleet import FAILURES, LONGEST_BREAK_S, SUCCESSES, Fleet, NoSuchWorker
-from headgate.router.retry_state import RetryBudget
-from headgate.router.worker import Worker
+from headgate.router.exchange.retry_state import RetryBudget
+from headgate.router.fleet.fleet import FAILURES, LONGEST_BREAK_S, SUCCESSES, NoSuchWorker, Workers
+from headgate.router.fleet.worker import Worker
 
 
 class Clock:
@@ -17,8 +17,8 @@ class Clock:
         return self.now_s
 
 
-def fleet_of(*urls: str, clock: Clock | None = None) -> tuple[Fleet, list[Worker]]:
-    fleet = Fleet(clock=clock or Clock())
+def fleet_of(*urls: str, clock: Clock | None = None) -> tuple[Workers, list[Worker]]:
+    fleet = Workers(clock=clock or Clock())
     workers = [fleet.add(url) for url in urls]
     for worker in workers:
         fleet.set_kind(worker, "headgate", ["m"])

@@ -17,19 +17,19 @@ import pytest
 
 from headgate.config import RouteConfig
 from headgate.contract.abort import AbortRequest
-from headgate.router.abort import RouterAbortResult, Scope, abort
-from headgate.router.ask import Ask
-from headgate.router.downstream import Head, HttpRequest
-from headgate.router.fanout import Asking
-from headgate.router.index import PrefixIndex
-from headgate.router.policy import POLICIES
+from headgate.router.control.abort import RouterAbortResult, RouterScope, abort
+from headgate.router.control.fan_out import CallerHeaders
+from headgate.router.data_path.downstream import Head, HttpRequest
+from headgate.router.data_path.request_info import RequestInfo
+from headgate.router.data_path.upstream import Headers, Reader
+from headgate.router.fleet.policy import POLICIES
+from headgate.router.fleet.prefix_index import PrefixIndex
+from headgate.router.fleet.worker import Worker
 from headgate.router.router import Router
-from headgate.router.upstream import Headers, Reader
-from headgate.router.worker import Worker
 from tests.router.compiled import compiled_fast_path
 from tests.router.run import run
 
-ADMIN = Scope("", admin=True)
+ADMIN = RouterScope("", admin=True)
 SSE: Headers = [(b"content-type", b"text/event-stream"), (b"x-headgate-journal", b"1")]
 END = (
     b':f 0 abort api_abort 5 0 0\ndata: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n'
@@ -137,7 +137,7 @@ async def running(router: Router, hosts: list[Host], ids: list[str]) -> None:
 
 
 async def end(router: Router, ids: list[str]) -> RouterAbortResult:
-    return await abort(router, AbortRequest(req_ids=ids, timeout=60), ADMIN, Asking())
+    return await abort(router, AbortRequest(req_ids=ids, timeout=60), ADMIN, CallerHeaders())
 
 
 SIZES = [(40, 400), pytest.param(1000, 10_000, marks=pytest.mark.slow)]
@@ -167,7 +167,7 @@ def test_one_abort_of_many_ids_is_one_message_for_each_worker_that_has_some(work
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True], ids=["new", "at home"])
 def test_choosing_among_a_thousand_workers_costs_at_most_three_times_as_much_as_among_four(known: bool):
-    ask, rng = Ask("m", True, None, b"somebody", 1, 0, b"x" * 5000, False, 1250, False), random.Random(0)
+    ask, rng = RequestInfo("m", True, None, b"somebody", 1, 0, b"x" * 5000, False, 1250, False), random.Random(0)
     costs: dict[int, float] = {}
     for count in (4, 1000):
         workers = tuple(Worker(f"http://worker-{number}") for number in range(count))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from headgate.router import hits
-from headgate.router.attempt import JSON, Answered, Lost, Streamed
-from headgate.router.index import Found
-from headgate.router.journal import Journal
+from headgate.router.exchange.attempt import JSON, Answered, Lost, Streamed
+from headgate.router.exchange.journal import Journal
+from headgate.router.fleet import prefix_hits
+from headgate.router.fleet.prefix_index import WorkerPrefix
+from headgate.router.fleet.worker import Worker
 from headgate.router.router import Router
-from headgate.router.worker import Worker
 from tests.api.live import LiveServer
 from tests.api.serving import metric_values
 from tests.router.client import ask, routing, until
@@ -79,16 +79,18 @@ def test_usage_is_read_as_it_is_told(usage: dict[str, Any], told: tuple[int, int
     said = 'say "prompt_tokens": 1, "cached_tokens": 1'  # escaped, where it stands in a string
     separators = (", ", ": ") if spaced else (",", ":")
     body = json.dumps({"choices": [{"text": said}], "usage": usage}, separators=separators).encode()
-    assert hits.usage_in(body) == told
+    assert prefix_hits.usage_in(body) == told
 
 
 # ------------------------------------------------------------------------------------------------------------ counting
 
 
-def note(worker: Worker, found: Found | None, outcome: Any, *, reason: str = "cache", prefill: Any = None) -> None:
+def note(
+    worker: Worker, found: WorkerPrefix | None, outcome: Any, *, reason: str = "cache", prefill: Any = None
+) -> None:
     exchange = SimpleNamespace(journal=Journal(), ask=SimpleNamespace(n=1, prompt=b"x" * 4000))
     placement = SimpleNamespace(worker=worker, found=found, reason=reason, prefill=prefill)
-    hits.note(exchange.ask, exchange.journal, placement, outcome)  # type: ignore[arg-type]
+    prefix_hits.note(exchange.ask, exchange.journal, placement, outcome)  # type: ignore[arg-type]
 
 
 def usage(cached: int, prompt: int = 1000) -> bytes:
@@ -98,13 +100,13 @@ def usage(cached: int, prompt: int = 1000) -> bytes:
 
 def test_expectation_and_truth_are_counted_in_the_workers_own_tokens():
     worker = Worker("http://a")
-    note(worker, Found(3000, 7.0), Streamed(usage(700)))
+    note(worker, WorkerPrefix(3000, 7.0), Streamed(usage(700)))
     note(worker, None, Answered(200, [], usage(0, 500)))
     assert (worker.prompt_tokens, worker.expected_tokens, worker.cached_tokens) == (1500, 750, 700)
 
 
 def test_what_says_nothing_of_the_prompts_cache_is_not_counted():
-    worker, found = Worker("http://a"), Found(3000, 7.0)
+    worker, found = Worker("http://a"), WorkerPrefix(3000, 7.0)
     note(worker, found, Streamed(usage(700)), reason="resume")
     note(worker, found, Streamed(usage(700)), prefill=Worker("http://b"))
     note(worker, found, Answered(404, JSON, usage(700)))
@@ -117,19 +119,19 @@ def test_42_a_stranger_that_had_less_than_expected_has_shown_its_horizon():
     worker = Worker("http://a")
     worker.kind = "vllm"
     before = worker.horizon_s
-    note(worker, Found(3000, 7.0), Streamed(usage(400)))
+    note(worker, WorkerPrefix(3000, 7.0), Streamed(usage(400)))
     assert worker.horizon_s == before, "it had more than half of what was expected"
-    note(worker, Found(400, 7.0), Streamed(usage(0)))
+    note(worker, WorkerPrefix(400, 7.0), Streamed(usage(0)))
     assert worker.horizon_s == before, "so little may be a matter of blocks"
-    note(worker, Found(3000, float("inf")), Streamed(usage(0)))
+    note(worker, WorkerPrefix(3000, float("inf")), Streamed(usage(0)))
     assert worker.horizon_s == before, "it may not have been computed yet"
-    note(worker, Found(3000, 7.0), Streamed(usage(0)))
+    note(worker, WorkerPrefix(3000, 7.0), Streamed(usage(0)))
     assert worker.horizon_s == 7.0
-    note(worker, Found(3000, 6.0), Streamed(usage(0)))
+    note(worker, WorkerPrefix(3000, 6.0), Streamed(usage(0)))
     assert worker.horizon_s == 7.0, "a horizon never goes back"
     ours = Worker("http://b")
     ours.kind = "headgate"
-    note(ours, Found(3000, 7.0), Streamed(usage(0)))
+    note(ours, WorkerPrefix(3000, 7.0), Streamed(usage(0)))
     assert ours.horizon_s == before, "who reports it knows it better"
 
 

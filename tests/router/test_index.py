@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headgate.router.index import (
+from headgate.router.fleet.prefix_index import (
     CUTS,
     LEAST_NODES,
     TURN_MESSAGES,
@@ -18,7 +18,7 @@ from headgate.router.index import (
     Path,
     PrefixIndex,
 )
-from headgate.router.worker import Worker
+from headgate.router.fleet.worker import Worker
 from tests.router.compiled import compiled_fast_path
 
 ROOT = 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.contract.journal import released, released_tokens, safe_end
-from headgate.router.journal import Journal, splice
+from headgate.router.exchange.journal import Journal, splice
 from tests.journal import blocks, resume_of
 
 ids = st.integers(0, 2**31)

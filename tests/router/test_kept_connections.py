@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.router.upstream import Pool, Upstream, call
+from headgate.router.data_path.upstream import Pool, Upstream, call
 from tests.router.client import ask, check, routing
 from tests.router.mock import CHAT, FINE, Fault, Mock
 from tests.router.run import run

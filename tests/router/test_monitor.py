@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from headgate.router.attempt import Attempt
-from headgate.router.fast_path import PYTHON
-from headgate.router.fleet import Taken
+from headgate.router.data_path.fast_path import PYTHON
+from headgate.router.exchange.attempt import Attempt
+from headgate.router.fleet.fleet import LoadShare
+from headgate.router.fleet.worker import Worker
 from headgate.router.router import Router
-from headgate.router.worker import Worker
 from tests.router.client import ask, check, routing, until
 from tests.router.mock import CHAT, Mock
 from tests.router.run import run
@@ -95,7 +95,7 @@ def test_probes_leave_no_connections_behind():
 def test_when_a_worker_was_heard_is_noted_while_its_client_is_full_too():
     worker = object()
     exchange: Any = SimpleNamespace(full=True, request=None)
-    taken = cast(Taken, SimpleNamespace(worker=worker, pending=0))
+    taken = cast(LoadShare, SimpleNamespace(worker=worker, pending=0))
     exchange.attempt = attempt = Attempt(exchange, taken, PYTHON.read_whole)
     router: Any = SimpleNamespace(live={"a": exchange}, loop=SimpleNamespace(time=lambda: 60.0))
     attempt.status, attempt.heard = 200, True

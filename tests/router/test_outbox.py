@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from headgate.router.outbox import Outbox
+from headgate.router.data_path.outbox import Outbox
 
 
 class Wire:

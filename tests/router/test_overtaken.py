@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from headgate.contract.control import PauseRequest
-from headgate.router.control import FleetControls
-from headgate.router.fanout import Asking
-from headgate.router.relay import NoWorker
+from headgate.router.control.fan_out import CallerHeaders
+from headgate.router.control.lifecycle import FleetControls
+from headgate.router.exchange.relay import NoWorker
 from tests.api.serving import wait_until
 from tests.router.fleets import FakeWorker, LiveRouter, fake_worker, live_router
 
@@ -110,7 +110,7 @@ def test_24_a_fleet_that_empties_while_a_pause_waits_is_not_held(fakes: list[Fak
         async def main() -> None:
             controls, fleet = FleetControls(router.router), router.router.fleet
             await controls._resuming.acquire()
-            pausing = asyncio.create_task(controls.pause(PauseRequest(), Asking()))
+            pausing = asyncio.create_task(controls.pause(PauseRequest(), CallerHeaders()))
             await asyncio.sleep(0)
             assert not controls.at_rest and not pausing.done()
             fleet.remove(fleet.find(fakes[0].url))

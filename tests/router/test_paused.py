@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from headgate.contract.control import PauseRequest
-from headgate.router.control import FleetControls
-from headgate.router.following import Follower
+from headgate.router.control.lifecycle import FleetControls
+from headgate.router.data_path.upstream import Pool
+from headgate.router.fleet.catch_up import CatchUp
 from headgate.router.router import Router
-from headgate.router.upstream import Pool
 from tests.router.client import Response, Wire, ask, check, routing, until
 from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock
 from tests.router.run import run
@@ -106,7 +106,7 @@ async def scene(state: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sc
             async with Mock(times(Fault("late"), 1)) as mock, routing(mock, retries=0) as (router, url):
                 yield Scene(router, url, mock)
         case _:
-            monkeypatch.setattr("headgate.router.retry_state.RetryState.backoff_s", 0.3)
+            monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 0.3)
             async with Mock(times(Fault("close"), 1)) as mock, routing(mock) as (router, url):
                 yield Scene(router, url, mock)
 
@@ -260,7 +260,7 @@ def test_71_a_resume_before_the_answer_of_a_pause_lets_what_waits_run(monkeypatc
 
 
 def test_71_an_answer_that_lost_its_worker_is_ended_with_the_ids_of_what_there_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headgate.router.retry_state.RetryState.backoff_s", 30.0)
+    monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 30.0)
 
     async def main() -> None:
         async with Mock(times(Fault("cut", at=4), 1)) as mock, routing(mock) as (router, url):
@@ -282,7 +282,7 @@ def test_71_an_answer_that_goes_on_in_the_queue_of_a_paused_worker_is_ended(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """The second worker queues it: the tokens are the first worker's."""
-    monkeypatch.setattr("headgate.router.control.LAST_WORDS_S", SOON)
+    monkeypatch.setattr("headgate.router.control.lifecycle.LAST_WORDS_S", SOON)
 
     async def main() -> None:
         faults = [Fault("late"), Fault("cut", at=4)]
@@ -437,7 +437,7 @@ def test_71_a_worker_is_not_paused_on_behalf_of_a_fleet_that_is_being_resumed(mo
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, _):
             controls = FleetControls(router)
-            follower, resuming = Follower(router, controls), asyncio.Event()
+            follower, resuming = CatchUp(router, controls), asyncio.Event()
 
             async def asks_another() -> None:
                 verbs.enter_context(controls.busy())

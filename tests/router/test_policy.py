@@ -8,10 +8,10 @@ from statistics import mean
 
 import pytest
 
-from headgate.router.ask import Ask
-from headgate.router.index import Found, Match
-from headgate.router.policy import AHEAD, HEAD_START, POLICIES, SMALL_FLEET, Members, Policy, Ring, work
-from headgate.router.worker import Worker
+from headgate.router.data_path.request_info import RequestInfo
+from headgate.router.fleet.policy import AHEAD, HEAD_START, POLICIES, SMALL_FLEET, Members, Policy, Ring, work
+from headgate.router.fleet.prefix_index import Match, WorkerPrefix
+from headgate.router.fleet.worker import Worker
 
 PLACEMENT = Path(__file__).parents[2] / "benchmarks/router/placement.py"
 
@@ -20,13 +20,13 @@ def fleet(count: int) -> tuple[Worker, ...]:
     return tuple(Worker(f"http://worker-{number}") for number in range(count))
 
 
-def ask(session: bytes = b"") -> Ask:
-    return Ask(None, False, None, session, 1, 0, b"", False, 0, False)
+def ask(session: bytes = b"") -> RequestInfo:
+    return RequestInfo(None, False, None, session, 1, 0, b"", False, 0, False)
 
 
 def known(*workers: Worker, size: int = 4096, home: bool = True) -> Match:
     """A prompt whose first `size` bytes these workers have, and at home there or only beginning like others."""
-    return Match({worker: Found(size, 1.0) for worker in workers}, list(workers) if home else [])
+    return Match({worker: WorkerPrefix(size, 1.0) for worker in workers}, list(workers) if home else [])
 
 
 NOTHING = Match({}, [])

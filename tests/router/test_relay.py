@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from headgate.api import wire
-from headgate.api.generation import Finish
+from headgate.api.generate import wire
+from headgate.api.generate.generation import Finish
 from headgate.contract.abort import AbortRequest
 from headgate.contract.errors import cut_short, error_body
 from headgate.contract.journal import MOVABLE_CAUSES
 from headgate.errors import HeadgateError
-from headgate.router.abort import Scope, abort
-from headgate.router.ending import as_aborted
-from headgate.router.fanout import Asking
-from headgate.router.fleet import FAILURES, FIRST_BREAK_S
+from headgate.router.control.abort import RouterScope, abort
+from headgate.router.control.fan_out import CallerHeaders
+from headgate.router.exchange.ending import as_aborted
+from headgate.router.fleet.fleet import FAILURES, FIRST_BREAK_S
 from headgate.router.router import Router
 from tests.router.client import Wire, ask, check, routing, until
 from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock, text_of
@@ -367,7 +367,9 @@ def test_2_an_abort_that_comes_when_all_but_the_end_of_the_stream_was_told_says_
         async with Mock(lambda _: Fault("stall", at=1)) as mock, routing(mock) as (router, url):
             asked = asyncio.ensure_future(ask(url, CHAT, body))
             await until(lambda: ("", "told", 0) in router.live and router.live["", "told", 0].journal.choices)
-            aborting = asyncio.ensure_future(abort(router, AbortRequest(req_ids=["told"]), Scope("", True), Asking()))
+            aborting = asyncio.ensure_future(
+                abort(router, AbortRequest(req_ids=["told"]), RouterScope("", True), CallerHeaders())
+            )
             await until(lambda: router.live["", "told", 0].ending)
             mock.kill()
             assert (await aborting).already_finished == ["told"] and not (await aborting).aborted
@@ -410,7 +412,7 @@ def test_7_the_client_of_an_aborted_request_that_is_not_utf_8_is_told_so():
             router.hold(queue=True)
             asked = asyncio.ensure_future(ask(url, CHAT, body))
             await until(lambda: ("", "odd", 0) in router.live)
-            told = await abort(router, AbortRequest(tags={"a": "b"}), Scope("", True), Asking())
+            told = await abort(router, AbortRequest(tags={"a": "b"}), RouterScope("", True), CallerHeaders())
             assert not told.aborted and not told.errors  # nor does it disturb others' aborts
             router.live["", "odd", 0].end()
             assert b'"cause":"api_abort"' in (await asked).body
@@ -423,7 +425,7 @@ def test_whatever_goes_wrong_while_an_end_is_told_the_client_hears_of_it(monkeyp
     def mistake(*_: object, **__: object) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("headgate.router.relay.last_words", mistake)
+    monkeypatch.setattr("headgate.router.exchange.relay.last_words", mistake)
 
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):
@@ -560,7 +562,7 @@ def test_35_an_answer_is_rescheduled_so_many_times_and_the_worker_that_had_no_ro
 def test_74_a_rescheduled_answer_waits_for_room_and_is_computed_again_by_the_only_worker(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headgate.router.retry_state.RetryState.backoff_s", 0.02)
+    monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 0.02)
 
     async def main() -> None:
         script = first(Fault("veiled", at=2, cause="pd_reschedule"), *[Fault("status", status=429)] * 8)

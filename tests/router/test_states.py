@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from headgate.router.states import Action, Event, Facts, Impossible, State, Step, transition
+from headgate.router.exchange.states import Action, Event, Facts, Impossible, State, Step, transition
 
 # Written down a second time, on purpose. `-` cannot happen. Facts are those of a request that nothing special happens to.
 EXPECTED: Final = """

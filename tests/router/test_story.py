@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headgate.router.story import Departure, stages
-from headgate.router.worker import Worker
+from headgate.router.exchange.timeline import Departure, stages
+from headgate.router.fleet.worker import Worker
 
 P, D, E = Worker("http://p", role="prefill"), Worker("http://d", role="decode"), Worker("http://e", role="decode")
 

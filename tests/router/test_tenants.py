@@ -18,7 +18,7 @@ from headgate.client import Fleet
 from headgate.config import RouteConfig
 from headgate.contract.keys import Keys
 from headgate.protocol.keys import tenant_salt
-from headgate.router.disagg import PREFILL, prefill_name
+from headgate.router.exchange.prefill import PREFILL, prefill_name
 from headgate.router.router import Router
 from tests.api.live import LiveServer, live_server
 from tests.api.serving import serving, up, wait_until

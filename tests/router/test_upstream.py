@@ -11,13 +11,13 @@ from typing import cast
 
 import pytest
 
-from headgate.router import upstream
-from headgate.router.disagg import Leg
-from headgate.router.fast_path import Pipe
-from headgate.router.fleet import Taken
-from headgate.router.journal import Journal
-from headgate.router.outbox import Outbox
-from headgate.router.upstream import Headers, NoAnswer, Pool, Reader, Upstream, WorkerLost, call
+from headgate.router.data_path import upstream
+from headgate.router.data_path.fast_path import EventPipe
+from headgate.router.data_path.outbox import Outbox
+from headgate.router.data_path.upstream import Headers, NoAnswer, Pool, Reader, Upstream, WorkerLost, call
+from headgate.router.exchange.journal import Journal
+from headgate.router.exchange.prefill import PrefillRequest
+from headgate.router.fleet.fleet import LoadShare
 from tests.router.client import until
 from tests.router.compiled import compiled_fast_path
 from tests.router.run import run
@@ -31,7 +31,7 @@ class Noting(Reader):
         self.heads = 0
         self.body = b""
         self.ends: list[str] = []
-        self.pipe: Pipe | None = None
+        self.pipe: EventPipe | None = None
 
     def head(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -391,7 +391,7 @@ async def pieces(*parts: bytes) -> Noting:
     connection, noting = Upstream(pool_for("http://127.0.0.1:1", 1.0)), Noting()
     connection.connection_made(cast(asyncio.Transport, Wire()))
     connection.send(b"", noting)
-    connection.pipe = noting.pipe = cast(Pipe, Tube(noting))
+    connection.pipe = noting.pipe = cast(EventPipe, Tube(noting))
     for part in parts:
         if not noting.ends:
             connection.data_received(part)
@@ -445,7 +445,7 @@ def test_a_ticket_may_come_in_a_chunk_of_its_own_after_signs_of_life():
             pass
 
     async def test() -> None:
-        leg = Leg(cast(Taken, Share()))
+        leg = PrefillRequest(cast(LoadShare, Share()))
         connection = Upstream(pool_for("http://127.0.0.1:1", 1.0))
         connection.connection_made(cast(asyncio.Transport, Wire()))
         connection.send(b"", leg)

@@ -21,7 +21,7 @@ import pytest
 
 from headgate.client import Fleet
 from headgate.listening import take_port
-from headgate.router.worker import Worker
+from headgate.router.fleet.worker import Worker
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
 from tests.api.serving import metric_values, wait_until

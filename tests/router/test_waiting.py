@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headgate.router import relay
+from headgate.router.data_path.upstream import Pool
+from headgate.router.exchange import relay
 from headgate.router.router import Router
-from headgate.router.upstream import Pool
 from tests.router.client import Wire, ask, check, routing, until
 from tests.router.mock import CHAT, FINE, Fault, FaultKind, Mock, text_of
 from tests.router.run import run
@@ -278,7 +278,7 @@ def test_19_23_29_what_waits_for_a_worker_goes_to_none_while_the_fleet_is_held(q
 
 
 def test_19_29_what_was_lost_waits_out_a_pause_that_began_before_it_was_asked_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headgate.router.retry_state.RetryState.backoff_s", 0.2)
+    monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 0.2)
 
     async def main() -> None:
         left = [Fault("close")]

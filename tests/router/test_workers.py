@@ -13,7 +13,7 @@ import pytest
 from headgate.api.registration import Heartbeats, reachable_from
 from headgate.client import Fleet
 from headgate.config import Registration, ServerConfig
-from headgate.httpclient import Address
+from headgate.httpclient import HttpAddress
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer
 from tests.api.serving import serving, wait_until
@@ -177,4 +177,4 @@ def test_a_server_that_its_router_refuses_says_so_once_and_goes_on_trying(fake: 
 
 
 def test_a_server_that_listens_everywhere_names_the_address_that_its_router_can_reach():
-    assert reachable_from(Address.of("http://127.0.0.1:8080"), "http://0.0.0.0:8000") == "http://127.0.0.1:8000"
+    assert reachable_from(HttpAddress.of("http://127.0.0.1:8080"), "http://0.0.0.0:8000") == "http://127.0.0.1:8000"

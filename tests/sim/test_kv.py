@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headgate.testing.sim.kv import STAGES, Blocks, KvSettings
+from headgate.testing.sim.kv import STAGES, KvSettings, SimBlocks
 from headgate.testing.sim.script import ROUTERS
 from tests.sim.plans import ask, deed
 
@@ -50,8 +50,8 @@ def test_wrong_kv_shows_as_a_wrong_token(carry_out, monkeypatch):
     def store(self, blocks, rows):
         whole(self, blocks[::-1], rows)
 
-    whole = Blocks.store
-    monkeypatch.setattr(Blocks, "store", store)
+    whole = SimBlocks.store
+    monkeypatch.setattr(SimBlocks, "store", store)
     report, _ = carry_out([long_ask("a")], **SPLIT)
     assert any(" is no " in failure or " and not " in failure for failure in report.failures), report.failures
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from headgate.testing.sim.loop import Host, Hung, SimLoop
-from headgate.testing.sim.network import Damage, Network, SimSocket, Weather
+from headgate.testing.sim.loop import SimLoop, SimProcess, SimulationHung
+from headgate.testing.sim.network import Damage, NetworkConditions, SimNetwork, SimSocket
 
 SERVER = ("server", 1)
 
@@ -44,7 +44,7 @@ class Pair:
 
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
-        self.client_host, self.server_host = Host(loop, "client"), Host(loop, "server")
+        self.client_host, self.server_host = SimProcess(loop, "client"), SimProcess(loop, "server")
         self.server_host.on_end.append(lambda: loop.network.host_ended(self.server_host))
         self.server = Keeper()
 
@@ -72,10 +72,10 @@ def world() -> Iterator[SimLoop]:
         loop.close()
 
 
-def in_world(test: Callable[[Pair], Awaitable[None]], weather: Weather | None = None) -> float:
+def in_world(test: Callable[[Pair], Awaitable[None]], weather: NetworkConditions | None = None) -> float:
     """Run `test` on a fresh loop; how long it took there."""
     with world() as loop:
-        loop.network = Network(loop, random.Random(1), weather or Weather(splits=1.0, jitter_s=0.1))
+        loop.network = SimNetwork(loop, random.Random(1), weather or NetworkConditions(splits=1.0, jitter_s=0.1))
 
         async def run():
             pair = Pair(loop)
@@ -166,7 +166,7 @@ def test_a_writer_is_held_back_until_its_reader_has_caught_up():
         await asyncio.sleep(1)
         assert pair.client.full == [True, False] and len(pair.server.got) == 1000
 
-    in_world(talk, Weather(high_water=500))
+    in_world(talk, NetworkConditions(high_water=500))
 
 
 def test_a_close_comes_after_the_last_byte():
@@ -231,7 +231,7 @@ def test_kv_that_is_cut_short_ends_with_its_connection():
 
 
 def test_waiting_for_what_never_comes_is_noticed():
-    with world() as loop, pytest.raises(Hung, match="nothing will ever happen"):
+    with world() as loop, pytest.raises(SimulationHung, match="nothing will ever happen"):
         loop.run_until_complete(loop.create_future())
 
 
@@ -240,5 +240,5 @@ def test_a_loop_that_spins_is_noticed():
         while True:
             await asyncio.sleep(0)
 
-    with world() as loop, pytest.raises(Hung, match="spins"):
+    with world() as loop, pytest.raises(SimulationHung, match="spins"):
         loop.run_until_complete(spin())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from headgate.testing.sim import hostile
-from headgate.testing.sim.caller import Manners
+from headgate.testing.sim.caller import ClientBehaviour
 from headgate.testing.sim.engine import Pace
 from headgate.testing.sim.hosts import ServerSettings
 from headgate.testing.sim.kv import KvSettings
-from headgate.testing.sim.network import Weather
+from headgate.testing.sim.network import NetworkConditions
 from headgate.testing.sim.world import simulate
 from tests.sim.plans import HASTY, ask, deed
 
@@ -58,7 +58,7 @@ def test_49_a_retry_is_known_although_the_router_has_written_into_the_first_try(
     """What is left of the time, and the ticket, differ from try to try; the worker took that for another request."""
     first = ask("first", headers={"idempotency-key": "k"}, **more)
     first.retries = True
-    first.manners = Manners(patience_s=0.5)
+    first.manners = ClientBehaviour(patience_s=0.5)
     roles = {"roles": ("prefill", "decode"), "kv": KvSettings(disaggregate_tokens=4)}
     report, _ = carry_out([first], **roles)
     assert not report.failures
@@ -87,7 +87,7 @@ def test_49_a_retry_goes_to_whoever_is_making_the_answer(carry_out):
     """The worker of a key was remembered when it had answered, so a retry of a client that left was made twice."""
     first = ask("first", headers={"idempotency-key": "k"})
     first.retries = True
-    first.manners = Manners(patience_s=0.3)
+    first.manners = ClientBehaviour(patience_s=0.3)
     report, _ = carry_out([first], deed(0.8, "abort_all"))
     assert not report.failures
     assert report.counts["asked again"] == 1
@@ -264,7 +264,7 @@ def test_5_the_client_of_an_aborted_answer_gets_it_though_the_connection_to_its_
     """It was told that a worker was lost, and with it what there was, which the router knew (1008649)."""
     cut = ask("a", stream=False)
     broken = deed(at_s, "reset", between=["router", "server1"])
-    report, _ = carry_out([cut], deed(0.5, "abort", req_ids=["a"]), broken, weather=Weather(delay_s=0.05))
+    report, _ = carry_out([cut], deed(0.5, "abort", req_ids=["a"]), broken, weather=NetworkConditions(delay_s=0.05))
     assert not report.failures
     assert report.ends == {"api_abort": 1} and cut.reply.json()["choices"][0]["text"]
 
@@ -273,8 +273,8 @@ def test_49_an_abort_of_a_try_that_its_client_has_left_says_nothing_of_the_next_
     """The judge took what was said of the first for the second, which had begun meanwhile. Found by seed 778730."""
     first = ask("a", headers={"idempotency-key": "k"})
     first.retries = True
-    first.manners = Manners(leaves_after_s=0.5)
-    report, _ = carry_out([first], deed(0.55, "abort_all"), weather=Weather(delay_s=0.03), servers=1)
+    first.manners = ClientBehaviour(leaves_after_s=0.5)
+    report, _ = carry_out([first], deed(0.55, "abort_all"), weather=NetworkConditions(delay_s=0.03), servers=1)
     assert not report.failures
     assert report.counts["asked again"] == 1
 
@@ -299,7 +299,7 @@ def test_25_a_server_whose_update_broke_off_refuses_requests(carry_out):
 def test_65_what_another_tenant_has_under_the_id_of_a_client_that_left_is_not_left_behind(carry_out):
     """The judge took one for the other. Found by seed 91700196."""
     leaving, staying = ask("a"), ask("a@bob", headers={"x-request-id": "a"})
-    leaving.manners = Manners(leaves_after_s=0.1)
+    leaving.manners = ClientBehaviour(leaves_after_s=0.1)
     hostile.belong(leaving, hostile.ANN)
     hostile.belong(staying, hostile.BOB)
     report, _ = carry_out([leaving, staying], tenants=hostile.TENANTS)
@@ -356,7 +356,7 @@ def test_72_a_request_that_has_moved_is_listed_once_though_another_worker_still_
 def test_71_what_was_accepted_before_a_pause_waits_for_a_server_that_comes_back_paused(carry_out):
     """The fleet had been resumed meanwhile, and the server had not heard of it. Found by seed 300000874."""
     asks = [ask("a"), ask("b", 0.1)]
-    asks[0].manners = Manners(leaves_after_s=15.0)
+    asks[0].manners = ClientBehaviour(leaves_after_s=15.0)
     engine, server = deed(0.3, "stop_engine", lasts_s=20.0, which=0.0), deed(1.0, "stop_server", lasts_s=20.0)
     pause = deed(0.4, "pause", mode="freeze", new_requests="queue", timeout=1.0, lasts_s=0.5)
     report, _ = carry_out(asks, engine, pause, server, servers=1, max_in_flight=1)
@@ -445,7 +445,7 @@ def test_2_a_worker_that_was_asked_to_end_one_request_is_not_believed_about_anot
 def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(carry_out, stream):
     """The router took its worker for one that had come back with old weights. Found by seed 126303143."""
     first = ask("a", headers={"idempotency-key": "k"}, stream=stream)
-    first.retries, first.manners = True, Manners(leaves_after_s=0.8)
+    first.retries, first.manners = True, ClientBehaviour(leaves_after_s=0.8)
     report, world = carry_out([first], deed(0.3, "update", mode="freeze"), servers=1)
     assert not report.failures
     assert report.counts["asked again"] == 1 and report.ends == {"max_tokens": 1}

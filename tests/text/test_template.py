@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headgate.errors import BrokenCheckpoint, RequestError
-from headgate.text.sandbox import Limits
+from headgate.text.sandbox import TemplateLimits
 from headgate.text.template import ChatTemplate, load_template
 from tests.text.conftest import byte_level
 from tests.text.test_tokenizer import save
@@ -288,7 +288,7 @@ HUGE = {
 
 
 def refused(source: str, why: str, *, seconds: float = 0.1) -> None:
-    limits = Limits(chars=100_000, chars_in_all=5_000_000, seconds=seconds)
+    limits = TemplateLimits(chars=100_000, chars_in_all=5_000_000, seconds=seconds)
     with pytest.raises(RequestError, match=why):
         ChatTemplate(source, limits=limits).render([USER])
 
@@ -308,12 +308,14 @@ def test_time_in_which_a_template_was_not_run_is_not_counted() -> None:
         time.sleep(0.3)  # as a machine that is busy with something else
         return datetime(2026, 1, 2)
 
-    template = ChatTemplate("{{ strftime_now('%Y') }}{{ messages | length }}", limits=Limits(seconds=0.1), now=late)
+    template = ChatTemplate(
+        "{{ strftime_now('%Y') }}{{ messages | length }}", limits=TemplateLimits(seconds=0.1), now=late
+    )
     assert template.render([USER]) == "20261"
 
 
 def test_the_clock_is_looked_at_while_long_numbers_are_added_up() -> None:
-    template = ChatTemplate("{{ ([2**2000] * 900000) | sum | string | length }}", limits=Limits(seconds=0.01))
+    template = ChatTemplate("{{ ([2**2000] * 900000) | sum | string | length }}", limits=TemplateLimits(seconds=0.01))
     began = time.thread_time()
     with pytest.raises(RequestError, match=r"ran for more than 0\.01 s"):
         template.render([USER])

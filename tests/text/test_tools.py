@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from headgate.text.tools import Call, ToolFormat, ToolParser, format_of, parse_calls
+from headgate.text.tools import ParsedCall, ToolFormat, ToolParser, format_of, parse_calls
 
 NAMES = ("get_weather", "add")
 HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA, ToolFormat.MISTRAL
@@ -16,7 +16,7 @@ def parse(text: str, format: ToolFormat = HERMES) -> tuple[str, list[tuple[str, 
     return content, [(call.name, call.arguments) for call in calls]
 
 
-def stream(pieces: list[str], format: ToolFormat) -> tuple[str, list[Call]]:
+def stream(pieces: list[str], format: ToolFormat) -> tuple[str, list[ParsedCall]]:
     """What a client that adds up deltas ends up with."""
     parser = ToolParser(format, names=NAMES, seed="r")
     said, calls = "", []
@@ -25,9 +25,9 @@ def stream(pieces: list[str], format: ToolFormat) -> tuple[str, list[Call]]:
         for delta in deltas:
             if delta.name is not None:
                 assert delta.index == len(calls) and delta.id
-                calls.append(Call(delta.id, delta.name, ""))
+                calls.append(ParsedCall(delta.id, delta.name, ""))
             call = calls[delta.index]
-            calls[delta.index] = Call(call.id, call.name, call.arguments + delta.arguments)
+            calls[delta.index] = ParsedCall(call.id, call.name, call.arguments + delta.arguments)
     assert parser.called == bool(calls)
     return said, calls
 

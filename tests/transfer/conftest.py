@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from headgate.device.weights import ipc
 from headgate.testing.tiny import tiny_model
-from headgate.worker import ipc
 from tests.transfer.peers import OneCard
 
 collect_ignore = [] if find_spec("nixl") else ["test_nixl.py"]

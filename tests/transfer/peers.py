@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
+from headgate.device.kv_blocks import HostBlocks
+from headgate.device.same_gpu import card_of
 from headgate.protocol.command import SharedStorage
 from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
-from headgate.transfer.card import CardTransport
+from headgate.transfer.same_gpu import SameGpuTransport
 from headgate.transfer.tcp import TcpTransport, parse_address
 from headgate.transfer.transport import Fetched, Released
-from headgate.worker.blocks import HostBlocks
-from headgate.worker.card import card_of
 
 DEADLINE_S = 60.0
 BLOCKS, PART_BYTES, PARTS = 40, 4096, 6
@@ -101,7 +101,7 @@ class Peer:
 
 
 class OneCard:
-    """Stands for the device in `headgate.worker.ipc`: all caches of this process are on one card."""
+    """Stands for the device in `headgate.device.weights.ipc`: all caches of this process are on one card."""
 
     def __init__(self) -> None:
         self.shared: dict[bytes, torch.UntypedStorage] = {}
@@ -126,7 +126,7 @@ def transport_kind(name: str) -> type[TcpTransport]:
     if name == "tcp":
         return TcpTransport
     if name == "card":
-        return CardTransport
+        return SameGpuTransport
     from headgate.transfer.nixl import NixlTransport
 
     return NixlTransport

@@ -14,30 +14,30 @@ import pytest
 import torch
 
 from headgate.config import EngineConfig
+from headgate.device import same_gpu
+from headgate.device.kv_blocks import HostBlocks
+from headgate.device.same_gpu import SameGpuCache, SharedSlots, card_of
 from headgate.engine.build import open_transport
-from headgate.transfer import card as transfer_card
-from headgate.transfer.card import CardTransport, Table
-from headgate.transfer.frames import PROTOCOL, Attach, Header, Kind
+from headgate.transfer import same_gpu as transfer_card
+from headgate.transfer.frames import PROTOCOL, Attach, FrameHeader, FrameKind
+from headgate.transfer.same_gpu import SameGpuTransport, ShelfTable
 from headgate.transfer.slots import AHEAD
 from headgate.transfer.tcp import TcpTransport, parse_address
-from headgate.worker import card as worker_card
-from headgate.worker.blocks import HostBlocks
-from headgate.worker.card import Card, Shown, card_of
 from tests.transfer.peers import GENERATION, VERSION, Peer, counted, peers, same
 from tests.transfer.test_tcp import BLOCK_BYTES, OURS, SOME, checksum, hung_up, until
 
 
-def table(peer: Peer) -> Table:
+def table(peer: Peer) -> ShelfTable:
     return peer.transport._table  # type: ignore[attr-defined, no-any-return]
 
 
-def near(peer: Peer) -> Card:
+def near(peer: Peer) -> SameGpuCache:
     return table(peer).near  # type: ignore[return-value]
 
 
 @pytest.fixture
 def one_block_a_slot(monkeypatch) -> None:
-    monkeypatch.setattr(worker_card, "SLOT_BYTES", 1)
+    monkeypatch.setattr(same_gpu, "SLOT_BYTES", 1)
 
 
 def test_blocks_go_beside_the_connection_and_count_as_moved():
@@ -80,7 +80,7 @@ def cannot_be_opened(p: Peer, d: Peer) -> None:
     def fail(shared, device):  # type: ignore[no-untyped-def]
         raise RuntimeError("CUDA error: invalid resource handle")
 
-    worker_card.ipc.open_storage = fail  # until `card` puts back what was there before the test
+    same_gpu.ipc.open_storage = fail  # until `card` puts back what was there before the test
 
 
 def is_on_another_card(p: Peer, d: Peer) -> None:
@@ -95,7 +95,7 @@ def says_that_it_is_on_another(p: Peer, d: Peer) -> None:
     shelf = near(p).shelf()
     assert shelf is not None
     shelf.shown = msgspec.msgpack.encode(
-        msgspec.structs.replace(msgspec.msgpack.decode(shelf.shown, type=Shown), card="GPU-2")
+        msgspec.structs.replace(msgspec.msgpack.decode(shelf.shown, type=SharedSlots), card="GPU-2")
     )
 
 
@@ -103,7 +103,7 @@ def has_no_room(p: Peer, d: Peer) -> None:
     def fail(storage):  # type: ignore[no-untyped-def]
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    worker_card.ipc.export_storage = fail
+    same_gpu.ipc.export_storage = fail
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_32_38_nothing_is_written_to_blocks_after_their_fetch_has_ended():
 def agent(card, slots: int = 4, blocks: int = 8, size: int | None = None) -> bytes:
     """What an engine says that shows a shelf."""
     storage = card.export_storage(torch.UntypedStorage(slots * blocks * BLOCK_BYTES if size is None else size))
-    body = msgspec.msgpack.encode(Shown("GPU-1", storage, slots, blocks))
-    return Header(Kind.AGENT, length=len(body)).encode() + body
+    body = msgspec.msgpack.encode(SharedSlots("GPU-1", storage, slots, blocks))
+    return FrameHeader(FrameKind.AGENT, length=len(body)).encode() + body
 
 
 def ready(slot: int = 0, count: int = 8, size: int = 8) -> bytes:
-    return Header(Kind.READY, 0, count, size).encode() + slot.to_bytes(8, "little")[:size]
+    return FrameHeader(FrameKind.READY, 0, count, size).encode() + slot.to_bytes(8, "little")[:size]
 
 
 LIES = {
@@ -231,7 +231,7 @@ LIES = {
     "too many blocks": lambda card: agent(card, blocks=4) + ready(),
     "half a number": lambda card: agent(card) + ready(size=4),
     "two shelves": lambda card: agent(card) * 2,
-    "rubbish": lambda _: Header(Kind.AGENT, length=8).encode() + b"\xff" * 8 + ready(),
+    "rubbish": lambda _: FrameHeader(FrameKind.AGENT, length=8).encode() + b"\xff" * 8 + ready(),
     "another size": lambda card: agent(card, size=64) + ready(),
     "no slots": lambda card: agent(card, slots=0, size=0) + ready(),
     "fewer than none": lambda card: agent(card, slots=-1, blocks=-1, size=BLOCK_BYTES) + ready(),
@@ -243,7 +243,7 @@ def test_39_an_engine_that_shows_something_else_is_not_believed(lie, card):
     with socket.create_server(("127.0.0.1", 0)) as server, peers(kind="card") as (p, d):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
-        sock.sendall(Header(Kind.TAKEN, a=30_000).encode() + LIES[lie](card))
+        sock.sendall(FrameHeader(FrameKind.TAKEN, a=30_000).encode() + LIES[lie](card))
         assert not d.fetched(1) and d.failures() == {"corrupt": 1}
         assert not any(door.users for door in table(d)._doors.values())
         sock.close()
@@ -261,10 +261,10 @@ def read_to_the_end(sock: socket.socket) -> bytes:
     return said
 
 
-@pytest.mark.parametrize("kind", [Kind.OPENED, Kind.TOOK])
+@pytest.mark.parametrize("kind", [FrameKind.OPENED, FrameKind.TOOK])
 def test_54_who_answers_what_it_was_not_asked_is_hung_up_on(kind):
     with peers(kind="card") as (p, _), connected(p) as stranger:
-        stranger.sendall(Header(kind, 1).encode())
+        stranger.sendall(FrameHeader(kind, 1).encode())
         assert hung_up(stranger)
 
 
@@ -273,8 +273,8 @@ def test_37_slots_of_an_engine_that_never_takes_what_is_in_them_come_back_when_i
         p.offer(1, SOME)
         body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test", card="GPU-1"))
         with connected(p) as other:
-            other.sendall(Header(Kind.ATTACH, length=len(body)).encode() + body)
-            other.sendall(Header(Kind.OPENED, 1).encode() + Header(Kind.FETCH, 0, 8).encode())
+            other.sendall(FrameHeader(FrameKind.ATTACH, length=len(body)).encode() + body)
+            other.sendall(FrameHeader(FrameKind.OPENED, 1).encode() + FrameHeader(FrameKind.FETCH, 0, 8).encode())
             until(lambda: table(p).lent == AHEAD)
             p.offer(2, SOME)
             d.fetch(2, p.ticket(2), OURS)
@@ -312,7 +312,7 @@ def test_a_cache_whose_layers_differ_has_no_shelf():
     assert card_of([torch.zeros(4, 3), torch.zeros(4, 3)]) is None
 
 
-@pytest.mark.parametrize(("name", "kind"), [("auto", CardTransport), ("tcp", TcpTransport)])
+@pytest.mark.parametrize(("name", "kind"), [("auto", SameGpuTransport), ("tcp", TcpTransport)])
 def test_engines_on_a_card_use_it_unless_they_are_told_otherwise(name, kind):
     memory = HostBlocks(tensors := [torch.zeros(4, 8)], "test")
     memory.near = card_of(tensors)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from headgate.config import EngineConfig
 from headgate.contract.sampling import SamplingParams
-from headgate.protocol.command import Files, Pause, Resume, UpdateWeights
+from headgate.protocol.command import FileSource, Pause, Resume, UpdateWeights
 from headgate.protocol.request import GenerateRequest, Ticket
 from tests.transfer.engines import DEADLINE_S, Export, Pair, Side, config, export
 from tests.transfer.peers import TRANSPORTS, proxy
@@ -197,7 +197,7 @@ def test_39_new_weights_on_p_end_its_exports(pair, model):
         request = fresh_request()
         right = await expected(d, request)
         async with half_computed(p, request) as (exported, ticket):
-            await p.client.call(UpdateWeights(Files(str(model)), recompute=False))
+            await p.client.call(UpdateWeights(FileSource(str(model)), recompute=False))
             assert (await exported.end()).cause == "weights"
         assert (await d.answer(replace(request, ticket=ticket)))[0] == right
         # The same weights, but of another version: a ticket of theirs is not for D.

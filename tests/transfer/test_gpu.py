@@ -18,9 +18,9 @@ import torch
 from msgspec.structs import replace
 
 from headgate.contract.sampling import SamplingParams
+from headgate.device.kv_blocks import DeviceBlocks, HostBlocks
+from headgate.device.same_gpu import SameGpuCache, card_of
 from headgate.protocol.request import GenerateRequest
-from headgate.worker.blocks import DeviceBlocks, HostBlocks
-from headgate.worker.card import Card, card_of
 from tests.transfer.engines import DEADLINE_S, Side, config, export, two_engines
 from tests.transfer.peers import counted
 from tests.transfer.test_equality import by_way_of, some_prompts
@@ -72,7 +72,7 @@ def assert_stored(tensors: list[torch.Tensor], other: list[torch.Tensor]) -> Non
 # Shows its shelf with some blocks in slot 0, and fills the others again and again until it ends.
 NEIGHBOUR = """
 import sys, threading
-from headgate.worker.card import card_of
+from headgate.device.same_gpu import card_of
 from tests.transfer.test_gpu import THEIRS, drawn
 
 card = card_of([tensor.cuda() for tensor in drawn()])
@@ -105,7 +105,7 @@ def neighbour() -> Iterator[tuple[subprocess.Popen[str], bytes, bytes]]:
         process.communicate()
 
 
-def empty_card() -> tuple[Card, list[torch.Tensor]]:
+def empty_card() -> tuple[SameGpuCache, list[torch.Tensor]]:
     empty = [torch.zeros(BLOCKS, *PART, dtype=torch.bfloat16, device="cuda") for _ in range(PARTS)]
     card = card_of(empty)
     assert card is not None

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from headgate.transfer import serving
-from headgate.transfer.frames import Header, Kind, encode
-from headgate.transfer.nixl import Shown
+from headgate.transfer.frames import FrameHeader, FrameKind, encode
+from headgate.transfer.nixl import NixlSlots
 from headgate.transfer.slots import AHEAD
 from headgate.transfer.staging import Agent
 from headgate.transfer.tcp import parse_address
@@ -175,20 +175,20 @@ def test_a_read_that_fails_is_a_failed_fetch_and_the_next_one_connects_anew(monk
 
 
 def shown(metadata: bytes) -> bytes:
-    body = msgspec.msgpack.encode(Shown(metadata, 2**20, 2**20))
-    return b"".join(encode(Header(Kind.AGENT, length=len(body)), body))
+    body = msgspec.msgpack.encode(NixlSlots(metadata, 2**20, 2**20))
+    return b"".join(encode(FrameHeader(FrameKind.AGENT, length=len(body)), body))
 
 
 def ready(offset: int, size: int = 8) -> bytes:
-    return Header(Kind.READY, 0, 8, size).encode() + offset.to_bytes(8, "little")[:size]
+    return FrameHeader(FrameKind.READY, 0, 8, size).encode() + offset.to_bytes(8, "little")[:size]
 
 
 @pytest.mark.parametrize(
     ("lie", "why"),
     [
         (ready(0), "corrupt"),
-        (Header(Kind.AGENT, length=8).encode() + b"\xff" * 8, "corrupt"),
-        (Header(Kind.AGENT, length=2**30).encode(), "corrupt"),
+        (FrameHeader(FrameKind.AGENT, length=8).encode() + b"\xff" * 8, "corrupt"),
+        (FrameHeader(FrameKind.AGENT, length=2**30).encode(), "corrupt"),
         (shown(b"x") + shown(b"y"), "corrupt"),
         (shown(b"x") + ready(2**20), "corrupt"),
         (shown(b"x") + ready(2**63), "corrupt"),
@@ -202,7 +202,7 @@ def test_39_an_engine_that_shows_something_else_is_not_believed(lie, why):
     with socket.create_server(("127.0.0.1", 0)) as server, peers(kind="nixl") as (p, d):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
-        sock.sendall(Header(Kind.TAKEN, a=30_000).encode() + lie)
+        sock.sendall(FrameHeader(FrameKind.TAKEN, a=30_000).encode() + lie)
         assert not d.fetched(1) and d.failures() == {why: 1} and slots_home(d)
         sock.close()
 
@@ -211,7 +211,7 @@ def test_54_who_took_what_it_was_not_given_is_hung_up_on():
     with peers(kind="nixl") as (p, _):
         address = parse_address(p.transport.address)
         with socket.create_connection((address.host, address.port), timeout=5) as stranger:
-            stranger.sendall(Header(Kind.TOOK).encode())
+            stranger.sendall(FrameHeader(FrameKind.TOOK).encode())
             assert hung_up(stranger)
 
 

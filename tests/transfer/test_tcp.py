@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import torch
 
+from headgate.device import kv_blocks as blocks
 from headgate.protocol.plan import Fetch
 from headgate.transfer import link, serving, tcp
-from headgate.transfer.frames import CHECKSUM_BYTES, HEADER_BYTES, PROTOCOL, Attach, Checksum, Header, Kind
-from headgate.transfer.serving import Offer, Server
+from headgate.transfer.frames import CHECKSUM_BYTES, HEADER_BYTES, PROTOCOL, Attach, Checksum, FrameHeader, FrameKind
+from headgate.transfer.serving import LeaseServer, Offer
 from headgate.transfer.tcp import parse_address
 from headgate.transfer.transport import Fetched, Portion, Released, Renewed
-from headgate.worker import blocks
 from tests.transfer.peers import GENERATION, KINDS, PART_BYTES, PARTS, VERSION, Peer, peers, proxy, same
 
 SOME = (5, 6, 7, 20, 3, 39, 0, 1)
@@ -177,9 +177,9 @@ def test_nothing_is_read_from_blocks_once_they_are_withdrawn_however_full_the_li
     memory.lend = noted  # type: ignore[method-assign]
     near, far = socket.socketpair()
     with near, far:
-        server = Server(near, memory, {1: offer}.get, lambda _: None, 30.0, time.monotonic)
+        server = LeaseServer(near, memory, {1: offer}.get, lambda _: None, 30.0, time.monotonic)
         server._attach(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))
-        server.heard(Header(Kind.FETCH, 0, len(SOME)))
+        server.heard(FrameHeader(FrameKind.FETCH, 0, len(SOME)))
         server.more()  # what it says stays where it is, as on a line that takes no more
         offer.withdrawn = True
         for _ in range(100):
@@ -348,13 +348,13 @@ def waited_for(wait_s: float) -> bool:
 
 RUBBISH = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
-    Header(Kind.ATTACH, length=2**40).encode(),
-    Header(Kind.ATTACH, length=8).encode() + b"\xff" * 8,
-    Header(Kind.FETCH, 0, 8).encode(),
-    Header(Kind.DONE).encode(),
-    Header(Kind.BEAT).encode(),
-    Header(Kind.BLOCKS, 0, 1, 2**50).encode(),
-    Header(Kind.END).encode(),
+    FrameHeader(FrameKind.ATTACH, length=2**40).encode(),
+    FrameHeader(FrameKind.ATTACH, length=8).encode() + b"\xff" * 8,
+    FrameHeader(FrameKind.FETCH, 0, 8).encode(),
+    FrameHeader(FrameKind.DONE).encode(),
+    FrameHeader(FrameKind.BEAT).encode(),
+    FrameHeader(FrameKind.BLOCKS, 0, 1, 2**50).encode(),
+    FrameHeader(FrameKind.END).encode(),
 ]
 
 
@@ -376,23 +376,25 @@ def test_39_a_frame_with_a_body_that_it_should_not_have_is_hung_up_on(kind):
     with peers(kind=kind) as (p, _):
         p.offer(1, SOME)
         body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))
-        attach = Header(Kind.ATTACH, length=len(body)).encode() + body
+        attach = FrameHeader(FrameKind.ATTACH, length=len(body)).encode() + body
         address = parse_address(p.transport.address)
         with socket.create_connection((address.host, address.port), timeout=60) as stranger:
             stranger.sendall(attach)
             assert len(stranger.recv(HEADER_BYTES)) == HEADER_BYTES, "attached"
-            stranger.sendall(Header(Kind.BEAT, length=HEADER_BYTES).encode() + Header(Kind.BEAT).encode())
+            stranger.sendall(
+                FrameHeader(FrameKind.BEAT, length=HEADER_BYTES).encode() + FrameHeader(FrameKind.BEAT).encode()
+            )
             assert p.released(1) is False
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        Header(Kind.END).encode(),
-        Header(Kind.BLOCKS, 1, 1, blocks_bytes(1)).encode() + bytes(blocks_bytes(1)),
-        Header(Kind.BLOCKS, 0, 9, blocks_bytes(9)).encode() + bytes(blocks_bytes(9)),
-        Header(Kind.BLOCKS, 0, 1, blocks_bytes(1) - 1).encode() + bytes(blocks_bytes(1)),
-        Header(Kind.FETCH, 0, 1).encode(),
+        FrameHeader(FrameKind.END).encode(),
+        FrameHeader(FrameKind.BLOCKS, 1, 1, blocks_bytes(1)).encode() + bytes(blocks_bytes(1)),
+        FrameHeader(FrameKind.BLOCKS, 0, 9, blocks_bytes(9)).encode() + bytes(blocks_bytes(9)),
+        FrameHeader(FrameKind.BLOCKS, 0, 1, blocks_bytes(1) - 1).encode() + bytes(blocks_bytes(1)),
+        FrameHeader(FrameKind.FETCH, 0, 1).encode(),
     ],
     ids=["end", "other blocks", "more blocks", "less bytes", "request"],
 )
@@ -400,7 +402,7 @@ def test_39_an_engine_that_sends_something_else_is_not_believed(lie, kind):
     with socket.create_server(("127.0.0.1", 0)) as server, peers(kind=kind) as (p, d):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
-        sock.sendall(Header(Kind.TAKEN, a=30_000).encode() + lie)
+        sock.sendall(FrameHeader(FrameKind.TAKEN, a=30_000).encode() + lie)
         assert not d.fetched(1) and d.failures() == {"corrupt": 1}
         sock.close()
 

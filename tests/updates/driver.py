@@ -13,7 +13,7 @@ from headgate.config import EngineConfig
 from headgate.contract.sampling import SamplingParams
 from headgate.engine.build import build_engine
 from headgate.protocol.command import Command, Result
-from headgate.protocol.message import Answer, Call, Submit, Told
+from headgate.protocol.message import CommandAnswer, CommandCall, StepOutputs, Submit
 from headgate.protocol.request import GenerateRequest
 
 PROMPTS = {id: tuple((id * 37 + i * 11) % 250 for i in range(5 + 9 * id)) for id in range(1, 7)}
@@ -32,8 +32,8 @@ class Driver:
         self.ended: dict[int, str] = {}
         self.numbers = count(1)
 
-    def hear(self, client: int, message: Told | Answer) -> None:
-        if isinstance(message, Answer):
+    def hear(self, client: int, message: StepOutputs | CommandAnswer) -> None:
+        if isinstance(message, CommandAnswer):
             self.answers[message.number] = message.result
             return
         outputs = message.outputs
@@ -50,7 +50,7 @@ class Driver:
     def begin(self, command: Command) -> int:
         """Post a command and let it start."""
         number = next(self.numbers)
-        self.engine.loop.post(Call(0, number, command))
+        self.engine.loop.post(CommandCall(0, number, command))
         self.engine.loop.turn()
         return number
 
@@ -87,8 +87,8 @@ def driving(model: Path, **options: object) -> Iterator[Driver]:
 TRAINER = """
 import sys
 from headgate.weights import send_weights
-from headgate.worker.group import Circle
-from headgate.worker.weights import SafetensorsFolder
+from headgate.device.weights.broadcast import Circle
+from headgate.device.weights.loading import SafetensorsFolder
 from headgate.errors import HeadgateError
 
 folder, address, world_size, dies = sys.argv[1:]

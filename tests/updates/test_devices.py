@@ -13,14 +13,23 @@ import msgspec
 import pytest
 import torch
 
+from headgate.device.weights import broadcast, ipc
+from headgate.device.weights.broadcast import BroadcastWeights
+from headgate.device.weights.loading import SafetensorsFolder, load_weights
 from headgate.errors import BrokenCheckpoint, RequestError
 from headgate.models import build_model, read_spec
-from headgate.protocol.command import Denied, Group, Pause, Resume, Shared, SharedStorage, StateTold, UpdateWeights
+from headgate.protocol.command import (
+    BroadcastSource,
+    Denied,
+    EngineState,
+    Pause,
+    Resume,
+    SharedMemorySource,
+    SharedStorage,
+    UpdateWeights,
+)
 from headgate.testing.tiny import tiny_model
 from headgate.weights import send_weights, share
-from headgate.worker import group, ipc
-from headgate.worker.group import GroupWeights
-from headgate.worker.weights import SafetensorsFolder, load_weights
 from tests.updates.driver import driving
 from tests.updates.test_updates import IDS, address, answers_of, frozen, tensors_of
 
@@ -81,7 +90,7 @@ class FakeNccl:
 class Engine(threading.Thread):
     """The engine's side of an exchange; `outcome` is None or what it raised."""
 
-    def __init__(self, folder: Path, told: Group) -> None:
+    def __init__(self, folder: Path, told: BroadcastSource) -> None:
         super().__init__()
         self.model = build_model(read_spec(folder), backend="torch")
         load_weights(self.model, SafetensorsFolder(folder))
@@ -90,17 +99,17 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         try:
-            load_weights(self.model, GroupWeights(self.told, lambda _: 2**40))
+            load_weights(self.model, BroadcastWeights(self.told, lambda _: 2**40))
         except Exception as error:
             self.outcome = error
 
 
 def test_with_nccl_words_go_through_the_host_and_buckets_from_device_to_device(old, new, monkeypatch):
-    monkeypatch.setattr(group, "takes_nccl", lambda _: True)
-    monkeypatch.setattr(group, "nccl_group", FakeNccl)
+    monkeypatch.setattr(broadcast, "takes_nccl", lambda _: True)
+    monkeypatch.setattr(broadcast, "nccl_group", FakeNccl)
     FakeNccl.used = []
     place = address()
-    engines = [Engine(old, Group(place, 3, rank, 30, "nccl")) for rank in (1, 2)]
+    engines = [Engine(old, BroadcastSource(place, 3, rank, 30, "nccl")) for rank in (1, 2)]
     send_weights(tensors_of(new), place, 3, timeout_s=30, bucket_bytes=10_000, backend="nccl")
     for engine in engines:
         engine.join(30)
@@ -126,7 +135,7 @@ def test_nccl_without_a_gpu_is_refused_at_once_and_everyone_hears_why(old, new, 
     trainer = threading.Thread(target=train)
     trainer.start()
     with driving(old) as driver:
-        denied = frozen(driver).call(UpdateWeights(Group(place, 2, timeout_s=60, backend="nccl")))
+        denied = frozen(driver).call(UpdateWeights(BroadcastSource(place, 2, timeout_s=60, backend="nccl")))
         trainer.join(30)
         assert isinstance(denied, Denied) and (denied.status, denied.code) == (400, "bad_weights")
         for told in (denied.message, str(refusal[0])):
@@ -137,7 +146,7 @@ def test_nccl_without_a_gpu_is_refused_at_once_and_everyone_hears_why(old, new, 
 
 def test_an_engine_and_a_trainer_that_were_told_different_things_do_not_wait_for_each_other(old, new):
     place = address()
-    engine = Engine(old, Group(place, 2, 1, 60, "nccl"))
+    engine = Engine(old, BroadcastSource(place, 2, 1, 60, "nccl"))
     with pytest.raises(BrokenCheckpoint, match="rank 1: the trainer sends by gloo, and this engine was told nccl"):
         send_weights(tensors_of(new), place, 2, timeout_s=60)
     engine.join(30)
@@ -172,9 +181,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
     return FakeCard(monkeypatch)
 
 
-def sent(source: Shared) -> Shared:
+def sent(source: SharedMemorySource) -> SharedMemorySource:
     """Through JSON, as over HTTP."""
-    return msgspec.json.decode(msgspec.json.encode(source), type=Shared)
+    return msgspec.json.decode(msgspec.json.encode(source), type=SharedMemorySource)
 
 
 def in_one_piece(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -191,7 +200,7 @@ def test_25_weights_from_a_trainers_gpu_memory_answer_like_their_checkpoint(old,
         assert len(card.exported) == (1 if flat else len(tensors))
         driver.call(Pause("abort"))
         told = driver.call(UpdateWeights(sent(shared), version=3))
-        assert isinstance(told, StateTold) and told.version == 3
+        assert isinstance(told, EngineState) and told.version == 3
         assert sorted(card.opened) == list(range(len(card.exported))), "each is opened once"
         driver.call(Resume())
         driver.submit(*IDS)

@@ -11,12 +11,12 @@ from typing import ClassVar
 import pytest
 import torch
 
+from headgate.device import sleeping_memory as sleep_module
+from headgate.device.weights.loading import SafetensorsFolder
 from headgate.errors import EngineDead, OutOfMemory
-from headgate.protocol.command import Denied, Files, Pause, Resume, Sleep, StateTold, UpdateWeights, Wake
+from headgate.protocol.command import Denied, EngineState, FileSource, Pause, Resume, Sleep, UpdateWeights, Wake
 from headgate.testing.tiny import tiny_model
 from headgate.weights import publish
-from headgate.worker import sleep as sleep_module
-from headgate.worker.weights import SafetensorsFolder
 from tests.updates.driver import PROMPTS, driving
 from tests.updates.test_updates import IDS, answers_of, frozen, tensors_of
 
@@ -38,12 +38,12 @@ def undisturbed(model) -> dict[int, list[int]]:
 def test_frozen_answers_go_on_after_a_sleep_as_if_nothing_had_happened(model, undisturbed, tags, backend):
     with driving(model, backend=backend) as driver:
         told = frozen(driver).call(Sleep(tags))
-        assert isinstance(told, StateTold) and (told.state, told.asleep) == ("paused", tags)
+        assert isinstance(told, EngineState) and (told.state, told.asleep) == ("paused", tags)
         assert len(driver.engine.scheduler.running) == (0 if "kv_cache" in tags else 4)
         denied = driver.call(Resume())
         assert isinstance(denied, Denied) and (denied.status, denied.code) == (409, "asleep")
         told = driver.call(Wake(tags))
-        assert isinstance(told, StateTold) and told.asleep == () and told.version == 0
+        assert isinstance(told, EngineState) and told.asleep == () and told.version == 0
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -95,10 +95,10 @@ def test_one_part_may_wake_before_the_other(model, undisturbed):
     with driving(model) as driver:
         frozen(driver).call(Sleep())
         told = driver.call(Wake(("kv_cache",)))
-        assert isinstance(told, StateTold) and told.asleep == ("weights",)
+        assert isinstance(told, EngineState) and told.asleep == ("weights",)
         assert isinstance(driver.call(Resume()), Denied)
         told = driver.call(Wake(("weights",)))
-        assert isinstance(told, StateTold) and told.asleep == ()
+        assert isinstance(told, EngineState) and told.asleep == ()
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -107,7 +107,7 @@ def test_sleeping_and_waking_twice_is_as_once(model, undisturbed):
     with driving(model) as driver:
         frozen(driver)
         for command in (Sleep(), Sleep(), Wake(), Wake()):
-            assert isinstance(driver.call(command), StateTold)
+            assert isinstance(driver.call(command), EngineState)
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -124,7 +124,7 @@ def test_a_drain_of_sleeping_answers_is_refused_and_an_abort_is_not(model):
         denied = driver.call(Pause("drain"))
         assert isinstance(denied, Denied) and denied.code == "asleep"
         told = driver.call(Pause("abort"))
-        assert isinstance(told, StateTold) and set(told.ended) == set(IDS)
+        assert isinstance(told, EngineState) and set(told.ended) == set(IDS)
 
 
 def test_weights_whose_source_is_gone_stay_asleep_until_others_are_sent(model, tmp_path):
@@ -136,8 +136,8 @@ def test_weights_whose_source_is_gone_stay_asleep_until_others_are_sent(model, t
         driver.call(Sleep())
         denied = driver.call(Wake())
         assert isinstance(denied, Denied) and denied.code == "source_lost" and files.path in denied.message
-        told = driver.call(UpdateWeights(Files(str(other))))
-        assert isinstance(told, StateTold) and told.asleep == ("kv_cache",)
+        told = driver.call(UpdateWeights(FileSource(str(other))))
+        assert isinstance(told, EngineState) and told.asleep == ("kv_cache",)
         driver.call(Wake())
         driver.call(Resume())
         driver.submit(*IDS)
@@ -158,7 +158,7 @@ def test_weights_that_do_not_fit_leave_sleeping_ones_asleep(model, undisturbed, 
     wide = tiny_model(tmp_path, tokenizer=False, intermediate_size=128)
     with driving(model) as driver:
         frozen(driver).call(Sleep())
-        assert isinstance(driver.call(UpdateWeights(Files(str(wide)))), Denied)
+        assert isinstance(driver.call(UpdateWeights(FileSource(str(wide)))), Denied)
         assert driver.engine.executor.asleep == ("weights", "kv_cache")
         driver.call(Wake())
         driver.call(Resume())
@@ -170,11 +170,11 @@ def test_waking_into_memory_that_someone_else_has_is_refused(model, undisturbed,
         frozen(driver).call(Sleep())
         with monkeypatch.context() as patch:
             patch.setattr(sleep_module, "free_bytes", lambda _: 1000)
-            for command in (Wake(("kv_cache",)), Wake(("weights",)), UpdateWeights(Files(str(model)))):
+            for command in (Wake(("kv_cache",)), Wake(("weights",)), UpdateWeights(FileSource(str(model)))):
                 denied = driver.call(command)
                 assert isinstance(denied, Denied) and (denied.status, denied.code) == (503, "out_of_memory")
         told = driver.call(Wake())
-        assert isinstance(told, StateTold) and told.state == "paused"
+        assert isinstance(told, EngineState) and told.state == "paused"
         driver.call(Resume())
         assert driver.finish() == undisturbed
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from headgate.device.weights import supply
+from headgate.device.weights.broadcast import BroadcastWeights
+from headgate.device.weights.loading import SafetensorsFolder, load_weights
 from headgate.errors import RequestError, SourceLost
 from headgate.models import build_model, read_spec
-from headgate.protocol.command import Denied, Files, Group, Pause, Resume, StateTold, UpdateWeights
+from headgate.protocol.command import BroadcastSource, Denied, EngineState, FileSource, Pause, Resume, UpdateWeights
 from headgate.testing.tiny import tiny_model
 from headgate.weights import publish, send_weights
-from headgate.worker import supply
-from headgate.worker.group import GroupWeights
-from headgate.worker.weights import SafetensorsFolder, load_weights
 from tests.ports import own_port
 from tests.updates.driver import PROMPTS, TOKENS, Driver, driving, trainer
 
@@ -59,7 +59,7 @@ def frozen(driver: Driver) -> Driver:
     driver.submit(*IDS)
     driver.turn_until_some_run()
     told = driver.call(Pause("freeze"))
-    assert isinstance(told, StateTold) and told.state == "paused" and len(driver.engine.scheduler.running) == 4
+    assert isinstance(told, EngineState) and told.state == "paused" and len(driver.engine.scheduler.running) == 4
     return driver
 
 
@@ -159,16 +159,16 @@ def test_25_a_file_cut_short_while_it_is_read_quarantines_the_engine_until_a_ful
         assert "was cut short while tensor model.layers.0.self_attn.q_proj.weight was read" in denied.message
         refused = driver.call(Resume())
         assert isinstance(refused, Denied) and refused.status == 409
-        told = driver.call(UpdateWeights(Files(str(old))))
-        assert isinstance(told, StateTold) and told.state == "paused"
+        told = driver.call(UpdateWeights(FileSource(str(old))))
+        assert isinstance(told, EngineState) and told.state == "paused"
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
 
 def test_25_27_same_weights_with_recompute_change_nothing_but_the_version(old, undisturbed):
     with driving(old) as driver:
-        told = frozen(driver).call(UpdateWeights(Files(str(old))))
-        assert isinstance(told, StateTold) and told.version == 1 and not driver.engine.scheduler.running
+        told = frozen(driver).call(UpdateWeights(FileSource(str(old))))
+        assert isinstance(told, EngineState) and told.version == 1 and not driver.engine.scheduler.running
         before = {id: len(tokens) for id, tokens in driver.tokens.items()}
         driver.call(Resume())
         assert driver.finish() == undisturbed
@@ -182,13 +182,13 @@ def test_25_new_weights_from_shared_memory_answer_like_their_checkpoint(old, new
         with publish(tensors_of(new), version=5, checksum=True) as files:
             assert files.path.startswith("/dev/shm/")
             told = driver.call(UpdateWeights(files, version=5))
-        assert isinstance(told, StateTold) and told.version == 5 and not open_files_of(files)
+        assert isinstance(told, EngineState) and told.version == 5 and not open_files_of(files)
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
 
 
-def open_files_of(files: Files) -> list[str]:
+def open_files_of(files: FileSource) -> list[str]:
     """Descriptors of this process for a file that is no more, but takes room as long as there are any."""
     assert not Path(files.path).exists()
     opened = {each: os.readlink(each) for each in map(str, Path("/proc/self/fd").iterdir()) if os.path.islink(each)}
@@ -207,7 +207,7 @@ def test_25_what_was_published_may_go_as_soon_as_it_is_open(old, new, renewed, m
         monkeypatch.setattr(supply.SafetensorsFiles, "metadata", metadata)
         driver.call(Pause("abort"))
         told = driver.call(UpdateWeights(files))
-        assert isinstance(told, StateTold)
+        assert isinstance(told, EngineState)
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
@@ -217,8 +217,8 @@ def test_26_under_keep_running_answers_go_on_with_their_kv_and_new_ones_get_none
     old, new, undisturbed, renewed
 ):
     with driving(old) as driver:
-        told = frozen(driver).call(UpdateWeights(Files(str(new)), recompute=False))
-        assert isinstance(told, StateTold) and len(driver.engine.scheduler.running) == 4
+        told = frozen(driver).call(UpdateWeights(FileSource(str(new)), recompute=False))
+        assert isinstance(told, EngineState) and len(driver.engine.scheduler.running) == 4
         before = {id: list(tokens) for id, tokens in driver.tokens.items()}
         driver.call(Resume())
         after = driver.finish()
@@ -233,8 +233,8 @@ def test_26_under_keep_running_answers_go_on_with_their_kv_and_new_ones_get_none
 def test_26_a_version_that_was_used_before_is_refused(old, new):
     with driving(old) as driver:
         driver.call(Pause("abort"))
-        driver.call(UpdateWeights(Files(str(old)), version=4))
-        denied = driver.call(UpdateWeights(Files(str(new)), version=4))
+        driver.call(UpdateWeights(FileSource(str(old)), version=4))
+        denied = driver.call(UpdateWeights(FileSource(str(new)), version=4))
         assert isinstance(denied, Denied) and denied.code == "stale_version"
 
 
@@ -242,9 +242,9 @@ def test_a_folder_may_name_checksums_of_its_files(old, new):
     digest = hashlib.sha256((new / "model.safetensors").read_bytes()).hexdigest()
     with driving(old) as driver:
         driver.call(Pause("abort"))
-        told = driver.call(UpdateWeights(Files(str(new), {"model.safetensors": digest})))
-        assert isinstance(told, StateTold)
-        denied = driver.call(UpdateWeights(Files(str(new), {"model-2.safetensors": digest})))
+        told = driver.call(UpdateWeights(FileSource(str(new), {"model.safetensors": digest})))
+        assert isinstance(told, EngineState)
+        denied = driver.call(UpdateWeights(FileSource(str(new), {"model-2.safetensors": digest})))
         assert isinstance(denied, Denied) and "no such file" in denied.message
 
 
@@ -259,8 +259,8 @@ def test_25_weights_from_a_trainer_process_answer_like_their_checkpoint(old, new
     place = address()
     with driving(old) as driver, trainer(new, place) as process:
         driver.call(Pause("abort"))
-        told = driver.call(UpdateWeights(Group(place, 2, timeout_s=60)))
-        assert isinstance(told, StateTold) and told.version == 1
+        told = driver.call(UpdateWeights(BroadcastSource(place, 2, timeout_s=60)))
+        assert isinstance(told, EngineState) and told.version == 1
         assert process.communicate(timeout=60)[0] == "sent\n"
         driver.call(Resume())
         driver.submit(*IDS)
@@ -274,22 +274,22 @@ def test_25_a_trainer_killed_in_the_middle_leaves_a_serving_or_a_quarantined_eng
     monkeypatch.setattr(supply, "free_bytes", lambda _: room)
     place = address()
     with driving(old) as driver, trainer(new, place, dies="in the middle") as process:
-        number = frozen(driver).begin(UpdateWeights(Group(place, 2, timeout_s=60)))
+        number = frozen(driver).begin(UpdateWeights(BroadcastSource(place, 2, timeout_s=60)))
         assert process.stdout is not None and process.stdout.readline() == "half\n"
         process.kill()
         denied = driver.answer(number)
         assert isinstance(denied, Denied) and denied.code == code
         assert driver.engine.loop.control.state == ("paused" if room else "quarantined")
         if not room:
-            told = driver.call(UpdateWeights(Files(str(old))))
-            assert isinstance(told, StateTold)
+            told = driver.call(UpdateWeights(FileSource(str(old))))
+            assert isinstance(told, EngineState)
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
 
 def test_25_a_trainer_that_never_comes_is_given_up_at_the_timeout(old, undisturbed):
     with driving(old) as driver:
-        denied = frozen(driver).call(UpdateWeights(Group(address(), 2, timeout_s=0.5)))
+        denied = frozen(driver).call(UpdateWeights(BroadcastSource(address(), 2, timeout_s=0.5)))
         assert isinstance(denied, Denied) and (denied.status, denied.code) == (502, "source_lost")
         driver.call(Resume())
         assert driver.finish() == undisturbed
@@ -299,7 +299,7 @@ def test_25_an_engine_that_refuses_tells_the_trainer_why_and_leaves_nobody_hangi
     wide = tiny_model(tmp_path, seed=1, tokenizer=False, intermediate_size=128)
     place = address()
     with driving(old) as driver, trainer(wide, place) as process:
-        denied = frozen(driver).call(UpdateWeights(Group(place, 2, timeout_s=60)))
+        denied = frozen(driver).call(UpdateWeights(BroadcastSource(place, 2, timeout_s=60)))
         assert isinstance(denied, Denied) and denied.code == "bad_weights"
         reason = "tensor model.layers.0.mlp.gate_proj.weight has shape [128, 64]; the model expects [96, 64]"
         assert reason in denied.message
@@ -311,7 +311,7 @@ def test_25_an_engine_that_refuses_tells_the_trainer_why_and_leaves_nobody_hangi
 class Joined(threading.Thread):
     """An engine's side of an exchange, in a thread; `outcome` is None or what it raised."""
 
-    def __init__(self, folder: Path, group: Group) -> None:
+    def __init__(self, folder: Path, group: BroadcastSource) -> None:
         super().__init__()
         self.model = build_model(read_spec(folder), backend="torch")
         load_weights(self.model, SafetensorsFolder(folder))
@@ -320,7 +320,7 @@ class Joined(threading.Thread):
 
     def run(self) -> None:
         try:
-            load_weights(self.model, GroupWeights(self.group, lambda _: 2**40))
+            load_weights(self.model, BroadcastWeights(self.group, lambda _: 2**40))
         except Exception as error:
             self.outcome = error
 
@@ -328,7 +328,7 @@ class Joined(threading.Thread):
 def test_one_engine_that_refuses_keeps_all_others_from_changing(old, new, tmp_path):
     wide = tiny_model(tmp_path, tokenizer=False, intermediate_size=128)
     place = address()
-    fits, refuses = (Joined(folder, Group(place, 3, rank, 30)) for rank, folder in ((1, old), (2, wide)))
+    fits, refuses = (Joined(folder, BroadcastSource(place, 3, rank, 30)) for rank, folder in ((1, old), (2, wide)))
     before = fits.model.unembedding.matrix.data.clone()
     with pytest.raises(RequestError, match=r"rank 2: tensor model\.layers\.0\.mlp\.gate_proj\.weight has shape"):
         send_weights(tensors_of(new), place, 3, timeout_s=60)
@@ -342,7 +342,7 @@ def test_several_engines_receive_in_small_buckets_beside_a_default_group(old, ne
     place = address()
     torch.distributed.init_process_group("gloo", init_method=address(), rank=0, world_size=1)
     try:
-        engines = [Joined(old, Group(place, 3, rank, 30)) for rank in (1, 2)]
+        engines = [Joined(old, BroadcastSource(place, 3, rank, 30)) for rank in (1, 2)]
         send_weights(tensors_of(new), place, 3, timeout_s=60, bucket_bytes=10_000)
         for engine in engines:
             engine.join(60)

@@ -9,22 +9,25 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Scope
 
-from headgate.api import abort, control, dashboard, requests
-from headgate.api.chat import chat_completions
-from headgate.api.completions import completions
-from headgate.api.control import Controls
-from headgate.api.dialects import sglang, transfer, vllm
-from headgate.api.health import health, live, ready
-from headgate.api.host import Host
-from headgate.api.idempotency import Replays
+from headgate.api.accounting import dashboard
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import metrics
+from headgate.api.compat import sglang, vllm
+from headgate.api.compat import weights as transfer
+from headgate.api.control import abort, requests
+from headgate.api.control import lifecycle as control
+from headgate.api.control.health import health, live, ready
+from headgate.api.control.lifecycle import Controls
+from headgate.api.control.models import list_models, show_model
+from headgate.api.generate.chat import chat_completions
+from headgate.api.generate.completions import completions
+from headgate.api.generate.idempotency import Replays
+from headgate.api.generate.responses import responses
+from headgate.api.generate.tokenize import detokenize, tokenize
+from headgate.api.host import ServerContext
 from headgate.api.intake import Intake
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import metrics
-from headgate.api.models import list_models, show_model
 from headgate.api.openapi import openapi
-from headgate.api.responses import responses
 from headgate.api.state import Api
-from headgate.api.tokenize import detokenize, tokenize
 from headgate.contract.keys import Keys
 from headgate.contract.operations import control as control_ops
 from headgate.contract.operations import generation as generation_ops
@@ -105,7 +108,7 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
 ROUTES: Final[Sequence[Route]] = routes_of(ON_SERVERS, HANDLERS)
 
 
-class App(Starlette):
+class ServerApp(Starlette):
     """Starlette's router and state, with our gate in place of its middleware."""
 
     def __init__(self, routes: Sequence[BaseRoute], keys: Keys, ledger: Ledger, max_body_bytes: int) -> None:
@@ -121,8 +124,8 @@ class App(Starlette):
         return self._gate
 
 
-def build_app(api: Api, host: Host, keys: Keys, max_body_bytes: int) -> App:
-    app = App(ROUTES, keys, api.ledger, max_body_bytes)
+def build_app(api: Api, host: ServerContext, keys: Keys, max_body_bytes: int) -> ServerApp:
+    app = ServerApp(ROUTES, keys, api.ledger, max_body_bytes)
     app.state.api = api
     app.state.host = host
     app.state.controls = Controls(api, host)

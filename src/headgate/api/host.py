@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from headgate.api.ledger import Ledger
+    from headgate.api.accounting.ledger import Ledger
     from headgate.engine.replicas import Replica
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class ServerContext:
     version: str
     model_name: str
     replicas: Sequence[Replica]
@@ -26,6 +26,6 @@ class Host:
     life: str = field(default_factory=lambda: secrets.token_hex(8))  # by which others know that it was started anew
 
 
-def host_of(request: Request) -> Host:
-    host: Host = request.app.state.host
+def host_of(request: Request) -> ServerContext:
+    host: ServerContext = request.app.state.host
     return host

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headgate.api.accounting.ledger import Ledger
 from headgate.api.bodies import Bodies, Charge
-from headgate.api.ledger import Ledger
 from headgate.contract.keys import Caller, Headers, Keys
 from headgate.contract.operations.table import GENERATING
 from headgate.errors import RequestError

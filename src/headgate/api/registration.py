@@ -15,7 +15,7 @@ import msgspec
 
 from headgate.config import Registration, ServerConfig
 from headgate.contract.operations.fleet import ADD_WORKER, REMOVE_WORKER
-from headgate.httpclient import Address, HttpFailure, call
+from headgate.httpclient import HttpAddress, HttpFailure, call
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ ANSWER_S = 5.0
 WILDCARDS = ("0.0.0.0", "::", "")  # compared with, not bound  # nosec B104
 
 
-class Refused(Exception):
+class RegistrationRefused(Exception):
     pass
 
 
 class Heartbeats:
     def __init__(self, registration: Registration, config: ServerConfig, url: str) -> None:
-        self._router = Address.of(registration.router)
+        self._router = HttpAddress.of(registration.router)
         self._key = registration.key
         self._name = registration.router
         self._url = url if config.host not in WILDCARDS else reachable_from(self._router, url)
@@ -48,7 +48,7 @@ class Heartbeats:
     async def _beat(self) -> None:
         try:
             await self._call(ADD_WORKER.method, ADD_WORKER.path, msgspec.json.encode(self._body))
-        except Refused as error:
+        except RegistrationRefused as error:
             if self._known is not False:
                 log.warning("the router %s does not take us: %s; trying again", self._name, error)
             self._known = False
@@ -64,7 +64,7 @@ class Heartbeats:
                 await self._call(
                     REMOVE_WORKER.method, f"{REMOVE_WORKER.path}?url={quote(self._url, safe='')}&timeout=0.1"
                 )
-            except Refused as error:
+            except RegistrationRefused as error:
                 log.warning("the router %s was not told that we leave: %s", self._name, error)
 
     async def _call(self, method: str, path: str, body: bytes = b"") -> None:
@@ -72,12 +72,12 @@ class Heartbeats:
             async with asyncio.timeout(ANSWER_S), call(self._router, method, path, body, self._key) as answer:
                 told = await answer.body()
                 if answer.status >= 400:
-                    raise Refused(f"{answer.status}: {told.decode('utf-8', 'replace')[:200]}")
+                    raise RegistrationRefused(f"{answer.status}: {told.decode('utf-8', 'replace')[:200]}")
         except (OSError, EOFError, TimeoutError, HttpFailure) as error:
-            raise Refused(str(error) or type(error).__name__) from None
+            raise RegistrationRefused(str(error) or type(error).__name__) from None
 
 
-def reachable_from(router: Address, url: str) -> str:
+def reachable_from(router: HttpAddress, url: str) -> str:
     """Our address as the router sees it, if we listen on all of them."""
     port = urlsplit(url).port
     try:

@@ -22,13 +22,13 @@ import uvloop
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.accounting.traces import tracing
 from headgate.api.app import build_app
-from headgate.api.host import Host
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics
+from headgate.api.host import ServerContext
 from headgate.api.registration import Heartbeats
 from headgate.api.state import Api
-from headgate.api.traces import tracing
 from headgate.collector import spare_the_collector
 from headgate.config import ServerConfig
 from headgate.contract.errors import error_body
@@ -57,7 +57,7 @@ SEND_BUFFER_BYTES = 128 * 2**10  # of a connection, in the kernel, which doubles
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ServerReady:
     """What there is to tell about a server that now takes requests."""
 
     config: ServerConfig
@@ -67,7 +67,7 @@ class Ready:
     warning: str | None
 
 
-Announce = Callable[[Ready], None]
+Announce = Callable[[ServerReady], None]
 
 
 def run_server(config: ServerConfig, listener: socket.socket, version: str, announce: Announce) -> None:
@@ -106,7 +106,7 @@ async def _serve(
     with tracing(config.otlp_endpoint, config.model_name, version) as trace:
         async with _engines(config) as engines:
             ledger = Ledger(
-                Metrics(),
+                ServerMetrics(),
                 limit=config.most_choices,
                 sharing=Sharing(keys.tenants),
                 listeners=[log_usage, *filter(None, [trace])],
@@ -120,9 +120,9 @@ async def _serve(
                 template=template,
                 tool_format=format_of(template.source if template else None),
             )
-            host = Host(version, config.model_name, engines.replicas, ledger)
+            host = ServerContext(version, config.model_name, engines.replicas, ledger)
             app = build_app(api, host, keys, config.max_body_bytes)
-            ready = Ready(config, engines.info, url_of(listener), template is not None, keys.warning)
+            ready = ServerReady(config, engines.info, url_of(listener), template is not None, keys.warning)
             server = HttpServer(app, listener, partial(announce, ready), config.client_stall_timeout_s, app.begin)
             beats = None if config.register is None else Heartbeats(config.register, config, url_of(listener))
             spare_the_collector()

@@ -29,7 +29,7 @@ from headgate.text.tools import ToolFormat
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from headgate.api.ledger import Ledger
+    from headgate.api.accounting.ledger import Ledger
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import time
 import msgspec
 
 from headgate.errors import RequestError
-from headgate.httpclient import Address, Answer, HttpFailure, call
+from headgate.httpclient import HttpAddress, HttpFailure, HttpResponse, call
 
 clock = time.perf_counter
 
 
-class Sample(msgspec.Struct):
+class TimedRequest(msgspec.Struct):
     """One request, as its client saw it. Times are in seconds; `start_s` counts from the start of the run."""
 
     start_s: float = 0.0
@@ -28,8 +28,8 @@ class Sample(msgspec.Struct):
     worker: str | None = None  # who answered, as a router says
 
 
-class Reply(msgspec.Struct):
-    sample: Sample
+class TimedReply(msgspec.Struct):
+    sample: TimedRequest
     text: str = ""
 
 
@@ -76,16 +76,16 @@ class _Event(msgspec.Struct):
 _event: msgspec.json.Decoder[_Event] = msgspec.json.Decoder(_Event)
 
 
-def address_of(url: str) -> Address:
+def address_of(url: str) -> HttpAddress:
     try:
-        return Address.of(url)
+        return HttpAddress.of(url)
     except ValueError as error:
         raise RequestError(f"{url!r} is not the address of a server: {error}") from None
 
 
-async def ask(address: Address, path: str, body: bytes, *, api_key: str | None, timeout_s: float) -> Reply:
+async def ask(address: HttpAddress, path: str, body: bytes, *, api_key: str | None, timeout_s: float) -> TimedReply:
     """Send one streamed request and watch its answer come; what goes wrong is part of the sample."""
-    sample, text = Sample(gaps_s=[]), ""
+    sample, text = TimedRequest(gaps_s=[]), ""
     begun_s = clock()
     try:
         async with asyncio.timeout(timeout_s), call(address, "POST", path, body, api_key) as answer:
@@ -99,10 +99,10 @@ async def ask(address: Address, path: str, body: bytes, *, api_key: str | None, 
     except (OSError, EOFError, ValueError, HttpFailure) as error:
         sample.error = type(error).__name__
     sample.total_s = clock() - begun_s
-    return Reply(sample, text)
+    return TimedReply(sample, text)
 
 
-async def _watch(answer: Answer, sample: Sample, begun_s: float) -> str:
+async def _watch(answer: HttpResponse, sample: TimedRequest, begun_s: float) -> str:
     last_s, pieces, said = None, 0, []
     async for line in answer.lines():
         if not line.startswith(b"data:"):
@@ -131,7 +131,7 @@ async def _watch(answer: Answer, sample: Sample, begun_s: float) -> str:
     return "".join(said)
 
 
-def _count(usage: _Usage, sample: Sample) -> None:
+def _count(usage: _Usage, sample: TimedRequest) -> None:
     sample.prompt_tokens, sample.output_tokens = usage.prompt_tokens, usage.completion_tokens
     if usage.prompt_tokens_details is not None:
         sample.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0

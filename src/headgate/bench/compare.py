@@ -22,13 +22,13 @@ PERCENTILES = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ComparedRun:
     label: str
     kind: str  # which bench it is of
     figures: Mapping[Name, float]
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
     """All runs of all files; those of one kind, and at least two."""
     runs = [run for path in paths for run in read_file(path)]
     kinds = {run.kind for run in runs}
@@ -41,7 +41,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def read_file(path: Path) -> list[Run]:
+def read_file(path: Path) -> list[ComparedRun]:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -54,7 +54,7 @@ def read_file(path: Path) -> list[Run]:
     raise RequestError(f"{path} is no result of `headgate bench`; write one with its --json")
 
 
-def _serve(data: bytes, label: str) -> Iterator[Run]:
+def _serve(data: bytes, label: str) -> Iterator[ComparedRun]:
     summary = msgspec.json.decode(data, type=Saved).summary
     figures: dict[Name, float] = {
         ("tokens/s", "output"): summary.output_tokens_per_s,
@@ -65,29 +65,29 @@ def _serve(data: bytes, label: str) -> Iterator[Run]:
     figures |= _of_spread("end to end, ms", summary.end_to_end_ms)
     figures["requests", "per second"] = summary.requests_per_s
     figures["requests", "failed"] = summary.requests - summary.completed
-    yield Run(label, "bench serve", figures)
+    yield ComparedRun(label, "bench serve", figures)
 
 
-def _lifecycle(data: bytes, label: str) -> Iterator[Run]:
-    reports = msgspec.json.decode(data, type=list[lifecycle.Report])
+def _lifecycle(data: bytes, label: str) -> Iterator[ComparedRun]:
+    reports = msgspec.json.decode(data, type=list[lifecycle.LifecycleReport])
     for report in reports:
         figures: dict[Name, float] = {}
         for name, field in lifecycle.ROWS.items():
             figures |= _of_spread(f"{name}, ms", getattr(report, field))
-        yield Run(label if len(reports) == 1 else f"{label} {report.url}", "bench lifecycle", figures)
+        yield ComparedRun(label if len(reports) == 1 else f"{label} {report.url}", "bench lifecycle", figures)
 
 
-def _prefix(data: bytes, label: str) -> Iterator[Run]:
-    report = msgspec.json.decode(data, type=prefix.Report)
+def _prefix(data: bytes, label: str) -> Iterator[ComparedRun]:
+    report = msgspec.json.decode(data, type=prefix.PrefixReport)
     figures = _of_spread("cold first token, ms", report.cold.first_token_ms)
     figures |= _of_spread("warm first token, ms", report.warm.first_token_ms)
     figures["warm prompt", "cached share"] = report.warm.cached_share
-    yield Run(label, "bench prefix", figures)
+    yield ComparedRun(label, "bench prefix", figures)
 
 
-def _router(data: bytes, label: str) -> Iterator[Run]:
-    report = msgspec.json.decode(data, type=router.Report)
-    placement, figures = report.placement, {}  # type: router.Placement, dict[Name, float]
+def _router(data: bytes, label: str) -> Iterator[ComparedRun]:
+    report = msgspec.json.decode(data, type=router.RouterReport)
+    placement, figures = report.placement, {}  # type: router.PlacementFigures, dict[Name, float]
     for name, value in (("at home", placement.at_home), ("busiest over mean", placement.busiest_over_mean)):
         if value is not None:
             figures["placement", name] = value
@@ -97,7 +97,7 @@ def _router(data: bytes, label: str) -> Iterator[Run]:
         if attribute in report.added:
             figures[f"{name}, ms", "added"] = report.added[attribute]
     figures["requests", "per second"] = report.router.requests_per_s
-    yield Run(label, "bench router", figures)
+    yield ComparedRun(label, "bench router", figures)
 
 
 def _of_spread(what: str, spread: Spread | None) -> dict[Name, float]:
@@ -107,11 +107,11 @@ def _of_spread(what: str, spread: Spread | None) -> dict[Name, float]:
 # ------------------------------------------------------------------------------------------------------------ table
 
 
-def names_of(runs: Sequence[Run]) -> list[Name]:
+def names_of(runs: Sequence[ComparedRun]) -> list[Name]:
     return list(dict.fromkeys(name for run in runs for name in run.figures))
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[ComparedRun]) -> str:
     """One line per figure; behind each number its ratio to the first run's."""
     first, *others = runs
     labels = _short([run.label for run in runs])
@@ -125,7 +125,7 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def _values(runs: Sequence[Run], name: Name) -> list[float | None]:
+def _values(runs: Sequence[ComparedRun], name: Name) -> list[float | None]:
     return [run.figures.get(name) for run in runs]
 
 
@@ -146,7 +146,7 @@ def _short(labels: Sequence[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- plot
 
 
-def save_plot(runs: Sequence[Run], path: Path) -> None:
+def save_plot(runs: Sequence[ComparedRun], path: Path) -> None:
     """One panel per thing that is measured, one bar per run."""
     pyplot = drawing()
     panels: dict[str, list[str]] = {}

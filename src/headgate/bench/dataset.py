@@ -35,7 +35,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Random:
+class RandomPrompts:
     def __str__(self) -> str:
         return "random prompts"
 
@@ -65,7 +65,7 @@ class Trace:
         return f"the trace {self.path.name}"
 
 
-Dataset = Random | SharedPrefix | MultiTurn | Trace
+Dataset = RandomPrompts | SharedPrefix | MultiTurn | Trace
 FORMS = "random, shared-prefix[:GROUPS[:WORDS]], multi-turn[:TURNS] or trace:FILE"
 
 
@@ -73,7 +73,7 @@ def parse_dataset(text: str) -> Dataset:
     name, _, rest = text.partition(":")
     match name:
         case "random" if not rest:
-            return Random()
+            return RandomPrompts()
         case "shared-prefix":
             return SharedPrefix(*_counts(text, rest, most=2))
         case "multi-turn":
@@ -103,7 +103,7 @@ class Shape:
 def conversations(dataset: Dataset, shape: Shape) -> list[Conversation]:
     chance = random.Random(shape.seed)
     match dataset:
-        case Random():
+        case RandomPrompts():
             return [_talk(chance, shape, 1) for _ in range(shape.requests)]
         case SharedPrefix(groups, words):
             prefixes = [some_words(chance, words) for _ in range(groups)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from headgate.bench.client import Sample, address_of, ask
+from headgate.bench.client import TimedRequest, address_of, ask
 from headgate.bench.dataset import some_words
 from headgate.bench.load import ClosedLoop, Load, first_model
 from headgate.bench.report import Spread
@@ -24,11 +24,11 @@ from headgate.errors import HeadgateError, RequestError
 
 STREAM_WORDS = 8  # of a stream's prompt
 
-Send = Callable[[], Coroutine[None, None, Sample]]
+Send = Callable[[], Coroutine[None, None, TimedRequest]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class DisaggTrial:
     url: str
     streams: int = 4  # at once, each followed by another as long as there are prompts to come
     max_tokens: int = 256  # of a stream
@@ -48,46 +48,46 @@ class Trial:
             raise RequestError("interval must be at least 0")
 
 
-class Reading(msgspec.Struct, frozen=True):
+class DisaggReading(msgspec.Struct, frozen=True):
     requests: int
     first_token_ms: Spread | None
     between_tokens_ms: Spread | None
 
     @classmethod
-    def of(cls, samples: list[Sample]) -> Reading:
+    def of(cls, samples: list[TimedRequest]) -> DisaggReading:
         first_s = [sample.first_token_s for sample in samples if sample.first_token_s is not None]
         gaps_s = [gap_s for sample in samples for gap_s in sample.gaps_s]
         return cls(len(samples), Spread.of(first_s), Spread.of(gaps_s))
 
 
-class Report(msgspec.Struct, frozen=True):
+class DisaggReport(msgspec.Struct, frozen=True):
     url: str
     model: str
     streams: int
     prompt_words: int
     interval_s: float
     prompt_tokens: float  # of a long prompt, on average
-    alone: Reading  # streams that have the servers to themselves
-    beside: Reading  # streams beside long prompts
-    long: Reading
+    alone: DisaggReading  # streams that have the servers to themselves
+    beside: DisaggReading  # streams beside long prompts
+    long: DisaggReading
     errors: dict[str, int]
 
 
-def run(trial: Trial) -> Report:
+def run(trial: DisaggTrial) -> DisaggReport:
     return asyncio.run(measure(trial))
 
 
-async def measure(trial: Trial) -> Report:
+async def measure(trial: DisaggTrial) -> DisaggReport:
     address = address_of(trial.url)
     model = trial.model or await first_model(address, trial.api_key)
     load = Load(url=trial.url, pace=ClosedLoop(1), api="completions", ignore_eos=True)
     chance = random.Random(secrets.randbits(64))  # no prompt is found in a cache
 
-    async def send(words: int, max_tokens: int) -> Sample:
+    async def send(words: int, max_tokens: int) -> TimedRequest:
         body = load.body(model, [some_words(chance, words)], max_tokens)
         return (await ask(address, load.path, body, api_key=trial.api_key, timeout_s=trial.timeout_s)).sample
 
-    async def stream() -> Sample:
+    async def stream() -> TimedRequest:
         return await send(STREAM_WORDS, trial.max_tokens)
 
     await stream()  # whatever happens at the first request only
@@ -96,10 +96,10 @@ async def measure(trial: Trial) -> Report:
     return _report(trial, model, alone, beside, long)
 
 
-async def _together(trial: Trial, stream: Send, prompt: Send) -> tuple[list[Sample], list[Sample]]:
+async def _together(trial: DisaggTrial, stream: Send, prompt: Send) -> tuple[list[TimedRequest], list[TimedRequest]]:
     """Streams, one after another on each line, from before the first long prompt until after the last."""
     over = False
-    beside: list[Sample] = []
+    beside: list[TimedRequest] = []
 
     async def line() -> None:
         while not over:
@@ -119,26 +119,28 @@ async def _together(trial: Trial, stream: Send, prompt: Send) -> tuple[list[Samp
     return beside, long
 
 
-def _report(trial: Trial, model: str, alone: list[Sample], beside: list[Sample], long: list[Sample]) -> Report:
+def _report(
+    trial: DisaggTrial, model: str, alone: list[TimedRequest], beside: list[TimedRequest], long: list[TimedRequest]
+) -> DisaggReport:
     errors = Counter(sample.error for sample in (*alone, *beside, *long) if sample.error)
     answered = [sample for sample in long if sample.error is None]
     if not answered:
         raise HeadgateError(f"{trial.url} answered no prompt of {trial.prompt_words} words: {', '.join(errors)}")
-    return Report(
+    return DisaggReport(
         url=trial.url,
         model=model,
         streams=trial.streams,
         prompt_words=trial.prompt_words,
         interval_s=trial.interval_s,
         prompt_tokens=sum(sample.prompt_tokens for sample in answered) / len(answered),
-        alone=Reading.of(alone),
-        beside=Reading.of(beside),
-        long=Reading.of(answered),
+        alone=DisaggReading.of(alone),
+        beside=DisaggReading.of(beside),
+        long=DisaggReading.of(answered),
         errors=dict(errors.most_common()),
     )
 
 
-def table(report: Report) -> str:
+def table(report: DisaggReport) -> str:
     lines = [
         f"{report.model} at {report.url}: {report.streams} streams; {report.long.requests} prompts of "
         f"{report.prompt_tokens:.0f} tokens, one every {report.interval_s:g} s",
@@ -160,5 +162,5 @@ def _line(name: str, spread: Spread | None) -> str:
     return f"{name:<38}{spread.p50:>10.2f}{spread.p90:>10.2f}{spread.p99:>10.2f}{spread.max:>10.2f}"
 
 
-def save_json(report: Report, path: Path) -> None:
+def save_json(report: DisaggReport, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

@@ -24,14 +24,14 @@ from headgate.bench.client import address_of, clock
 from headgate.bench.load import first_model
 from headgate.bench.report import Spread
 from headgate.errors import HeadgateError, RequestError
-from headgate.httpclient import Answer, HttpFailure, call
+from headgate.httpclient import HttpFailure, HttpResponse, call
 
 SETTLE_S = 1.0  # after which a server that still counts requests is given one, so that it counts anew
 PIECES = 8  # of each answer, before anything is timed
 RUNNING = re.compile(rb"^\w+:num_requests_running(?:{[^}]*})? ([0-9.e+]+)$", re.MULTILINE)
 
 
-class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
+class LifecycleReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of one server, in milliseconds; what it cannot do is left out."""
 
     url: str
@@ -46,7 +46,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class LifecycleTrial:
     url: str
     concurrency: int = 8
     rounds: int = 20
@@ -85,20 +85,20 @@ class _Stream:
 
 T = TypeVar("T")
 _TimeOne = Callable[[list[_Stream]], Awaitable[float]]
-_Calling = AbstractAsyncContextManager[Answer]
+_Calling = AbstractAsyncContextManager[HttpResponse]
 
 
 class Bench:
-    def __init__(self, trial: Trial, model: str) -> None:
+    def __init__(self, trial: LifecycleTrial, model: str) -> None:
         self._trial = trial
         self._model = model
         self._address = address_of(trial.url)
         self._gaps_s: list[float] = []
         self._reading: dict[_Stream, asyncio.Task[None]] = {}
 
-    async def run(self) -> Report:
+    async def run(self) -> LifecycleReport:
         trial = self._trial
-        report = Report(url=trial.url, model=self._model, concurrency=trial.concurrency, rounds=trial.rounds)
+        report = LifecycleReport(url=trial.url, model=self._model, concurrency=trial.concurrency, rounds=trial.rounds)
         if await self._has("/v1/abort_requests"):
             report.abort_ms = await self._repeat(self._time_abort)
         elif await self._has("/abort_requests"):
@@ -238,7 +238,7 @@ class Bench:
             return sum(map(float, RUNNING.findall(await answer.body())))
 
 
-async def measure(trial: Trial) -> Report:
+async def measure(trial: LifecycleTrial) -> LifecycleReport:
     model = trial.model or await first_model(address_of(trial.url), trial.api_key)
     try:
         return await Bench(trial, model).run()
@@ -248,8 +248,8 @@ async def measure(trial: Trial) -> Report:
         raise HeadgateError(f"{trial.url}: {error or type(error).__name__}") from error
 
 
-def run(trials: list[Trial]) -> list[Report]:
-    async def one_after_another() -> list[Report]:
+def run(trials: list[LifecycleTrial]) -> list[LifecycleReport]:
+    async def one_after_another() -> list[LifecycleReport]:
         return [await measure(trial) for trial in trials]
 
     return asyncio.run(one_after_another())
@@ -264,7 +264,7 @@ ROWS = {
 }
 
 
-def table(reports: list[Report]) -> str:
+def table(reports: list[LifecycleReport]) -> str:
     lines = []
     for report in reports:
         lines += [
@@ -279,5 +279,5 @@ def table(reports: list[Report]) -> str:
     return "\n".join(lines)
 
 
-def save_json(reports: list[Report], path: Path) -> None:
+def save_json(reports: list[LifecycleReport], path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(reports)) + b"\n")

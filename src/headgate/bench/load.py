@@ -17,10 +17,10 @@ from itertools import accumulate, cycle, zip_longest
 import msgspec
 from tqdm import tqdm
 
-from headgate.bench.client import Reply, Sample, address_of, ask, clock
-from headgate.bench.dataset import Conversation, Dataset, Random, Shape, Trace, conversations
+from headgate.bench.client import TimedReply, TimedRequest, address_of, ask, clock
+from headgate.bench.dataset import Conversation, Dataset, RandomPrompts, Shape, Trace, conversations
 from headgate.errors import HeadgateError, RequestError
-from headgate.httpclient import Address, HttpFailure, call
+from headgate.httpclient import HttpAddress, HttpFailure, call
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Load:
     prompt_words: int = 64
     max_tokens: int = 64
     ignore_eos: bool = False
-    dataset: Dataset = field(default_factory=Random)
+    dataset: Dataset = field(default_factory=RandomPrompts)
     seed: int = 0
     timeout_s: float = 600.0
     api_key: str | None = field(default=None, repr=False)
@@ -111,10 +111,10 @@ class Result:
     load: Load
     model: str
     elapsed_s: float
-    samples: list[Sample]
+    samples: list[TimedRequest]
 
     @property
-    def completed(self) -> list[Sample]:
+    def completed(self) -> list[TimedRequest]:
         return [sample for sample in self.samples if sample.error is None]
 
 
@@ -126,11 +126,11 @@ async def measure(load: Load, *, progress: bool = False) -> Result:
     address = address_of(load.url)
     talks = load.conversations()
     model = load.model or await first_model(address, load.api_key)
-    samples: list[Sample] = []
+    samples: list[TimedRequest] = []
     begun_s = clock()
     with tqdm(total=sum(len(talk.turns) for talk in talks), unit="request", disable=not progress) as bar:
 
-        async def send(body: bytes) -> Reply:
+        async def send(body: bytes) -> TimedReply:
             start_s = clock() - begun_s
             reply = await ask(address, load.path, body, api_key=load.api_key, timeout_s=load.timeout_s)
             reply.sample.start_s = start_s
@@ -189,7 +189,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def first_model(address: Address, api_key: str | None) -> str:
+async def first_model(address: HttpAddress, api_key: str | None) -> str:
     try:
         async with asyncio.timeout(10), call(address, "GET", "/v1/models", api_key=api_key) as answer:
             body = await answer.body()

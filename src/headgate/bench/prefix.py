@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from headgate.bench.client import Sample, address_of, ask
+from headgate.bench.client import TimedRequest, address_of, ask
 from headgate.bench.dataset import some_words
 from headgate.bench.load import ClosedLoop, Load, first_model
 from headgate.bench.report import Spread, cached_share
@@ -24,7 +24,7 @@ QUESTION_WORDS = 8  # after the prefix, different in each request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class PrefixTrial:
     url: str
     rounds: int = 5
     warm: int = 4  # requests per round after the cold one
@@ -40,25 +40,25 @@ class Trial:
                 raise RequestError(f"{name} must be at least 1")
 
 
-class Reading(msgspec.Struct, frozen=True):
+class PrefixReading(msgspec.Struct, frozen=True):
     first_token_ms: Spread | None
     prompt_tokens: int
     cached_share: float  # of prompt tokens, as the server says
 
     @classmethod
-    def of(cls, samples: list[Sample]) -> Reading:
+    def of(cls, samples: list[TimedRequest]) -> PrefixReading:
         times_s = [sample.first_token_s for sample in samples if sample.first_token_s is not None]
         prompt_tokens = sum(sample.prompt_tokens for sample in samples)
         return cls(Spread.of(times_s), prompt_tokens, cached_share(samples))
 
 
-class Report(msgspec.Struct, frozen=True):
+class PrefixReport(msgspec.Struct, frozen=True):
     url: str
     model: str
     rounds: int
     prefix_words: int
-    cold: Reading
-    warm: Reading
+    cold: PrefixReading
+    warm: PrefixReading
 
     @property
     def speedup(self) -> float | None:
@@ -67,17 +67,17 @@ class Report(msgspec.Struct, frozen=True):
         return cold.p50 / warm.p50 if cold and warm else None
 
 
-def run(trial: Trial) -> Report:
+def run(trial: PrefixTrial) -> PrefixReport:
     return asyncio.run(measure(trial))
 
 
-async def measure(trial: Trial) -> Report:
+async def measure(trial: PrefixTrial) -> PrefixReport:
     address = address_of(trial.url)
     model = trial.model or await first_model(address, trial.api_key)
     load = Load(url=trial.url, pace=ClosedLoop(1), api="completions", ignore_eos=True)
     chance = random.Random(secrets.randbits(64))  # a seed would make the second run warm from the start
 
-    async def send(prefix: str) -> Sample:
+    async def send(prefix: str) -> TimedRequest:
         body = load.body(model, [f"{prefix} {some_words(chance, QUESTION_WORDS)}"], trial.max_tokens)
         reply = await ask(address, load.path, body, api_key=trial.api_key, timeout_s=trial.timeout_s)
         if reply.sample.error is not None:
@@ -91,10 +91,12 @@ async def measure(trial: Trial) -> Report:
         prefix = some_words(chance, trial.prefix_words)
         cold.append(await send(prefix))
         warm += [await send(prefix) for _ in range(trial.warm)]
-    return Report(trial.url, model, trial.rounds, trial.prefix_words, Reading.of(cold), Reading.of(warm))
+    return PrefixReport(
+        trial.url, model, trial.rounds, trial.prefix_words, PrefixReading.of(cold), PrefixReading.of(warm)
+    )
 
 
-def table(report: Report) -> str:
+def table(report: PrefixReport) -> str:
     lines = [
         f"{report.model} at {report.url}: {report.rounds} prefixes of {report.prefix_words} words",
         "",
@@ -109,5 +111,5 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def save_json(report: Report, path: Path) -> None:
+def save_json(report: PrefixReport, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

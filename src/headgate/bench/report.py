@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headgate.bench.client import Sample
+from headgate.bench.client import TimedRequest
 from headgate.bench.load import Result
 from headgate.errors import HeadgateError
 
@@ -35,7 +35,7 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(float(values.mean()), p50, p90, p99, float(values.max()))
 
 
-class Summary(msgspec.Struct, frozen=True):
+class LoadSummary(msgspec.Struct, frozen=True):
     url: str
     model: str
     pace: str
@@ -55,14 +55,14 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    summary: Summary
-    samples: list[Sample]
+    summary: LoadSummary
+    samples: list[TimedRequest]
 
 
-def summarise(result: Result) -> Summary:
+def summarise(result: Result) -> LoadSummary:
     done = result.completed
     elapsed_s = result.elapsed_s
-    return Summary(
+    return LoadSummary(
         url=result.load.url,
         model=result.model,
         pace=str(result.load.pace),
@@ -82,11 +82,11 @@ def summarise(result: Result) -> Summary:
     )
 
 
-def cached_share(samples: Sequence[Sample]) -> float:
+def cached_share(samples: Sequence[TimedRequest]) -> float:
     return sum(sample.cached_tokens for sample in samples) / max(1, sum(sample.prompt_tokens for sample in samples))
 
 
-def per_token_s(sample: Sample) -> float | None:
+def per_token_s(sample: TimedRequest) -> float | None:
     """After the first one; a chunk may bring several."""
     if sample.first_token_s is None or sample.output_tokens < 2:
         return None
@@ -160,7 +160,7 @@ def save_plot(result: Result, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _series(done: list[Sample]) -> dict[str, list[float]]:
+def _series(done: list[TimedRequest]) -> dict[str, list[float]]:
     series = {
         "first token": [sample.first_token_s for sample in done if sample.first_token_s is not None],
         "between tokens": [gap_s for sample in done for gap_s in sample.gaps_s],

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from headgate.bench.client import Reply, Sample, address_of, ask, clock
+from headgate.bench.client import TimedReply, TimedRequest, address_of, ask, clock
 from headgate.bench.dataset import some_words
 from headgate.bench.load import first_model
 from headgate.bench.report import Spread, cached_share
@@ -29,11 +29,11 @@ CHAT = "/v1/chat/completions"
 SHORT_WORDS = 8  # of a prompt whose overhead is timed
 
 Message = dict[str, str]
-Send = Callable[[str, list[Message]], Awaitable[Reply]]  # to that address
+Send = Callable[[str, list[Message]], Awaitable[TimedReply]]  # to that address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class RouterTrial:
     url: str
     direct: tuple[str, ...] = ()  # workers to compare with; none: whoever has answered through the router
     conversations: int = 16
@@ -67,7 +67,7 @@ class Trial:
             raise RequestError("think must be at least 0")
 
 
-class Placement(msgspec.Struct, frozen=True):
+class PlacementFigures(msgspec.Struct, frozen=True):
     requests: int
     at_home: float | None  # share of turns after the first whose worker had the turn before
     busiest_over_mean: float | None
@@ -76,53 +76,53 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 # What is timed of an answer that has come.
-TIMES_S: dict[str, Callable[[Sample], float | None]] = {
+TIMES_S: dict[str, Callable[[TimedRequest], float | None]] = {
     "first_token_ms": lambda sample: sample.first_token_s,
     "between_pieces_ms": lambda sample: statistics.fmean(sample.gaps_s) if sample.gaps_s else None,
     "end_to_end_ms": lambda sample: sample.total_s,
 }
 
 
-def _times_s(samples: Sequence[Sample], name: str) -> list[float]:
+def _times_s(samples: Sequence[TimedRequest], name: str) -> list[float]:
     return [time_s for sample in samples if (time_s := TIMES_S[name](sample)) is not None]
 
 
-class Reading(msgspec.Struct, frozen=True):
+class RouterReading(msgspec.Struct, frozen=True):
     first_token_ms: Spread | None
     between_pieces_ms: Spread | None
     end_to_end_ms: Spread | None
     requests_per_s: float  # at once
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], requests_per_s: float) -> Reading:
+    def of(cls, samples: Sequence[TimedRequest], requests_per_s: float) -> RouterReading:
         spreads = {name: Spread.of(_times_s(samples, name)) for name in TIMES_S}
         return cls(**spreads, requests_per_s=requests_per_s)
 
 
-class Report(msgspec.Struct, frozen=True):
+class RouterReport(msgspec.Struct, frozen=True):
     url: str
     model: str
     conversations: int
     turns: int
     system_prompts: int
     system_words: int
-    placement: Placement
-    router: Reading
-    direct: Reading | None  # None: there was nobody to compare with
+    placement: PlacementFigures
+    router: RouterReading
+    direct: RouterReading | None  # None: there was nobody to compare with
     added: dict[str, float]  # by the name of a reading, in milliseconds: the median of what each pair differs by
     errors: dict[str, int]
 
 
-def run(trial: Trial) -> Report:
+def run(trial: RouterTrial) -> RouterReport:
     return asyncio.run(measure(trial))
 
 
-async def measure(trial: Trial) -> Report:
+async def measure(trial: RouterTrial) -> RouterReport:
     model = trial.model or await first_model(address_of(trial.url), trial.api_key)
     chance = random.Random(secrets.randbits(64) if trial.seed is None else trial.seed)
-    samples: list[Sample] = []
+    samples: list[TimedRequest] = []
 
-    async def send(url: str, messages: list[Message]) -> Reply:
+    async def send(url: str, messages: list[Message]) -> TimedReply:
         body = _body(trial, model, messages)
         reply = await ask(address_of(url), CHAT, body, api_key=trial.api_key, timeout_s=trial.timeout_s)
         samples.append(reply.sample)
@@ -136,7 +136,7 @@ async def measure(trial: Trial) -> Report:
     past = await _at_once(trial, chance, send, workers) if direct else 0.0
     if all(sample.error is not None for sample in samples):
         raise HeadgateError(f"{trial.url} answered nothing: {samples[0].error}")
-    return Report(
+    return RouterReport(
         url=trial.url,
         model=model,
         conversations=trial.conversations,
@@ -144,14 +144,14 @@ async def measure(trial: Trial) -> Report:
         system_prompts=trial.system_prompts,
         system_words=trial.system_words,
         placement=placement_of(talks),
-        router=Reading.of(_answered(routed), through),
-        direct=Reading.of(_answered(direct), past) if direct else None,
+        router=RouterReading.of(_answered(routed), through),
+        direct=RouterReading.of(_answered(direct), past) if direct else None,
         added=_added(pairs),
         errors=dict(Counter(sample.error for sample in samples if sample.error).most_common()),
     )
 
 
-def _body(trial: Trial, model: str, messages: list[Message]) -> bytes:
+def _body(trial: RouterTrial, model: str, messages: list[Message]) -> bytes:
     body: dict[str, object] = {
         "model": model,
         "messages": messages,
@@ -168,7 +168,7 @@ def _body(trial: Trial, model: str, messages: list[Message]) -> bytes:
 # ---------------------------------------------------------------------------------------------------------- placement
 
 
-async def _converse(trial: Trial, chance: random.Random, send: Send) -> list[list[Sample]]:
+async def _converse(trial: RouterTrial, chance: random.Random, send: Send) -> list[list[TimedRequest]]:
     """The answers of each conversation; all of them go on at the same time."""
     systems = [some_words(chance, trial.system_words) for _ in range(trial.system_prompts)]
     questions = [
@@ -179,7 +179,7 @@ async def _converse(trial: Trial, chance: random.Random, send: Send) -> list[lis
     weights = [1 / (rank + 1) for rank in range(len(systems))]
     popular = chance.choices(systems, weights, k=trial.conversations)
 
-    async def talk(number: int) -> list[Sample]:
+    async def talk(number: int) -> list[TimedRequest]:
         system = popular[number] if trial.zipf else systems[number % len(systems)]
         messages = [{"role": "system", "content": system}]
         told = []
@@ -194,11 +194,11 @@ async def _converse(trial: Trial, chance: random.Random, send: Send) -> list[lis
     return list(await asyncio.gather(*(talk(number) for number in range(trial.conversations))))
 
 
-def placement_of(talks: Sequence[Sequence[Sample]]) -> Placement:
+def placement_of(talks: Sequence[Sequence[TimedRequest]]) -> PlacementFigures:
     samples = [sample for talk in talks for sample in talk if sample.error is None]
     workers = Counter(sample.worker for sample in samples if sample.worker)
     moves = [(one.worker, other.worker) for talk in talks for one, other in pairwise(talk) if other.worker]
-    return Placement(
+    return PlacementFigures(
         requests=len(samples),
         at_home=sum(one == other for one, other in moves) / len(moves) if moves else None,
         busiest_over_mean=max(workers.values()) * len(workers) / workers.total() if workers else None,
@@ -210,7 +210,9 @@ def placement_of(talks: Sequence[Sequence[Sample]]) -> Placement:
 # ----------------------------------------------------------------------------------------------------------- overhead
 
 
-async def _pairs(trial: Trial, chance: random.Random, send: Send) -> list[tuple[Sample, Sample | None]]:
+async def _pairs(
+    trial: RouterTrial, chance: random.Random, send: Send
+) -> list[tuple[TimedRequest, TimedRequest | None]]:
     """One at a time: through the router, and past it to the same worker. Nobody is compared with his first request."""
     pairs = []
     for number in range(trial.rounds + 1):
@@ -220,7 +222,7 @@ async def _pairs(trial: Trial, chance: random.Random, send: Send) -> list[tuple[
     return pairs[1:]
 
 
-async def _at_once(trial: Trial, chance: random.Random, send: Send, urls: Sequence[str]) -> float:
+async def _at_once(trial: RouterTrial, chance: random.Random, send: Send, urls: Sequence[str]) -> float:
     """Requests per second of so many clients, each of which waits for its answer."""
     prompts = iter([_short(chance) for _ in range(trial.rounds * trial.concurrency)])
     answered = 0
@@ -236,7 +238,7 @@ async def _at_once(trial: Trial, chance: random.Random, send: Send, urls: Sequen
     return answered / (clock() - begun_s)
 
 
-def _added(pairs: Sequence[tuple[Sample, Sample | None]]) -> dict[str, float]:
+def _added(pairs: Sequence[tuple[TimedRequest, TimedRequest | None]]) -> dict[str, float]:
     """Both of a pair met the machine in the same mood, which two medians of many did not."""
     answered = [(one, other) for one, other in pairs if other is not None and not (one.error or other.error)]
     added = {}
@@ -251,14 +253,14 @@ def _short(chance: random.Random) -> list[Message]:
     return [{"role": "user", "content": some_words(chance, SHORT_WORDS)}]
 
 
-def _answered(samples: Sequence[Sample]) -> list[Sample]:
+def _answered(samples: Sequence[TimedRequest]) -> list[TimedRequest]:
     return [sample for sample in samples if sample.error is None]
 
 
 # ------------------------------------------------------------------------------------------------------------ results
 
 
-def table(report: Report) -> str:
+def table(report: RouterReport) -> str:
     placement = report.placement
     lines = [
         f"{report.model} at {report.url}: {report.conversations} conversations of {report.turns} turns, "
@@ -285,7 +287,7 @@ ROWS = {
 }
 
 
-def _row(name: str, attribute: str, report: Report) -> str:
+def _row(name: str, attribute: str, report: RouterReport) -> str:
     cells = []
     for reading in (report.router, report.direct):
         spread: Spread | None = getattr(reading, attribute) if reading else None
@@ -301,5 +303,5 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def save_json(report: Report, path: Path) -> None:
+def save_json(report: RouterReport, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

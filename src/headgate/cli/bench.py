@@ -118,11 +118,11 @@ def add_bench_lifecycle(command: argparse.ArgumentParser) -> None:
 
 
 def bench_lifecycle(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.bench.lifecycle import Trial, run, save_json, table
+    from headgate.bench.lifecycle import LifecycleTrial, run, save_json, table
 
     reports = run(
         [
-            Trial(
+            LifecycleTrial(
                 url=url,
                 concurrency=options.concurrency,
                 rounds=options.rounds,
@@ -159,9 +159,9 @@ def add_bench_prefix(command: argparse.ArgumentParser) -> None:
 
 
 def bench_prefix(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.bench.prefix import Trial, run, save_json, table
+    from headgate.bench.prefix import PrefixTrial, run, save_json, table
 
-    trial = Trial(
+    trial = PrefixTrial(
         url=options.url,
         rounds=options.rounds,
         warm=options.warm,
@@ -190,9 +190,9 @@ def add_bench_disagg(command: argparse.ArgumentParser) -> None:
 
 
 def bench_disagg(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.bench.disagg import Trial, run, save_json, table
+    from headgate.bench.disagg import DisaggTrial, run, save_json, table
 
-    trial = Trial(
+    trial = DisaggTrial(
         url=options.url,
         streams=options.streams,
         max_tokens=options.max_tokens,
@@ -230,9 +230,9 @@ def add_bench_router(command: argparse.ArgumentParser) -> None:
 
 
 def bench_router(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.bench.router import Trial, run, save_json, table
+    from headgate.bench.router import RouterTrial, run, save_json, table
 
-    trial = Trial(
+    trial = RouterTrial(
         url=options.url,
         direct=tuple(options.direct),
         conversations=options.conversations,

@@ -14,7 +14,7 @@ from headgate.cli.exits import FAILED
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
-    from headgate.testing.chaos.report import Report
+    from headgate.testing.chaos.report import ChaosReport
     from headgate.testing.chaos.run import Settings
 
 FLEET_LOGS = ("headgate.cluster", "headgate.testing.chaos")
@@ -76,16 +76,16 @@ def keep_log(folder: Path | None) -> None:
         logger.propagate = False
 
 
-async def run(settings: Settings, environ: Mapping[str, str]) -> Report | None:
+async def run(settings: Settings, environ: Mapping[str, str]) -> ChaosReport | None:
     """The first Ctrl-C ends the faults and judges what there was; the second ends it all."""
     from headgate.listening import StopSignals
-    from headgate.testing.chaos.run import Run
+    from headgate.testing.chaos.run import ChaosRun
 
     def say(sentence: str) -> None:
         print(sentence, flush=True)
 
     with StopSignals() as signals, scratch.folder("chaos-") as folder:
-        one = Run(settings, environ, say)
+        one = ChaosRun(settings, environ, say)
         task = asyncio.current_task()
         assert task is not None
 

@@ -21,11 +21,11 @@ def add_doctor(command: argparse.ArgumentParser) -> None:
 def doctor(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Exits with 1 if no model could be served here."""
     from headgate.cli.serve import checked_port
-    from headgate.doctor import Wanted, can_serve, examine
-    from headgate.zoo.find import Places
+    from headgate.doctor import PlannedServer, can_serve, examine
+    from headgate.model_store.find import Places
 
     places = Places.of(environ)
-    findings = examine(Wanted(options.host, checked_port(options.port), places.our_cache))
+    findings = examine(PlannedServer(options.host, checked_port(options.port), places.our_cache))
     well = can_serve(findings)
     if options.json:
         print(json.dumps({"can_serve": well, "findings": [asdict(finding) for finding in findings]}, indent=1))

@@ -14,7 +14,7 @@ from headgate.config import DTYPES, FP8, KV_TRANSPORTS, LOOPBACK, PREEMPTED, Eng
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
-    from headgate.api.server import Ready
+    from headgate.api.server import ServerReady
 
 ROLES = ("mixed", "prefill", "decode")
 KV_LISTEN = "127.0.0.1:0"
@@ -103,7 +103,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from headgate.api.server import run_server
     from headgate.listening import take_port
     from headgate.logs import set_up
-    from headgate.zoo.find import Places, find_model
+    from headgate.model_store.find import Places, find_model
 
     set_up(options.log_format, options.log_level, "api")
     if options.with_parent:
@@ -230,7 +230,7 @@ def checked_key(key: str | None, where: str) -> str | None:
     return key
 
 
-def announce(ready: Ready) -> None:
+def announce(ready: ServerReady) -> None:
     """Tell that requests are taken now: a block for people, a line for machines."""
     import logging
 
@@ -251,7 +251,7 @@ def announce(ready: Ready) -> None:
         log.warning(ready.warning)
 
 
-def ready_block(ready: Ready) -> str:
+def ready_block(ready: ServerReady) -> str:
     config, info = ready.config, ready.info
     kv_tokens = info.num_blocks * info.block_size
     engines = f"{config.replicas}, each" + (f" of {info.ranks} ranks" if info.ranks > 1 else "")
@@ -267,7 +267,7 @@ def ready_block(ready: Ready) -> str:
     return f"\nHeadgate {__version__} is ready.\n\n{told}\n\nTry it:\n\n  {curl(ready)}\n"
 
 
-def curl(ready: Ready) -> str:
+def curl(ready: ServerReady) -> str:
     """A command that can be pasted into a shell."""
     # Small models lose the thread at OpenAI's default temperature of 1.
     settings = '"temperature": 0.2, "max_tokens": 100, "stream": true'

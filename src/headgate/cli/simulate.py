@@ -11,7 +11,7 @@ from headgate.cli.exits import FAILED
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
-    from headgate.testing.sim.world import Report
+    from headgate.testing.sim.world import SimulationReport
 
 
 def add_simulate(command: argparse.ArgumentParser) -> None:
@@ -61,6 +61,6 @@ def _many(seeds: range, jobs: int | None) -> int:
     return FAILED if summary.failures else 0
 
 
-def _tell(report: Report) -> None:
+def _tell(report: SimulationReport) -> None:
     for failure in report.failures:
         print(f"seed {report.seed}: {failure}", flush=True)

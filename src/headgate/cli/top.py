@@ -16,8 +16,8 @@ from headgate.cli.serve import checked_key
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
-    from headgate.dashboard.frame import Card, Frame, Point, Shown
-    from headgate.httpclient import Address
+    from headgate.dashboard.frame import Frame, MemberView, Point, RequestView
+    from headgate.httpclient import HttpAddress
 
 SILENT_S = 6.0  # a frame comes every second; after so long nobody is there
 AGAIN_S = 1.0
@@ -49,10 +49,10 @@ def add_top(command: argparse.ArgumentParser) -> None:
 
 
 def top(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.httpclient import Address
+    from headgate.httpclient import HttpAddress
 
     key = options.api_key or checked_key(environ.get("HEADGATE_ADMIN_KEY"), "HEADGATE_ADMIN_KEY")
-    address = Address.of(options.url)
+    address = HttpAddress.of(options.url)
     if options.once or not sys.stdout.isatty():
         asyncio.run(_print(address, key, options.url, once=options.once))
     else:
@@ -64,7 +64,7 @@ def top(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 # --------------------------------------------------------------------------------------------------------- the stream
 
 
-async def _print(address: Address, key: str | None, url: str, *, once: bool) -> None:
+async def _print(address: HttpAddress, key: str | None, url: str, *, once: bool) -> None:
     """Frame after frame, for a pipe; the first that has rates, and no more, if one is wanted."""
     history: deque[Point] = deque(maxlen=240)
     async with aclosing(frames(address, key)) as coming:
@@ -80,7 +80,7 @@ async def _print(address: Address, key: str | None, url: str, *, once: bool) -> 
     raise Unreachable(f"{url} has ended the stream")
 
 
-async def _live(address: Address, key: str | None, url: str, show: Callable[[list[Line]], None]) -> None:
+async def _live(address: HttpAddress, key: str | None, url: str, show: Callable[[list[Line]], None]) -> None:
     """Until q is pressed; a server that goes away is waited for."""
     task, loop, keyboard = asyncio.current_task(), asyncio.get_running_loop(), sys.stdin.fileno()
     assert task is not None
@@ -100,7 +100,7 @@ async def _live(address: Address, key: str | None, url: str, show: Callable[[lis
         loop.remove_reader(keyboard)
 
 
-async def _follow(address: Address, key: str | None, url: str, show: Callable[[list[Line]], None]) -> None:
+async def _follow(address: HttpAddress, key: str | None, url: str, show: Callable[[list[Line]], None]) -> None:
     history: deque[Point] = deque(maxlen=240)
     try:
         async with aclosing(frames(address, key)) as coming:
@@ -118,7 +118,7 @@ def _remember(frame: Frame, history: deque[Point]) -> None:
         history.append(frame.now)
 
 
-async def frames(address: Address, key: str | None) -> AsyncGenerator[Frame]:
+async def frames(address: HttpAddress, key: str | None) -> AsyncGenerator[Frame]:
     """Raises Unreachable with the reason when there are no more."""
     from headgate.httpclient import HttpFailure
 
@@ -137,7 +137,7 @@ async def frames(address: Address, key: str | None) -> AsyncGenerator[Frame]:
         raise Unreachable(f"{where} cannot be reached: {error}") from None
 
 
-async def _frames(address: Address, key: str | None, where: str) -> AsyncGenerator[Frame]:
+async def _frames(address: HttpAddress, key: str | None, where: str) -> AsyncGenerator[Frame]:
     import msgspec
 
     from headgate.dashboard.frame import Frame
@@ -228,7 +228,7 @@ CARD_TITLES = ("WORKER", "STATE", "ROLE", ">RUN", ">WAIT", ">TOKENS/S", ">WEIGHT
 REQUEST_TITLES = ("REQUEST", "PHASE", ">AGE", ">TOKENS", "WORKER", "TENANT")
 
 
-def _card(card: Card) -> tuple[str, ...]:
+def _card(card: MemberView) -> tuple[str, ...]:
     return (
         *(card.name, card.state, card.role or "-", str(card.running), str(card.waiting)),
         "-" if card.tokens_s is None else f"{card.tokens_s:,.0f}",
@@ -237,7 +237,7 @@ def _card(card: Card) -> tuple[str, ...]:
     )
 
 
-def _blocks(card: Card, width: int = 20) -> str:
+def _blocks(card: MemberView, width: int = 20) -> str:
     if not card.total:
         return "-"
     held, cached = (round(width * blocks / card.total) for blocks in (card.held, card.cached))
@@ -246,7 +246,7 @@ def _blocks(card: Card, width: int = 20) -> str:
     return f"{bar} {card.held:,} held, {card.cached:,} cached of {card.total:,}"
 
 
-def _request(request: Shown, names: Mapping[str, str]) -> tuple[str, ...]:
+def _request(request: RequestView, names: Mapping[str, str]) -> tuple[str, ...]:
     worker = "-" if request.worker is None else names.get(request.worker, request.worker)
     return (
         *(_printable(request.id), request.phase, _seconds(request.age_s)),

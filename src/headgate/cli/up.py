@@ -24,8 +24,8 @@ from headgate.config import DTYPES, POLICIES, PREEMPTED, EngineConfig, RouteConf
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
-    from headgate.cluster.autoscale import Bounds
-    from headgate.cluster.fleet import Fleet, Hooks, Launcher, Recipe, Server
+    from headgate.cluster.autoscale import ScaleBounds
+    from headgate.cluster.fleet import Hooks, Launcher, Recipe, ServerFleet, ServerProcess
     from headgate.listening import StopSignals
     from headgate.router.router import Router
 
@@ -132,11 +132,11 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RoleServers:
     """The servers of one role."""
 
     count: int
-    bounds: Bounds | None = None
+    bounds: ScaleBounds | None = None
     cpus: float = 1.0
     gpus: float = 0.0
     serve: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    groups: dict[str, Group]
+    groups: dict[str, RoleServers]
     model: str | None = None
     served_name: str | None = None
     serve: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class Asked:
         return {role: group.count for role, group in self.groups.items()}
 
     @property
-    def bounds(self) -> dict[str, Bounds]:
+    def bounds(self) -> dict[str, ScaleBounds]:
         return {role: group.bounds for role, group in self.groups.items() if group.bounds is not None}
 
     @property
@@ -180,25 +180,25 @@ def what_was_asked(options: argparse.Namespace) -> Asked:
 
 
 def from_flags(options: argparse.Namespace) -> Asked:
-    from headgate.cluster.autoscale import Bounds
+    from headgate.cluster.autoscale import ScaleBounds
 
     counts = {role: getattr(options, role) for role in ROLES if getattr(options, role) is not None}
     for role, count in counts.items():
         if count < 0:
             raise RequestError(f"--{role} must be at least 0, not {count}")
-    bounds: dict[str, Bounds] = {}
+    bounds: dict[str, ScaleBounds] = {}
     for text in options.autoscale:
         found = re.fullmatch(rf"({'|'.join(ROLES)})=(.*)", text)
         if found is None:
             raise RequestError(f"--autoscale is ROLE=LEAST:MOST, such as mixed=1:6, not {text!r}")
-        bounds[found[1]] = Bounds.of(found[2], f"--autoscale {found[1]}")
+        bounds[found[1]] = ScaleBounds.of(found[2], f"--autoscale {found[1]}")
     for role, bound in bounds.items():
         count = counts.setdefault(role, bound.least)
         if not bound.least <= count <= bound.most:
             raise RequestError(f"--{role} {count} is not within --autoscale {role}={bound.least}:{bound.most}")
     counts = counts or {"mixed": 2}
     cpus, gpus = shares(options)
-    return Asked({role: Group(count, bounds.get(role), cpus, gpus) for role, count in counts.items()})
+    return Asked({role: RoleServers(count, bounds.get(role), cpus, gpus) for role, count in counts.items()})
 
 
 def from_file(options: argparse.Namespace) -> Asked:
@@ -211,7 +211,7 @@ def from_file(options: argparse.Namespace) -> Asked:
     file = read_fleet_file(options.fleet)
     cpus, gpus = shares(options)
     groups = {
-        role: Group(
+        role: RoleServers(
             group.number,
             group.bounds,
             cpus if group.cpus is None else group.cpus,
@@ -274,7 +274,7 @@ def prepare(
         return name, RayLauncher(options.ray, recipes, **times)
 
     from headgate.cluster.local import LocalLauncher
-    from headgate.zoo.find import Places, find_model
+    from headgate.model_store.find import Places, find_model
 
     found = find_model(model, Places.of(environ))
     name = given_name or found.name
@@ -285,7 +285,7 @@ def prepare(
 
 def model_elsewhere(model: str | None) -> tuple[str, str]:
     """What its machines look for, each in its own places, and its name."""
-    from headgate.zoo import default_model
+    from headgate.model_store import default_model
 
     if model is None:
         return "", default_model.NAME
@@ -300,7 +300,7 @@ def recipe(
 ) -> Recipe:
     from headgate.cluster.fleet import Recipe
 
-    group = asked.groups.get(role) or Group(0, None, *shares(options))
+    group = asked.groups.get(role) or RoleServers(0, None, *shares(options))
     flags = [*asked.serve, *group.serve]
     arguments = (*filter(None, [model]), "--served-name", name, *served(options), *flags)
     # Engines of several ranks keep their KV to themselves.
@@ -361,12 +361,12 @@ async def keep(
     signals: StopSignals,
 ) -> None:
     """Start the servers, route until a signal comes, then let both end in that order."""
-    from headgate.cluster.fleet import Fleet
+    from headgate.cluster.fleet import ServerFleet
     from headgate.router.router import Router
     from headgate.router.server import prepare_process, serving
 
     router = Router(config, fast_path=prepare_process())
-    async with Fleet(launcher, asked.counts, hooks(router), asked.bounds) as fleet:
+    async with ServerFleet(launcher, asked.counts, hooks(router), asked.bounds) as fleet:
         await fleet.ready()
         router.scaler = fleet
         async with serving(router, listener, __version__) as url, autoscaling(router, fleet, asked.bounds):
@@ -380,21 +380,21 @@ def hooks(router: Router) -> Hooks:
     """How servers that come and go become workers of the router."""
     from headgate.cluster.fleet import Hooks
     from headgate.contract.fleet import Role
-    from headgate.router.fleet import NoSuchWorker
+    from headgate.router.fleet.fleet import NoSuchWorker
 
     began_s = time.monotonic()
 
-    def on_ready(server: Server) -> None:
+    def on_ready(server: ServerProcess) -> None:
         role = next(role for role in get_args(Role) if role == server.role)
         router.fleet.add(server.url, role, pid=server.pid)
         took_s = time.monotonic() - began_s
         log.info("worker %d is ready: %s at %s after %.1f s", server.index, role, server.url, took_s)
 
-    def on_leave(server: Server) -> None:
+    def on_leave(server: ServerProcess) -> None:
         with suppress(NoSuchWorker):  # an operator may have removed it
             router.fleet.remove(router.fleet.find(server.url))
 
-    def on_gone(server: Server) -> None:
+    def on_gone(server: ServerProcess) -> None:
         with suppress(NoSuchWorker):
             worker = router.fleet.find(server.url)
             router.fleet.give_up(
@@ -406,9 +406,9 @@ def hooks(router: Router) -> Hooks:
 
 
 @asynccontextmanager
-async def autoscaling(router: Router, fleet: Fleet, bounds: Mapping[str, Bounds]) -> AsyncIterator[None]:
+async def autoscaling(router: Router, fleet: ServerFleet, bounds: Mapping[str, ScaleBounds]) -> AsyncIterator[None]:
     from headgate.cluster.autoscale import Autoscaler, Snapshot
-    from headgate.router.scaling import load_of
+    from headgate.router.control.scaling import load_of
 
     def look(role: str, now_s: float) -> Snapshot | None:
         load = load_of(router, role)
@@ -422,7 +422,9 @@ async def autoscaling(router: Router, fleet: Fleet, bounds: Mapping[str, Bounds]
         await asyncio.gather(task, return_exceptions=True)
 
 
-def announce(config: RouteConfig, url: str, model: str, servers: Sequence[Server], warning: str | None) -> None:
+def announce(
+    config: RouteConfig, url: str, model: str, servers: Sequence[ServerProcess], warning: str | None
+) -> None:
     if config.log_format == "json":
         told = [{"url": server.url, "role": server.role, "pid": server.pid} for server in servers]
         log.info("ready", extra={"fields": {"url": url, "model": model, "workers": told}})
@@ -432,7 +434,7 @@ def announce(config: RouteConfig, url: str, model: str, servers: Sequence[Server
         log.warning(warning)
 
 
-def ready_block(config: RouteConfig, url: str, model: str, servers: Sequence[Server]) -> str:
+def ready_block(config: RouteConfig, url: str, model: str, servers: Sequence[ServerProcess]) -> str:
     told = "\n".join(
         f"  worker {server.index}   {server.url} ({server.role}, pid {server.pid})" for server in servers
     )

@@ -23,12 +23,12 @@ LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ScaleBounds:
     least: int
     most: int
 
     @classmethod
-    def of(cls, text: str, where: str) -> Bounds:
+    def of(cls, text: str, where: str) -> ScaleBounds:
         found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise RequestError(f"{where} is LEAST:MOST with 1 <= LEAST <= MOST, such as 1:6, not {text!r}")
@@ -64,7 +64,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class AutoscaleState:
     """What the next decision needs to know of the past."""
 
     wanted: int
@@ -75,11 +75,13 @@ class Memory:
     shrank_s: float | None = None
 
     @classmethod
-    def new(cls, seen: Snapshot, thresholds: Thresholds) -> Memory:
+    def new(cls, seen: Snapshot, thresholds: Thresholds) -> AutoscaleState:
         return cls(seen.wanted, seen.now_s, thresholds.shrink_after_s)
 
 
-def decide(seen: Snapshot, memory: Memory, bounds: Bounds, thresholds: Thresholds) -> tuple[int, Memory]:
+def decide(
+    seen: Snapshot, memory: AutoscaleState, bounds: ScaleBounds, thresholds: Thresholds
+) -> tuple[int, AutoscaleState]:
     """How many there should be from now on."""
     memory = _noticed(seen, memory, thresholds)
     wanted = seen.wanted
@@ -91,7 +93,7 @@ def decide(seen: Snapshot, memory: Memory, bounds: Bounds, thresholds: Threshold
     return wanted, memory if wanted == seen.wanted else _changed(seen, memory, wanted, thresholds)
 
 
-def _noticed(seen: Snapshot, memory: Memory, thresholds: Thresholds) -> Memory:
+def _noticed(seen: Snapshot, memory: AutoscaleState, thresholds: Thresholds) -> AutoscaleState:
     if seen.wanted != memory.wanted:  # somebody else has changed it
         memory = replace(memory, wanted=seen.wanted, changed_s=seen.now_s, hot_since_s=None, cool_since_s=None)
     hot_since_s = memory.hot_since_s if memory.hot_since_s is not None else seen.now_s
@@ -114,20 +116,20 @@ def _is_cool(seen: Snapshot, thresholds: Thresholds) -> bool:
     return seen.fullness * seen.ready / (seen.ready - 1) <= thresholds.shrink_fullness
 
 
-def _should_grow(seen: Snapshot, memory: Memory, thresholds: Thresholds) -> bool:
+def _should_grow(seen: Snapshot, memory: AutoscaleState, thresholds: Thresholds) -> bool:
     if memory.hot_since_s is None or seen.now_s - memory.hot_since_s < thresholds.grow_after_s:
         return False
     rested_s = seen.now_s - memory.changed_s
     return rested_s >= (thresholds.rest_s if seen.ready >= seen.wanted else thresholds.start_s)
 
 
-def _should_shrink(seen: Snapshot, memory: Memory, thresholds: Thresholds) -> bool:
+def _should_shrink(seen: Snapshot, memory: AutoscaleState, thresholds: Thresholds) -> bool:
     if memory.cool_since_s is None or seen.now_s - memory.changed_s < thresholds.rest_s:
         return False
     return seen.now_s - memory.cool_since_s >= memory.patience_s
 
 
-def _changed(seen: Snapshot, memory: Memory, wanted: int, thresholds: Thresholds) -> Memory:
+def _changed(seen: Snapshot, memory: AutoscaleState, wanted: int, thresholds: Thresholds) -> AutoscaleState:
     now_s = seen.now_s
     memory = replace(memory, wanted=wanted, changed_s=now_s, hot_since_s=None, cool_since_s=None)
     if wanted < seen.wanted:
@@ -142,7 +144,7 @@ class Autoscaler:
 
     def __init__(
         self,
-        bounds: Mapping[str, Bounds],
+        bounds: Mapping[str, ScaleBounds],
         look: Callable[[str, float], Snapshot | None],
         want: Callable[[Mapping[str, int]], object],
         thresholds: Thresholds | None = None,
@@ -153,7 +155,7 @@ class Autoscaler:
         self._want = want
         self._thresholds = thresholds or Thresholds()
         self._clock = clock
-        self._memories: dict[str, Memory] = {}
+        self._memories: dict[str, AutoscaleState] = {}
 
     async def run(self) -> None:
         while True:
@@ -169,7 +171,7 @@ class Autoscaler:
             if seen is None:
                 self._memories.pop(role, None)  # what was seen before a pause says nothing of the time after it
                 continue
-            memory = self._memories.get(role) or Memory.new(seen, self._thresholds)
+            memory = self._memories.get(role) or AutoscaleState.new(seen, self._thresholds)
             wanted, self._memories[role] = decide(seen, memory, bounds, self._thresholds)
             if wanted != seen.wanted:
                 why = f"waited {seen.queue_s:.1f} s, KV {seen.kv_usage:.0%}, busy {seen.busy:.0%}"

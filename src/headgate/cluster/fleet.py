@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, Self
 
-from headgate.cluster.autoscale import Bounds
+from headgate.cluster.autoscale import ScaleBounds
 from headgate.errors import HeadgateError, RequestError
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Recipe:
 
 
 @dataclass(eq=False)
-class Server:
+class ServerProcess:
     index: int
     role: str
     url: str = ""  # once it has been ready
@@ -68,7 +68,7 @@ class Launcher(Protocol):
 
     async def __aexit__(self, *exc: object) -> None: ...
 
-    async def live(self, server: Server, on_ready: Callable[[], None]) -> None:
+    async def live(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
         """One life of it, to its end; cancelled, let it finish what it has, for a while, and end it."""
 
 
@@ -76,12 +76,12 @@ class Launcher(Protocol):
 class Hooks:
     """Whoever sends requests to the servers."""
 
-    on_ready: Callable[[Server], None]  # each time that it takes requests
-    on_leave: Callable[[Server], None]  # it shall get nothing more; what it has may finish
-    on_gone: Callable[[Server], None]  # it has died, and its address with it
+    on_ready: Callable[[ServerProcess], None]  # each time that it takes requests
+    on_leave: Callable[[ServerProcess], None]  # it shall get nothing more; what it has may finish
+    on_gone: Callable[[ServerProcess], None]  # it has died, and its address with it
 
 
-class Fleet:
+class ServerFleet:
     """Use as `async with`: at the end all servers have ended."""
 
     def __init__(
@@ -89,16 +89,16 @@ class Fleet:
         launcher: Launcher,
         counts: Mapping[str, int],
         hooks: Hooks,
-        bounds: Mapping[str, Bounds] | None = None,
+        bounds: Mapping[str, ScaleBounds] | None = None,
     ) -> None:
-        self.servers: list[Server] = []
+        self.servers: list[ServerProcess] = []
         self._launcher = launcher
         self._hooks = hooks
         self._bounds = dict(bounds or {})
         self._wanted = {**counts, **{role: 0 for role in ROLES if role not in counts}}  # started in this order
         self._numbers = count()
-        self._lives: dict[Server, asyncio.Task[None]] = {}
-        self._retiring: dict[Server, asyncio.Task[None]] = {}
+        self._lives: dict[ServerProcess, asyncio.Task[None]] = {}
+        self._retiring: dict[ServerProcess, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -127,7 +127,7 @@ class Fleet:
         """Return when all that were asked for are; raises what the first one says that cannot start."""
         await self._until_ready(self.servers)
 
-    def want(self, counts: Mapping[str, int]) -> list[Server]:
+    def want(self, counts: Mapping[str, int]) -> list[ServerProcess]:
         """From now on have so many of these roles; returns the servers that were started for it."""
         self._check(counts)
         self._wanted.update(counts)
@@ -162,10 +162,10 @@ class Fleet:
 
     # -- servers come and go ------------------------------------------------------------
 
-    def _here(self, role: str) -> list[Server]:
+    def _here(self, role: str) -> list[ServerProcess]:
         return [server for server in self.servers if server.role == role and not server.leaving]
 
-    def _reconcile(self) -> list[Server]:
+    def _reconcile(self) -> list[ServerProcess]:
         started = []
         for role, number in self._wanted.items():
             here = self._here(role)
@@ -176,26 +176,26 @@ class Fleet:
                 self._retire(server)
         return started
 
-    def _start(self, role: str) -> Server:
-        server = Server(next(self._numbers), role)
+    def _start(self, role: str) -> ServerProcess:
+        server = ServerProcess(next(self._numbers), role)
         self.servers.append(server)
         self._lives[server] = asyncio.create_task(self._keep(server))
         return server
 
-    def _retire(self, server: Server) -> None:
+    def _retire(self, server: ServerProcess) -> None:
         server.leaving = True
         log.info("worker %d (%s) leaves", server.index, server.role)
         if server.url:
             self._hooks.on_leave(server)
         self._retiring[server] = asyncio.create_task(self._end(server))
 
-    async def _end(self, server: Server) -> None:
+    async def _end(self, server: ServerProcess) -> None:
         life = self._lives[server]
         life.cancel()
         await asyncio.wait({life})
         self._forget(server)
 
-    def _forget(self, server: Server) -> None:
+    def _forget(self, server: ServerProcess) -> None:
         self.servers.remove(server)
         self._lives.pop(server)
         self._retiring.pop(server, None)
@@ -203,7 +203,7 @@ class Fleet:
 
     # -- one server -----------------------------------------------------------------------
 
-    async def _keep(self, server: Server) -> None:
+    async def _keep(self, server: ServerProcess) -> None:
         try:
             await self._live_on(server)
         except Exception as error:
@@ -215,7 +215,7 @@ class Fleet:
                 log.error("worker %d (%s) is given up: %s", server.index, server.role, error, exc_info=not ours)
                 self._forget(server)
 
-    async def _live_on(self, server: Server) -> None:
+    async def _live_on(self, server: ServerProcess) -> None:
         backoff_s = FIRST_BACKOFF_S
         while True:
             was_ready = await self._live_once(server)
@@ -226,7 +226,7 @@ class Fleet:
             log.warning("worker %d has died%s; starting it again in %g s", server.index, why, backoff_s)
             await asyncio.sleep(backoff_s)
 
-    async def _live_once(self, server: Server) -> bool:
+    async def _live_once(self, server: ServerProcess) -> bool:
         """Whether it was ever ready."""
         server.starts += 1
         server.sentence = ""
@@ -243,7 +243,7 @@ class Fleet:
             server.url = ""
         return was_ready
 
-    def _became_ready(self, server: Server) -> None:
+    def _became_ready(self, server: ServerProcess) -> None:
         server.ready = server.proven = True
         if not server.leaving:
             self._hooks.on_ready(server)
@@ -251,7 +251,7 @@ class Fleet:
 
     # -- waiting --------------------------------------------------------------------------
 
-    async def _until_ready(self, servers: list[Server]) -> None:
+    async def _until_ready(self, servers: list[ServerProcess]) -> None:
         servers = list(servers)
         while True:
             for server in servers:

@@ -8,13 +8,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from headgate.cluster.autoscale import Bounds
+from headgate.cluster.autoscale import ScaleBounds
 from headgate.errors import RequestError
 
 Number = Annotated[int, Meta(ge=0)]
 
 
-class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+class RoleSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """The servers of one role."""
 
     count: Number | None = None  # at the start; the least that autoscale allows, or 1
@@ -24,8 +24,8 @@ class Group(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tru
     serve: list[str] = []  # flags of `headgate serve`, after those for all
 
     @property
-    def bounds(self) -> Bounds | None:
-        return None if self.autoscale is None else Bounds.of(self.autoscale, "autoscale")
+    def bounds(self) -> ScaleBounds | None:
+        return None if self.autoscale is None else ScaleBounds.of(self.autoscale, "autoscale")
 
     @property
     def number(self) -> int:
@@ -38,12 +38,12 @@ class FleetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen
     model: str | None = None
     served_name: str | None = None
     serve: list[str] = []  # flags of `headgate serve`, for all
-    mixed: Group | None = None
-    prefill: Group | None = None
-    decode: Group | None = None
+    mixed: RoleSection | None = None
+    prefill: RoleSection | None = None
+    decode: RoleSection | None = None
 
     @property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, RoleSection]:
         listed = {"mixed": self.mixed, "prefill": self.prefill, "decode": self.decode}
         return {role: group for role, group in listed.items() if group is not None}
 

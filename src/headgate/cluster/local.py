@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from headgate.cluster.fleet import ROLES, Fleet, Hooks, Recipe, Server
+from headgate.cluster.fleet import ROLES, Hooks, Recipe, ServerFleet, ServerProcess
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ LAST_WORDS_S = 5.0  # beyond the time a server has to drain
 LONGEST_LINE = 2**20
 SAYS = "headgate: "
 
-LocalWorker = Server
+LocalWorker = ServerProcess
 
 
 class LocalLauncher:
@@ -39,7 +39,7 @@ class LocalLauncher:
     async def __aexit__(self, *exc: object) -> None:
         pass
 
-    async def live(self, server: Server, on_ready: Callable[[], None]) -> None:
+    async def live(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
         recipe = self._recipes[server.role]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "headgate.cli", "serve", *recipe.arguments),
@@ -75,7 +75,7 @@ class LocalLauncher:
             drained.cancel()
 
 
-class LocalFleet(Fleet):
+class LocalFleet(ServerFleet):
     """Servers here that are all started alike, for whoever only wants to hear that they take requests."""
 
     def __init__(
@@ -83,7 +83,7 @@ class LocalFleet(Fleet):
         arguments: Sequence[str],
         roles: Sequence[str],
         environ: Mapping[str, str],
-        on_ready: Callable[[Server], None],
+        on_ready: Callable[[ServerProcess], None],
         *,
         drain_timeout_s: float = 30.0,
     ) -> None:
@@ -92,15 +92,15 @@ class LocalFleet(Fleet):
         super().__init__(launcher, Counter(roles), Hooks(on_ready, _nobody, _nobody))
 
     @property
-    def workers(self) -> list[Server]:
+    def workers(self) -> list[ServerProcess]:
         return self.servers
 
 
-def _nobody(server: Server) -> None:
+def _nobody(server: ServerProcess) -> None:
     pass
 
 
-async def _listen(server: Server, process: asyncio.subprocess.Process, on_ready: Callable[[], None]) -> None:
+async def _listen(server: ServerProcess, process: asyncio.subprocess.Process, on_ready: Callable[[], None]) -> None:
     """Read what it logs, to the end."""
     assert process.stderr is not None
     while True:
@@ -114,7 +114,7 @@ async def _listen(server: Server, process: asyncio.subprocess.Process, on_ready:
             on_ready()
 
 
-def _heard(server: Server, line: str) -> bool:
+def _heard(server: ServerProcess, line: str) -> bool:
     """Pass a line on; True if it says that the server is ready."""
     if line.startswith(SAYS):
         server.sentence = line.removeprefix(SAYS)
@@ -130,7 +130,7 @@ def _heard(server: Server, line: str) -> bool:
     return True
 
 
-def _log(server: Server, told: Mapping[str, object]) -> None:
+def _log(server: ServerProcess, told: Mapping[str, object]) -> None:
     level = logging.getLevelNamesMapping().get(str(told.get("level", "")).upper(), logging.INFO)
     who = f"worker {server.index}, {told.get('process')}"
     log.log(level, "%s: %s%s", who, told.get("message"), f"\n{trace}" if (trace := told.get("traceback")) else "")

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-from headgate.cluster.fleet import Recipe, Server
+from headgate.cluster.fleet import Recipe, ServerProcess
 from headgate.cluster.local import LAST_WORDS_S, LocalLauncher
 from headgate.errors import HeadgateError, RequestError
 
@@ -75,7 +75,7 @@ class RayLauncher:
         self._recipes = dict(recipes)
         self._drain_timeout_s = drain_timeout_s
         self._room_timeout_s = room_timeout_s
-        self._waiting: dict[Server, Recipe] = {}  # for room
+        self._waiting: dict[ServerProcess, Recipe] = {}  # for room
         self._nodes: Counter[str] = Counter()  # servers of ours, by node
 
     async def __aenter__(self) -> RayLauncher:
@@ -110,7 +110,7 @@ class RayLauncher:
 
     # -- one server ---------------------------------------------------------------------
 
-    async def live(self, server: Server, on_ready: Callable[[], None]) -> None:
+    async def live(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
         recipe = self._recipes[server.role]
         try:
             async with self._room(server, recipe) as group:
@@ -119,7 +119,7 @@ class RayLauncher:
             server.sentence = server.sentence or f"Ray: {_one_line(error)}"
 
     @asynccontextmanager
-    async def _room(self, server: Server, recipe: Recipe) -> AsyncIterator[Any]:
+    async def _room(self, server: ServerProcess, recipe: Recipe) -> AsyncIterator[Any]:
         """A place for it on some node, for as long as this lasts."""
         self._put(server, self._emptiest(recipe, await asyncio.to_thread(self._ray.nodes)))
         making = asyncio.ensure_future(asyncio.to_thread(self._reserve, recipe, server.node))
@@ -140,7 +140,7 @@ class RayLauncher:
         reserve = self._ray.util.placement_group
         return reserve([_bundle(recipe)], strategy="STRICT_PACK", _soft_target_node_id=node or None)
 
-    def _put(self, server: Server, node: str) -> None:
+    def _put(self, server: ServerProcess, node: str) -> None:
         """Count it there from now on, so that the next one goes elsewhere."""
         self._nodes[server.node] -= 1
         self._nodes[node] += 1
@@ -156,7 +156,7 @@ class RayLauncher:
         ]
         return min(fit, key=lambda node: (self._nodes[node], node), default="")
 
-    async def _granted(self, server: Server, group: Any) -> str:
+    async def _granted(self, server: ServerProcess, group: Any) -> str:
         """The node it got; raises NoRoom if a server that is new to the fleet gets none in time."""
         began_s = complained_s = time.monotonic()
         while True:
@@ -179,7 +179,7 @@ class RayLauncher:
         shown = {name: free.get(name, 0.0) for name in ("CPU", "GPU")}
         return f"the Ray cluster has no room for {needs}; free are {_told(shown)}, all nodes together"
 
-    async def _kept(self, server: Server, recipe: Recipe, group: Any, on_ready: Callable[[], None]) -> None:
+    async def _kept(self, server: ServerProcess, recipe: Recipe, group: Any, on_ready: Callable[[], None]) -> None:
         keeper = await asyncio.to_thread(self._keeper, recipe, group)
         try:
             server.url, server.pid, server.sentence = await keeper.start.remote()
@@ -223,7 +223,7 @@ class Keeper:
         recipe = Recipe(("--host", host, *exchange, *arguments), os.environ | dict(environ))
         logging.basicConfig(level=logging.INFO)  # what the server says goes to Ray's logs of this node
         self._launcher = LocalLauncher({"": recipe}, drain_timeout_s=drain_timeout_s)
-        self._server = Server(os.getpid(), "")
+        self._server = ServerProcess(os.getpid(), "")
         self._life: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, int | None, str]:

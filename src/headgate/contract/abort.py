@@ -35,22 +35,22 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cause: AbortCause = "api_abort"  # that clients read; a router passes on that of a pause
 
 
-class Aborted(msgspec.Struct, frozen=True):
+class AbortedRequest(msgspec.Struct, frozen=True):
     request_id: str
     output_token_count: Count
 
 
-class Trouble(msgspec.Struct, frozen=True):
+class AbortError(msgspec.Struct, frozen=True):
     request_id: str
     code: str
     message: str
 
 
 class AbortResult(msgspec.Struct, kw_only=True):
-    aborted: list[Aborted] = []
+    aborted: list[AbortedRequest] = []
     not_found: list[str] = []
     already_finished: list[str] = []
-    errors: list[Trouble] = []
+    errors: list[AbortError] = []
     accepted: list[str] | UnsetType = UNSET  # without `wait`: the requests that will end
 
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from headgate.contract.errors import Problem
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class BaseChoice(msgspec.Struct, kw_only=True):
     """What the choices of both APIs have in common; from `cause` on, what OpenAI's have not."""
 
     index: int
@@ -92,7 +92,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[MessageCall] | UnsetType = UNSET
 
 
-class ChatChoice(Choice, kw_only=True):
+class ChatChoice(BaseChoice, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
 
@@ -113,19 +113,19 @@ class Delta(msgspec.Struct, kw_only=True):
     tool_calls: Sequence[CallPiece] | UnsetType = UNSET
 
 
-class ChunkChoice(Choice, kw_only=True):
+class ChunkChoice(BaseChoice, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None
 
 
-class CompletionChoice(Choice, kw_only=True):
+class CompletionChoice(BaseChoice, kw_only=True):
     """A whole answer, or a piece of one."""
 
     text: str
     logprobs: CompletionLogprobs | None
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class TextCompletion(msgspec.Struct, kw_only=True):
     id: str
     object: str = "text_completion"
     created: int

@@ -15,10 +15,10 @@ from headgate.protocol.command import (
     DEFAULT_TIMEOUT_S,
     TAGS,
     Backend,
-    Files,
-    Group,
+    BroadcastSource,
+    FileSource,
     PauseMode,
-    Shared,
+    SharedMemorySource,
     SharedStorage,
     SharedTensor,
     Source,
@@ -141,23 +141,23 @@ def source_of(body: UpdateRequest) -> Source:
     if sum(source is not None for source in (body.path, body.group, body.shared)) != 1:
         raise RequestError("say where the weights are with one of path, group and shared", param="path")
     if body.path is not None:
-        return Files(body.path, body.verify_checksum)
+        return FileSource(body.path, body.verify_checksum)
     if body.verify_checksum is not None:
         raise RequestError("checksums go with path alone", param="verify_checksum")
     if body.shared is not None:
-        return Shared(body.shared.gpu, body.shared.storages, body.shared.tensors)
+        return SharedMemorySource(body.shared.gpu, body.shared.storages, body.shared.tensors)
     assert body.group is not None
     return group_of(body.group)
 
 
-def group_of(group: GroupSource) -> Group:
+def group_of(group: GroupSource) -> BroadcastSource:
     try:
-        return Group(group.init_method, group.world_size, group.rank, group.timeout, group.backend)
+        return BroadcastSource(group.init_method, group.world_size, group.rank, group.timeout, group.backend)
     except ValueError as error:
         raise RequestError(str(error), param="group", code="invalid_value") from None
 
 
-class Meeting(msgspec.Struct, kw_only=True):
+class TrainerGroup(msgspec.Struct, kw_only=True):
     """Where a trainer and the engines meet."""
 
     master_address: str
@@ -167,7 +167,7 @@ class Meeting(msgspec.Struct, kw_only=True):
     backend: Backend = "gloo"
     timeout: float = 300.0
 
-    def group(self) -> Group:
+    def group(self) -> BroadcastSource:
         host = f"[{self.master_address}]" if ":" in self.master_address else self.master_address
         return group_of(
             GroupSource(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headgate.contract.control import overall
-from headgate.dashboard.frame import Bounds
+from headgate.dashboard.frame import HistogramBounds
 from headgate.dashboard.meter import Counts
 
 # Bounds of histograms in seconds: the counts of servers can be added up because all of them have these.
@@ -52,7 +52,7 @@ BETWEEN_TOKENS_S = (
     10,
 )
 
-BOUNDS = Bounds(FIRST_TOKEN_S, BETWEEN_TOKENS_S)
+BOUNDS = HistogramBounds(FIRST_TOKEN_S, BETWEEN_TOKENS_S)
 
 
 class EngineNumbers(msgspec.Struct, kw_only=True):

@@ -11,8 +11,8 @@ Journal lines are comments between the events of an answer, which clients skip:
 
 A block ends with an empty line and is the unit: a reader passes it on whole or, if its end never comes, not at all.
 `encode` and `decode` are the grammar. The functions and patterns below them are the same grammar for readers and writers
-that handle every token and build no values; `router/fast_path.c` has its own copy, whose constants a test compares with
-these. docs/decisions/0006-the-journal.md has the reasons.
+that handle every token and build no values; `router/data_path/fast_path.c` has its own copy, whose constants a test
+compares with these. docs/decisions/0006-the-journal.md has the reasons.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The form of a parameter's declaration, and what is derived from any table of them.
 
-A table is a msgspec struct whose fields are annotated with `Parameter`: the struct gives name, type and default, the
-annotation everything else. `contract.sampling` has the tables; this module has no knowledge of single parameters.
+A table is a msgspec struct whose fields are annotated with `SamplingParameter`: the struct gives name, type and default,
+the annotation everything else. `contract.sampling` has the tables; this module has no knowledge of single parameters.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class SamplingParameter:
     """One parameter. `table_of` fills in `name`, `kind` and `default` from the struct's field."""
 
     summary: str
@@ -126,7 +126,7 @@ class Parameter:
         return self.names.get(api, (self.name,)) if api in self.apis else ()
 
 
-Table = Mapping[str, Parameter]
+Table = Mapping[str, SamplingParameter]
 
 
 def table_of(struct: type[msgspec.Struct]) -> Table:
@@ -135,9 +135,9 @@ def table_of(struct: type[msgspec.Struct]) -> Table:
     return {each.name: _completed(each, hints[each.name]) for each in msgspec.structs.fields(struct)}
 
 
-def _completed(declared: msgspec.structs.FieldInfo, hint: Any) -> Parameter:
+def _completed(declared: msgspec.structs.FieldInfo, hint: Any) -> SamplingParameter:
     kind, about = get_args(hint)
-    assert isinstance(about, Parameter), f"{declared.name} is not annotated with a Parameter"
+    assert isinstance(about, SamplingParameter), f"{declared.name} is not annotated with a Parameter"
     default = declared.default if declared.default_factory is NODEFAULT else declared.default_factory()
     json = kind if about.json is None else about.json
     return replace(about, name=declared.name, kind=kind, default=default, json=json)

@@ -21,7 +21,7 @@ class ChoiceUsage(msgspec.Struct, frozen=True):
     engine_tokens: int = 0  # that engines have made for it, delivered or not; without those that it was resumed with
 
 
-class Event(msgspec.Struct, frozen=True):
+class RequestEvent(msgspec.Struct, frozen=True):
     """Something that happened to a request, or to one choice of it."""
 
     event: str  # accepted, running, first_token, end_asked, finished
@@ -42,7 +42,7 @@ class UsageRecord(msgspec.Struct, frozen=True):
     elapsed_s: float
     choices: tuple[ChoiceUsage, ...]
     tags: Mapping[str, str] = {}
-    events: tuple[Event, ...] = ()
+    events: tuple[RequestEvent, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -91,7 +91,7 @@ class RequestDetails(msgspec.Struct, kw_only=True):
 
     request_id: str
     status: str  # in_flight, finished
-    events: list[Event]
+    events: list[RequestEvent]
     age_s: float  # since its arrival, also after its end
     request: InFlight | None = None
     usage: UsageRecord | None = None

@@ -2,7 +2,7 @@
 
 A field of `SamplingParams` crosses to the engine; a field of `TextParams` stays in the API process, which turns tokens
 into text. Name, type and default are the field's own; range, names in other APIs and the column in the device's rows
-are in its `Parameter`. Request bodies, their OpenAPI schema, validation, the translation of SGLang's and vLLM's
+are in its `SamplingParameter`. Request bodies, their OpenAPI schema, validation, the translation of SGLang's and vLLM's
 `sampling_params`, the columns of the device's rows and the reference page all follow.
 
 How to add a parameter: CONTRIBUTING.md.
@@ -21,8 +21,8 @@ from headgate.contract.parameter import (
     Api,
     Characters,
     Column,
-    Parameter,
     Range,
+    SamplingParameter,
     TokenIds,
     Values,
     body_fields,
@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 
     max_tokens: Annotated[
         int | None,
-        Parameter(
+        SamplingParameter(
             summary="The most tokens that an answer may have; without it, up to the context length.",
             json=Count,
             rules=(Range(1, 2**31 - 1, "at least 1, in 31 bits"),),
@@ -71,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = None
     temperature: Annotated[
         float,
-        Parameter(
+        SamplingParameter(
             summary="Divides the logits; 0 takes the largest one.",
             rules=(Range(0, 100),),
             column=FLOAT,
@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 1.0
     top_p: Annotated[
         float,
-        Parameter(
+        SamplingParameter(
             summary="Keeps the likeliest tokens whose probabilities together reach it.",
             rules=(Range(0, 1, "above 0 and at most 1", above=True),),
             column=FLOAT,
@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 1.0
     top_k: Annotated[
         int,
-        Parameter(
+        SamplingParameter(
             summary="Keeps that many of the likeliest tokens; 0 and -1 keep all.",
             json=Annotated[int, Meta(ge=-1, le=2**31 - 1)],
             read=lambda value: 0 if value == -1 else value,  # vLLM and SGLang write -1 for "off"
@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 0
     min_p: Annotated[
         float,
-        Parameter(
+        SamplingParameter(
             summary="Keeps tokens that have at least this share of the likeliest one's probability.",
             rules=(Range(0, 1),),
             column=FLOAT,
@@ -105,7 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 0.0
     seed: Annotated[
         int | None,
-        Parameter(
+        SamplingParameter(
             summary="Makes the random choices repeatable; drawn for each request if it is not given.",
             json=Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
             rules=(Range(-(2**63), 2**63 - 1, "a 64-bit integer"),),
@@ -115,7 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = None
     repetition_penalty: Annotated[
         float,
-        Parameter(
+        SamplingParameter(
             summary="Divides positive logits of tokens in the prompt or the answer, and multiplies negative ones.",
             rules=(Range(0.01, 100),),  # less would make infinities of logits
             column=FLOAT,
@@ -123,7 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 1.0
     presence_penalty: Annotated[
         float,
-        Parameter(
+        SamplingParameter(
             summary="Subtracted from the logits of tokens that are in the answer.",
             rules=(Range(-2, 2),),
             apis=WITH_CHOICES,
@@ -132,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        Parameter(
+        SamplingParameter(
             summary="Subtracted from the logits of tokens for each time that they are in the answer.",
             rules=(Range(-2, 2),),
             apis=WITH_CHOICES,
@@ -141,7 +141,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 0.0
     logit_bias: Annotated[
         dict[int, float],
-        Parameter(
+        SamplingParameter(
             summary="Added to the logits of the token ids that are its keys.",
             json=Annotated[dict[TokenId, Bias], Meta(max_length=1024)],
             # A larger one would make infinities of logits.
@@ -151,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = {}
     min_tokens: Annotated[
         int,
-        Parameter(
+        SamplingParameter(
             summary="Tokens that end an answer are not chosen before it has this many.",
             json=Size,
             rules=(Range(0, 2**31 - 1, "between 0 and max_tokens"),),
@@ -161,7 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = 0
     stop_token_ids: Annotated[
         tuple[int, ...],
-        Parameter(
+        SamplingParameter(
             summary="Token ids that end the answer, beside the model's own.",
             json=Annotated[list[TokenId], Meta(max_length=256)],
             read=tuple,
@@ -170,11 +170,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = ()
     ignore_eos: Annotated[
         bool,
-        Parameter(summary="Whether the model's own end-of-sequence tokens do not end the answer."),
+        SamplingParameter(summary="Whether the model's own end-of-sequence tokens do not end the answer."),
     ] = False
     logprobs: Annotated[
         int | None,
-        Parameter(
+        SamplingParameter(
             summary="Log-probabilities of each token and of this many of the likeliest. Chat has `logprobs` (true) and "
             "`top_logprobs`, responses `top_logprobs`, SGLang `return_logprob` and `top_logprobs_num` in the body.",
             json=MostLogprobs,
@@ -185,7 +185,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = None
     prompt_logprobs: Annotated[
         int | None,
-        Parameter(
+        SamplingParameter(
             summary="The same for the tokens of the prompt. Completions have `echo` with `logprobs`, SGLang "
             "`logprob_start_len` in the body.",
             rules=(Range(0, MAX_LOGPROBS),),
@@ -195,7 +195,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = None
     grammar: Annotated[
         str | None,
-        Parameter(
+        SamplingParameter(
             summary="What the answer must match, as `protocol.grammar` defines it. Made from `response_format`, tools, "
             "`text.format` (responses) or `json_schema` (SGLang).",
             rules=(Characters(MAX_GRAMMAR_CHARS),),
@@ -224,11 +224,11 @@ class TextParams(msgspec.Struct, frozen=True, kw_only=True):
 
     n: Annotated[
         int,
-        Parameter(summary="How many answers to make for each prompt.", json=Count, apis=WITH_CHOICES),
+        SamplingParameter(summary="How many answers to make for each prompt.", json=Count, apis=WITH_CHOICES),
     ] = 1
     stop: Annotated[
         tuple[str, ...],
-        Parameter(
+        SamplingParameter(
             summary="A text, or a list of texts, that ends the answer where it occurs.",
             json=StopString | Annotated[list[StopString], Meta(max_length=32)],
             read=lambda value: (value,) if isinstance(value, str) else tuple(value),
@@ -236,11 +236,11 @@ class TextParams(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     skip_special_tokens: Annotated[
         bool,
-        Parameter(summary="Whether special tokens are left out of the text."),
+        SamplingParameter(summary="Whether special tokens are left out of the text."),
     ] = True
     include_stop_str_in_output: Annotated[
         bool,
-        Parameter(
+        SamplingParameter(
             summary="Whether the text ends with the stop string, or stop token, that ended it.",
             names={"sglang": ("no_stop_trim",)},
         ),

@@ -57,7 +57,7 @@ class ResumedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     finish: tuple[FinishReason, Cause, Size, Size, Size] | None = None  # then prompt, cached and output tokens
 
 
-class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResumeState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     choices: list[ResumedChoice]
 
 
@@ -68,7 +68,7 @@ class Generation(Harmless, kw_only=True, forbid_unknown_fields=True):
     tags: Tags | None = None
     generated_token_ids: list[TokenId] | None = None
     delivered_chars: Size | None = None
-    resume: Resume | None = None  # with a journal only
+    resume: ResumeState | None = None  # with a journal only
     export_kv: bool | None = None  # compute the prompt for another server, and answer with a ticket
     kv_ticket: KvTicket | None = None  # such a ticket, of another server
     return_token_ids: bool | None = None

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from headgate.contract.control import Meeting
+from headgate.contract.control import TrainerGroup
 from headgate.contract.sampling import MostLogprobs
-from headgate.contract.schema import Name, Resume
+from headgate.contract.schema import Name, ResumeState
 from headgate.protocol.command import Backend, PauseMode
 
 
-class InitGroup(Meeting, kw_only=True):
+class InitGroup(TrainerGroup, kw_only=True):
     group_name: str = "weight_update_group"
     backend: Backend = "nccl"
 
@@ -46,7 +46,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     top_logprobs_num: MostLogprobs | None = None
     return_text_in_logprobs: bool = False
     priority: int | None = None
-    resume: Resume | None = None  # ours, as in every other body
+    resume: ResumeState | None = None  # ours, as in every other body
 
 
 class AbortBody(msgspec.Struct, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Model(msgspec.Struct, kw_only=True):
+class ModelEntry(msgspec.Struct, kw_only=True):
     id: str
     object: str = "model"
     created: int
@@ -15,7 +15,7 @@ class Model(msgspec.Struct, kw_only=True):
 
 class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
-    data: list[Model]
+    data: list[ModelEntry]
 
 
 class EngineHealth(msgspec.Struct, frozen=True):

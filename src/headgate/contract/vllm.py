@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headgate.contract.control import Meeting, SharedSource
+from headgate.contract.control import SharedSource, TrainerGroup
 from headgate.contract.sampling import TokenId
-from headgate.contract.schema import Resume
+from headgate.contract.schema import ResumeState
 from headgate.errors import RequestError
 from headgate.protocol.command import PauseMode
 
@@ -27,7 +27,7 @@ class FinishTransfer(msgspec.Struct, kw_only=True):
     weight_version: str | None = None
 
 
-class OurMeeting(Meeting, kw_only=True):
+class VllmTrainerGroup(TrainerGroup, kw_only=True):
     transport: Literal["headgate"]
 
 
@@ -70,4 +70,4 @@ class TokensRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
     priority: int = 0
     cache_salt: str | None = None
-    resume: Resume | None = None  # ours, as in every other body
+    resume: ResumeState | None = None  # ours, as in every other body

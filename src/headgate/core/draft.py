@@ -9,7 +9,7 @@ from headgate.protocol.plan import Fetch, Join, StepPlan
 
 
 @dataclass(slots=True)
-class Draft:
+class StepDraft:
     budget: int  # tokens that may still be planned
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)

@@ -21,7 +21,7 @@ from itertools import count, repeat
 from math import inf
 
 from headgate.core.blocks import BlockPool
-from headgate.core.draft import Draft
+from headgate.core.draft import StepDraft
 from headgate.core.leases import LeaseTable
 from headgate.core.queue import FairQueue, OrderedQueue, Rank
 from headgate.core.sequence import Phase, Sequence
@@ -45,7 +45,7 @@ class Flow(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """What the scheduler may hand out."""
 
     max_context: int  # tokens of one sequence
@@ -64,7 +64,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     """What has happened so far; only ever grows."""
 
     preemptions: int = 0
@@ -79,13 +79,18 @@ class Counters:
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, limits: Limits, *, version: int = 0, draw_lease_id: Callable[[], int] | None = None
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        *,
+        version: int = 0,
+        draw_lease_id: Callable[[], int] | None = None,
     ) -> None:
         self.pool = pool
         self.limits = limits
         self.version = version
         self.flow = Flow.RUN
-        self.counters = Counters()
+        self.counters = SchedulerCounters()
         self.sequences: dict[int, Sequence] = {}
         self.waiting = FairQueue()
         self.running: dict[Sequence, None] = {}  # RUNNING and LOADING, in order of admission
@@ -172,8 +177,8 @@ class Scheduler:
         self._release_evicted()
         return plan
 
-    def _draft(self) -> Draft:
-        draft = Draft(self.limits.max_batch_tokens)
+    def _draft(self) -> StepDraft:
+        draft = StepDraft(self.limits.max_batch_tokens)
         self._drafting = True
         self._continue_running(draft)
         self._admit_waiting(draft)
@@ -181,7 +186,7 @@ class Scheduler:
         self._drafting = False
         return draft
 
-    def _continue_running(self, draft: Draft) -> None:
+    def _continue_running(self, draft: StepDraft) -> None:
         # A copy, because covering one sequence may preempt another.
         for seq in list(self.running):
             if draft.budget == 0:
@@ -193,7 +198,7 @@ class Scheduler:
                 if self._cover(seq, seq.computed + todo):
                     self._add_slice(draft, seq, todo)
 
-    def _admit_waiting(self, draft: Draft) -> None:
+    def _admit_waiting(self, draft: StepDraft) -> None:
         while self._free_rows and draft.budget and (seq := self._next_waiting()) is not None:
             if not self._admit(seq):
                 return
@@ -224,7 +229,7 @@ class Scheduler:
         need -= len(self._cached_prefix(seq))
         return own + need <= FACTOR * (free - need)
 
-    def _begin_fetches(self, draft: Draft) -> None:
+    def _begin_fetches(self, draft: StepDraft) -> None:
         """Let transfers fill blocks that no launched step touches: unlike steps, they keep no order."""
         if self._unfetched:
             touched = {block for _, blocks in self._touched for block in blocks}
@@ -530,7 +535,7 @@ class Scheduler:
             key=lambda seq: (owned[seq.request.tenant] if count[seq.request.tenant] > 1 else 0, seq.order),
         )
 
-    def _add_slice(self, draft: Draft, seq: Sequence, count: int) -> None:
+    def _add_slice(self, draft: StepDraft, seq: Sequence, count: int) -> None:
         start = seq.computed
         seq.computed = end = start + count
         seq.holds += 1

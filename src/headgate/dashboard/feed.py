@@ -15,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from headgate.dashboard.frame import Frame, Glance, Point, Source, Viewer
+from headgate.dashboard.frame import FleetView, Frame, Point, Source, Viewer
 from headgate.dashboard.meter import Meter, percentile, together
 from headgate.errors import RequestError
 
@@ -43,7 +43,7 @@ class Feed:
         self._history: deque[Point] = deque(maxlen=HISTORY)
         self._number = 0  # of the last look
         self._looked_s = -inf
-        self._glance: Glance | None = None
+        self._glance: FleetView | None = None
         self._point: Point | None = None
         self._lock = asyncio.Lock()
 
@@ -68,7 +68,7 @@ class Feed:
             if glance.over:
                 return
 
-    async def _next(self, seen: int) -> Glance:
+    async def _next(self, seen: int) -> FleetView:
         if not self._has_news(seen):
             async with self._lock:
                 if not self._has_news(seen):
@@ -94,13 +94,13 @@ class Feed:
         self._glance = glance
         self._number += 1
 
-    def _rate_cards(self, glance: Glance) -> None:
+    def _rate_cards(self, glance: FleetView) -> None:
         step, step_s = self._meter.step(), self._meter.step_s
         for card in glance.cards:
             own = [counts.tokens for name, counts in step.items() if name.startswith(f"{card.id}/")]
             card.tokens_s = round(sum(own) / step_s, 1) if own else None
 
-    def _measure(self, glance: Glance) -> Point | None:
+    def _measure(self, glance: FleetView) -> Point | None:
         step_s = self._meter.step_s
         if not step_s:
             return None
@@ -121,7 +121,7 @@ class Feed:
             aborts=step.aborts,
         )
 
-    def _frame(self, glance: Glance, viewer: Viewer, *, first: bool) -> Frame:
+    def _frame(self, glance: FleetView, viewer: Viewer, *, first: bool) -> Frame:
         requests, total = self._source.requests(viewer, MOST_REQUESTS) if viewer.sees_requests else ([], 0)
         return Frame(
             kind=self._source.kind,

@@ -11,7 +11,7 @@ import msgspec
 from headgate.dashboard.meter import Counts
 
 
-class Card(msgspec.Struct, kw_only=True):
+class MemberView(msgspec.Struct, kw_only=True):
     """A worker of a router, or an engine of a server."""
 
     id: str  # what requests name as their worker
@@ -29,7 +29,7 @@ class Card(msgspec.Struct, kw_only=True):
     tokens_s: float | None = None
 
 
-class Shown(msgspec.Struct, array_like=True):
+class RequestView(msgspec.Struct, array_like=True):
     """A request in flight. No word of what was asked."""
 
     id: str
@@ -80,29 +80,29 @@ class Frame(msgspec.Struct, kw_only=True):
     version: str
     model: str
     state: str
-    cards: list[Card]
+    cards: list[MemberView]
     tenant: str
     admin: bool
     sees_requests: bool
-    requests: list[Shown]  # the oldest
+    requests: list[RequestView]  # the oldest
     total: int  # in flight, of those that the viewer may see
     now: Point | None  # None until there are two readings
     history: list[Point] | None = None  # in the first frame of a stream
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class HistogramBounds(msgspec.Struct, frozen=True):
     """Of the histograms, which all sources share."""
 
     first_token: tuple[float, ...]
     between_tokens: tuple[float, ...]
 
 
-class Glance(msgspec.Struct, kw_only=True):
+class FleetView(msgspec.Struct, kw_only=True):
     """Everything but requests, as of one moment."""
 
     model: str
     state: str
-    cards: list[Card]
+    cards: list[MemberView]
     sources: dict[str, Counts]  # those that begin with a card's id and a slash are that card's
     over: bool = False  # nothing more will be seen
 
@@ -112,9 +112,9 @@ class Source(Protocol):
 
     kind: str
     version: str
-    bounds: Bounds
+    bounds: HistogramBounds
 
-    async def look(self) -> Glance: ...
+    async def look(self) -> FleetView: ...
 
-    def requests(self, viewer: Viewer, most: int) -> tuple[list[Shown], int]:
+    def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
         """The oldest that the viewer may see, as of the last look, and how many there are."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from headgate.dashboard import page
 from headgate.dashboard.feed import Feed
 from headgate.dashboard.frame import Viewer
-from headgate.edge.sse import ClientGone, Exchange, Reply
+from headgate.edge.sse import ClientGone, ResponseWriter, WriterResponse
 
 SEND_TIMEOUT_S = 10.0  # a viewer that has not read for so long has gone
 
@@ -27,16 +27,16 @@ def watched(request: Request, feed: Feed) -> Response:
         return Response(media_type="text/event-stream")
     viewer = Viewer(request.state.tenant, request.state.admin)
 
-    async def tell(reply: Reply) -> None:
+    async def tell(reply: ResponseWriter) -> None:
         with feed.watching():
             async for event in feed.events(viewer):
                 await _send(reply, event)
         await reply.end(b"")
 
-    return Exchange(tell)
+    return WriterResponse(tell)
 
 
-async def _send(reply: Reply, event: bytes) -> None:
+async def _send(reply: ResponseWriter, event: bytes) -> None:
     try:
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await reply.send_event(event)

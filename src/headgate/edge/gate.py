@@ -53,7 +53,7 @@ class Gate:
             return  # no lifespan, no web sockets
         state = scope.setdefault("state", {})
         state["request_id"] = self._ids.draw()
-        answer = _Answer(state, send)
+        answer = _GatedResponse(state, send)
         try:
             state["request_id"] = ids.given(scope["headers"]) or state["request_id"]
             caller = self._keys.caller(scope["path"], scope["headers"])
@@ -70,7 +70,7 @@ class Gate:
             await self._explain(error, answer, scope, receive)
             _forget_frames(error)
 
-    async def _explain(self, error: Exception, answer: _Answer, scope: Scope, receive: Receive) -> None:
+    async def _explain(self, error: Exception, answer: _GatedResponse, scope: Scope, receive: Receive) -> None:
         if answer.started:
             raise error  # the HTTP server logs it and breaks the connection: the one way left to say "this was not all"
         id = str(answer.state["request_id"])
@@ -85,7 +85,7 @@ class Gate:
         await self._respond(error, id)(scope, receive, answer.send)
 
 
-class _Answer:
+class _GatedResponse:
     """A response on its way out; its head gets the request's id, as it is by then."""
 
     __slots__ = ("_send", "started", "state")

@@ -1,6 +1,6 @@
 """One HTTP exchange: a reply whose client may leave at any moment, whole or as server-sent events.
 
-An `Exchange` runs its work while it watches the connection; a client that leaves cancels the work, wherever it is. The
+A `WriterResponse` runs its work while it watches the connection; a client that leaves cancels the work, wherever it is. The
 response starts with the first byte of the answer, so whatever is refused before that has a proper status.
 
 Events are written straight to ASGI, one `send` each. A stream is never silent for longer than `keep_alive_s`:
@@ -30,7 +30,7 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-class Reply:
+class ResponseWriter:
     """A response in the making."""
 
     def __init__(self, send: Send, transport: asyncio.Transport | None = None) -> None:
@@ -93,15 +93,15 @@ class Reply:
             await asyncio.sleep(interval_s - silent_s)
 
 
-class Exchange(Response):
+class WriterResponse(Response):
     """Answers with whatever `work` makes of the reply, unless the client leaves first."""
 
-    def __init__(self, work: Callable[[Reply], Awaitable[None]]) -> None:
+    def __init__(self, work: Callable[[ResponseWriter], Awaitable[None]]) -> None:
         self._work = work  # none of Response's own fields is used: it is a base for its place in a route alone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.get("state", {})
-        reply = Reply(send, state.get(TRANSPORT))
+        reply = ResponseWriter(send, state.get(TRANSPORT))
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(_watch(receive, reply, state))
@@ -116,7 +116,7 @@ class Exchange(Response):
                 raise first from None
 
 
-async def _watch(receive: Receive, reply: Reply, state: Mapping[str, object]) -> None:
+async def _watch(receive: Receive, reply: ResponseWriter, state: Mapping[str, object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     if reply.on_left is not None:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from headgate.config import EngineConfig
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Limits, Scheduler
-from headgate.engine.evidence import Recorder
+from headgate.core.scheduler import Scheduler, SchedulerLimits
+from headgate.device.build import build_device
+from headgate.device.executor import Executor
+from headgate.device.tensor_parallel.team import WantedWeights
+from headgate.engine.evidence import StepRecorder
 from headgate.engine.loop import EngineLoop
-from headgate.protocol.message import Answer, EngineInfo, Told
-from headgate.transfer.card import CardTransport
+from headgate.protocol.message import CommandAnswer, EngineInfo, StepOutputs
+from headgate.transfer.same_gpu import SameGpuTransport
 from headgate.transfer.tcp import TcpTransport, parse_address
 from headgate.transfer.transport import BlockMemory, NoTransport, Transport
-from headgate.worker.build import build_worker
-from headgate.worker.crew import Wanted
-from headgate.worker.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,19 @@ class Engine:
 
 
 def build_engine(
-    model: Path, config: EngineConfig, send: Callable[[int, Told | Answer], None], wanted: Wanted | None = None
+    model: Path,
+    config: EngineConfig,
+    send: Callable[[int, StepOutputs | CommandAnswer], None],
+    wanted: WantedWeights | None = None,
 ) -> Engine:
     """An engine for the model in `model`, a folder or a GGUF file; `send` takes what it has to say to a client.
 
     It holds the `wanted` weights, if there are any and they can still be had; its version tells.
     """
-    worker = build_worker(model, config, wanted)
+    worker = build_device(model, config, wanted)
     spec = worker.spec
     transport = open_transport(config, worker.blocks)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_context=worker.max_context,
         max_running=config.max_running,
         max_batch_tokens=worker.max_batch_tokens,
@@ -87,7 +90,7 @@ def build_engine(
         send,
         supply=worker.supply,
         transport=transport,
-        recorder=Recorder(None if config.crash_folder is None else Path(config.crash_folder)),
+        recorder=StepRecorder(None if config.crash_folder is None else Path(config.crash_folder)),
         run_ahead=worker.run_ahead,
     )
     if worker.followers is not None:
@@ -113,4 +116,4 @@ def _transport_kind(name: str, blocks: BlockMemory) -> type[TcpTransport]:
         from headgate.transfer.nixl import NixlTransport
 
         return NixlTransport
-    return CardTransport if name == "auto" and blocks.near is not None else TcpTransport
+    return SameGpuTransport if name == "auto" and blocks.near is not None else TcpTransport

@@ -18,7 +18,7 @@ import zmq.asyncio
 from headgate.errors import EngineDead
 from headgate.protocol.message import (
     PROTOCOL,
-    Answer,
+    CommandAnswer,
     EngineInfo,
     EngineStatus,
     FromClient,
@@ -27,7 +27,7 @@ from headgate.protocol.message import (
     Message,
     Ping,
     Pong,
-    Told,
+    StepOutputs,
     Welcome,
 )
 
@@ -74,7 +74,7 @@ class EngineChannel:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, client: int, message: Told | Answer) -> None:
+    def send(self, client: int, message: StepOutputs | CommandAnswer) -> None:
         """Called by the step loop only."""
         self._sender.send_multipart((_identity(client), _encoder.encode(message)))
 

@@ -27,15 +27,15 @@ from headgate.protocol.message import (
     CLIENT_SHIFT,
     PROTOCOL,
     Abort,
-    Answer,
-    Call,
+    CommandAnswer,
+    CommandCall,
     EngineInfo,
     Hello,
     Ping,
     Pong,
+    StepOutputs,
     Submit,
     Suspend,
-    Told,
     Welcome,
 )
 from headgate.protocol.output import Cause, Ended, Outputs, Refused
@@ -243,7 +243,7 @@ class EngineClient:
         try:
             # What was submitted before the command reaches the engine before it.
             self._send_submits()
-            self._channel.send(Call(self._client, number, command))
+            self._channel.send(CommandCall(self._client, number, command))
             return await asyncio.wait_for(answer, timeout_s)
         finally:
             del self._answers[number]
@@ -258,12 +258,12 @@ class EngineClient:
         """Deliver what the engine says, until cancelled."""
         while True:
             match await self._channel.receive():
-                case Told(outputs):
+                case StepOutputs(outputs):
                     self._deliver(outputs)
                 case Pong() as pong:
                     if (waiter := self._pongs.get(pong.number)) and not waiter.done():
                         waiter.set_result(pong)
-                case Answer(number, result):
+                case CommandAnswer(number, result):
                     if (call := self._answers.get(number)) and not call.done():
                         call.set_result(result)
                 case Welcome():

@@ -21,31 +21,31 @@ from typing import Protocol
 
 from headgate.core.scheduler import Flow, Scheduler
 from headgate.core.sequence import Sequence
+from headgate.device.weights.file_stamps import Stamps, stamps
 from headgate.errors import HalfWritten, ModelError, OutOfMemory, RequestError, SourceLost, Unavailable
 from headgate.protocol.command import (
     Command,
     Denied,
-    Files,
+    EngineState,
+    FileSource,
     Flush,
     Flushed,
-    Look,
+    ListSequences,
     Pause,
     PauseMode,
     Result,
     Resume,
-    Seen,
-    Sighted,
+    SequenceList,
+    SequenceStatus,
     Sleep,
     Source,
     State,
-    StateTold,
     Stop,
     Tag,
     UpdateWeights,
     Wake,
 )
 from headgate.protocol.output import Cause
-from headgate.worker.stamps import Stamps, stamps
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ FORCE_S = 0.4
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ControlJob:
     client: int
     number: int
     program: Program
 
 
-class Supply(Protocol):
-    """Weights and memory for the device; `headgate.worker.supply.Supply` is one. One thing at a time."""
+class DeviceResources(Protocol):
+    """Weights and memory for the device; `headgate.device.weights.supply.Supply` is one. One thing at a time."""
 
     @property
     def asleep(self) -> tuple[Tag, ...]: ...
@@ -82,7 +82,7 @@ class Control:
         self,
         scheduler: Scheduler,
         *,
-        supply: Supply,
+        supply: DeviceResources,
         settle_transfers: Callable[[], Future[None]],
         tell: Callable[[], None],
         wake: Callable[[], None],
@@ -99,8 +99,8 @@ class Control:
             None  # the last update's files, as they were before they were read
         )
         self._resumes = 0  # each cancels the pauses before it, even if another pause follows at once
-        self._jobs: list[Job] = []
-        self._done: list[tuple[Job, Result]] = []  # at once, but answered only after clients have been told
+        self._jobs: list[ControlJob] = []
+        self._done: list[tuple[ControlJob, Result]] = []  # at once, but answered only after clients have been told
         self._deadlines: dict[int, float] = {}  # of waiting programs, by the id of their wait
 
     def refuse_if_held(self, *, accepted: bool) -> None:
@@ -120,13 +120,13 @@ class Control:
 
     def start(self, client: int, number: int, command: Command) -> None:
         """Begin a command; what it does at once is done when this returns."""
-        job = Job(client, number, self._run(command))
+        job = ControlJob(client, number, self._run(command))
         if (result := _advance(job)) is None:
             self._jobs.append(job)
         else:
             self._done.append((job, result))
 
-    def advance(self) -> Iterator[tuple[Job, Result]]:
+    def advance(self) -> Iterator[tuple[ControlJob, Result]]:
         """Give every command a turn; yields those whose postcondition now holds."""
         self._settle()
         done, self._done = self._done, []
@@ -158,8 +158,8 @@ class Control:
                 return self._wake_up(command)
             case Flush():
                 return Flushed(self._scheduler.pool.flush())
-            case Look():
-                return Sighted(self.look())
+            case ListSequences():
+                return SequenceList(self.look())
 
     def _until(self, holds: Callable[[], bool], deadline_s: float) -> Generator[None, None, bool]:
         """Yield until `holds()`, or until the deadline; says whether it holds."""
@@ -331,9 +331,9 @@ class Control:
 
     def _told(
         self, began_s: float, *, ended: dict[int, int] | None = None, forced: list[int] | None = None
-    ) -> StateTold:
+    ) -> EngineState:
         scheduler = self._scheduler
-        return StateTold(
+        return EngineState(
             self.state,
             self.mode,
             self.rejecting,
@@ -349,17 +349,19 @@ class Control:
         """Which have ended, and still have blocks."""
         return [seq.id for seq in self._scheduler.returning if ids is None or seq.id in ids]
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[SequenceStatus]:
         """What is in flight."""
         return [self._seen(seq) for seq in self._scheduler.sequences.values()]
 
-    def _seen(self, seq: Sequence) -> Seen:
+    def _seen(self, seq: Sequence) -> SequenceStatus:
         age_s = self._scheduler.now_s - seq.arrived_s
         phase = "preempted" if seq.preempted else seq.phase.name.lower()
-        return Seen(seq.id, phase, seq.prompt_len, seq.output_len, len(seq.blocks), age_s, seq.request.priority)
+        return SequenceStatus(
+            seq.id, phase, seq.prompt_len, seq.output_len, len(seq.blocks), age_s, seq.request.priority
+        )
 
 
-def _advance(job: Job) -> Result | None:
+def _advance(job: ControlJob) -> Result | None:
     """One more turn for a command; its result when it is done."""
     try:
         next(job.program)
@@ -373,7 +375,7 @@ def _advance(job: Job) -> Result | None:
 
 def _known(source: Source) -> tuple[Source, Stamps] | None:
     """By what to know that weights are the same; None if that cannot be known."""
-    if not isinstance(source, Files) or not (found := stamps(source.path)):
+    if not isinstance(source, FileSource) or not (found := stamps(source.path)):
         return None
     return source, found
 

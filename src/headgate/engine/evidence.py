@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from headgate.core.scheduler import Scheduler
-from headgate.protocol.command import Seen, State
+from headgate.protocol.command import SequenceStatus, State
 from headgate.protocol.plan import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ PLANS = 256  # how many are kept
 FILES = 16  # how many may lie in the folder; an engine that dies again and again does not fill the disk
 
 
-class Step(msgspec.Struct):
+class RecordedStep(msgspec.Struct):
     """A plan, and the tokens that the device answered, unless it never did."""
 
     plan: StepPlan
@@ -39,25 +39,25 @@ class Evidence(msgspec.Struct, frozen=True):
     when: str
     state: State
     scheduler: str  # its repr
-    sequences: list[Seen]
+    sequences: list[SequenceStatus]
     leaving: list[int]
     num_blocks: int
     block_size: int
     max_rows: int
     vocab_size: int
-    steps: list[Step]  # the last ones, oldest first
+    steps: list[RecordedStep]  # the last ones, oldest first
 
 
-class Recorder:
+class StepRecorder:
     """Keeps the last steps of a loop."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(tempfile.gettempdir()) / f"headgate-crashes-{os.getuid()}"
-        self._steps: deque[Step] = deque(maxlen=PLANS)
-        self._flying: deque[Step] = deque()
+        self._steps: deque[RecordedStep] = deque(maxlen=PLANS)
+        self._flying: deque[RecordedStep] = deque()
 
     def planned(self, plan: StepPlan) -> None:
-        step = Step(plan)
+        step = RecordedStep(plan)
         self._steps.append(step)
         if plan.rows:  # a plan without only fetches, and is not answered
             self._flying.append(step)
@@ -66,7 +66,9 @@ class Recorder:
         step = self._flying.popleft()
         step.tokens, step.lengths = result.tokens, result.lengths
 
-    def write(self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[Seen]) -> Path | None:
+    def write(
+        self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[SequenceStatus]
+    ) -> Path | None:
         """Leave a file, and say where. An engine that cannot even do that still dies of its first error."""
         evidence = self._collect(error, scheduler, state, sequences)
         try:
@@ -79,7 +81,9 @@ class Recorder:
         )
         return path
 
-    def _collect(self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[Seen]) -> Evidence:
+    def _collect(
+        self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[SequenceStatus]
+    ) -> Evidence:
         return Evidence(
             error="".join(traceback.format_exception(error)),
             when=time.strftime("%Y-%m-%dT%H:%M:%S%z"),

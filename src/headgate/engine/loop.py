@@ -20,19 +20,28 @@ import msgspec
 
 from headgate.core.leases import Filled, Granted, Withdrawn
 from headgate.core.scheduler import Scheduler
-from headgate.engine.control import Control, Supply
-from headgate.engine.evidence import Recorder
+from headgate.engine.control import Control, DeviceResources
+from headgate.engine.evidence import StepRecorder
 from headgate.engine.post import sort_by_client
 from headgate.errors import EngineDead, RankLost, RequestError
 from headgate.protocol.command import Stop
-from headgate.protocol.message import Abort, Answer, Call, EngineStatus, Message, Submit, Suspend, Told
+from headgate.protocol.message import (
+    Abort,
+    CommandAnswer,
+    CommandCall,
+    EngineStatus,
+    Message,
+    StepOutputs,
+    Submit,
+    Suspend,
+)
 from headgate.protocol.output import Refused
 from headgate.protocol.plan import StepResult
 from headgate.protocol.request import GenerateRequest
 from headgate.transfer.transport import Event, Fetched, NoTransport, Released, Renewed, Transport
 
 if TYPE_CHECKING:
-    from headgate.worker.executor import Executor  # which imports torch, and a simulated device needs none
+    from headgate.device.executor import Executor  # which imports torch, and a simulated device needs none
 
 # Longest sleep of an idle loop; leases are renewed and expire on a coarser scale than this.
 IDLE_S = 1.0
@@ -43,11 +52,11 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        send: Callable[[int, Told | Answer], None],
+        send: Callable[[int, StepOutputs | CommandAnswer], None],
         *,
-        supply: Supply,
+        supply: DeviceResources,
         transport: Transport | None = None,
-        recorder: Recorder | None = None,
+        recorder: StepRecorder | None = None,
         run_ahead: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,7 +69,7 @@ class EngineLoop:
         self._transport = transport or NoTransport()
         self._steps: deque[Future[StepResult]] = deque()
         self._refused: list[Refused] = []
-        self._recorder = recorder or Recorder()
+        self._recorder = recorder or StepRecorder()
         self._closed = False
         self._failure: RankLost | None = None
         self._abort_messages = 0
@@ -198,7 +207,7 @@ class EngineLoop:
                 self.scheduler.abort(ids, cause)
             case Suspend(ids, suspended):
                 self.scheduler.suspend(ids, suspended=suspended)
-            case Call(client, number, command):
+            case CommandCall(client, number, command):
                 self._abort_messages += isinstance(command, Stop)
                 self.control.start(client, number, command)
 
@@ -266,14 +275,14 @@ class EngineLoop:
         outputs.refused, self._refused = self._refused, []
         if outputs:
             for client, share in sort_by_client(outputs):
-                self._send(client, Told(share))
+                self._send(client, StepOutputs(share))
 
     def _answer(self) -> None:
         for job, result in self.control.advance():
             # A command may have ended sequences; its clients hear that before its caller does.
             self._tell()
             self.status = self._look()  # whoever hears the answer may look at once, from another thread
-            self._send(job.client, Answer(job.number, result))
+            self._send(job.client, CommandAnswer(job.number, result))
 
 
 def _seeded(request: GenerateRequest) -> GenerateRequest:

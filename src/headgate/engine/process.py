@@ -17,12 +17,12 @@ import msgspec
 
 from headgate import logs
 from headgate.collector import spare_the_collector
+from headgate.device.tensor_parallel.team import WantedWeights
 from headgate.engine.build import Engine, build_engine
 from headgate.engine.channel import EngineChannel
 from headgate.engine.start import CANNOT_START, LOST_RANK, EngineStart
 from headgate.errors import HeadgateError, RankLost
-from headgate.protocol.message import Answer, Told
-from headgate.worker.crew import Wanted
+from headgate.protocol.message import CommandAnswer, StepOutputs
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ def main(argument: str) -> int:
     channel: EngineChannel
     parent = Parent()
 
-    def send(client: int, message: Told | Answer) -> None:
+    def send(client: int, message: StepOutputs | CommandAnswer) -> None:
         channel.send(client, message)
 
-    wanted = None if start.weights is None else Wanted(start.weights, start.version)
+    wanted = None if start.weights is None else WantedWeights(start.weights, start.version)
     try:
         engine = build_engine(Path(start.model), start.config, send, wanted)
     except HeadgateError as error:

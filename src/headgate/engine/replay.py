@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from headgate.engine.evidence import Evidence, Step, read_evidence
+from headgate.engine.evidence import Evidence, RecordedStep, read_evidence
 from headgate.protocol.plan import StepPlan
 from headgate.testing.device import FakeDevice, entry
 
@@ -69,7 +69,7 @@ class Replayer:
         )
         self.whole = bool(evidence.steps) and evidence.steps[0].plan.step == 0  # nothing came before
 
-    def run(self, step: Step) -> None:
+    def run(self, step: RecordedStep) -> None:
         plan = step.plan
         self._change_weights(plan.version)
         self._seat(plan)
@@ -182,7 +182,7 @@ class Replayer:
             return ", which holds something else"
         return ", which row {} wrote last, in plan {}, with something else".format(*self.writers[block])
 
-    def _learn_tokens(self, step: Step) -> None:
+    def _learn_tokens(self, step: RecordedStep) -> None:
         """The tokens that the real device sampled, instead of the fake one's."""
         plan, tokens, lengths = step.plan, iter(step.tokens or ()), iter(step.lengths or repeat(1))
         for number, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):

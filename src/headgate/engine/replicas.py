@@ -26,22 +26,23 @@ import msgspec
 
 from headgate import scratch
 from headgate.config import EngineConfig
+from headgate.device.weights.file_stamps import Stamps, stamps
 from headgate.engine.client import CALL_TIMEOUT_S, MOST_IDS, Chunk, EngineClient, TokenStream, connected
 from headgate.engine.start import CANNOT_START, EngineStart
 from headgate.engine.tasks import lone_errors
 from headgate.errors import CannotStart, EngineDead, HeadgateError, Late, RequestError
 from headgate.logs import LogFormat
 from headgate.protocol.command import (
+    BroadcastSource,
     Command,
     Denied,
-    Files,
-    Group,
+    EngineState,
+    FileSource,
     Pause,
     Result,
     Resume,
     Sleep,
     Source,
-    StateTold,
     Stop,
     UpdateWeights,
     Wake,
@@ -49,8 +50,7 @@ from headgate.protocol.command import (
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
-from headgate.reconcile import Observed, Step, Wanted, steps
-from headgate.worker.stamps import Stamps, stamps
+from headgate.reconcile import CatchUpStep, Desired, Observed, steps
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class FleetWeights:
     def to_start_with(self, start: EngineStart) -> EngineStart:
         """`start` with these weights, if they can still be had."""
         source = self.source
-        if isinstance(source, Files) and self.stamps and stamps(source.path) == self.stamps:
+        if isinstance(source, FileSource) and self.stamps and stamps(source.path) == self.stamps:
             return msgspec.structs.replace(start, weights=source, version=self.version)
         return start
 
@@ -321,7 +321,7 @@ class Replicas:
         commands = [_addressed(command, replica) for replica in self.replicas]
         calls = map(_call, self.replicas, commands, repeat(timeout_s))
         outcome = dict(enumerate(await asyncio.gather(*calls)))
-        told = [result for result in outcome.values() if isinstance(result, StateTold)]
+        told = [result for result in outcome.values() if isinstance(result, EngineState)]
         if not told and self.asked is command and any(isinstance(result, Denied) for result in outcome.values()):
             self.asked = before  # it is refused; an engine that is late or down is still to follow
         if told and isinstance(command, UpdateWeights):
@@ -336,7 +336,7 @@ class Replicas:
     def _judge(self, replica: Replica, command: Command, result: Result | HeadgateError) -> None:
         """Whether streams may use an engine that has answered like this, and in which state it is."""
         replica.known = _state_after(command, result, replica.known)
-        if isinstance(result, StateTold):
+        if isinstance(result, EngineState):
             if result.version > self._weights.version:
                 # An update whose answer we did not wait for has succeeded after all.
                 self._weights = FleetWeights(result.version)
@@ -344,16 +344,16 @@ class Replicas:
         elif isinstance(result, Denied) and result.code == "quarantined":
             replica.outdated = True
 
-    def _steps(self, followed: Pause | Resume | None, version: int) -> tuple[Step, ...]:
+    def _steps(self, followed: Pause | Resume | None, version: int) -> tuple[CatchUpStep, ...]:
         """What the engines were asked, and one that has `followed` nothing else since its start has not done."""
         asked = self.asked
         missed = isinstance(asked, Resume) and isinstance(followed, Pause)
         observed = Observed(followed is asked, version, missed_resume=missed)
         # Weights are read when an engine starts; they cannot be given to one that runs.
-        return steps(Wanted(isinstance(asked, Pause), self._weights.version), observed)
+        return steps(Desired(isinstance(asked, Pause), self._weights.version), observed)
 
     def _compare(self, replica: Replica, version: int) -> None:
-        before, replica.outdated = replica.outdated, Step.EXCLUDE in self._steps(self.asked, version)
+        before, replica.outdated = replica.outdated, CatchUpStep.EXCLUDE in self._steps(self.asked, version)
         if replica.outdated and not before:
             log.warning(
                 "engine %d holds weights of version %d and the fleet %d; it gets no streams until an update",
@@ -402,7 +402,7 @@ class Replicas:
             self._compare(replica, status.version)
             replica.known = status.state
             followed: Pause | Resume | None = None
-            while not {Step.PAUSE, Step.RESUME}.isdisjoint(self._steps(followed, status.version)):
+            while not {CatchUpStep.PAUSE, CatchUpStep.RESUME}.isdisjoint(self._steps(followed, status.version)):
                 followed = asked = self.asked
                 assert asked is not None
                 replica.known = _state_after(asked, await client.call(asked), replica.known)
@@ -465,7 +465,7 @@ def finds_accepted(pause: Pause, before: Pause | Resume | None) -> bool:
 
 def _addressed(command: Command, replica: Replica) -> Command:
     """`command` as this replica should hear it: in a group, each engine has a rank of its own."""
-    if not isinstance(command, UpdateWeights) or not isinstance(command.source, Group):
+    if not isinstance(command, UpdateWeights) or not isinstance(command.source, BroadcastSource):
         return command
     try:
         source = msgspec.structs.replace(command.source, rank=command.source.rank + replica.index)
@@ -477,7 +477,7 @@ def _addressed(command: Command, replica: Replica) -> Command:
 def _state_after(command: Command, result: Result | HeadgateError, known: str) -> str:
     """The state of an engine that was in `known`; one that has not answered is still to carry the command out."""
     match command, result:
-        case _, StateTold():
+        case _, EngineState():
             return result.state
         case Pause(), HeadgateError():
             return "pausing"
@@ -491,7 +491,7 @@ def _state_after(command: Command, result: Result | HeadgateError, known: str) -
 def _stamps_of(command: Command) -> Stamps:
     """Of the files that an update names, before they are read."""
     match command:
-        case UpdateWeights(Files(path)):
+        case UpdateWeights(FileSource(path)):
             return stamps(path)
         case _:
             return {}
@@ -513,7 +513,7 @@ async def _stop_some(replica: Replica, ids: list[int], cause: Cause, timeout_s: 
     if isinstance(told, HeadgateError):
         log.warning("engine %d cannot stop sequences %s: %s", replica.index, ids, told)
     # What an engine that is gone has held is gone with it.
-    held = told.held if isinstance(told, StateTold) else ids if replica.client else []
+    held = told.held if isinstance(told, EngineState) else ids if replica.client else []
     return [Place(replica.index, id) for id in held if id in ids]
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from headgate.config import EngineConfig
 from headgate.logs import LogFormat
-from headgate.protocol.command import Files
+from headgate.protocol.command import FileSource
 
 CANNOT_START = 3  # exit code
 LOST_RANK = 4  # exit code
@@ -21,5 +21,5 @@ class EngineStart(msgspec.Struct, frozen=True):
     log_level: str = "INFO"
     log_format: LogFormat = "text"
     name: str = "engine"
-    weights: Files | None = None  # instead of the model's own
+    weights: FileSource | None = None  # instead of the model's own
     version: int = 0  # of `weights`

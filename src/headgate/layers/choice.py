@@ -8,7 +8,7 @@ import torch
 
 from headgate.errors import RequestError
 from headgate.layers.backend import PLAIN, Backend, Fp8, Heads
-from headgate.layers.cpu import Kernels, Unavailable, load_kernels
+from headgate.layers.cpu import Kernels, NotCompiled, load_kernels
 from headgate.layers.cpu.kernels import LANES, why_unsupported
 from headgate.layers.cpu_backend import CpuBackend
 from headgate.layers.onednn import avoid_hidden_tiles
@@ -59,11 +59,11 @@ def triton_backend(device: torch.device, dtype: torch.dtype, heads: Heads, deter
     return (DeterministicTritonBackend if deterministic else TritonBackend)(device, dtype, heads, fp8)
 
 
-def cpu_kernels(device: torch.device, dtype: torch.dtype, heads: Heads) -> Kernels | Unavailable:
+def cpu_kernels(device: torch.device, dtype: torch.dtype, heads: Heads) -> Kernels | NotCompiled:
     if device.type != "cpu":
-        return Unavailable(f"the CPU kernels do not run on {device}")
+        return NotCompiled(f"the CPU kernels do not run on {device}")
     reason = why_unsupported(heads.size, LANES, dtype)
-    return load_kernels() if reason is None else Unavailable(reason)
+    return load_kernels() if reason is None else NotCompiled(reason)
 
 
 def available_backends() -> list[str]:

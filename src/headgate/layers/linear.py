@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import Backend, Matrix
 from headgate.layers.formats import Weight
-from headgate.layers.parameter import Parameter, copied_to, plain
+from headgate.layers.parameter import WeightParameter, copied_to, plain
 from headgate.layers.ranks import ALONE, Ranks, share
 
 
@@ -36,7 +36,7 @@ class Linear:
     def pack(self, row: int, weight: Weight) -> None:
         self.backend.pack(self.matrix, weight, row)
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         row = 0
         for name, rows in self.parts.items():
             mine = share(self.ranks, rows)
@@ -44,11 +44,11 @@ class Linear:
             end = row + mine.stop - mine.start
             if self.bias is not None:
                 place = self.bias[row:end]
-                yield f"{name}.bias", Parameter((rows,), cut(mine, copied_to(place)), place)
+                yield f"{name}.bias", WeightParameter((rows,), cut(mine, copied_to(place)), place)
             row = end
 
-    def _rows(self, mine: slice, rows: int, row: int) -> Parameter:
-        return Parameter((rows, self.matrix.columns), cut(mine, partial(self.pack, row)), self.matrix.data)
+    def _rows(self, mine: slice, rows: int, row: int) -> WeightParameter:
+        return WeightParameter((rows, self.matrix.columns), cut(mine, partial(self.pack, row)), self.matrix.data)
 
 
 class GateUp(Linear):
@@ -80,9 +80,9 @@ class SummedLinear:
     def pack(self, weight: Weight) -> None:
         self.backend.pack(self.matrix, weight.columns(share(self.ranks, weight.numbers.shape[1])), 0)
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         whole = (self.matrix.rows, self.matrix.columns * self.ranks.size)
-        yield f"{self.name}.weight", Parameter(whole, self.pack, self.matrix.data)
+        yield f"{self.name}.weight", WeightParameter(whole, self.pack, self.matrix.data)
         if self.bias is not None:
             yield f"{self.name}.bias", plain(self.bias)
 
@@ -100,9 +100,9 @@ class Embedding:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return look_up(tokens, self.mine, self.ranks, lambda ids: F.embedding(ids, self.weight))
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         shape = (self.vocab, self.weight.shape[1])
-        yield "weight", Parameter(shape, cut(self.mine, copied_to(self.weight)), self.weight)
+        yield "weight", WeightParameter(shape, cut(self.mine, copied_to(self.weight)), self.weight)
 
 
 class Unembedding:
@@ -125,8 +125,11 @@ class Unembedding:
     def pack(self, weight: Weight) -> None:
         self.backend.pack(self.matrix, weight, 0)
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        yield "weight", Parameter((self.vocab, self.matrix.columns), cut(self.mine, self.pack), self.matrix.data)
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
+        yield (
+            "weight",
+            WeightParameter((self.vocab, self.matrix.columns), cut(self.mine, self.pack), self.matrix.data),
+        )
 
 
 def cut(rows: slice, write: Callable[[Weight], object]) -> Callable[[Weight], object]:

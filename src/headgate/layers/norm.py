@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from headgate.layers.backend import Backend
-from headgate.layers.parameter import Parameter, plain
+from headgate.layers.parameter import WeightParameter, plain
 
 
 class Norm:
@@ -20,5 +20,5 @@ class Norm:
         """Add `x` into `residual`, in place, and return the norm of the sum."""
         return self.backend.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         yield "weight", plain(self.weight)

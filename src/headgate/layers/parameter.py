@@ -12,7 +12,7 @@ from headgate.layers.formats import Weight, floating_numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class WeightParameter:
     """A place in the model that one checkpoint tensor of `shape` fills; it may be a part of something fused."""
 
     shape: tuple[int, ...]
@@ -21,12 +21,12 @@ class Parameter:
 
 
 class Layer(Protocol):
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         """By the names of the checkpoint."""
 
 
-def plain(tensor: torch.Tensor) -> Parameter:
-    return Parameter(tuple(tensor.shape), copied_to(tensor), tensor)
+def plain(tensor: torch.Tensor) -> WeightParameter:
+    return WeightParameter(tuple(tensor.shape), copied_to(tensor), tensor)
 
 
 def copied_to(tensor: torch.Tensor) -> Callable[[Weight], object]:
@@ -34,5 +34,5 @@ def copied_to(tensor: torch.Tensor) -> Callable[[Weight], object]:
     return lambda weight: tensor.copy_(floating_numbers(weight))
 
 
-def under(prefix: str, layer: Layer) -> Iterator[tuple[str, Parameter]]:
+def under(prefix: str, layer: Layer) -> Iterator[tuple[str, WeightParameter]]:
     return ((f"{prefix}.{name}", parameter) for name, parameter in layer.parameters())

@@ -18,7 +18,7 @@ from headgate.layers.backend import KV, Backend, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.linear import Embedding, GateUp, Linear, SummedLinear, Unembedding
 from headgate.layers.norm import Norm
-from headgate.layers.parameter import Layer, Parameter, plain, under
+from headgate.layers.parameter import Layer, WeightParameter, plain, under
 from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.spec import AttentionSpec, Dense, LayerSpec, ModelSpec
 
@@ -48,7 +48,7 @@ class Attention:
         q = self.backend.rope_and_write(self.qkv(hidden), batch, self.rotary, kv)
         return self.out(self.backend.attention(q, kv, batch, self.scale, self.window))
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         yield from self.qkv.parameters()
         yield from self.out.parameters()
         if self.rotary.q_norm is not None and self.rotary.k_norm is not None:
@@ -72,7 +72,7 @@ class MLP:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(hidden))
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         yield from self.gate_up.parameters()
         yield from self.down.parameters()
 
@@ -88,7 +88,7 @@ class DecoderLayer:
         hidden = self.attention(self.input_norm(hidden, residual), batch, kv)
         return self.mlp(self.attention_norm(hidden, residual))
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         yield from under("input_layernorm", self.input_norm)
         yield from under("self_attn", self.attention)
         yield from under("post_attention_layernorm", self.attention_norm)
@@ -136,7 +136,7 @@ class Decoder:
     def kv_bytes_per_block(self, block_size: int) -> int:
         return len(self.layers) * self.backend.kv_bytes_per_block(block_size)
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         yield from under("model.embed_tokens", self.embedding)
         for i, layer in enumerate(self.layers):
             yield from under(f"model.layers.{i}", layer)

@@ -9,7 +9,7 @@ import torch
 
 from headgate.layers.backend import KV, Backend
 from headgate.layers.batch import Batch
-from headgate.layers.parameter import Parameter
+from headgate.layers.parameter import WeightParameter
 from headgate.models.spec import ModelSpec
 
 
@@ -22,7 +22,7 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] of some hidden states [R, hidden], in float32; the caller may overwrite them."""
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         """By the names of the checkpoint."""
 
 

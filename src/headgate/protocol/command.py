@@ -42,14 +42,14 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
     pass
 
 
-class Files(msgspec.Struct, frozen=True, array_like=True, tag="files"):
+class FileSource(msgspec.Struct, frozen=True, array_like=True, tag="files"):
     """Weights that the engine can read: a folder, a `.safetensors` or a GGUF file, on disk or in shared memory."""
 
     path: str
     checksum: dict[str, str] | None = None  # SHA-256 in hex by file name; all of them match before a byte is written
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True, tag="group"):
+class BroadcastSource(msgspec.Struct, frozen=True, array_like=True, tag="group"):
     """Weights that a trainer (rank 0) broadcasts; see `headgate.weights.send_weights`."""
 
     init_method: str  # tcp://HOST:PORT, where the trainer listens
@@ -98,7 +98,7 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
     start: int  # bytes into it
 
 
-class Shared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
+class SharedMemorySource(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
     """Weights in the GPU memory of a trainer on this host; see `headgate.weights.share`."""
 
     gpu: str  # its UUID: both processes may number their devices differently
@@ -106,7 +106,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
     tensors: tuple[SharedTensor, ...]
 
 
-Source = Files | Group | Shared
+Source = FileSource | BroadcastSource | SharedMemorySource
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
@@ -133,14 +133,14 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
     """Forget the cached blocks that nobody holds."""
 
 
-class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+class ListSequences(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """Tell what is in flight, as of one moment."""
 
 
-Command = Stop | Pause | Resume | UpdateWeights | Flush | Look | Sleep | Wake
+Command = Stop | Pause | Resume | UpdateWeights | Flush | ListSequences | Sleep | Wake
 
 
-class StateTold(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+class EngineState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """Where an engine stands: what a pause, a resume or an update has led to."""
 
     state: State
@@ -158,7 +158,7 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
     blocks: int
 
 
-class Seen(msgspec.Struct, frozen=True, array_like=True):
+class SequenceStatus(msgspec.Struct, frozen=True, array_like=True):
     """A sequence in flight."""
 
     id: int
@@ -170,8 +170,8 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     priority: int
 
 
-class Sighted(msgspec.Struct, frozen=True, array_like=True, tag="sighted"):
-    sequences: list[Seen]
+class SequenceList(msgspec.Struct, frozen=True, array_like=True, tag="sighted"):
+    sequences: list[SequenceStatus]
 
 
 class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
@@ -182,4 +182,4 @@ class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
     message: str
 
 
-Result = StateTold | Flushed | Sighted | Denied
+Result = EngineState | Flushed | SequenceList | Denied

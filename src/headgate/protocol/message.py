@@ -47,8 +47,8 @@ class Suspend(msgspec.Struct, frozen=True, array_like=True, tag="suspend"):
     suspended: bool
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    """A command, answered by an `Answer` of the same number."""
+class CommandCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """A command, answered by an `CommandAnswer` of the same number."""
 
     client: int
     number: int
@@ -126,15 +126,15 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     status: EngineStatus
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="told"):
     outputs: Outputs
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+class CommandAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     number: int
     result: Result
 
 
-Message = Submit | Abort | Suspend | Call  # for the step loop
-FromClient = Hello | Submit | Abort | Suspend | Call | Ping
-FromEngine = Welcome | Pong | Told | Answer
+Message = Submit | Abort | Suspend | CommandCall  # for the step loop
+FromClient = Hello | Submit | Abort | Suspend | CommandCall | Ping
+FromEngine = Welcome | Pong | StepOutputs | CommandAnswer

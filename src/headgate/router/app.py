@@ -38,13 +38,13 @@ from headgate.edge.reading import read_control, read_object
 from headgate.edge.responses import error_response, json_response
 from headgate.edge.routing import Handler, routes_of
 from headgate.errors import RequestError
-from headgate.router import dialects, looking, requests, scaling, workers
-from headgate.router.abort import RouterAbortResult, Scope, abort
-from headgate.router.control import FleetControls, Partial, RouterResult
-from headgate.router.dashboard import RouterSource
-from headgate.router.fanout import Asking
-from headgate.router.following import Follower
-from headgate.router.metrics import render
+from headgate.router.control import compat, fleet_status, membership, requests, scaling
+from headgate.router.control.abort import RouterAbortResult, RouterScope, abort
+from headgate.router.control.dashboard import RouterSource
+from headgate.router.control.fan_out import CallerHeaders
+from headgate.router.control.lifecycle import FleetControls, Partial, RouterResult
+from headgate.router.control.metrics import render
+from headgate.router.fleet.catch_up import CatchUp
 
 if TYPE_CHECKING:
     from headgate.router.router import Router
@@ -59,13 +59,13 @@ class ControlPlane:
         self._router = router
         self._version = version
         self.controls = FleetControls(router)
-        self.registry = workers.Registry(router)
+        self.registry = membership.Registry(router)
         self._feed = Feed(RouterSource(router, version))
-        self.app = App(self._routes(), router.keys)
+        self.app = RouterApp(self._routes(), router.keys)
 
     async def run(self) -> None:
         """Look after workers that come back, and those whose heartbeats stop."""
-        follower = Follower(self._router, self.controls)
+        follower = CatchUp(self._router, self.controls)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(follower.run())
@@ -76,7 +76,7 @@ class ControlPlane:
 
     def _routes(self) -> Sequence[BaseRoute]:
         operations = [each for each in ON_ROUTERS if not isinstance(each.fan_out, Relay)]
-        fanned_out = dialects.handlers(self._router, self.controls, operations)
+        fanned_out = compat.handlers(self._router, self.controls, operations)
         return routes_of(operations, {**self._handlers(), **fanned_out})
 
     def _handlers(self) -> dict[Operation, Handler]:
@@ -127,19 +127,21 @@ class ControlPlane:
         return await self._end(request, abort_of(await read_object(request)))
 
     async def _end(self, request: Request, body: AbortRequest) -> Response:
-        result = await abort(self._router, body, _scope(request), Asking.of(request))
+        result = await abort(self._router, body, _scope(request), CallerHeaders.of(request))
         return _answer(request, result, done=body.wait and not result.errors)
 
     async def _list_requests(self, request: Request) -> Response:
-        return json_response(await requests.list_requests(self._router, _scope(request), Asking.of(request)))
+        return json_response(await requests.list_requests(self._router, _scope(request), CallerHeaders.of(request)))
 
     async def _show_request(self, request: Request) -> Response:
         name = request.path_params["id"]
-        return json_response(await requests.show_request(self._router, _scope(request), Asking.of(request), name))
+        return json_response(
+            await requests.show_request(self._router, _scope(request), CallerHeaders.of(request), name)
+        )
 
     async def _delete_request(self, request: Request) -> Response:
         name = request.path_params["id"]
-        result = await abort(self._router, AbortRequest(req_ids=[name]), _scope(request), Asking.of(request))
+        result = await abort(self._router, AbortRequest(req_ids=[name]), _scope(request), CallerHeaders.of(request))
         if result.not_found:
             raise NotFound(
                 f"there is no request {name!r}, or it ended long ago", param="id", code="request_not_found"
@@ -150,39 +152,39 @@ class ControlPlane:
 
     async def _pause(self, request: Request) -> Response:
         body = await read_control(request, PauseRequest)
-        return _told(request, await self.controls.pause(body, Asking.of(request)))
+        return _told(request, await self.controls.pause(body, CallerHeaders.of(request)))
 
     async def _resume(self, request: Request) -> Response:
         body = await read_control(request, ControlBody)
-        return _told(request, await self.controls.resume(body, Asking.of(request)))
+        return _told(request, await self.controls.resume(body, CallerHeaders.of(request)))
 
     async def _is_paused(self, request: Request) -> Response:
-        return _answer(request, await self.controls.look(Asking.of(request)), done=True)
+        return _answer(request, await self.controls.look(CallerHeaders.of(request)), done=True)
 
     async def _update_weights(self, request: Request) -> Response:
         body = await read_control(request, FleetUpdate)
-        return _told(request, await self.controls.update(body, Asking.of(request)))
+        return _told(request, await self.controls.update(body, CallerHeaders.of(request)))
 
     async def _sleep(self, request: Request) -> Response:
         body = await read_control(request, MemoryRequest)
-        return _told(request, await self.controls.sleep(body, Asking.of(request)))
+        return _told(request, await self.controls.sleep(body, CallerHeaders.of(request)))
 
     async def _wakeup(self, request: Request) -> Response:
         body = await read_control(request, MemoryRequest)
-        return _told(request, await self.controls.wake(body, Asking.of(request)))
+        return _told(request, await self.controls.wake(body, CallerHeaders.of(request)))
 
     async def _flush_cache(self, request: Request) -> Response:
         body = await read_control(request, ControlBody)
-        return _told(request, await self.controls.flush(body, Asking.of(request)))
+        return _told(request, await self.controls.flush(body, CallerHeaders.of(request)))
 
     # -- workers ----------------------------------------------------------------------
 
     async def _list_workers(self, request: Request) -> Response:
-        return JSONResponse({"workers": [workers.describe(worker) for worker in self._router.fleet.everyone]})
+        return JSONResponse({"workers": [membership.describe(worker) for worker in self._router.fleet.everyone]})
 
     async def _add_worker(self, request: Request) -> Response:
         worker = self.registry.join(await read_control(request, Joining))
-        return JSONResponse(workers.describe(worker))
+        return JSONResponse(membership.describe(worker))
 
     async def _remove_worker(self, request: Request) -> Response:
         url = request.path_params.get("url") or request.query_params.get("url")
@@ -191,7 +193,7 @@ class ControlPlane:
         timeout_s: float = convert(_number(request, "timeout", DRAIN_S), Seconds, "timeout")
         worker = await self.registry.leave(url, timeout_s)
         return JSONResponse(
-            {"drained": not worker.in_flight, **workers.describe(worker)}, 202 if worker.in_flight else 200
+            {"drained": not worker.in_flight, **membership.describe(worker)}, 202 if worker.in_flight else 200
         )
 
     async def _show_scale(self, request: Request) -> Response:
@@ -204,20 +206,22 @@ class ControlPlane:
     # -- looking ----------------------------------------------------------------------
 
     async def _loads(self, request: Request) -> Response:
-        return json_response(await looking.loads(self._router, Asking.of(request)))
+        return json_response(await fleet_status.loads(self._router, CallerHeaders.of(request)))
 
     async def _models(self, request: Request) -> Response:
-        models = await looking.models(self._router, Asking.of(request))
+        models = await fleet_status.models(self._router, CallerHeaders.of(request))
         return json_response({"object": "list", "data": list(models.values())})
 
     async def _model(self, request: Request) -> Response:
-        return json_response(await looking.model(self._router, Asking.of(request), request.path_params["model"]))
+        return json_response(
+            await fleet_status.model(self._router, CallerHeaders.of(request), request.path_params["model"])
+        )
 
     async def _health(self, request: Request) -> Response:
-        return _probe(*looking.health(self._router))
+        return _probe(*fleet_status.health(self._router))
 
     async def _ready(self, request: Request) -> Response:
-        return _probe(*looking.readiness(self._router))
+        return _probe(*fleet_status.readiness(self._router))
 
     async def _live(self, request: Request) -> Response:
         return _probe(True, {"status": "ok"})
@@ -237,23 +241,23 @@ class ControlPlane:
     # -- other systems' names -----------------------------------------------------------
 
     async def _abort_request(self, request: Request) -> Response:
-        return await dialects.abort_request(self._router, request, _scope(request))
+        return await compat.abort_request(self._router, request, _scope(request))
 
     async def _is_paused_there(self, request: Request) -> Response:
-        return await dialects.is_paused(self.controls, request)
+        return await compat.is_paused(self.controls, request)
 
     async def _is_sleeping(self, request: Request) -> Response:
-        return await dialects.is_sleeping(self.controls, request)
+        return await compat.is_sleeping(self.controls, request)
 
     async def _get_world_size(self, request: Request) -> Response:
-        return await dialects.get_world_size(self._router, request)
+        return await compat.get_world_size(self._router, request)
 
 
 # ------------------------------------------------------------------------------------------------------ bodies, answers
 
 
-def _scope(request: Request) -> Scope:
-    return Scope(request.state.tenant, request.state.admin)
+def _scope(request: Request) -> RouterScope:
+    return RouterScope(request.state.tenant, request.state.admin)
 
 
 def _number(request: Request, name: str, default: float) -> float:
@@ -294,7 +298,7 @@ def _partial(error: Partial, request_id: str) -> Response:
 # ------------------------------------------------------------------------------------------------------------------ app
 
 
-class App(Starlette):
+class RouterApp(Starlette):
     """Starlette's router and state, with our gate in place of its middleware."""
 
     def __init__(self, routes: Sequence[BaseRoute], keys: Keys) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from headgate.router.attempt import Answered, Lost, Outcome, Streamed, Veiled
-from headgate.router.worker import Worker
+from headgate.router.exchange.attempt import Answered, Lost, Outcome, Streamed, Withheld
+from headgate.router.fleet.worker import Worker
 
-OUTCOMES = {kind: kind.__name__.lower() for kind in (Answered, Streamed, Veiled, Lost)}
+OUTCOMES = {kind: kind.__name__.lower() for kind in (Answered, Streamed, Withheld, Lost)}
 
 
-class Counters:
+class RouterCounters:
     """What has happened so far, for `/metrics`."""
 
     def __init__(self) -> None:

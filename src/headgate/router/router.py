@@ -28,28 +28,28 @@ from headgate.edge.tenant_store import TenantStore
 from headgate.errors import DuplicateId, RequestError, Unavailable
 from headgate.protocol.command import PauseMode
 from headgate.protocol.output import Cause
-from headgate.router.ask import Ask, read_ask
-from headgate.router.attempt import Answered, Lost, Outcome
-from headgate.router.counters import Counters
-from headgate.router.disagg import PREFILL
-from headgate.router.downstream import Answering, Connections, Downstream, Head, HttpRequest, error_answer
-from headgate.router.fanout import WorkerCalls
-from headgate.router.fast_path import PYTHON, FastPath
-from headgate.router.fleet import Fleet, Half
-from headgate.router.forwarding import Forwarder
-from headgate.router.hits import note as note_hits
-from headgate.router.index import Found, Match, Path, PrefixIndex
-from headgate.router.placement import Placement
-from headgate.router.policy import POLICIES, Policy
-from headgate.router.relay import Exchange, NoWorker
-from headgate.router.retry_state import RetryBudget, RetryState
-from headgate.router.scaler import Scaler
-from headgate.router.story import Memory, Moved
-from headgate.router.upstream import Headers
-from headgate.router.worker import Worker
+from headgate.router.control.fan_out import WorkerCalls
+from headgate.router.counters import RouterCounters
+from headgate.router.data_path.downstream import Answering, Connections, Downstream, Head, HttpRequest, error_answer
+from headgate.router.data_path.fast_path import PYTHON, FastPath
+from headgate.router.data_path.forwarding import Forwarder
+from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.data_path.upstream import Headers
+from headgate.router.exchange.attempt import Answered, Lost, Outcome
+from headgate.router.exchange.placement import Placement
+from headgate.router.exchange.prefill import PREFILL
+from headgate.router.exchange.relay import Exchange, NoWorker
+from headgate.router.exchange.retry_state import RetryBudget, RetryState
+from headgate.router.exchange.timeline import MovedRequest, MovedRequests
+from headgate.router.fleet.fleet import Half, Workers
+from headgate.router.fleet.policy import POLICIES, Policy
+from headgate.router.fleet.prefix_hits import note as note_hits
+from headgate.router.fleet.prefix_index import Match, Path, PrefixIndex, WorkerPrefix
+from headgate.router.fleet.scaler import Scaler
+from headgate.router.fleet.worker import Worker
 
 if TYPE_CHECKING:
-    from headgate.router.bridge import Bridge
+    from headgate.router.data_path.bridge import Bridge
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ Key = tuple[str, str, int]  # tenant, id, and the number of a retry that attache
 KEPT_KEYS = 10_000  # Idempotency-Keys, each with the worker that has its answer
 
 
-def _missing(ask: Ask, found: Found | None) -> int:
+def _missing(ask: RequestInfo, found: WorkerPrefix | None) -> int:
     """Tokens of the prompt that are not in a worker's cache, as far as we know."""
     return ask.tokens if found is None else int(ask.tokens * (1 - found.size / len(ask.prompt)))
 
@@ -85,7 +85,7 @@ class Router:
         self._peek = fast_path.peek
         self.loop = asyncio.get_running_loop()
         self.random = random.Random(seed)
-        self.fleet = Fleet(connect_timeout_s=config.connect_timeout_s, clock=self.loop.time, fast_path=fast_path)
+        self.fleet = Workers(connect_timeout_s=config.connect_timeout_s, clock=self.loop.time, fast_path=fast_path)
         self.fleet.on_lost = self._worker_lost
         self.fleet.on_change = self._fleet_changed
         self.index = PrefixIndex(config.index_nodes, fast_path)
@@ -95,8 +95,8 @@ class Router:
         self.worker_calls = WorkerCalls(self.fleet, self.credentials, self.fleet_changed)
         self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
         self.live: dict[Key, Exchange] = {}
-        self.moved = Memory()
-        self.counters = Counters()
+        self.moved = MovedRequests()
+        self.counters = RouterCounters()
         self.departures = Departures(log)
         self.connections = Connections(
             self.handle, config.max_body_bytes, config.client_stall_timeout_s, self.fleet.outbox, fast_path
@@ -183,7 +183,7 @@ class Router:
         if self.live.get(exchange.key) is exchange:
             del self.live[exchange.key]
             if exchange.departures:
-                self.moved.keep(exchange.tenant, exchange.id, Moved(exchange.began, exchange.departures))
+                self.moved.keep(exchange.tenant, exchange.id, MovedRequest(exchange.began, exchange.departures))
             if self.draining and not self.live:
                 self._emptied.set()
 
@@ -328,7 +328,7 @@ class Router:
                 workers = self._able("any", model, retry_state.unwilling, going_on)
         return workers
 
-    def _look_up(self, ask: Ask, half: Half) -> tuple[Path | None, Match]:
+    def _look_up(self, ask: RequestInfo, half: Half) -> tuple[Path | None, Match]:
         if half == "mixed" and not self._policies[half].uses_index:
             return None, Match({}, [])
         path = self.index.path(ask.root, ask.prompt, chat=ask.chat)
@@ -347,7 +347,9 @@ class Router:
         worker = self._keyed.get(tenant, key)
         return worker if worker in workers else None
 
-    def _prefiller(self, worker: Worker, ask: Ask, match: Match, retry_state: RetryState | None) -> Worker | None:
+    def _prefiller(
+        self, worker: Worker, ask: RequestInfo, match: Match, retry_state: RetryState | None
+    ) -> Worker | None:
         """Somebody else for the prompt, unless it is short or `worker` has most of it."""
         missing = _missing(ask, match.found.get(worker))
         if worker.kind != "headgate" or ask.n > 1 or missing < self.config.disaggregate_tokens:

@@ -13,16 +13,16 @@ import uvloop
 
 from headgate.allocator import keep_freed_memory
 from headgate.collector import spare_the_collector
-from headgate.compiling import Unavailable
+from headgate.compiling import NotCompiled
 from headgate.config import RouteConfig, WorkerAddress
 from headgate.errors import HeadgateError, RequestError
 from headgate.listening import StopSignals, url_of
 from headgate.router.app import ControlPlane
-from headgate.router.bridge import Bridge
-from headgate.router.fast_path import PYTHON, FastPath, compiled
-from headgate.router.monitor import Monitor
+from headgate.router.data_path.bridge import Bridge
+from headgate.router.data_path.fast_path import PYTHON, FastPath, compiled
+from headgate.router.fleet.monitor import Monitor
+from headgate.router.fleet.worker import Worker
 from headgate.router.router import Router
-from headgate.router.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def prepare_process() -> FastPath:
     """Set up this process for routing, once. Returns the compiled fast path, or the one in Python without a compiler."""
     keep_freed_memory()
     chosen = compiled()
-    if isinstance(chosen, Unavailable):
+    if isinstance(chosen, NotCompiled):
         log.warning("routing in Python alone: %s", chosen.reason)
         return PYTHON
     return chosen
@@ -153,7 +153,7 @@ def _says(line: str) -> bool:
 
 def parse_worker(text: str, where: str) -> WorkerAddress:
     from headgate.contract.fleet import ROLES
-    from headgate.router.fleet import checked_url
+    from headgate.router.fleet.fleet import checked_url
 
     url, *rest = text.split()
     role = rest[0] if rest else "mixed"

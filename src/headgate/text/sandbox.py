@@ -39,7 +39,7 @@ from headgate.errors import BrokenCheckpoint
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemplateLimits:
     chars: int = 4_000_000  # of the prompt, and of any value on the way to it
     chars_in_all: int = 200_000_000  # of all values that are made on the way
     seconds: float = 2.0
@@ -55,7 +55,7 @@ LONGEST_PATTERN = 256  # characters of a date format, each of which can stand fo
 class _Budget:
     """What one rendering may still use."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: TemplateLimits) -> None:
         self._limits = limits
         self._deadline = time.monotonic() + limits.seconds
         self._last = time.thread_time() + limits.seconds
@@ -93,7 +93,7 @@ class _Budget:
         return "".join(kept)
 
 
-def render(template: jinja2.Template, variables: Mapping[str, Any], limits: Limits) -> str:
+def render(template: jinja2.Template, variables: Mapping[str, Any], limits: TemplateLimits) -> str:
     """Run a template that `Sandbox.load` made. What it does wrong, or too much of, is a jinja2.TemplateError."""
     budget = _Budget(limits)
     token = _budget.set(budget)

@@ -17,9 +17,9 @@ from typing import Any
 import jinja2
 
 from headgate.errors import BrokenCheckpoint, RequestError
-from headgate.text.sandbox import Limits, Sandbox, render
+from headgate.model_store.gguf import read_gguf
+from headgate.text.sandbox import Sandbox, TemplateLimits, render
 from headgate.text.tokenizer import read_json
-from headgate.zoo.gguf import read_gguf
 
 Message = Mapping[str, Any]
 
@@ -32,12 +32,12 @@ class ChatTemplate:
         sources: str | Mapping[str, str],
         *,
         variables: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
+        limits: TemplateLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """`sources` by name, of which "default" and "tool_use" are known; `variables` are the special tokens."""
         self._variables = dict(variables or {})
-        self._limits = limits or Limits()
+        self._limits = limits or TemplateLimits()
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.source = "\n".join(named.values())  # all of them, for whoever asks what they teach the model
         sandbox = Sandbox(now)

@@ -20,9 +20,9 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from headgate.errors import BrokenCheckpoint, ContextTooLong, HeadgateError, UnsupportedModel
+from headgate.model_store.gguf import GGUFFile, read_gguf
 from headgate.text.bounds import longest_token
 from headgate.text.gguf import byte_level_backend
-from headgate.zoo.gguf import GGUFFile, read_gguf
 
 # Any one of these says that a folder without tokenizer.json has a tokenizer that `transformers` can build.
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")

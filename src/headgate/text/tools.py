@@ -126,20 +126,20 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     id: str
     name: str
     arguments: str
 
 
-def parse_calls(text: str, format: ToolFormat, *, names: Collection[str], seed: str) -> tuple[str, list[Call]]:
+def parse_calls(text: str, format: ToolFormat, *, names: Collection[str], seed: str) -> tuple[str, list[ParsedCall]]:
     """Content and calls of a complete answer: what a `ToolParser` would have said in all."""
     parser = ToolParser(format, names=names, seed=seed)
     pushed, finished = parser.push(text), parser.finish()
     deltas = pushed[1] + finished[1]
     heads = [delta for delta in deltas if delta.name is not None]
     calls = [
-        Call(
+        ParsedCall(
             head.id or "", head.name or "", "".join(delta.arguments for delta in deltas if delta.index == head.index)
         )
         for head in heads

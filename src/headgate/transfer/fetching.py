@@ -17,12 +17,12 @@ from headgate.transfer.frames import (
     Attach,
     BadFrame,
     Checksum,
-    Header,
-    Kind,
+    FrameHeader,
+    FrameKind,
     encode,
     pieces,
 )
-from headgate.transfer.link import Body, Hung, Link
+from headgate.transfer.link import Body, Link, PeerGone
 from headgate.transfer.transport import BlockMemory
 
 
@@ -30,7 +30,7 @@ class Dropped(Exception):
     """The other engine will not send it, and says why."""
 
 
-class Client(Link):
+class FetchClient(Link):
     """Holds what a ticket names: attached from the start, fetching once it is told where to."""
 
     protocol = PROTOCOL
@@ -60,10 +60,10 @@ class Client(Link):
     def connect(self) -> None:
         """The socket can be written for the first time: either we are through or we never will be."""
         if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise Hung(f"no connection ({error})")
+            raise PeerGone(f"no connection ({error})")
         self.connected = True
         body = msgspec.msgpack.encode(self._attachment())
-        self.say(encode(Header(Kind.ATTACH, length=len(body)), body))
+        self.say(encode(FrameHeader(FrameKind.ATTACH, length=len(body)), body))
         self._ask()
 
     def _attachment(self) -> Attach:
@@ -77,10 +77,10 @@ class Client(Link):
 
     def _ask(self) -> None:
         if self.fetch is not None and self.connected:
-            self.say(encode(Header(Kind.FETCH, self.fetch.skip, len(self.fetch.blocks))))
+            self.say(encode(FrameHeader(FrameKind.FETCH, self.fetch.skip, len(self.fetch.blocks))))
 
-    def body_for(self, header: Header) -> Body:
-        if header.kind is Kind.BLOCKS:
+    def body_for(self, header: FrameHeader) -> Body:
+        if header.kind is FrameKind.BLOCKS:
             yield from self._room_for(self._next_blocks(header))
             return
         self._said = bytearray(header.length)
@@ -96,7 +96,7 @@ class Client(Link):
         if told != checksum.digest():
             raise BadFrame("wrong checksum")
 
-    def _next_blocks(self, header: Header) -> tuple[int, ...]:
+    def _next_blocks(self, header: FrameHeader) -> tuple[int, ...]:
         """Where the blocks go that this frame tells of."""
         fetch = self.fetch
         if fetch is None or header.a != fetch.skip + self._told or not header.b:
@@ -106,27 +106,27 @@ class Client(Link):
         start, self._told = self._told, self._told + header.b
         return fetch.blocks[start : self._told]
 
-    def heard(self, header: Header) -> None:
+    def heard(self, header: FrameHeader) -> None:
         self.heard_s = self._clock()
         match header.kind:
-            case Kind.TAKEN:
+            case FrameKind.TAKEN:
                 self.attached = True
                 self._beat_s = header.a / 3000
                 self._next_beat_s = self.heard_s + self._beat_s
-            case Kind.BLOCKS:
+            case FrameKind.BLOCKS:
                 pass  # they are where they belong
-            case Kind.END:
+            case FrameKind.END:
                 if self.fetch is None or self._told != len(self.fetch.blocks):
                     raise BadFrame("an end before the last block")
                 self._hear_end()
-            case Kind.DROP:
+            case FrameKind.DROP:
                 raise Dropped(self._said.decode(errors="replace"))
             case _:
                 raise BadFrame(f"{header.kind.name} from the engine that serves")
 
     def _hear_end(self) -> None:
         self.fetched = True
-        self.say(encode(Header(Kind.DONE)))
+        self.say(encode(FrameHeader(FrameKind.DONE)))
 
     def hang_up(self) -> None:
         """The connection is over."""
@@ -135,7 +135,7 @@ class Client(Link):
         """Say that we are alive, and notice when the other side is not."""
         waiting = self.fetch is not None or not self.attached
         if waiting and now_s - self.heard_s >= self._wait_s:
-            raise Hung("timeout")
+            raise PeerGone("timeout")
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self._beat_s
-            self.say(encode(Header(Kind.BEAT)))
+            self.say(encode(FrameHeader(FrameKind.BEAT)))

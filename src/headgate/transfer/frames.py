@@ -42,7 +42,7 @@ MOST_AGENT_BYTES = 2**18
 MOST_PIECES = 64
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     ATTACH = 1
     FETCH = 2
     BEAT = 3
@@ -62,8 +62,8 @@ class BadFrame(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    kind: Kind
+class FrameHeader:
+    kind: FrameKind
     a: int = 0
     b: int = 0
     length: int = 0
@@ -73,13 +73,13 @@ class Header:
         return _HEADER.pack(MAGIC, self.kind, self.a, self.b, self.length, self.checksum)
 
 
-def decode_header(data: bytes | bytearray) -> Header:
+def decode_header(data: bytes | bytearray) -> FrameHeader:
     magic, kind, a, b, length, checksum = _HEADER.unpack(data)
-    if magic != MAGIC or kind not in Kind._value2member_map_:
+    if magic != MAGIC or kind not in FrameKind._value2member_map_:
         raise BadFrame("not a frame")
-    if kind != Kind.BLOCKS and length > (MOST_AGENT_BYTES if kind == Kind.AGENT else MOST_BODY_BYTES):
+    if kind != FrameKind.BLOCKS and length > (MOST_AGENT_BYTES if kind == FrameKind.AGENT else MOST_BODY_BYTES):
         raise BadFrame(f"a body of {length} bytes")
-    return Header(Kind(kind), a, b, length, checksum)
+    return FrameHeader(FrameKind(kind), a, b, length, checksum)
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True):
@@ -138,5 +138,5 @@ class Cursor:
             self._buffers[self._next] = self._buffers[self._next][count:]
 
 
-def encode(header: Header, body: bytes = b"") -> list[memoryview]:
+def encode(header: FrameHeader, body: bytes = b"") -> list[memoryview]:
     return [memoryview(header.encode()), *([memoryview(body)] if body else [])]

@@ -7,14 +7,14 @@ import socket
 from collections.abc import Iterable, Iterator
 from selectors import EVENT_READ
 
-from headgate.transfer.frames import HEADER_BYTES, BadFrame, Cursor, Header, decode_header
+from headgate.transfer.frames import HEADER_BYTES, BadFrame, Cursor, FrameHeader, decode_header
 
 Body = Iterator[list[memoryview]]  # the next portion is asked for when the last has been sent or filled
 
 MOST_BYTES_PER_TURN = 8 * 2**20  # before other connections have theirs
 
 
-class Hung(Exception):
+class PeerGone(Exception):
     """The other side is gone."""
 
 
@@ -28,15 +28,15 @@ class Link:
         self.closing = False  # everything to be said has been
         self._out = Cursor()
         self._head = bytearray(HEADER_BYTES)
-        self._header: Header | None = None
+        self._header: FrameHeader | None = None
         self._body: Body = iter(())
         self._left = 0  # bytes of the body
         self._into = Cursor([memoryview(self._head)])
 
-    def body_for(self, header: Header) -> Body:
+    def body_for(self, header: FrameHeader) -> Body:
         raise NotImplementedError
 
-    def heard(self, header: Header) -> None:
+    def heard(self, header: FrameHeader) -> None:
         raise NotImplementedError
 
     def more(self) -> None:
@@ -58,7 +58,7 @@ class Link:
             except BlockingIOError:
                 break
             except OSError as error:
-                raise Hung(_why(error)) from error
+                raise PeerGone(_why(error)) from error
             self._out.advance(count)
             sent += count
         return sent
@@ -77,9 +77,9 @@ class Link:
             except BlockingIOError:
                 break
             except OSError as error:
-                raise Hung(_why(error)) from error
+                raise PeerGone(_why(error)) from error
             if not count:
-                raise Hung("closed")
+                raise PeerGone("closed")
             came += count
             self._into.advance(count)
             if not self._into:

@@ -24,16 +24,16 @@ import msgspec
 
 from headgate.protocol.message import TransferCounts
 from headgate.protocol.request import Ticket
-from headgate.transfer.fetching import Client
-from headgate.transfer.frames import NIXL_PROTOCOL, PROTOCOL, Attach, BadFrame, Header, Kind, encode
-from headgate.transfer.serving import MESSAGE_BYTES, Offer, Server
+from headgate.transfer.fetching import FetchClient
+from headgate.transfer.frames import NIXL_PROTOCOL, PROTOCOL, Attach, BadFrame, FrameHeader, FrameKind, encode
+from headgate.transfer.serving import MESSAGE_BYTES, LeaseServer, Offer
 from headgate.transfer.slots import PLACE, SlotServer
 from headgate.transfer.staging import Agent, Read, Remote
 from headgate.transfer.tcp import TICK_S, Address, TcpTransport
 from headgate.transfer.transport import BlockMemory, Event
 
 
-class Shown(msgspec.Struct, frozen=True, array_like=True):
+class NixlSlots(msgspec.Struct, frozen=True, array_like=True):
     """What D must know to read P's slots."""
 
     metadata: bytes
@@ -42,7 +42,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class NixlReady:
     blocks: tuple[int, ...]
     digest: bytes
     address: int
@@ -79,10 +79,10 @@ class NixlTransport(TcpTransport):
             if isinstance(client, NixlClient) and client.reading:
                 self._guard(client, 0)
 
-    def _server(self, sock: socket.socket) -> Server:
+    def _server(self, sock: socket.socket) -> LeaseServer:
         return NixlServer(self._agent, sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock)
 
-    def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> Client:
+    def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> FetchClient:
         if self._agent.stuck:
             return super()._client(sock, id, ticket)
         return NixlClient(self._agent, sock, id, ticket, self._memory, self._wait_s, self._clock)
@@ -109,8 +109,8 @@ class NixlServer(SlotServer):
         super()._attach(attach)
         if self.offer is not None and attach.protocol == NIXL_PROTOCOL:
             self._beside = True
-            body = msgspec.msgpack.encode(Shown(self._agent.metadata, *self._agent.out.region))
-            self.say(encode(Header(Kind.AGENT, length=len(body)), body))
+            body = msgspec.msgpack.encode(NixlSlots(self._agent.metadata, *self._agent.out.region))
+            self.say(encode(FrameHeader(FrameKind.AGENT, length=len(body)), body))
 
     def _send_blocks(self, offer: Offer, stop: int) -> None:
         slots = self._agent.out
@@ -124,7 +124,7 @@ class NixlServer(SlotServer):
         self._agent.stir()
 
 
-class NixlClient(Client):
+class NixlClient(FetchClient):
     protocol = NIXL_PROTOCOL
 
     def __init__(
@@ -139,33 +139,33 @@ class NixlClient(Client):
     ) -> None:
         super().__init__(sock, id, ticket, memory, wait_s, clock)
         self._agent = agent
-        self._shown: Shown | None = None
+        self._shown: NixlSlots | None = None
         self._remote: Remote | None = None
-        self._ready: deque[Ready] = deque()
-        self._reads: deque[tuple[Ready, Read]] = deque()
+        self._ready: deque[NixlReady] = deque()
+        self._reads: deque[tuple[NixlReady, Read]] = deque()
         self._end_heard = False
 
     @property
     def reading(self) -> bool:
         return bool(self._ready or self._reads)
 
-    def heard(self, header: Header) -> None:
+    def heard(self, header: FrameHeader) -> None:
         match header.kind:
-            case Kind.AGENT if self._shown is None:
-                self._shown = msgspec.msgpack.decode(self._said, type=Shown)
-            case Kind.READY:
+            case FrameKind.AGENT if self._shown is None:
+                self._shown = msgspec.msgpack.decode(self._said, type=NixlSlots)
+            case FrameKind.READY:
                 self._ready.append(self._checked(header))
             case _:
                 super().heard(header)
 
-    def _checked(self, header: Header) -> Ready:
+    def _checked(self, header: FrameHeader) -> NixlReady:
         if self._shown is None or header.length != PLACE.size:
             raise BadFrame("blocks that are nowhere")
         blocks, (offset,) = self._next_blocks(header), PLACE.unpack(self._said)
         size = len(blocks) * self._memory.block_bytes
         if offset + size > self._shown.length or size > self._agent.into.slot_bytes:
             raise BadFrame("wrong size")
-        return Ready(blocks, header.checksum, self._shown.address + offset)
+        return NixlReady(blocks, header.checksum, self._shown.address + offset)
 
     def more(self) -> None:
         while self._reads and self._agent.is_over(self._reads[0][1]):
@@ -175,21 +175,21 @@ class NixlClient(Client):
         if self._end_heard and not self.reading and not self.fetched:
             super()._hear_end()
 
-    def _begin(self, ready: Ready) -> Read | None:
+    def _begin(self, ready: NixlReady) -> Read | None:
         if self._remote is None:
             # Not before something is ready: as long as that is so, the other side lets NIXL connect.
             assert self._shown is not None
             self._remote = self._agent.meet(self._shown.metadata)
         return self._agent.read(self._remote, ready.address, len(ready.blocks) * self._memory.block_bytes)
 
-    def _take_read(self, ready: Ready, read: Read) -> None:
+    def _take_read(self, ready: NixlReady, read: Read) -> None:
         self.heard_s = self._clock()
         digest = self._agent.into.read(read.slot, self._memory.room(ready.blocks))
         self._agent.put_away(read)
         if digest != ready.digest:
             raise BadFrame("wrong checksum")
         self._agent.received_bytes += len(ready.blocks) * self._memory.block_bytes
-        self.say(encode(Header(Kind.TOOK)))
+        self.say(encode(FrameHeader(FrameKind.TOOK)))
 
     def _hear_end(self) -> None:
         self._end_heard = True  # and `more` says DONE after the last read

@@ -14,8 +14,8 @@ from headgate.transfer.frames import (
     Attach,
     BadFrame,
     Checksum,
-    Header,
-    Kind,
+    FrameHeader,
+    FrameKind,
     encode,
     pieces,
 )
@@ -38,7 +38,7 @@ class Offer:
     taken: bool = False  # somebody is attached to it
 
 
-class Server(Link):
+class LeaseServer(Link):
     """Serves one connection. A lease is good for one: when that ends, so does the lease."""
 
     protocols: tuple[int, ...] = (PROTOCOL,)
@@ -61,22 +61,22 @@ class Server(Link):
         self._next, self._end, self._fetching = 0, 0, False
         self._at_once = max(1, MESSAGE_BYTES // memory.block_bytes)
 
-    def body_for(self, header: Header) -> Body:
-        if header.kind is Kind.ATTACH and header.length:
+    def body_for(self, header: FrameHeader) -> Body:
+        if header.kind is FrameKind.ATTACH and header.length:
             self._said = bytearray(header.length)
             yield [memoryview(self._said)]
 
-    def heard(self, header: Header) -> None:
+    def heard(self, header: FrameHeader) -> None:
         if self.closing:
             return  # said before our last word was heard
         match header.kind:
-            case Kind.ATTACH:
+            case FrameKind.ATTACH:
                 self._attach(msgspec.msgpack.decode(self._said, type=Attach))
-            case Kind.FETCH:
+            case FrameKind.FETCH:
                 self._fetch(header.a, header.b)
-            case Kind.BEAT:
+            case FrameKind.BEAT:
                 self._renew()
-            case Kind.DONE:
+            case FrameKind.DONE:
                 self._done()
             case _:
                 raise BadFrame(f"{header.kind.name} from the engine that fetches")
@@ -98,7 +98,7 @@ class Server(Link):
             offer.taken = True
             self.offer = offer
             self._renew()
-            self.say(encode(Header(Kind.TAKEN, a=int(self._lease_s * 1000))))
+            self.say(encode(FrameHeader(FrameKind.TAKEN, a=int(self._lease_s * 1000))))
 
     def _fetch(self, skip: int, count: int) -> None:
         offer = self._owned()
@@ -124,7 +124,7 @@ class Server(Link):
 
     def _drop(self, reason: str) -> None:
         text = reason.encode()
-        self.say(encode(Header(Kind.DROP, length=len(text)), text))
+        self.say(encode(FrameHeader(FrameKind.DROP, length=len(text)), text))
         self._close_soon()
 
     def _close_soon(self) -> None:
@@ -145,7 +145,7 @@ class Server(Link):
         elif self._fetching and self._next == self._end:
             # Everything has been read, and the blocks were still ours after that: what was sent is what it should be.
             self._fetching = False
-            self.say(encode(Header(Kind.END)))
+            self.say(encode(FrameHeader(FrameKind.END)))
 
     def _send_blocks(self, offer: Offer, stop: int) -> None:
         blocks = offer.blocks[self._next : stop]
@@ -153,7 +153,7 @@ class Server(Link):
         self._sending = self._body_of(blocks)
         # Read before it is announced: an announced body must follow, even if a cache that sleeps has no memory by then.
         first = next(self._sending)
-        self.say([*encode(Header(Kind.BLOCKS, self._next, len(blocks), length)), *first])
+        self.say([*encode(FrameHeader(FrameKind.BLOCKS, self._next, len(blocks), length)), *first])
         self._next = stop
 
     def _body_of(self, blocks: tuple[int, ...]) -> Body:

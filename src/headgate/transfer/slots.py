@@ -7,15 +7,15 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-from headgate.transfer.frames import BadFrame, Header, Kind, encode
-from headgate.transfer.serving import Offer, Server
+from headgate.transfer.frames import BadFrame, FrameHeader, FrameKind, encode
+from headgate.transfer.serving import LeaseServer, Offer
 from headgate.transfer.transport import BlockMemory, Event
 
 AHEAD = 2  # slots of one connection: one is read while the next is filled
 PLACE = struct.Struct("<Q")  # where in the slots; what READY says
 
 
-class SlotServer(Server):
+class SlotServer(LeaseServer):
     """Whoever lends slots is one of these, and says by `give` how one comes home."""
 
     def __init__(
@@ -36,8 +36,8 @@ class SlotServer(Server):
     def must_wait(self) -> bool:
         return len(self._lent) >= AHEAD
 
-    def heard(self, header: Header) -> None:
-        if header.kind is Kind.TOOK:
+    def heard(self, header: FrameHeader) -> None:
+        if header.kind is FrameKind.TOOK:
             self._take_back()
         else:
             super().heard(header)
@@ -50,7 +50,7 @@ class SlotServer(Server):
     def say_ready(self, stop: int, place: int, digest: bytes) -> int:
         """The blocks up to `stop` are at `place`; returns how many bytes they are."""
         count, body = stop - self._next, PLACE.pack(place)
-        self.say(encode(Header(Kind.READY, self._next, count, len(body), digest), body))
+        self.say(encode(FrameHeader(FrameKind.READY, self._next, count, len(body), digest), body))
         self._next = stop
         return count * self._memory.block_bytes
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from headgate.errors import RequestError
 from headgate.transfer.frames import Checksum
-from headgate.transfer.link import Hung
+from headgate.transfer.link import PeerGone
 from headgate.transfer.transport import Portion, Words
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Agent:
         """`leave` must follow."""
         remote = self._remotes.get(metadata)
         if remote is not None and remote.failed:
-            raise Hung("read failed")  # its last users are about to leave
+            raise PeerGone("read failed")  # its last users are about to leave
         if remote is None:
             self._make_room()
             with _failing():
@@ -155,7 +155,7 @@ class Agent:
         try:
             with _failing(remote):
                 handle = self._begin(remote, address, length, slot)
-        except Hung:
+        except PeerGone:
             self.into.give(slot)  # nothing was begun
             raise
         read = Read(remote, handle, slot)
@@ -215,7 +215,7 @@ class Agent:
     def _given_up_is_over(self, read: Read) -> bool:
         try:
             return self.is_over(read)
-        except Hung:
+        except PeerGone:
             return True
 
     @property
@@ -246,7 +246,7 @@ def _failing(remote: Remote | None = None) -> Iterator[None]:
         if remote is not None:
             remote.failed = True
         log.info("NIXL: %s", error)
-        raise Hung("read failed") from error
+        raise PeerGone("read failed") from error
 
 
 def _open_agent() -> Any:

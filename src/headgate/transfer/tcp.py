@@ -26,10 +26,10 @@ from headgate.errors import RequestError
 from headgate.protocol.message import TransferCounts
 from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
-from headgate.transfer.fetching import Client, Dropped
+from headgate.transfer.fetching import Dropped, FetchClient
 from headgate.transfer.frames import BadFrame
-from headgate.transfer.link import Hung, Link
-from headgate.transfer.serving import Offer, Server
+from headgate.transfer.link import Link, PeerGone
+from headgate.transfer.serving import LeaseServer, Offer
 from headgate.transfer.transport import BlockMemory, Event, Fetched, Post
 
 log = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ class TcpTransport:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._offers: dict[int, Offer] = {}
         self._offers_lock = threading.Lock()
-        self._servers: set[Server] = set()
-        self._clients: dict[int, Client | None] = {}  # by sequence; None: lost before it was asked to fetch
-        self._parting: dict[Client, None] = {}  # nobody wants them, and P has not heard yet of which lease
+        self._servers: set[LeaseServer] = set()
+        self._clients: dict[int, FetchClient | None] = {}  # by sequence; None: lost before it was asked to fetch
+        self._parting: dict[FetchClient, None] = {}  # nobody wants them, and P has not heard yet of which lease
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._post: Post = lambda _: None
@@ -206,11 +206,11 @@ class TcpTransport:
         self._servers.add(server)
         self._selector.register(sock, server.events, server)
 
-    def _server(self, sock: socket.socket) -> Server:
-        return Server(sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock)
+    def _server(self, sock: socket.socket) -> LeaseServer:
+        return LeaseServer(sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock)
 
-    def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> Client:
-        return Client(sock, id, ticket, self._memory, self._wait_s, self._clock)
+    def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> FetchClient:
+        return FetchClient(sock, id, ticket, self._memory, self._wait_s, self._clock)
 
     def _tell(self, event: Event) -> None:
         self._post(event)
@@ -227,7 +227,7 @@ class TcpTransport:
         """Let a connection get on; whatever goes wrong is its own end and nobody else's."""
         try:
             self._get_on(link, mask, tick_s)
-        except (Hung, Dropped) as error:
+        except (PeerGone, Dropped) as error:
             self._lose(link, str(error))
         except (BadFrame, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("a transfer connection is closed: %s", error)
@@ -237,7 +237,7 @@ class TcpTransport:
             self._lose(link, "internal")
 
     def _get_on(self, link: Link, mask: int, tick_s: float | None) -> None:
-        if isinstance(link, Client):
+        if isinstance(link, FetchClient):
             if tick_s is not None:
                 link.tick(tick_s)
             if not link.connected:
@@ -246,12 +246,12 @@ class TcpTransport:
                 link.connect()
         if mask & selectors.EVENT_READ and (came := link.receive()):
             self._received += came
-            if isinstance(link, Client):
+            if isinstance(link, FetchClient):
                 link.heard_s = self._clock()
         self._sent += link.send()
-        if isinstance(link, Client) and link.fetched:
+        if isinstance(link, FetchClient) and link.fetched:
             self._end(link, ok=True)
-        elif isinstance(link, Client) and link in self._parting and link.attached:
+        elif isinstance(link, FetchClient) and link in self._parting and link.attached:
             self._part(link)
         else:
             if link.closing and not link.wants_to_send:
@@ -263,16 +263,16 @@ class TcpTransport:
                 link.events = events
 
     def _lose(self, link: Link, why: str) -> None:
-        if isinstance(link, Server):
+        if isinstance(link, LeaseServer):
             self._hang_up(link)
         elif link in self._parting:
             self._part(link)
-        elif isinstance(link, Client):
+        elif isinstance(link, FetchClient):
             self._failures[why] += 1
             log.info("KV for sequence %d is lost: %s", link.id, why)
             self._end(link, ok=False)
 
-    def _hang_up(self, server: Server) -> None:
+    def _hang_up(self, server: LeaseServer) -> None:
         self._servers.discard(server)
         self._close(server)
         server.hang_up()
@@ -338,12 +338,12 @@ class TcpTransport:
             self._parting[client] = None
         self._tell_end(client, ok=False)
 
-    def _part(self, client: Client) -> None:
+    def _part(self, client: FetchClient) -> None:
         del self._parting[client]
         self._close(client)
         client.hang_up()
 
-    def _end(self, client: Client, *, ok: bool) -> None:
+    def _end(self, client: FetchClient, *, ok: bool) -> None:
         self._close(client)
         client.hang_up()
         del self._clients[client.id]
@@ -351,7 +351,7 @@ class TcpTransport:
             self._clients[client.id] = None  # so that a fetch that comes yet fails at once
         self._tell_end(client, ok=ok)
 
-    def _tell_end(self, client: Client, *, ok: bool) -> None:
+    def _tell_end(self, client: FetchClient, *, ok: bool) -> None:
         """If there was a fetch, its end is told, once."""
         fetch, client.fetch = client.fetch, None
         if fetch is not None:

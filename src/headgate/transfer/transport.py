@@ -37,7 +37,7 @@ class Shelf(Protocol):
         """Copy blocks of our cache into a slot; returns their checksum, when it is done."""
 
 
-class Opened(Protocol):
+class ShelfReader(Protocol):
     """Another engine's shelf. It is closed when it is dropped."""
 
     slots: int
@@ -47,7 +47,7 @@ class Opened(Protocol):
         """Copy what is in a slot to blocks of our cache; returns the checksum of what was copied, when it is done."""
 
 
-class Near(Protocol):
+class SameGpuMemory(Protocol):
     """What engines whose caches are on one card can do that others cannot."""
 
     name: str  # of the card
@@ -55,7 +55,7 @@ class Near(Protocol):
     def shelf(self) -> Shelf | None:
         """Ours, if there is room for one."""
 
-    def open(self, shown: bytes) -> Opened:
+    def open(self, shown: bytes) -> ShelfReader:
         """Another engine's; OSError says why it cannot be."""
 
 
@@ -68,7 +68,7 @@ class BlockMemory(Protocol):
 
     layout: str  # KV moves only between engines whose layouts have the same name
     block_bytes: int
-    near: Near | None  # None: nobody is on the same card
+    near: SameGpuMemory | None  # None: nobody is on the same card
 
     def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
         """What these blocks hold, to be read."""

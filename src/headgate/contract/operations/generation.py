@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from headgate.contract.answers import ChatCompletion, Completion, Detokenized, Tokenized
+from headgate.contract.answers import ChatCompletion, Detokenized, TextCompletion, Tokenized
 from headgate.contract.operations.operation import GENERATED, POSTED, Access, Operation, Relay
 from headgate.contract.responses import ResponseObject
 from headgate.contract.schema import (
@@ -33,7 +33,7 @@ def _generation(path: str, summary: str, body: Any, answer: Any) -> Operation:
 CHAT_COMPLETIONS: Final = _generation(
     "/v1/chat/completions", "The next message of a conversation", ChatRequest, ChatCompletion
 )
-COMPLETIONS: Final = _generation("/v1/completions", "What comes after a text", CompletionRequest, Completion)
+COMPLETIONS: Final = _generation("/v1/completions", "What comes after a text", CompletionRequest, TextCompletion)
 RESPONSES: Final = _generation(
     "/v1/responses",
     "The next message of a conversation, as OpenAI's newer API says it; nothing is stored",

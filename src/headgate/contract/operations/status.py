@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from headgate.contract.operations.operation import FOUND, Access, Operation, RouterHandler
-from headgate.contract.status import Health, Model, ModelList, Readiness
+from headgate.contract.status import Health, ModelEntry, ModelList, Readiness
 
 
 def _report(path: str, summary: str, answer: Any, *, answers_503: bool = False) -> Operation:
@@ -32,7 +32,7 @@ MODEL: Final = Operation(
     method="GET",
     path="/v1/models/{model}",
     summary="One model that is served",
-    answer=Model,
+    answer=ModelEntry,
     errors=FOUND,
     access=Access.TENANT,
     fan_out=RouterHandler(),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from headgate import compiling
-from headgate.compiling import Unavailable, build_once, compile_with, import_library
+from headgate.compiling import NotCompiled, build_once, compile_with, import_library
 from headgate.layers.cpu.kernels import Kernels
 
 MODULE = "_headgate_cpu_kernels"
@@ -50,21 +50,21 @@ class _Unit:
 
 def load_kernels(
     isa: str | None = None, *, compiler: str = "g++", cache: Path | None = None
-) -> Kernels | Unavailable:
+) -> Kernels | NotCompiled:
     """The kernels for `isa`, by default the best that this CPU runs; compiled first if need be."""
     module = _load_module(compiler, cache or default_cache())
-    if isinstance(module, Unavailable):
+    if isinstance(module, NotCompiled):
         return module
     supported: list[str] = module.supported_isas()
     if isa is not None and isa not in supported:
-        return Unavailable(f"this CPU does not run {isa}; it runs {', '.join(supported)}")
+        return NotCompiled(f"this CPU does not run {isa}; it runs {', '.join(supported)}")
     return Kernels(module, isa)
 
 
 def supported_isas() -> tuple[str, ...]:
     """What `load_kernels` takes on this machine, best first; empty without kernels."""
     module = _load_module("g++", default_cache())
-    return () if isinstance(module, Unavailable) else tuple(module.supported_isas())
+    return () if isinstance(module, NotCompiled) else tuple(module.supported_isas())
 
 
 def default_cache() -> Path:
@@ -73,19 +73,19 @@ def default_cache() -> Path:
 
 @functools.lru_cache
 def _load_module(compiler: str, cache: Path) -> Any:
-    """The extension module, or `Unavailable`. Remembered, as a module can be loaded only once."""
+    """The extension module, or `NotCompiled`. Remembered, as a module can be loaded only once."""
     reason = why_not_here(cpu_flags())
     if reason is not None:
-        return Unavailable(reason)
+        return NotCompiled(reason)
     library = library_in(cache)
     try:
         if not library.exists():
             built = _build(compiler, library)
-            if isinstance(built, Unavailable):
+            if isinstance(built, NotCompiled):
                 return built
         return import_library(MODULE, library)
     except (OSError, ImportError) as error:
-        return Unavailable(f"cannot build or load {library}: {error}")
+        return NotCompiled(f"cannot build or load {library}: {error}")
 
 
 def library_in(cache: Path) -> Path:
@@ -113,11 +113,11 @@ def _fingerprint() -> str:
     return compiling.fingerprint([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")], *settings)
 
 
-def _build(compiler: str, library: Path) -> Path | Unavailable:
+def _build(compiler: str, library: Path) -> Path | NotCompiled:
     """Compile to `library`, unless another process has just done so."""
     found = shutil.which(compiler)
     if found is None:
-        return Unavailable(f"no C++ compiler: {compiler} not found (install g++ for fast CPU kernels)")
+        return NotCompiled(f"no C++ compiler: {compiler} not found (install g++ for fast CPU kernels)")
 
     def build(scratch: Path, built: Path) -> str | None:
         print("headgate: compiling CPU kernels, once (about 30 s) ...", file=sys.stderr, flush=True)

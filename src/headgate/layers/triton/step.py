@@ -36,14 +36,14 @@ class Paging:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class DrawInputs:
     """Of each slice, as `open_step` leaves it: how to draw its next token."""
 
     temperatures: torch.Tensor  # [S] float32
     keys: torch.Tensor  # [S] int64
 
 
-def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: Told) -> None:
+def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: DrawInputs) -> None:
     """Fill `batch` and `told` from `columns` [COLUMNS, S] and the rows; lengthen the tables that grow."""
     assert batch.order is not None
     launch(
@@ -70,7 +70,9 @@ def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: Told) -
     )
 
 
-def open_mixed_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: Told, last: torch.Tensor) -> None:
+def open_mixed_step(
+    columns: torch.Tensor, paging: Paging, batch: Batch, told: DrawInputs, last: torch.Tensor
+) -> None:
     """As `open_step`, from `columns` [MIXED_COLUMNS, S]; `last` [S] is filled with the place of each slice's last token."""
     assert batch.order is not None
     slices, tokens = columns.shape[1], len(batch.tokens)
@@ -117,7 +119,7 @@ def close_step(
     columns: torch.Tensor,
     paging: Paging,
     logits: torch.Tensor,
-    told: Told,
+    told: DrawInputs,
     finalists: Finalists,
     tokens: torch.Tensor,
 ) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from headgate.httpclient import Address, Answer, HttpFailure, call
+from headgate.httpclient import HttpAddress, HttpFailure, HttpResponse, call
 from headgate.testing.chaos.catalogue import Item
 
 clock = time.monotonic
 
 
 @dataclass(slots=True)
-class Choice:
+class ObservedChoice:
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights, one per token
     text: str = ""
@@ -30,7 +30,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Told:
+class ObservedAnswer:
     """Of one request. `problem` is what went wrong in words short enough to be counted by."""
 
     begun_s: float
@@ -38,7 +38,7 @@ class Told:
     status: int = 0
     problem: str | None = None
     detail: str = ""
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, ObservedChoice] = field(default_factory=dict)
     output_tokens: int | None = None  # by its usage
     done: int = 0  # times a stream said that it was over
     retry_after_s: float = 0.0
@@ -47,10 +47,10 @@ class Told:
 
 
 async def ask(
-    address: Address,
+    address: HttpAddress,
     item: Item,
     more: Mapping[str, Any],
-    told: Told,
+    told: ObservedAnswer,
     timeout_s: float,
     *,
     api_key: str | None = None,
@@ -73,7 +73,7 @@ async def ask(
         told.ended_s = clock()
 
 
-async def _read(answer: Answer, item: Item, told: Told) -> None:
+async def _read(answer: HttpResponse, item: Item, told: ObservedAnswer) -> None:
     told.status = answer.status
     if answer.status != 200:
         raw = await answer.body()
@@ -92,7 +92,7 @@ def _code(raw: bytes) -> str:
         return "without a code"
 
 
-async def _read_events(answer: Answer, told: Told) -> None:
+async def _read_events(answer: HttpResponse, told: ObservedAnswer) -> None:
     async for line in answer.lines():
         if not line.startswith(b"data:"):
             continue
@@ -105,18 +105,18 @@ async def _read_events(answer: Answer, told: Told) -> None:
         told.problem = "stream cut"
 
 
-def _hear(event: dict[str, Any], told: Told) -> None:
+def _hear(event: dict[str, Any], told: ObservedAnswer) -> None:
     for said in event.get("choices", ()):
         if told.first_s is None:
             told.first_s = clock()
-        _add(told.choices.setdefault(said["index"], Choice()), said)
+        _add(told.choices.setdefault(said["index"], ObservedChoice()), said)
     if (error := event.get("error")) is not None and not _explained(error, told):
         told.problem, told.detail = f"error {error.get('code')}", str(error.get("message"))
     if event.get("usage") is not None:
         told.output_tokens = int(event["usage"]["completion_tokens"])
 
 
-def _explained(error: dict[str, Any], told: Told) -> bool:
+def _explained(error: dict[str, Any], told: ObservedAnswer) -> bool:
     """Whether it says to a strict client why a choice was cut, which is then an end like `abort`."""
     found = False
     for choice in told.choices.values() if told.strict else ():
@@ -126,7 +126,7 @@ def _explained(error: dict[str, Any], told: Told) -> bool:
     return found
 
 
-def _add(choice: Choice, said: dict[str, Any]) -> None:
+def _add(choice: ObservedChoice, said: dict[str, Any]) -> None:
     choice.tokens += said.get("completion_token_ids") or []
     choice.prompt = said.get("prompt_token_ids") or choice.prompt
     for span in said.get("weight_versions") or []:

@@ -19,7 +19,7 @@ from headgate.errors import HeadgateError
 from headgate.testing.chaos.client import clock
 from headgate.testing.chaos.fleet import NOBODY, ChaosFleet, control, engines_of, send, vitals
 from headgate.testing.chaos.hostile import HostileClients
-from headgate.testing.chaos.judge import Judge, Pause
+from headgate.testing.chaos.judge import Judge, PauseInterval
 from headgate.testing.chaos.plan import HARMS_A_WORKER, KINDS, Fault
 from headgate.testing.chaos.proxy import FaultProxy
 from headgate.testing.chaos.reference import Weights
@@ -98,7 +98,7 @@ class Operators:
     @asynccontextmanager
     async def _paused(self, mode: str, refuses: bool) -> AsyncIterator[Again]:
         """Yields a way to say it again, to those who have come back since."""
-        pause = Pause(mode, refuses, clock())
+        pause = PauseInterval(mode, refuses, clock())
         self._judge.pauses.append(pause)
         body = {"mode": mode, "new_requests": "reject" if refuses else "queue", "timeout": CALL_S}
 

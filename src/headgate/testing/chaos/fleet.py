@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from headgate.cluster.fleet import Fleet, Hooks, Recipe, Server
+from headgate.cluster.fleet import Hooks, Recipe, ServerFleet, ServerProcess
 from headgate.cluster.local import LocalLauncher
 from headgate.errors import HeadgateError
-from headgate.httpclient import Address, HttpFailure, call
+from headgate.httpclient import HttpAddress, HttpFailure, call
 from headgate.listening import take_port
 from headgate.testing.chaos.client import clock
 from headgate.testing.chaos.proxy import FaultProxy
@@ -84,7 +84,7 @@ def send(pid: int | None, number: int) -> None:
 
 async def get(url: str, path: str) -> bytes:
     """What an address answers with 200; OSError if it does not."""
-    async with asyncio.timeout(ASK_S), call(Address.of(url), "GET", path, api_key=ADMIN) as answer:
+    async with asyncio.timeout(ASK_S), call(HttpAddress.of(url), "GET", path, api_key=ADMIN) as answer:
         body = await answer.body()
         if answer.status != 200:
             raise OSError(f"GET {path} answered {answer.status}")
@@ -163,15 +163,15 @@ def local_servers(
     arguments: Sequence[str],
     counts: Mapping[str, int],
     environ: Mapping[str, str],
-    on_ready: Callable[[Server], None],
-) -> Fleet:
+    on_ready: Callable[[ServerProcess], None],
+) -> ServerFleet:
     """Servers as `headgate up` has them: started again under their old addresses, and gone when we are."""
     recipe = Recipe(tuple(arguments), environ)
     launcher = LocalLauncher(dict.fromkeys(counts, recipe), drain_timeout_s=DRAIN_S)
-    return Fleet(launcher, counts, Hooks(on_ready, on_leave=_ignore, on_gone=_ignore))
+    return ServerFleet(launcher, counts, Hooks(on_ready, on_leave=_ignore, on_gone=_ignore))
 
 
-def _ignore(server: Server) -> None:
+def _ignore(server: ServerProcess) -> None:
     """Nobody leaves, and addresses stay."""
 
 
@@ -185,7 +185,7 @@ class ChaosFleet:
         self.seen: set[int] = set()  # every process there ever was
 
     @property
-    def workers(self) -> list[Server]:
+    def workers(self) -> list[ServerProcess]:
         return self._local.servers
 
     @property
@@ -209,7 +209,7 @@ class ChaosFleet:
         self.note_processes()
         await self._stack.aclose()
 
-    def _on_ready(self, worker: Server) -> None:
+    def _on_ready(self, worker: ServerProcess) -> None:
         self.proxies[worker.index].target = ("127.0.0.1", worker.port)
         self.note_processes()
 
@@ -268,5 +268,5 @@ async def control(
 ) -> tuple[int, dict[str, Any]]:
     """A call of an operator: its status, and what it says."""
     data = msgspec.json.encode(body or {})
-    async with asyncio.timeout(timeout_s), call(Address.of(url), "POST", path, data, ADMIN) as answer:
+    async with asyncio.timeout(timeout_s), call(HttpAddress.of(url), "POST", path, data, ADMIN) as answer:
         return answer.status, msgspec.json.decode(await answer.body())

@@ -36,7 +36,7 @@ NEVER = ("headgate:router_double_releases_total",)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ProcessSample:
     at_s: float
     process: str
     pid: int
@@ -55,12 +55,12 @@ class AtRest:
         return AtRest(min(self.fds, other.fds), min(self.threads, other.threads), min(self.tasks, other.tasks))
 
 
-class Watch:
+class ProcessWatch:
     """Looks at the processes every other second."""
 
     def __init__(self, fleet: ChaosFleet, begun_s: float) -> None:
         self._fleet, self._begun_s = fleet, begun_s
-        self.samples: list[Sample] = []
+        self.samples: list[ProcessSample] = []
 
     async def run(self) -> None:
         while True:
@@ -72,10 +72,10 @@ class Watch:
         at_s = round(clock() - self._begun_s, 2)
         for name, pid in self._fleet.processes().items():
             if (seen := vitals(pid)) is not None:
-                self.samples.append(Sample(at_s, name, pid, **asdict(seen)))
+                self.samples.append(ProcessSample(at_s, name, pid, **asdict(seen)))
 
 
-def grown(samples: Sequence[Sample]) -> Iterator[tuple[str, float, float]]:
+def grown(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float, float]]:
     """Of each process that lived through both windows: its name, and its median memory in the first and the last."""
     if not samples:
         return
@@ -89,7 +89,7 @@ def grown(samples: Sequence[Sample]) -> Iterator[tuple[str, float, float]]:
             yield name, round(median(early), 1), round(median(late), 1)
 
 
-def too_large(samples: Sequence[Sample]) -> list[str]:
+def too_large(samples: Sequence[ProcessSample]) -> list[str]:
     return [
         f"memory: {name} has grown from {early:.0f} to {late:.0f} MB"
         for name, early, late in grown(samples)

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from headgate.errors import HeadgateError
-from headgate.httpclient import Address, call
+from headgate.httpclient import HttpAddress, call
 from headgate.testing.chaos.catalogue import COMPLETIONS, Item
-from headgate.testing.chaos.client import Told, ask, clock
+from headgate.testing.chaos.client import ObservedAnswer, ask, clock
 from headgate.testing.chaos.fleet import NOBODY, RUDE
 from headgate.testing.chaos.judge import Judge
 
@@ -38,7 +38,7 @@ class HostileClients:
     def __init__(
         self, url: str, items: Sequence[Item], judge: Judge, in_flight: Callable[[], list[str]], seed: int
     ) -> None:
-        self._address, self._items, self._judge = Address.of(url), items, judge
+        self._address, self._items, self._judge = HttpAddress.of(url), items, judge
         self._in_flight = in_flight
         self._chance = random.Random(f"hostile {seed}")
         self.answers: Counter[str] = Counter()  # what they were told, by deed
@@ -82,7 +82,7 @@ class HostileClients:
                 tasks.create_task(self._twin(id))
 
     async def _twin(self, id: str) -> None:
-        item, told = self._chance.choice(self._items), Told(clock())
+        item, told = self._chance.choice(self._items), ObservedAnswer(clock())
         await ask(self._address, item, {"request_id": id}, told, PATIENCE_S, api_key=RUDE)
         if told.problem is not None and told.problem.startswith("429"):
             self.answers["twins 429"] += 1  # of a tenant that asks for much
@@ -103,7 +103,7 @@ class HostileClients:
                 tasks.create_task(self._long(item))
 
     async def _long(self, item: Item) -> None:
-        told, id = Told(clock()), f"long-{self._chance.randrange(2**48):x}"
+        told, id = ObservedAnswer(clock()), f"long-{self._chance.randrange(2**48):x}"
         await ask(self._address, item, {"request_id": id, "cache_salt": id}, told, PATIENCE_S, api_key=RUDE)
         if not (told.problem or "").startswith("429"):
             self.answers[f"long_prompts {self._judge.ended(id, item, told)}"] += 1

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headgate.testing.chaos.catalogue import Item
-from headgate.testing.chaos.client import Choice, Told
+from headgate.testing.chaos.client import ObservedAnswer, ObservedChoice
 from headgate.testing.chaos.reference import Reference, Spliced, Weights, first_difference
 
 log = logging.getLogger(__name__)
@@ -22,20 +22,20 @@ SHOWN = 20  # failures that are kept in words; all are counted
 
 
 @dataclass(slots=True)
-class Pause:
+class PauseInterval:
     mode: str  # abort, drain, freeze
     refuses: bool
     begun_s: float
     ended_s: float = float("inf")
 
-    def met(self, told: Told) -> bool:
+    def met(self, told: ObservedAnswer) -> bool:
         return self.begun_s <= told.ended_s and told.begun_s <= self.ended_s
 
 
 @dataclass
 class Judge:
     reference: Reference
-    pauses: list[Pause] = field(default_factory=list)
+    pauses: list[PauseInterval] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)  # ids that somebody asked to end
     weights: dict[int, Weights] = field(default_factory=lambda: {0: "a"})  # by version
     ends: Counter[str] = field(default_factory=Counter)
@@ -47,19 +47,19 @@ class Judge:
     spliced: list[Spliced] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def ended(self, request_id: str, item: Item, told: Told) -> str:
+    def ended(self, request_id: str, item: Item, told: ObservedAnswer) -> str:
         """Judge one request that ran to its end; in a word, what became of it."""
         word = self._ended(request_id, item, told)
         self.ends[word] += 1
         return word
 
-    def vanished(self, item: Item, told: Told) -> None:
+    def vanished(self, item: Item, told: ObservedAnswer) -> None:
         """Its client has gone, and what it was told until then must still be right."""
         self.ends["vanished"] += 1
         for index, choice in told.choices.items():
             self._compare(item, index, choice)
 
-    def _ended(self, request_id: str, item: Item, told: Told) -> str:
+    def _ended(self, request_id: str, item: Item, told: ObservedAnswer) -> str:
         if told.problem is not None:
             return self._problem(request_id, item, told)
         if (sentence := self._ill_formed(item, told)) is not None:
@@ -75,7 +75,7 @@ class Judge:
                 self.explained[f"cut: {cause}"] += 1
         return "cut" if cut else "whole"
 
-    def _problem(self, request_id: str, item: Item, told: Told) -> str:
+    def _problem(self, request_id: str, item: Item, told: ObservedAnswer) -> str:
         for index, choice in told.choices.items():
             self._compare(item, index, choice)
         # A stream that has shown life while it waited is refused by its last event.
@@ -91,12 +91,12 @@ class Judge:
             return "cut"
         return self._fail(told.problem or "", request_id, item, told.detail)
 
-    def _explains(self, cause: str, request_id: str, told: Told) -> bool:
+    def _explains(self, cause: str, request_id: str, told: ObservedAnswer) -> bool:
         if cause == "api_abort":
             return request_id in self.aborted
         return cause == "pause" and any(pause.mode != "freeze" and pause.met(told) for pause in self.pauses)
 
-    def _ill_formed(self, item: Item, told: Told) -> str | None:
+    def _ill_formed(self, item: Item, told: ObservedAnswer) -> str | None:
         if sorted(told.choices) != list(range(item.choices)):
             return f"choices {sorted(told.choices)} of {item.choices}"
         if item.streamed and told.done != 1:
@@ -109,14 +109,14 @@ class Judge:
 
     # -- tokens -------------------------------------------------------------------------
 
-    def _compare(self, item: Item, index: int, choice: Choice) -> None:
+    def _compare(self, item: Item, index: int, choice: ObservedChoice) -> None:
         self.checked += 1
         self.tokens += len(choice.tokens)
         if (sentence := self._difference(item, index, choice)) is not None:
             self.wrong += 1
             self._say(f"wrong tokens: request {item.number}, choice {index}: {sentence}")
 
-    def _difference(self, item: Item, index: int, choice: Choice) -> str | None:
+    def _difference(self, item: Item, index: int, choice: ObservedChoice) -> str | None:
         if len(choice.versions) != len(choice.tokens):
             return f"{len(choice.tokens)} tokens, and versions of {len(choice.versions)}"
         unknown = set(choice.versions) - set(self.weights)
@@ -128,7 +128,7 @@ class Judge:
             return None
         return self._from_one(item, index, choice, weights[0] if weights else "a")
 
-    def _from_one(self, item: Item, index: int, choice: Choice, weights: Weights) -> str | None:
+    def _from_one(self, item: Item, index: int, choice: ObservedChoice, weights: Weights) -> str | None:
         expected = self.reference.answers[item.number, weights].choices[index]
         whole = bool(choice.ends) and not choice.cut
         if choice.tokens != (expected.tokens if whole else expected.tokens[: len(choice.tokens)]):

@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headgate.httpclient import Address
+from headgate.httpclient import HttpAddress
 from headgate.testing.chaos.catalogue import Item
-from headgate.testing.chaos.client import Told, ask, clock
+from headgate.testing.chaos.client import ObservedAnswer, ask, clock
 from headgate.testing.chaos.judge import Judge
 
 PATIENCE_S = 180.0  # of a client; beyond it the request has hung
@@ -19,7 +19,7 @@ LONGEST_WAIT_S = 2.0  # when told to come back later
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedRequest:
     """For the timeline."""
 
     at_s: float
@@ -30,25 +30,25 @@ class Ended:
 
 
 @dataclass(eq=False)
-class Client:
+class LoadClient:
     number: int
     request_id: str = ""
     task: asyncio.Task[None] | None = None
     leaving: bool = False
 
 
-class Load:
+class ClientLoad:
     """Use `run` in a task, and `over` to have every client finish and leave."""
 
     def __init__(
         self, url: str, items: Sequence[Item], judge: Judge, clients: int, seed: int, api_key: str | None = None
     ) -> None:
         self._api_key = api_key
-        self._address, self._items, self._judge, self._seed = Address.of(url), items, judge, seed
-        self._clients = [Client(number) for number in range(clients)]
+        self._address, self._items, self._judge, self._seed = HttpAddress.of(url), items, judge, seed
+        self._clients = [LoadClient(number) for number in range(clients)]
         self._chance = random.Random(seed)
         self.over = asyncio.Event()
-        self.ended: list[Ended] = []
+        self.ended: list[FinishedRequest] = []
         self.begun_s = clock()
         self.asked = 0
 
@@ -76,18 +76,18 @@ class Load:
         """Of all requests that are under way."""
         return [client.request_id for client in self._clients if client.task is not None]
 
-    def _some(self, count: int) -> list[Client]:
+    def _some(self, count: int) -> list[LoadClient]:
         asking = [client for client in self._clients if client.task is not None and not client.leaving]
         return self._chance.sample(asking, min(count, len(asking)))
 
-    async def _live(self, client: Client) -> None:
+    async def _live(self, client: LoadClient) -> None:
         chance = random.Random(f"{self._seed} {client.number}")
         while not self.over.is_set():
             await asyncio.sleep(chance.uniform(0, THINKS_S))
             await self._one(client, chance)
 
-    async def _one(self, client: Client, chance: random.Random) -> None:
-        item, told = chance.choice(self._items), Told(clock())
+    async def _one(self, client: LoadClient, chance: random.Random) -> None:
+        item, told = chance.choice(self._items), ObservedAnswer(clock())
         self.asked += 1
         client.request_id = f"chaos-{client.number}-{self.asked}"
         more: dict[str, object] = {"request_id": client.request_id}
@@ -109,8 +109,8 @@ class Load:
         if word == "refused":
             await asyncio.sleep(min(told.retry_after_s, LONGEST_WAIT_S))
 
-    def _note(self, told: Told, word: str) -> None:
+    def _note(self, told: ObservedAnswer, word: str) -> None:
         tokens = sum(len(choice.tokens) for choice in told.choices.values())
         first_s = None if told.first_s is None else told.first_s - told.begun_s
         at_s, took_s = told.ended_s - self.begun_s, told.ended_s - told.begun_s
-        self.ended.append(Ended(round(at_s, 3), round(took_s, 4), first_s, word, tokens))
+        self.ended.append(FinishedRequest(round(at_s, 3), round(took_s, 4), first_s, word, tokens))

@@ -10,39 +10,39 @@ from headgate.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     group: str  # servers: done to one of them, and never to the last that is well
     share: float  # of all faults, relative to the others
     lasts_s: tuple[float, float] = (0.0, 0.0)
 
 
 KINDS = {
-    "kill_server": Kind("servers", 1.0),
-    "kill_engine": Kind("servers", 1.0),
-    "stop_server": Kind("servers", 1.0, (0.5, 13.0)),
-    "stop_engine": Kind("servers", 1.0, (0.5, 13.0)),
-    "stop_across": Kind("servers", 0.7, (4.0, 13.0)),
-    "few_files": Kind("servers", 1.0, (1.0, 5.0)),
-    "stop_router": Kind("router", 0.7, (0.2, 2.0)),
-    "delay": Kind("network", 1.0, (1.0, 6.0)),
-    "stall": Kind("network", 1.0, (0.5, 13.0)),
-    "reset": Kind("network", 1.0),
-    "half": Kind("network", 1.0),
-    "partition": Kind("network", 1.0, (0.5, 13.0)),
-    "vanish": Kind("clients", 1.5),
-    "abort": Kind("clients", 1.5),
-    "pause_abort": Kind("operators", 0.7, (0.1, 1.5)),
-    "pause_drain": Kind("operators", 0.7, (0.1, 1.5)),
-    "pause_freeze": Kind("operators", 0.7, (0.1, 1.5)),
-    "update": Kind("operators", 1.0),
-    "roll": Kind("operators", 0.7),
-    "bad_update": Kind("operators", 0.7),
-    "pause_tickets": Kind("operators", 0.7, (0.1, 1.5)),
-    "stalled_readers": Kind("hostile", 0.7, (5.0, 45.0)),
-    "giant_prompts": Kind("hostile", 0.7),
-    "twins": Kind("hostile", 1.0),
-    "burst": Kind("hostile", 0.5),
-    "forgers": Kind("hostile", 0.5),
+    "kill_server": FaultKind("servers", 1.0),
+    "kill_engine": FaultKind("servers", 1.0),
+    "stop_server": FaultKind("servers", 1.0, (0.5, 13.0)),
+    "stop_engine": FaultKind("servers", 1.0, (0.5, 13.0)),
+    "stop_across": FaultKind("servers", 0.7, (4.0, 13.0)),
+    "few_files": FaultKind("servers", 1.0, (1.0, 5.0)),
+    "stop_router": FaultKind("router", 0.7, (0.2, 2.0)),
+    "delay": FaultKind("network", 1.0, (1.0, 6.0)),
+    "stall": FaultKind("network", 1.0, (0.5, 13.0)),
+    "reset": FaultKind("network", 1.0),
+    "half": FaultKind("network", 1.0),
+    "partition": FaultKind("network", 1.0, (0.5, 13.0)),
+    "vanish": FaultKind("clients", 1.5),
+    "abort": FaultKind("clients", 1.5),
+    "pause_abort": FaultKind("operators", 0.7, (0.1, 1.5)),
+    "pause_drain": FaultKind("operators", 0.7, (0.1, 1.5)),
+    "pause_freeze": FaultKind("operators", 0.7, (0.1, 1.5)),
+    "update": FaultKind("operators", 1.0),
+    "roll": FaultKind("operators", 0.7),
+    "bad_update": FaultKind("operators", 0.7),
+    "pause_tickets": FaultKind("operators", 0.7, (0.1, 1.5)),
+    "stalled_readers": FaultKind("hostile", 0.7, (5.0, 45.0)),
+    "giant_prompts": FaultKind("hostile", 0.7),
+    "twins": FaultKind("hostile", 1.0),
+    "burst": FaultKind("hostile", 0.5),
+    "forgers": FaultKind("hostile", 0.5),
 }
 GROUPS = tuple(dict.fromkeys(kind.group for kind in KINDS.values()))
 HARMS_A_WORKER = frozenset(name for name, kind in KINDS.items() if kind.group in ("servers", "network"))

@@ -15,7 +15,7 @@ RESET = struct.pack("ii", 1, 0)  # linger for no time: the other side hears a re
 PIECE = 65536
 
 
-class Link:
+class ProxiedConnection:
     """One connection of the router's, and ours to the server for it."""
 
     def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
@@ -38,7 +38,7 @@ class FaultProxy:
         self.target: tuple[str, int] | None = None
         self.url = ""
         self.delay_s = 0.0
-        self.links: set[Link] = set()
+        self.links: set[ProxiedConnection] = set()
         self._flows = asyncio.Event()
         self._flows.set()
         self._refuses = False
@@ -96,14 +96,16 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._refuses or self.target is None:
-            Link(writer, writer).reset()
+            ProxiedConnection(writer, writer).reset()
             return
         try:
             far_reader, far_writer = await asyncio.open_connection(*self.target)
         except OSError:
-            Link(writer, writer).reset()  # as close to a refused connection as someone who listens can get
+            ProxiedConnection(
+                writer, writer
+            ).reset()  # as close to a refused connection as someone who listens can get
             return
-        link = Link(writer, far_writer)
+        link = ProxiedConnection(writer, far_writer)
         self.links.add(link)
         try:
             async with asyncio.TaskGroup() as both:
@@ -117,7 +119,7 @@ class FaultProxy:
             far_writer.close()
 
     async def _pass(
-        self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool
+        self, link: ProxiedConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool
     ) -> None:
         while piece := await reader.read(PIECE):
             if self.delay_s:

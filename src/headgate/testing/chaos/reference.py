@@ -10,9 +10,9 @@ from pathlib import Path
 
 from headgate.client import AsyncFleet
 from headgate.errors import HeadgateError
-from headgate.httpclient import Address
+from headgate.httpclient import HttpAddress
 from headgate.testing.chaos.catalogue import COMPLETIONS, TOLD, Item
-from headgate.testing.chaos.client import Choice, Told, ask, clock
+from headgate.testing.chaos.client import ObservedAnswer, ObservedChoice, ask, clock
 
 AT_ONCE = 16
 TIMEOUT_S = 120.0
@@ -26,7 +26,7 @@ class Spliced:
 
     item: Item
     index: int
-    choice: Choice
+    choice: ObservedChoice
     weights: tuple[Weights, ...]  # one per token
 
     def parts(self) -> list[tuple[int, int, Weights]]:
@@ -45,10 +45,10 @@ class Spliced:
 
 class Reference:
     def __init__(self, url: str, folders: dict[Weights, Path]) -> None:
-        self._address, self._fleet, self._folders = Address.of(url), AsyncFleet(url), folders
+        self._address, self._fleet, self._folders = HttpAddress.of(url), AsyncFleet(url), folders
         self._weights, self._version = "a", 0
         self._places = asyncio.Semaphore(AT_ONCE)
-        self.answers: dict[tuple[int, Weights], Told] = {}
+        self.answers: dict[tuple[int, Weights], ObservedAnswer] = {}
 
     async def learn(self, items: Sequence[Item]) -> None:
         for weights in self._folders:
@@ -65,8 +65,8 @@ class Reference:
         await self._fleet.resume()
         self._weights = weights
 
-    async def _answer(self, item: Item) -> Told:
-        told = Told(clock())
+    async def _answer(self, item: Item) -> ObservedAnswer:
+        told = ObservedAnswer(clock())
         async with self._places:
             await ask(self._address, item, {}, told, TIMEOUT_S)
         if told.problem is not None:
@@ -96,7 +96,7 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> str:
     return f"{len(got)} tokens and not {len(expected)}"
 
 
-def _unlike(spliced: Spliced, begin: int, end: int, expected: Choice) -> str | None:
+def _unlike(spliced: Spliced, begin: int, end: int, expected: ObservedChoice) -> str | None:
     """How a part differs from what a server in peace says in its place."""
     got = spliced.choice.tokens[begin:end]
     if got != expected.tokens:

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from headgate.bench.report import drawing
-from headgate.testing.chaos.home import AtRest, Sample, Watch, grown
+from headgate.testing.chaos.home import AtRest, ProcessSample, ProcessWatch, grown
 from headgate.testing.chaos.judge import Judge
-from headgate.testing.chaos.load import Ended, Load
+from headgate.testing.chaos.load import ClientLoad, FinishedRequest
 
 if TYPE_CHECKING:
     from headgate.testing.chaos.deeds import Injector, Operators
@@ -24,7 +24,7 @@ BIN_S = 2.0
 
 
 @dataclass
-class Report:
+class ChaosReport:
     settings: Settings
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
@@ -32,8 +32,8 @@ class Report:
     controls: Counter[str] = field(default_factory=Counter)
     slowest_control_s: float = 0.0
     asked: int = 0
-    ended: list[Ended] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    ended: list[FinishedRequest] = field(default_factory=list)
+    samples: list[ProcessSample] = field(default_factory=list)
     at_rest: dict[str, tuple[AtRest, AtRest]] = field(default_factory=dict)
     judged: dict[str, Any] = field(default_factory=dict)
     hostile: dict[str, int] = field(default_factory=dict)  # what hostile clients were told
@@ -47,7 +47,7 @@ class Report:
     left_over: list[str] = field(default_factory=list)
     bugs: list[str] = field(default_factory=list)
 
-    def observe(self, load: Load, injector: Injector, operators: Operators, watch: Watch) -> None:
+    def observe(self, load: ClientLoad, injector: Injector, operators: Operators, watch: ProcessWatch) -> None:
         self.faults, self.events = injector.done, injector.events
         self.controls, self.slowest_control_s = operators.answers, round(operators.slowest_s, 2)
         self.asked, self.ended, self.samples = load.asked, load.ended, watch.samples
@@ -174,14 +174,14 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
-def _latency(ended: Sequence[Ended]) -> dict[str, float]:
+def _latency(ended: Sequence[FinishedRequest]) -> dict[str, float]:
     whole = [each.took_s for each in ended if each.word == "whole"]
     if not whole:
         return {}
     return {f"p{p}": round(float(np.percentile(whole, p)), 3) for p in (50, 90, 99)} | {"max": round(max(whole), 3)}
 
 
-def _draw_latency(axis: Any, ended: Sequence[Ended]) -> None:
+def _draw_latency(axis: Any, ended: Sequence[FinishedRequest]) -> None:
     whole = [each for each in ended if each.word == "whole"]
     axis.scatter([each.at_s for each in whole], [each.took_s for each in whole], s=3, label="whole answer")
     axis.set_yscale("log")

@@ -18,10 +18,10 @@ from headgate.testing.chaos.deeds import Injector, Operators
 from headgate.testing.chaos.fleet import POLITE, START_S, ChaosFleet, local_servers, metrics
 from headgate.testing.chaos.hostile import HostileClients
 from headgate.testing.chaos.judge import Judge
-from headgate.testing.chaos.load import Load
+from headgate.testing.chaos.load import ClientLoad
 from headgate.testing.chaos.plan import KINDS, draw
 from headgate.testing.chaos.reference import Reference, Weights
-from headgate.testing.chaos.report import Report
+from headgate.testing.chaos.report import ChaosReport
 from headgate.testing.tiny import tiny_model
 
 log = logging.getLogger(__name__)
@@ -76,12 +76,12 @@ class Bugs(logging.Handler):
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class ChaosModels:
     folders: dict[Weights, Path]
     cut: Path  # what a disk that was full has left of one
 
     @classmethod
-    def write(cls, folder: Path) -> Models:
+    def write(cls, folder: Path) -> ChaosModels:
         folders = {
             name: tiny_model(folder / name, seed=seed, max_position_embeddings=4096) for seed, name in enumerate("ab")
         }
@@ -93,7 +93,7 @@ class Models:
 
 
 @asynccontextmanager
-async def reference_server(models: Models, environ: Mapping[str, str]) -> AsyncIterator[Reference]:
+async def reference_server(models: ChaosModels, environ: Mapping[str, str]) -> AsyncIterator[Reference]:
     arguments = [str(models.folders["a"]), "--served-name", "tiny", *SERVED]
     async with local_servers(arguments, {"mixed": 1}, environ, lambda _: None) as local:
         async with asyncio.timeout(START_S):
@@ -102,19 +102,19 @@ async def reference_server(models: Models, environ: Mapping[str, str]) -> AsyncI
 
 
 @dataclass
-class Run:
+class ChaosRun:
     settings: Settings
     environ: Mapping[str, str]
     say: Callable[[str], None]
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set: no more faults, and the rest as usual
 
-    async def run(self, folder: Path) -> Report:
+    async def run(self, folder: Path) -> ChaosReport:
         bugs = Bugs()
         for name in ("headgate.cluster", "headgate.testing.chaos.fleet"):
             logging.getLogger(name).addHandler(bugs)
-        models = Models.write(folder)
+        models = ChaosModels.write(folder)
         items = catalogue(self.settings.seed)
-        report = Report(self.settings)
+        report = ChaosReport(self.settings)
         async with reference_server(models, self.environ) as reference:
             self.say(f"asking {len(items)} questions of a server that is left alone")
             await reference.learn(items)
@@ -132,15 +132,15 @@ class Run:
         return report
 
     async def _try(
-        self, fleet: ChaosFleet, judge: Judge, models: Models, items: Sequence[Item], report: Report
+        self, fleet: ChaosFleet, judge: Judge, models: ChaosModels, items: Sequence[Item], report: ChaosReport
     ) -> None:
         await self._warm_up(fleet, judge, items)
         before = await home.at_rest(fleet)
-        load = Load(fleet.url, items, judge, self.settings.clients, self.settings.seed, POLITE)
+        load = ClientLoad(fleet.url, items, judge, self.settings.clients, self.settings.seed, POLITE)
         hostile = HostileClients(fleet.url, items, judge, load.ids, self.settings.seed)
         operators = Operators(fleet, judge, models.folders, models.cut)
         injector = Injector(fleet, operators, load.vanish, load.abort, hostile, self.settings.seed)
-        watch = home.Watch(fleet, load.begun_s)
+        watch = home.ProcessWatch(fleet, load.begun_s)
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch.run())
             telling = tasks.create_task(self._tell(load, injector, judge))
@@ -164,7 +164,7 @@ class Run:
 
     async def _warm_up(self, fleet: ChaosFleet, judge: Judge, items: Sequence[Item]) -> None:
         self.say(f"{self.settings.clients} clients warm it up for {self.settings.warm_up_s:g} s")
-        load = Load(fleet.url, items, judge, self.settings.clients, self.settings.seed + 1, POLITE)
+        load = ClientLoad(fleet.url, items, judge, self.settings.clients, self.settings.seed + 1, POLITE)
         asking = asyncio.ensure_future(load.run())
         try:
             if "giant_prompts" in self.settings.kinds:  # what buffers they take, processes keep
@@ -199,7 +199,9 @@ class Run:
         wrong = [error for error in ended if isinstance(error, Exception)]
         return failures + [f"{type(error).__name__}: {error}" for error in wrong]
 
-    async def _calm(self, operators: Operators, load: Load, asking: asyncio.Task[None], report: Report) -> None:
+    async def _calm(
+        self, operators: Operators, load: ClientLoad, asking: asyncio.Task[None], report: ChaosReport
+    ) -> None:
         """Nothing goes wrong any more; everybody is to get what they have asked for."""
         try:
             await operators.settle()
@@ -212,7 +214,7 @@ class Run:
             asking.cancel()
 
     async def _go_home(
-        self, fleet: ChaosFleet, before: Mapping[str, home.AtRest], watch: home.Watch, report: Report
+        self, fleet: ChaosFleet, before: Mapping[str, home.AtRest], watch: home.ProcessWatch, report: ChaosReport
     ) -> None:
         try:
             await fleet.all_ready(READY_S)
@@ -235,7 +237,7 @@ class Run:
             return self.over.is_set()
         return True
 
-    async def _tell(self, load: Load, injector: Injector, judge: Judge) -> None:
+    async def _tell(self, load: ClientLoad, injector: Injector, judge: Judge) -> None:
         while True:
             await asyncio.sleep(10)
             passed_s = clock() - load.begun_s

@@ -13,7 +13,7 @@ from headgate.testing.sim.loop import SimLoop
 
 
 @dataclass(eq=False)
-class Reply:
+class ReceivedAnswer:
     """What has come of an answer so far."""
 
     status: int = 0
@@ -40,7 +40,7 @@ class Reply:
 
 
 class _Reader(asyncio.Protocol):
-    def __init__(self, reply: Reply, done: asyncio.Future[None], manners: Manners) -> None:
+    def __init__(self, reply: ReceivedAnswer, done: asyncio.Future[None], manners: ClientBehaviour) -> None:
         self._reply = reply
         self._done = done
         self._slow_s = manners.slow_s
@@ -88,7 +88,7 @@ class _Reader(asyncio.Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manners:
+class ClientBehaviour:
     """How a client behaves."""
 
     leaves_after_s: float | None = None
@@ -103,11 +103,11 @@ async def call(
     path: str,
     body: Any = None,
     headers: dict[str, str] | None = None,
-    manners: Manners | None = None,
-    reply: Reply | None = None,
-) -> Reply:
+    manners: ClientBehaviour | None = None,
+    reply: ReceivedAnswer | None = None,
+) -> ReceivedAnswer:
     """The answer, or as much of it as came; never raises for what the network does."""
-    manners, reply = manners or Manners(), reply or Reply()
+    manners, reply = manners or ClientBehaviour(), reply or ReceivedAnswer()
     loop = cast(SimLoop, asyncio.get_running_loop())
     reply.began_s = loop.time()
     limit_s = manners.patience_s if manners.leaves_after_s is None else manners.leaves_after_s

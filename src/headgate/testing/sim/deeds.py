@@ -7,23 +7,23 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from headgate.protocol.request import Ticket
-from headgate.testing.sim.caller import Reply
+from headgate.testing.sim.caller import ReceivedAnswer
 from headgate.testing.sim.engine import EngineProcess
 from headgate.testing.sim.hostile_deeds import HostileDeeds
 from headgate.testing.sim.hosts import SimServer
-from headgate.testing.sim.loop import Host
+from headgate.testing.sim.loop import SimProcess
 from headgate.testing.sim.network import Damage, SimTransport
-from headgate.testing.sim.script import ROUTERS, Deed
+from headgate.testing.sim.script import ROUTERS, PlannedAction
 
 if TYPE_CHECKING:
-    from headgate.router.worker import Worker
+    from headgate.router.fleet.worker import Worker
     from headgate.testing.sim.world import World
 
 END_S = 60.0  # for a server that was asked to end
 BACK_S = 60.0  # for whoever was away to be like the others
 
 
-def _states(reply: Reply) -> dict[str, str]:
+def _states(reply: ReceivedAnswer) -> dict[str, str]:
     """Of the workers that have followed a control call, as it was answered; none if it was not."""
     told = reply.json() if reply.whole else {}
     result = told.get("result") if isinstance(told, dict) else None
@@ -36,27 +36,27 @@ class Deeds(HostileDeeds):
         self._world = world
         self._loop, self._network, self._processes = world.loop, world.network, world.processes
 
-    async def do(self, deed: Deed) -> None:
+    async def do(self, deed: PlannedAction) -> None:
         await getattr(self, deed.what)(deed)
 
-    def _engine(self, deed: Deed) -> EngineProcess | None:
+    def _engine(self, deed: PlannedAction) -> EngineProcess | None:
         """One of a server's engines."""
         engines = [e for e in self._processes.living if e.host.name.startswith(deed.who + "/")]
         return engines[int(deed.more["which"] * len(engines))] if engines else None
 
     # -- processes ----------------------------------------------------------------------
 
-    async def kill_engine(self, deed: Deed) -> None:
+    async def kill_engine(self, deed: PlannedAction) -> None:
         if (engine := self._engine(deed)) is not None:
             engine.end(-9)
 
-    async def kill_server(self, deed: Deed) -> None:
+    async def kill_server(self, deed: PlannedAction) -> None:
         server = self._world.hosts[deed.who]
         server.host.kill()
         await asyncio.sleep(deed.lasts_s)
         self._world.restart(server)
 
-    async def kill_router(self, deed: Deed) -> None:
+    async def kill_router(self, deed: PlannedAction) -> None:
         world, router = self._world, self._world.hosts[deed.who]
         for ask in world.plan.asks:
             ask.disturbed |= ask.to == deed.who
@@ -67,20 +67,20 @@ class Deeds(HostileDeeds):
         world.restart(router)
         world.agreed &= not world.version  # a new router does not know what the last one was told
 
-    async def lose_machine(self, deed: Deed) -> None:
+    async def lose_machine(self, deed: PlannedAction) -> None:
         self._network.darken(deed.who)
         self._world.hosts[deed.who].host.kill()
         await asyncio.sleep(deed.lasts_s)
         self._network.lighten(deed.who)
         self._world.restart(self._world.hosts[deed.who])
 
-    async def stop_engine(self, deed: Deed) -> None:
+    async def stop_engine(self, deed: PlannedAction) -> None:
         if (engine := self._engine(deed)) is not None:
             engine.host.stop()
             await asyncio.sleep(deed.lasts_s)
             engine.host.go_on()
 
-    async def stall_engine(self, deed: Deed) -> None:
+    async def stall_engine(self, deed: PlannedAction) -> None:
         """The thread of its loop hangs; those of its sockets do not."""
         engine = self._engine(deed)
         if engine is not None and engine.turner is not None:
@@ -88,7 +88,7 @@ class Deeds(HostileDeeds):
             await asyncio.sleep(deed.lasts_s)
             engine.turner.go_on()
 
-    async def slow_engine(self, deed: Deed) -> None:
+    async def slow_engine(self, deed: PlannedAction) -> None:
         engines = [e for e in self._processes.living if e.host.name.startswith(deed.who + "/")]
         for executor in [engine.executor for engine in engines if engine.executor is not None]:
             executor.slowness = deed.more["times"]
@@ -96,13 +96,13 @@ class Deeds(HostileDeeds):
         for executor in [engine.executor for engine in engines if engine.executor is not None]:
             executor.slowness = 1.0
 
-    async def stop_server(self, deed: Deed) -> None:
+    async def stop_server(self, deed: PlannedAction) -> None:
         host = self._world.hosts[deed.who].host
         host.stop()
         await asyncio.sleep(deed.lasts_s)
         host.go_on()
 
-    async def shutdown(self, deed: Deed) -> None:
+    async def shutdown(self, deed: PlannedAction) -> None:
         server = self._world.hosts[deed.who]
         task = server.task
         if not server.alive or task is None:
@@ -115,20 +115,20 @@ class Deeds(HostileDeeds):
         await asyncio.sleep(deed.lasts_s)
         self._world.restart(server)
 
-    async def return_old(self, deed: Deed) -> None:
+    async def return_old(self, deed: PlannedAction) -> None:
         """The newest weights can no longer be had, and an engine dies that comes back with what it starts with."""
         self._world.spoil_weights()
         await self.kill_engine(deed)
 
-    async def jump_clock(self, deed: Deed) -> None:
+    async def jump_clock(self, deed: PlannedAction) -> None:
         self._loop.skew_s += deed.more["by_s"]
 
     # -- the network ----------------------------------------------------------------------
 
-    async def cut(self, deed: Deed) -> None:
+    async def cut(self, deed: PlannedAction) -> None:
         await self._cut_between((deed.via, deed.who), deed.lasts_s)
 
-    async def cut_peers(self, deed: Deed) -> None:
+    async def cut_peers(self, deed: PlannedAction) -> None:
         for server in self._world.servers:
             if server.name != deed.who:
                 self._network.cut(server.name, deed.who)
@@ -141,7 +141,7 @@ class Deeds(HostileDeeds):
         await asyncio.sleep(lasts_s)
         self._network.mend(*pair)
 
-    async def slow_network(self, deed: Deed) -> None:
+    async def slow_network(self, deed: PlannedAction) -> None:
         others = [*ROUTERS, *(server.name for server in self._world.servers if server.name != deed.who)]
         for other in others:
             self._network.slow_down(other, deed.who, deed.more["most_s"])
@@ -149,7 +149,7 @@ class Deeds(HostileDeeds):
         for other in others:
             self._network.slow_down(other, deed.who, 0.0)
 
-    async def reset(self, deed: Deed) -> None:
+    async def reset(self, deed: PlannedAction) -> None:
         world = self._world
         asks = {f"clients/{ask.name}": ask for ask in world.plan.asks}
         for transport in self._to_reset(deed):
@@ -159,7 +159,7 @@ class Deeds(HostileDeeds):
             world.note(transport.host, f"loses its connection to {transport.peer.host.name}")
             transport.break_off()
 
-    def _to_reset(self, deed: Deed) -> Iterator[SimTransport]:
+    def _to_reset(self, deed: PlannedAction) -> Iterator[SimTransport]:
         """Connections that a plan draws, one after the other; or all from one host to another that it names."""
         if "between" in deed.more:
             named = [t for t in self._network.transports if [t.host.name, t.peer.host.name] == deed.more["between"]]
@@ -173,10 +173,10 @@ class Deeds(HostileDeeds):
 
     # -- KV on its way ----------------------------------------------------------------------
 
-    async def corrupt_kv(self, deed: Deed) -> None:
+    async def corrupt_kv(self, deed: PlannedAction) -> None:
         await self._damage(Damage(corrupted=deed.more["share"]), deed.lasts_s)
 
-    async def cut_kv_short(self, deed: Deed) -> None:
+    async def cut_kv_short(self, deed: PlannedAction) -> None:
         await self._damage(Damage(cut_short=deed.more["share"]), deed.lasts_s)
 
     async def _damage(self, damage: Damage, lasts_s: float) -> None:
@@ -185,7 +185,7 @@ class Deeds(HostileDeeds):
         if self._network.damage is damage:
             self._network.damage = None
 
-    async def kill_in_transfer(self, deed: Deed) -> None:
+    async def kill_in_transfer(self, deed: PlannedAction) -> None:
         """The next transfer that comes to some point loses the engine that has come to it, or the other one."""
         struck: asyncio.Future[EngineProcess | None] = self._loop.create_future()
 
@@ -209,16 +209,16 @@ class Deeds(HostileDeeds):
 
     # -- operators ----------------------------------------------------------------------------
 
-    async def abort(self, deed: Deed) -> None:
+    async def abort(self, deed: PlannedAction) -> None:
         await self._abort(deed.via, deed.more)
 
-    async def abort_all(self, deed: Deed) -> None:
+    async def abort_all(self, deed: PlannedAction) -> None:
         await self._abort(deed.via, {"abort_all": True})
 
-    async def abort_tags(self, deed: Deed) -> None:
+    async def abort_tags(self, deed: PlannedAction) -> None:
         await self._abort(deed.via, deed.more)
 
-    async def abort_and_kill(self, deed: Deed) -> None:
+    async def abort_and_kill(self, deed: PlannedAction) -> None:
         """Whoever has one of those requests dies in the same moment."""
         world, more = self._world, deed.more
         having = [s for s in world.servers if any(s.ledger and s.ledger.named(name) for name in more["req_ids"])]
@@ -226,7 +226,7 @@ class Deeds(HostileDeeds):
         await self._abort(deed.via, {"req_ids": more["req_ids"], "wait": more["wait"]})
         await kill
 
-    async def _kill_soon(self, servers: list[SimServer], deed: Deed) -> None:
+    async def _kill_soon(self, servers: list[SimServer], deed: PlannedAction) -> None:
         await asyncio.sleep(deed.more["after_s"])
         for server in servers:
             if deed.more["whole"]:
@@ -250,7 +250,7 @@ class Deeds(HostileDeeds):
             if each["code"] == "not_told":  # it was found, and has been asked to end
                 world.asked_to_end[via].add(each["request_id"])
 
-    async def pause(self, deed: Deed) -> None:
+    async def pause(self, deed: PlannedAction) -> None:
         world = self._world
         paused = _states(await world.control(deed.via, "POST", "/v1/pause", deed.more))
         await asyncio.sleep(deed.lasts_s)
@@ -266,7 +266,7 @@ class Deeds(HostileDeeds):
                 lambda: world.pauses != pauses or not any(self._life(s, deed.via) == resumed[s] for s in resumed),
             )
 
-    def _life(self, server: SimServer, router: str) -> tuple[Host | None, Worker | None]:
+    def _life(self, server: SimServer, router: str) -> tuple[SimProcess | None, Worker | None]:
         """Its process, and the worker that it is to a router: another one after it was removed and has joined again."""
         return server.host if server.alive else None, self._world.worker(router, server)
 
@@ -279,12 +279,12 @@ class Deeds(HostileDeeds):
                 return
             await asyncio.sleep(0.05)
 
-    async def pause_one(self, deed: Deed) -> None:
+    async def pause_one(self, deed: PlannedAction) -> None:
         await self._world.control(deed.who, "POST", "/v1/pause", deed.more)
         await asyncio.sleep(deed.lasts_s)
         await self._world.control(deed.who, "POST", "/v1/resume")
 
-    async def pause_and_kill(self, deed: Deed) -> None:
+    async def pause_and_kill(self, deed: PlannedAction) -> None:
         """Somebody dies in a pause of the whole fleet, and must be paused when he is back."""
         world, body = self._world, {"mode": deed.more["mode"], "timeout": 5}
         resumes, host = world.resumes, world.hosts[deed.who].host
@@ -299,7 +299,7 @@ class Deeds(HostileDeeds):
             await self._come_back_paused(deed, host, lambda: world.resumes != resumes)
         await world.control(deed.via, "POST", "/v1/resume")
 
-    async def _come_back_paused(self, deed: Deed, host: Host, overtaken: Callable[[], bool]) -> None:
+    async def _come_back_paused(self, deed: PlannedAction, host: SimProcess, overtaken: Callable[[], bool]) -> None:
         """`host`: the server when the pause was asked. One that was started anew since runs until its router pauses it."""
         world, until_s = self._world, self._loop.time() + BACK_S
         server = next(server for server in world.servers if server.name == deed.who)
@@ -317,7 +317,7 @@ class Deeds(HostileDeeds):
                 return
             await asyncio.sleep(0.02)
 
-    async def update(self, deed: Deed) -> None:
+    async def update(self, deed: PlannedAction) -> None:
         await self.update_all(deed.via, deed.more["mode"])
 
     async def update_all(self, via: str, mode: str) -> None:
@@ -332,13 +332,13 @@ class Deeds(HostileDeeds):
         reply = await world.control(via, "POST", "/v1/update_weights", body)
         world.updated(via, body["version"], reply, processes)
 
-    async def roll(self, deed: Deed) -> None:
+    async def roll(self, deed: PlannedAction) -> None:
         await self._update(deed.via, self._world.new_weights() | {"strategy": "rolling", "drain_timeout": 2})
 
-    async def flush(self, deed: Deed) -> None:
+    async def flush(self, deed: PlannedAction) -> None:
         await self._world.control(deed.via, "POST", "/v1/flush_cache")
 
-    async def remove(self, deed: Deed) -> None:
+    async def remove(self, deed: PlannedAction) -> None:
         world = self._world
         server = next(server for server in world.servers if server.name == deed.who)
         await world.control(deed.via, "DELETE", f"/v1/workers?url={server.url}&timeout=2")
@@ -346,7 +346,7 @@ class Deeds(HostileDeeds):
         role = world.roles[world.servers.index(server)]
         await world.control(deed.via, "POST", "/v1/workers", {"url": server.url, "role": role})
 
-    async def look(self, deed: Deed) -> None:
+    async def look(self, deed: PlannedAction) -> None:
         for path in ("/v1/requests", "/health", "/v1/workers", "/v1/loads", "/v1/is_paused"):
             await self._world.control(deed.via, "GET", path)
         await self._world.control(deed.who, "GET", "/v1/requests")

@@ -23,20 +23,20 @@ from typing import Any, cast
 import msgspec
 
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Limits, Scheduler
+from headgate.core.scheduler import Scheduler, SchedulerLimits
 from headgate.engine.channel import EngineChannel, _encoder, _from_engine, _identity
-from headgate.engine.evidence import Recorder
+from headgate.engine.evidence import StepRecorder
 from headgate.engine.loop import EngineLoop
 from headgate.engine.start import EngineStart
 from headgate.errors import HalfWritten, SourceLost
-from headgate.protocol.command import Files, Source
-from headgate.protocol.message import Answer, EngineInfo, FromClient, FromEngine, Told
+from headgate.protocol.command import FileSource, Source
+from headgate.protocol.message import CommandAnswer, EngineInfo, FromClient, FromEngine, StepOutputs
 from headgate.protocol.plan import StepPlan, StepResult
 from headgate.protocol.request import Ticket
 from headgate.testing.device import Entry, FakeDevice, expected_entries
 from headgate.testing.executor import FakeExecutor
 from headgate.testing.sim.kv import SimKv
-from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
+from headgate.testing.sim.loop import HOST, DelayedPipe, SimLoop, SimProcess
 from headgate.testing.sim.words import EOS, SPOKEN, VOCABULARY
 
 FRAME_S = 0.0001  # from one process to another
@@ -92,7 +92,7 @@ class SimExecutor(FakeExecutor):
     """Executor and supply: steps take time, one after another; weights are a file whose name says what they are."""
 
     def __init__(
-        self, device: SimDevice, pace: Pace, host: Host, rng: random.Random, breaks: Callable[[], float]
+        self, device: SimDevice, pace: Pace, host: SimProcess, rng: random.Random, breaks: Callable[[], float]
     ) -> None:
         super().__init__(device, by_hand=True)
         self._pace = pace
@@ -102,7 +102,7 @@ class SimExecutor(FakeExecutor):
         self.broken_updates = 0
         self.half_written = False  # one of them left no weights to answer with
         self.slowness = 1.0  # how much longer steps take than they should
-        self._steps = Pipe(host.loop, lambda _: self.land(), host.context)
+        self._steps = DelayedPipe(host.loop, lambda _: self.land(), host.context)
         self._free_s = 0.0  # when the device has done all it was given
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
@@ -114,13 +114,13 @@ class SimExecutor(FakeExecutor):
         return future
 
     def load_weights(self, source: object) -> Future[None]:
-        assert isinstance(source, Files)
+        assert isinstance(source, FileSource)
         loading: Future[None] = Future()
         delay_s = self._pace.load_s * self._random.uniform(0.2, 2.0)
         self._host.loop.call_later(delay_s, self._loaded, loading, source, context=self._host.context)
         return loading
 
-    def _loaded(self, loading: Future[None], source: Files) -> None:
+    def _loaded(self, loading: Future[None], source: FileSource) -> None:
         if self._random.random() < self._breaks():
             self.broken_updates += 1
             half_written = self._random.random() < 0.3
@@ -134,7 +134,7 @@ class SimExecutor(FakeExecutor):
 
 def weights_in(source: Source) -> int:
     """Which weights a file holds: `weights-7.safetensors`."""
-    assert isinstance(source, Files)
+    assert isinstance(source, FileSource)
     return int(Path(source.path).stem.rpartition("-")[2])
 
 
@@ -166,10 +166,10 @@ class TurningLoop(EngineLoop):
         return super()._sleep_s()
 
 
-class Turner:
+class LoopDriver:
     """Turns a loop in its host, for as long as that lives."""
 
-    def __init__(self, host: Host, engine: TurningLoop, on_crash: Callable[[Exception], None]) -> None:
+    def __init__(self, host: SimProcess, engine: TurningLoop, on_crash: Callable[[Exception], None]) -> None:
         self._host = host
         self._engine = engine
         self._on_crash = on_crash
@@ -228,10 +228,10 @@ class Bus:
 class SimEngineChannel(EngineChannel):
     """The engine's end, without threads or sockets; what it makes of a frame is the real one's code."""
 
-    def __init__(self, bus: Bus, address: str, info: EngineInfo, engine: EngineLoop, host: Host) -> None:
+    def __init__(self, bus: Bus, address: str, info: EngineInfo, engine: EngineLoop, host: SimProcess) -> None:
         self._info, self._post, self._status = info, engine.post, engine.quiet
         self._bus, self._address, self._host = bus, address, host
-        self.pipe = Pipe(bus.loop, self._heard, host.context)
+        self.pipe = DelayedPipe(bus.loop, self._heard, host.context)
         bus.engines[address] = self
         host.on_end.append(self._unbind)
         for early in bus.early.pop(address, ()):
@@ -245,7 +245,7 @@ class SimEngineChannel(EngineChannel):
         if self._host.alive:
             self._receive(*sent)
 
-    def send(self, client: int, message: Told | Answer) -> None:
+    def send(self, client: int, message: StepOutputs | CommandAnswer) -> None:
         self._answer(_identity(client), message)
 
     def _answer(self, identity: bytes, message: FromEngine) -> None:
@@ -264,7 +264,7 @@ class SimClientChannel:
         self._bus, self._address, self._identity, self._host = loop.processes.bus, address, _identity(client), host
         self._frames: deque[bytes] = deque()
         self._arrived = asyncio.Event()
-        self.pipe = Pipe(loop, self._arrive, host.context)
+        self.pipe = DelayedPipe(loop, self._arrive, host.context)
         self._bus.clients[address, self._identity] = self
 
     def _arrive(self, frame: bytes) -> None:
@@ -293,7 +293,7 @@ class SimClientChannel:
 class EngineProcess(asyncio.SubprocessTransport):
     """An engine as `asyncio.subprocess` sees a process."""
 
-    def __init__(self, processes: Processes, pid: int, start: EngineStart, parent: Host) -> None:
+    def __init__(self, processes: Processes, pid: int, start: EngineStart, parent: SimProcess) -> None:
         super().__init__()
         self._processes = processes
         self._pid = pid
@@ -301,10 +301,10 @@ class EngineProcess(asyncio.SubprocessTransport):
         self._waiters: list[asyncio.Future[int]] = []
         self.code: int | None = None
         self.loop: TurningLoop | None = None  # once it is up
-        self.turner: Turner | None = None
+        self.turner: LoopDriver | None = None
         self.executor: SimExecutor | None = None
         self.kv: SimKv | None = None  # if it serves KV to others
-        self.host = Host(processes.loop, f"{parent.name}/{start.name.replace(' ', '')}", parent)
+        self.host = SimProcess(processes.loop, f"{parent.name}/{start.name.replace(' ', '')}", parent)
         self.host.on_end.append(lambda: self.end(-9))
         self.host.on_end.append(lambda: processes.loop.network.host_ended(self.host))
         delay_s = processes.pace.start_s * processes.random.uniform(0.5, 2.0)
@@ -322,7 +322,7 @@ class EngineProcess(asyncio.SubprocessTransport):
             self.kv = SimKv(
                 device, config, self.host, lambda stage, ticket: self._processes.reached(self, stage, ticket)
             )
-        limits = Limits(
+        limits = SchedulerLimits(
             pace.context,
             pace.rows,
             pace.batch_tokens,
@@ -349,7 +349,7 @@ class EngineProcess(asyncio.SubprocessTransport):
             lambda client, message: channel.send(client, message),
             supply=executor,
             transport=self.kv,
-            recorder=Recorder(self._processes.crash_folder),
+            recorder=StepRecorder(self._processes.crash_folder),
             run_ahead=pace.run_ahead,
             clock=self.host.loop.time,
         )
@@ -367,7 +367,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         channel = SimEngineChannel(self._processes.bus, start.address, info, self.loop, self.host)
         self._processes.note(self.host, f"is up with weights {content}")
         self.executor = executor
-        self.turner = Turner(self.host, self.loop, self._crashed)
+        self.turner = LoopDriver(self.host, self.loop, self._crashed)
 
     def _crashed(self, error: Exception) -> None:
         self._processes.on_crash(self.host, error)
@@ -429,8 +429,8 @@ class Processes:
         rng: random.Random,
         pace: Pace,
         *,
-        note: Callable[[Host, str], None],
-        on_crash: Callable[[Host, Exception], None],
+        note: Callable[[SimProcess, str], None],
+        on_crash: Callable[[SimProcess, Exception], None],
         crash_folder: Path,
         update_breaks: float = 0.0,
     ) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headgate.testing.sim import script, words
-from headgate.testing.sim.caller import Manners, Reply
+from headgate.testing.sim.caller import ClientBehaviour, ReceivedAnswer
 from headgate.testing.sim.hosts import MODEL
-from headgate.testing.sim.script import ROUTERS, WINDOW_S, Ask, Deed, Plan
+from headgate.testing.sim.script import ROUTERS, WINDOW_S, Plan, PlannedAction, PlannedRequest
 
 NONE = 0.5  # share of plans without any of these actors
 STREAM = "actors 1558"  # a number with which the seeds of earlier reports of failures draw none
@@ -52,16 +52,16 @@ LIES: tuple[bytes, ...] = (
 )
 
 
-Actor = Callable[[random.Random, "Draft"], None]
+Actor = Callable[[random.Random, "PlanDraft"], None]
 
 
 @dataclass
-class Draft:
+class PlanDraft:
     """A plan that actors are being added to."""
 
     plan: Plan
-    asks: list[Ask]
-    deeds: list[Deed]
+    asks: list[PlannedRequest]
+    deeds: list[PlannedAction]
     changes: dict[str, Any] = field(default_factory=dict)
     actors: Sequence[Actor] = ()
 
@@ -80,7 +80,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
     rng = random.Random(f"{STREAM} {seed}")
     if rng.random() < NONE:
         return plan
-    draft = Draft(plan, list(plan.asks), list(plan.deeds))
+    draft = PlanDraft(plan, list(plan.asks), list(plan.deeds))
     if rng.random() < 0.6:
         _give_keys(draft)
     actors = rng.sample(ACTORS, min(rng.randint(1, 3), len(ACTORS)))
@@ -94,19 +94,19 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
     return replace(plan, asks=draft.asks, deeds=deeds, **draft.changes)
 
 
-def _give_keys(draft: Draft) -> None:
+def _give_keys(draft: PlanDraft) -> None:
     """All requests of the plan are from now on those of one tenant."""
     draft.changes["tenants"] = TENANTS
     for ask in draft.asks:
         belong(ask, ask.tenant or ANN)
 
 
-def _with_keys(draft: Draft) -> None:
+def _with_keys(draft: PlanDraft) -> None:
     if "tenants" not in draft.changes:
         _give_keys(draft)
 
 
-def belong(ask: Ask, tenant: str) -> None:
+def belong(ask: PlannedRequest, tenant: str) -> None:
     ask.tenant = tenant
     ask.headers = {**ask.headers, **key_of(tenant)}
 
@@ -118,21 +118,23 @@ def key_of(tenant: str) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------------------- actors
 
 
-def _ask(rng: random.Random, draft: Draft, name: str, at_s: float, tenant: str = "", **body: Any) -> Ask:
+def _ask(
+    rng: random.Random, draft: PlanDraft, name: str, at_s: float, tenant: str = "", **body: Any
+) -> PlannedRequest:
     """A completion of random ids, through a router."""
     prompt = body.pop("prompt_ids", None) or tuple(
         rng.randrange(1, words.VOCABULARY) for _ in range(rng.randint(4, 30))
     )
     asked: dict[str, Any] = {"model": MODEL, "prompt": list(prompt), "max_tokens": 20, "seed": rng.randrange(2**31)}
     asked |= {"return_token_ids": True, "return_weight_versions": True, "tags": {"run": "c"}, **body}
-    ask = Ask(
+    ask = PlannedRequest(
         name=name,
         at_s=at_s,
         to=rng.choice(draft.routers),
         path="/v1/completions",
         body=asked,
         prompt=prompt,
-        manners=Manners(),
+        manners=ClientBehaviour(),
         headers={"x-request-id": name},
     )
     if "tenants" in draft.changes:
@@ -141,7 +143,7 @@ def _ask(rng: random.Random, draft: Draft, name: str, at_s: float, tenant: str =
     return ask
 
 
-def _stalled_readers(rng: random.Random, draft: Draft) -> None:
+def _stalled_readers(rng: random.Random, draft: PlanDraft) -> None:
     """Clients that ask for much and read nothing."""
     at_s = rng.uniform(0, WINDOW_S / 2)
     for i in range(rng.randint(1, 3)):
@@ -152,15 +154,17 @@ def _stalled_readers(rng: random.Random, draft: Draft) -> None:
             "ignore_eos": True,
         }
         ask = _ask(rng, draft, f"stalled-{i}", at_s + rng.uniform(0, 0.2), **body)
-        ask.manners = Manners(stalls=True, leaves_after_s=draft.plan.stall_s * 4)
+        ask.manners = ClientBehaviour(stalls=True, leaves_after_s=draft.plan.stall_s * 4)
         ask.to = rng.choice((*draft.routers, *draft.servers))
     if rng.random() < 0.5:
         what, more = rng.choice((("abort_all", {}), ("pause", {"mode": "abort", "timeout": 5.0})))
-        deed = Deed(at_s=at_s + 1.0, what=what, via=draft.routers[0], back=draft.routers[0], lasts_s=0.5, more=more)
+        deed = PlannedAction(
+            at_s=at_s + 1.0, what=what, via=draft.routers[0], back=draft.routers[0], lasts_s=0.5, more=more
+        )
         draft.deeds.append(deed)
 
 
-def _giant_prompts(rng: random.Random, draft: Draft) -> None:
+def _giant_prompts(rng: random.Random, draft: PlanDraft) -> None:
     """Prompts that no context holds, which must be refused before they are tokenised."""
     at_s = rng.uniform(0, WINDOW_S)
     for i in range(rng.randint(1, 3)):
@@ -172,16 +176,16 @@ def _giant_prompts(rng: random.Random, draft: Draft) -> None:
             ask.body["messages"] = [{"role": "user", "content": ask.body.pop("prompt")}]
 
 
-def _twins(rng: random.Random, draft: Draft) -> None:
+def _twins(rng: random.Random, draft: PlanDraft) -> None:
     """Another tenant whose requests have the same ids, at about the same time."""
     _with_keys(draft)
     named = {name for deed in draft.deeds for name in deed.more.get("req_ids", ())}
     free = [ask for ask in draft.asks if ask.tenant == ANN and ask.name not in named]
     for ask in rng.sample(free, min(len(free), rng.randint(2, 5))):
         twin = deepcopy(ask)
-        twin.name, twin.reply = f"{ask.name}@{BOB}", Reply()
+        twin.name, twin.reply = f"{ask.name}@{BOB}", ReceivedAnswer()
         twin.headers = {name: value for name, value in ask.headers.items() if name != "idempotency-key"}
-        twin.retries, twin.manners = False, Manners()
+        twin.retries, twin.manners = False, ClientBehaviour()
         twin.headers["x-request-id"] = ask.id
         twin.at_s = max(ask.at_s + rng.choice((-0.01, 0.0, 0.01, 0.1)), 0.0)
         belong(twin, BOB)
@@ -190,7 +194,7 @@ def _twins(rng: random.Random, draft: Draft) -> None:
         _pry(rng, draft)
 
 
-def _pry(rng: random.Random, draft: Draft) -> None:
+def _pry(rng: random.Random, draft: PlanDraft) -> None:
     """A tenant that lists and ends requests which are not its own."""
     _with_keys(draft)
     names = [ask.id for ask in draft.asks if ask.tenant == ANN]
@@ -204,12 +208,12 @@ def _pry(rng: random.Random, draft: Draft) -> None:
         draft.deeds += [_deed(rng, draft, "pry", more)] if names else []
 
 
-def _squatter(rng: random.Random, draft: Draft) -> None:
+def _squatter(rng: random.Random, draft: PlanDraft) -> None:
     """A client that takes the ids which it expects to be given to others."""
     draft.deeds.append(_deed(rng, draft, "squat", {"tries": rng.randint(2, 6), "aborts": rng.random() < 0.5}))
 
 
-def _burst(rng: random.Random, draft: Draft) -> None:
+def _burst(rng: random.Random, draft: PlanDraft) -> None:
     """More requests of one tenant than there are places, and one request at a time of another."""
     _with_keys(draft)
     at_s = rng.uniform(0, WINDOW_S / 2)
@@ -227,14 +231,14 @@ def _burst(rng: random.Random, draft: Draft) -> None:
         draft.changes |= {"max_in_flight": 3, "max_queue": rng.choice((2, 8))}
 
 
-def _strict(rng: random.Random, draft: Draft) -> None:
+def _strict(rng: random.Random, draft: PlanDraft) -> None:
     """Clients that know only OpenAI's finish reasons."""
     for ask in draft.asks:
         if rng.random() < 0.6:
             ask.headers = {**ask.headers, "x-openai-strict": "true"}
 
 
-def _liar(rng: random.Random, draft: Draft) -> None:
+def _liar(rng: random.Random, draft: PlanDraft) -> None:
     """A worker whose control answers have the wrong shape, or tell of requests that it does not have."""
     who = rng.choice(draft.servers)
     at_s = rng.uniform(0, WINDOW_S - 1)
@@ -246,7 +250,7 @@ def _liar(rng: random.Random, draft: Draft) -> None:
         draft.deeds.append(replace(call, at_s=at_s + rng.uniform(0.1, 0.9), lasts_s=rng.choice((0.05, 0.5))))
 
 
-def _stopped_across(rng: random.Random, draft: Draft) -> None:
+def _stopped_across(rng: random.Random, draft: PlanDraft) -> None:
     """A process that is stopped just when a control call reaches it."""
     for _ in range(rng.randint(1, 2)):
         more = {
@@ -262,7 +266,7 @@ def _stopped_across(rng: random.Random, draft: Draft) -> None:
         draft.deeds.append(replace(_deed(rng, draft, "stop_across", more), lasts_s=rng.choice((3.0, 8.0, 20.0))))
 
 
-def _pause_while_waiting(rng: random.Random, draft: Draft) -> None:
+def _pause_while_waiting(rng: random.Random, draft: PlanDraft) -> None:
     """A pause while prompts wait for their tickets, and requests for a place in the router."""
     at_s, via = rng.uniform(0, WINDOW_S / 2), draft.routers[0]
     for i in range(rng.randint(3, 6)):
@@ -270,7 +274,7 @@ def _pause_while_waiting(rng: random.Random, draft: Draft) -> None:
         body = {"stream": rng.random() < 0.5, "ignore_eos": True, "prompt_ids": prompt}
         _ask(rng, draft, f"waiting-{i}", at_s + rng.uniform(0, 0.01), ANN, **body).to = via
     more = {"mode": rng.choice(("abort", "drain", "freeze")), "new_requests": rng.choice(("reject", "queue"))}
-    pause = Deed(
+    pause = PlannedAction(
         at_s=at_s + rng.choice((0.002, 0.01, 0.03, 0.1)),
         what="pause",
         via=via,
@@ -283,11 +287,11 @@ def _pause_while_waiting(rng: random.Random, draft: Draft) -> None:
         draft.changes["max_in_flight"] = 2
     if rng.random() < 0.3:
         draft.deeds.append(
-            Deed(at_s=at_s, what="stop_engine", who="server0", lasts_s=0.5, more={"which": rng.random()})
+            PlannedAction(at_s=at_s, what="stop_engine", who="server0", lasts_s=0.5, more={"which": rng.random()})
         )
 
 
-def _deadlines(rng: random.Random, draft: Draft) -> None:
+def _deadlines(rng: random.Random, draft: PlanDraft) -> None:
     """Requests that must end soon, with engines or servers that are stopped meanwhile."""
     at_s = rng.uniform(0, WINDOW_S / 2)
     for i in range(rng.randint(2, 5)):
@@ -301,17 +305,17 @@ def _deadlines(rng: random.Random, draft: Draft) -> None:
         lasts_s = rng.choice((3.0, 8.0, 15.0))
         via = rng.choice(draft.routers)
         draft.deeds.append(
-            Deed(at_s=at_s + rng.uniform(0, 0.2), what=what, who=server, via=via, lasts_s=lasts_s, more=more)
+            PlannedAction(at_s=at_s + rng.uniform(0, 0.2), what=what, who=server, via=via, lasts_s=lasts_s, more=more)
         )
 
 
-def _forger(rng: random.Random, draft: Draft) -> None:
+def _forger(rng: random.Random, draft: PlanDraft) -> None:
     """A client that claims to have been told what no engine has made."""
     for _ in range(rng.randint(1, 3)):
         draft.deeds.append(_deed(rng, draft, "forge", {"kind": rng.randrange(4), "direct": rng.random() < 0.3}))
 
 
-def _salts(rng: random.Random, draft: Draft) -> None:
+def _salts(rng: random.Random, draft: PlanDraft) -> None:
     """A tenant that looks for the prompts of another in the cache."""
     _with_keys(draft)
     if rng.random() < 0.5:
@@ -322,7 +326,7 @@ def _salts(rng: random.Random, draft: Draft) -> None:
     draft.deeds.append(_deed(rng, draft, "probe_salts", {"ids": [rng.randrange(1, 200) for _ in range(24)]}))
 
 
-def _crash_in_pause(rng: random.Random, draft: Draft) -> None:
+def _crash_in_pause(rng: random.Random, draft: PlanDraft) -> None:
     """An engine or a server dies while it follows a pause, and must be paused when it is back."""
     more = {
         "mode": rng.choice(("abort", "drain", "drain", "freeze")),
@@ -333,8 +337,8 @@ def _crash_in_pause(rng: random.Random, draft: Draft) -> None:
     draft.deeds.append(replace(_deed(rng, draft, "pause_and_crash", more), lasts_s=rng.choice((0.3, 1.0))))
 
 
-def _deed(rng: random.Random, draft: Draft, what: str, more: dict[str, Any]) -> Deed:
-    return Deed(
+def _deed(rng: random.Random, draft: PlanDraft, what: str, more: dict[str, Any]) -> PlannedAction:
+    return PlannedAction(
         at_s=script._moment(rng, draft.plan.asks),
         what=what,
         who=rng.choice(draft.servers),

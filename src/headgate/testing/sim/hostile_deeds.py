@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headgate.testing.sim.caller import Reply, call
+from headgate.testing.sim.caller import ReceivedAnswer, call
 from headgate.testing.sim.hostile import ANN, ASKING, BOB, LIES, key_of
 from headgate.testing.sim.hosts import MODEL, SimServer
-from headgate.testing.sim.script import Deed
+from headgate.testing.sim.script import PlannedAction
 
 if TYPE_CHECKING:
     from headgate.testing.sim.engine import EngineProcess
-    from headgate.testing.sim.loop import Host
+    from headgate.testing.sim.loop import SimProcess
     from headgate.testing.sim.world import World
 
 HUGE = 2**31 - 1
@@ -31,12 +31,12 @@ FORGERIES: tuple[dict[str, Any], ...] = (
 
 class HostileDeeds:
     _world: World
-    _engine: Callable[[Deed], EngineProcess | None]
+    _engine: Callable[[PlannedAction], EngineProcess | None]
     _come_back_paused: Any
 
     # -- workers that lie -----------------------------------------------------------------
 
-    async def lie(self, deed: Deed) -> None:
+    async def lie(self, deed: PlannedAction) -> None:
         server = self._world.hosts[deed.who]
         assert isinstance(server, SimServer)
         self._world.liars[server.name] = None
@@ -52,7 +52,7 @@ class HostileDeeds:
 
     # -- processes that stop or die in the middle of a control call ---------------------------
 
-    async def stop_across(self, deed: Deed) -> None:
+    async def stop_across(self, deed: PlannedAction) -> None:
         world, more = self._world, deed.more
         engine = self._engine(deed)
         if engine is None:
@@ -76,13 +76,13 @@ class HostileDeeds:
         if more["call"] == "pause":
             await world.control(to, "POST", "/v1/resume")
 
-    async def _stop_for(self, host: Host, after_s: float, lasts_s: float) -> None:
+    async def _stop_for(self, host: SimProcess, after_s: float, lasts_s: float) -> None:
         await asyncio.sleep(after_s)
         host.stop()
         await asyncio.sleep(lasts_s)
         host.go_on()
 
-    async def pause_and_crash(self, deed: Deed) -> None:
+    async def pause_and_crash(self, deed: PlannedAction) -> None:
         """75: a process dies while it follows a pause, and must be paused when it is back."""
         world, more = self._world, deed.more
         resumes, server = world.resumes, world.hosts[deed.who]
@@ -107,12 +107,14 @@ class HostileDeeds:
 
     # -- clients ------------------------------------------------------------------------------
 
-    async def _generate(self, to: str, tenant: str, headers: dict[str, str] | None = None, **body: Any) -> Reply:
+    async def _generate(
+        self, to: str, tenant: str, headers: dict[str, str] | None = None, **body: Any
+    ) -> ReceivedAnswer:
         asked = {"model": MODEL, "prompt": [3, 4, 5, 6], "max_tokens": 4, "seed": 1, "ignore_eos": True, **body}
         address, keys = self._world.hosts[to].address, key_of(tenant if self._world.plan.tenants else "")
         return await call(address, "POST", "/v1/completions", asked, {**keys, **(headers or {})})
 
-    async def squat(self, deed: Deed) -> None:
+    async def squat(self, deed: PlannedAction) -> None:
         """65: ids that were not given by the client cannot be guessed, taken or used against it."""
         world, more = self._world, deed.more
         first = await self._generate(deed.via, BOB)
@@ -132,7 +134,7 @@ class HostileDeeds:
             self._check_victim(await victim)
         await asyncio.gather(*squatting)
 
-    def _check_victim(self, reply: Reply) -> None:
+    def _check_victim(self, reply: ReceivedAnswer) -> None:
         world = self._world
         if reply.status == 409:
             world.fail(f"65: a client that has named no id got 409: {bytes(reply.body)!r}")
@@ -142,7 +144,7 @@ class HostileDeeds:
             if "api_abort" in causes:
                 world.fail("65: a client that guessed the id of a request has ended it")
 
-    async def ask_politely(self, deed: Deed) -> None:
+    async def ask_politely(self, deed: PlannedAction) -> None:
         """63: a tenant with one request at a time is never refused because of another's."""
         plan = self._world.plan
         others = any(other.what in ASKING for other in plan.deeds if other is not deed)
@@ -152,7 +154,7 @@ class HostileDeeds:
             if reply.status == 429 and alone:
                 self._world.fail(f"63: a tenant with one request at a time was refused: {bytes(reply.body)[:200]!r}")
 
-    async def forge(self, deed: Deed) -> None:
+    async def forge(self, deed: PlannedAction) -> None:
         """68: what a client claims to have been told is refused or recomputed. The counters are looked at in the end."""
         to = deed.who if deed.more["direct"] else deed.via
         headers = {"x-headgate-journal": "1800000000"} if deed.more["direct"] else {}
@@ -161,7 +163,7 @@ class HostileDeeds:
         if reply.status >= 500 and reply.status not in (502, 503, 504):
             self._world.fail(f"68: a forged resume was answered {reply.status}: {bytes(reply.body)!r}")
 
-    async def probe_salts(self, deed: Deed) -> None:
+    async def probe_salts(self, deed: PlannedAction) -> None:
         """66: no cache hit shows what another tenant has asked."""
         ids, via = deed.more["ids"], deed.via
         first = await self._generate(via, ANN, prompt=ids, max_tokens=1)
@@ -190,7 +192,7 @@ class HostileDeeds:
         disturbed = self._world.report.deeds["reset"], self._world.pauses
         return disturbed if router is None else (*disturbed, router.counters.retries, router.counters.resumes)
 
-    async def pry(self, deed: Deed) -> None:
+    async def pry(self, deed: PlannedAction) -> None:
         """65, 67: a tenant or a stranger neither sees nor ends what is not its own, also not through a router."""
         world, tenant, names = self._world, deed.more["tenant"], deed.more["req_ids"]
         number = 65 if tenant else 67

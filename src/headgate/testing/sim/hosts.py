@@ -14,32 +14,32 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from headgate import scratch
-from headgate.api.app import App, build_app
-from headgate.api.host import Host as ApiHost
-from headgate.api.idempotency import Replays
-from headgate.api.ledger import Ledger
-from headgate.api.metrics import Metrics, Stopwatch
+from headgate.api.accounting.ledger import Ledger
+from headgate.api.accounting.metrics import ServerMetrics, Stopwatch
+from headgate.api.app import ServerApp, build_app
+from headgate.api.generate.idempotency import Replays
+from headgate.api.host import ServerContext
 from headgate.api.server import Drain, HttpServer, serve_until_stopped
 from headgate.api.state import Api, ApiSettings
 from headgate.config import EngineConfig, RouteConfig, WorkerAddress
 from headgate.contract.keys import Keys
+from headgate.device.weights.file_stamps import Stamps
 from headgate.engine import client as engine_client
 from headgate.engine import replicas
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError
 from headgate.listening import StopSignals
-from headgate.router.fast_path import FastPath
-from headgate.router.placement import Placement
-from headgate.router.relay import Exchange
-from headgate.router.retry_state import RetryState
+from headgate.router.data_path.fast_path import FastPath
+from headgate.router.exchange.placement import Placement
+from headgate.router.exchange.relay import Exchange
+from headgate.router.exchange.retry_state import RetryState
 from headgate.router.router import Router
 from headgate.router.server import serving
 from headgate.testing.sim import kv, words
 from headgate.testing.sim.engine import SimClientChannel
-from headgate.testing.sim.loop import Host, SimLoop
+from headgate.testing.sim.loop import SimLoop, SimProcess
 from headgate.testing.sim.network import SimSocket
 from headgate.text.tokenizer import Tokenizer
-from headgate.worker.stamps import Stamps
 
 EPOCH_S = 1_800_000_000.0
 MODEL = "simulated"
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Signals:
+class SimSignals:
     """`StopSignals`, sent by the simulation."""
 
     def __init__(self) -> None:
@@ -85,21 +85,21 @@ class SimHost:
         self.name = name
         self.address = name, PORT
         self.url = f"http://{name}:{PORT}"
-        self.host = Host(loop, name)
+        self.host = SimProcess(loop, name)
         self.host.alive = False
-        self.signals = Signals()
+        self.signals = SimSignals()
         self.task: asyncio.Task[None] | None = None
         self.failed = False  # it has ended by itself, and nobody has started it again
 
     def start(self) -> None:
         self.failed = False
-        self.host = Host(self.loop, self.name)
+        self.host = SimProcess(self.loop, self.name)
         host = self.host
         host.on_end.append(lambda: self.loop.network.host_ended(host))
-        self.signals = Signals()
+        self.signals = SimSignals()
         self.task = host.spawn(self._run(host))
 
-    async def _run(self, host: Host) -> None:
+    async def _run(self, host: SimProcess) -> None:
         """As a process that says why it cannot go on, and ends."""
         try:
             await self._live()
@@ -144,7 +144,7 @@ class SimServer(SimHost):
         self._on_text = on_text
         self._stall_s = stall_s  # for its clients to read on
         self.lie: Callable[[str, bytes], bytes] | None = None  # what it says instead of its control answers
-        self.app: App | None = None  # while it serves
+        self.app: ServerApp | None = None  # while it serves
         self.ledger: Ledger | None = None
         self.engines: Replicas | None = None
         self.http: HttpServer | None = None
@@ -163,11 +163,11 @@ class SimServer(SimHost):
                 settings=ApiSettings(keep_alive_s=settings.keep_alive_s),
             )
             self.app = build_app(
-                api, ApiHost("0", MODEL, engines.replicas, ledger), Keys(self._tenants, admin=KEY), 1 << 20
+                api, ServerContext("0", MODEL, engines.replicas, ledger), Keys(self._tenants, admin=KEY), 1 << 20
             )
             self.app.state.replays = Replays(self.loop.time)
             self.http = HttpServer(
-                cast(Any, Liar(self, self.app)),
+                cast(Any, FalseAnswers(self, self.app)),
                 cast(Any, SimSocket(*self.address)),
                 lambda: None,
                 self._stall_s,
@@ -179,7 +179,7 @@ class SimServer(SimHost):
             await serve_until_stopped(self.http, drain, cast(StopSignals, self.signals))
 
     def _ledger(self) -> Ledger:
-        metrics = Metrics()
+        metrics = ServerMetrics()
         metrics.paused = Stopwatch(self.loop.time)
         return Ledger(metrics, limit=self._settings.most_choices, clock=self.loop.time)
 
@@ -196,7 +196,7 @@ class WatchedTokenizer(Tokenizer):
         return super().encode(text, add_special=add_special)
 
 
-class Liar:
+class FalseAnswers:
     """An application whose control answers are those of its server's `lie`, while there is one."""
 
     PATHS = (
@@ -254,7 +254,7 @@ class WatchedRouter(Router):
         return placement
 
 
-class Watch(Protocol):
+class RouterObserver(Protocol):
     """What hears of a router's decisions."""
 
     def placed(self, router: str, exchange: Exchange, url: str) -> None: ...
@@ -266,7 +266,7 @@ class SimRouter(SimHost):
     """`headgate route`."""
 
     def __init__(
-        self, loop: SimLoop, name: str, config: RouteConfig, seed: int, watch: Watch, fast_path: FastPath
+        self, loop: SimLoop, name: str, config: RouteConfig, seed: int, watch: RouterObserver, fast_path: FastPath
     ) -> None:
         super().__init__(loop, name)
         self._config = config

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from headgate.api.journal import seed_of
+from headgate.api.generate.journal import seed_of
 from headgate.testing.sim import words
 from headgate.testing.sim.engine import expected
-from headgate.testing.sim.script import Ask
+from headgate.testing.sim.script import PlannedRequest
 from headgate.text.detokenizer import token_bytes
 
 # By what has happened in a run: the codes with which a request may be refused or end, and the causes of an early end.
@@ -49,7 +49,7 @@ class Circumstances:
 
 
 @dataclass
-class Choice:
+class JudgedChoice:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -62,21 +62,21 @@ class Choice:
 
 
 @dataclass
-class Told:
+class JudgedAnswer:
     """An answer as its client understood it."""
 
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, JudgedChoice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     done: bool = False
     odd: list[str] = field(default_factory=list)  # what a strict client must not see
 
 
-def judge(ask: Ask, seen: Circumstances) -> list[str]:
+def judge(ask: PlannedRequest, seen: Circumstances) -> list[str]:
     return [f"{ask.name}: {complaint}" for complaint in _complaints(ask, seen)]
 
 
-def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
+def _complaints(ask: PlannedRequest, seen: Circumstances) -> Iterator[str]:
     reply = ask.reply
     if ask.manners.stalls:
         return  # it has read nothing that could be judged
@@ -101,13 +101,13 @@ def _complaints(ask: Ask, seen: Circumstances) -> Iterator[str]:
         yield from _ends(ask, told, seen)
 
 
-def _was_unread(ask: Ask) -> bool:
+def _was_unread(ask: PlannedRequest) -> bool:
     """Whether it ended before a worker had it, without a token."""
     choices = read(ask).choices.values()
     return all(choice.cause in UNHEARD and not (choice.text or choice.ids) for choice in choices)
 
 
-def _refused(ask: Ask, seen: Circumstances) -> Iterator[str]:
+def _refused(ask: PlannedRequest, seen: Circumstances) -> Iterator[str]:
     if ask.giant and ask.reply.status in (400, 413):
         return
     try:
@@ -127,8 +127,8 @@ def _excused(error: dict[str, Any], status: int, seen: Circumstances) -> Iterato
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def read(ask: Ask) -> Told:
-    told = Told()
+def read(ask: PlannedRequest) -> JudgedAnswer:
+    told = JudgedAnswer()
     if not ask.reply.streamed:
         body = ask.reply.json()
         told.usage, told.done = body["usage"], True
@@ -149,7 +149,7 @@ def read(ask: Ask) -> Told:
     return told
 
 
-def _read_strictly(told: Told, parts: list[Any], errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _read_strictly(told: JudgedAnswer, parts: list[Any], errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put our finish reasons in the place of OpenAI's (57); the errors that remain are those that no choice explains."""
     said = {error.get("code") for error in errors}
     explained = set()
@@ -165,8 +165,8 @@ def _read_strictly(told: Told, parts: list[Any], errors: list[dict[str, Any]]) -
     return [error for error in errors if error.get("code") not in explained]
 
 
-def _add(told: Told, part: dict[str, Any], text: str) -> None:
-    choice = told.choices.setdefault(part["index"], Choice())
+def _add(told: JudgedAnswer, part: dict[str, Any], text: str) -> None:
+    choice = told.choices.setdefault(part["index"], JudgedChoice())
     choice.text += text
     choice.ids += part.get("completion_token_ids", ())
     choice.given_back = part.get("generated_token_ids", choice.given_back)
@@ -182,7 +182,7 @@ def _add(told: Told, part: dict[str, Any], text: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- content
 
 
-def _content(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
+def _content(ask: PlannedRequest, told: JudgedAnswer, seen: Circumstances) -> Iterator[str]:
     yield from told.odd
     if told.choices.keys() - set(range(ask.n)):
         yield f"choices {sorted(told.choices)} of {ask.n}"
@@ -191,13 +191,13 @@ def _content(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
             yield f"choice {index}: {complaint}"
 
 
-def _was_given_back(ask: Ask, choice: Choice, seen: Circumstances) -> bool:
+def _was_given_back(ask: PlannedRequest, choice: JudgedChoice, seen: Circumstances) -> bool:
     """Such a choice has ids and no text (34), also if it is aborted, paused or overdue before another worker has it."""
     given_back = seen.reschedules and choice.finish == "abort" and choice.cause in ("api_abort", "deadline", "pause")
     return given_back and not choice.text and not ask.stream
 
 
-def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterator[str]:
+def _choice(ask: PlannedRequest, index: int, choice: JudgedChoice, seen: Circumstances) -> Iterator[str]:
     seed = _seed(ask)
     if choice.ends > 1:
         yield f"its end was told {choice.ends} times"
@@ -235,14 +235,14 @@ def _choice(ask: Ask, index: int, choice: Choice, seen: Circumstances) -> Iterat
         yield f"{choice.text!r} instead of {whole!r}"
 
 
-def _seed(ask: Ask) -> int | None:
+def _seed(ask: PlannedRequest) -> int | None:
     """Of its first choice; None if nobody can know."""
     if "seed" in ask.body:
         return int(ask.body["seed"])
     return seed_of(ask.headers["x-request-id"]) if ask.routed else None
 
 
-def _tokens(ask: Ask, choice: Choice, seed: int) -> Iterator[str]:
+def _tokens(ask: PlannedRequest, choice: JudgedChoice, seed: int) -> Iterator[str]:
     known = list(ask.prompt)
     for place, (token, version) in enumerate(zip(choice.ids, choice.versions, strict=True)):
         right = expected(known, version, seed)
@@ -252,7 +252,7 @@ def _tokens(ask: Ask, choice: Choice, seed: int) -> Iterator[str]:
         known.append(token)
 
 
-def reference(ask: Ask, seed: int) -> list[int]:
+def reference(ask: PlannedRequest, seed: int) -> list[int]:
     """The whole answer of weights that never changed."""
     known, ids = list(ask.prompt), list[int]()
     while len(ids) < ask.body["max_tokens"]:
@@ -263,7 +263,7 @@ def reference(ask: Ask, seed: int) -> list[int]:
     return ids
 
 
-def _text(ask: Ask, ids: list[int]) -> str:
+def _text(ask: PlannedRequest, ids: list[int]) -> str:
     text = _decode(ids)
     stop = _stop_at(text, ask.stops)
     return text if stop is None else text[:stop]
@@ -283,7 +283,7 @@ def _stop_at(text: str, stops: tuple[str, ...]) -> int | None:
 # ---------------------------------------------------------------------------------------------------------------- ends
 
 
-def _ends(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
+def _ends(ask: PlannedRequest, told: JudgedAnswer, seen: Circumstances) -> Iterator[str]:
     if told.error is not None:
         yield from _excused(told.error, 200, seen)
         return
@@ -302,7 +302,7 @@ def _ends(ask: Ask, told: Told, seen: Circumstances) -> Iterator[str]:
         yield "there is no usage"
 
 
-def _end(ask: Ask, choice: Choice, seen: Circumstances) -> Iterator[str]:
+def _end(ask: PlannedRequest, choice: JudgedChoice, seen: Circumstances) -> Iterator[str]:
     ids, cause = choice.ids, choice.cause
     match choice.finish:
         case "length":
@@ -327,12 +327,12 @@ def _end(ask: Ask, choice: Choice, seen: Circumstances) -> Iterator[str]:
         yield "went on after its end"
 
 
-def _causes(ask: Ask, seen: Circumstances) -> set[str]:
+def _causes(ask: PlannedRequest, seen: Circumstances) -> set[str]:
     allowed = {cause for reason, causes in CAUSES.items() if seen.holds(reason) for cause in causes}
     return allowed | (CAUSES["deadline"] if "deadline_ms" in ask.body else set())
 
 
-def _usage(ask: Ask, told: Told) -> Iterator[str]:
+def _usage(ask: PlannedRequest, told: JudgedAnswer) -> Iterator[str]:
     usage = told.usage or {}
     made = sum(len(choice.ids) for choice in told.choices.values())
     # A router learns the length of a prompt with the first token of an answer.
@@ -344,7 +344,7 @@ def _usage(ask: Ask, told: Told) -> Iterator[str]:
         yield f"{usage['completion_tokens']} tokens in its usage, and {made} told"
 
 
-def judge_abort(ask: Ask, tokens: int) -> list[str]:
+def judge_abort(ask: PlannedRequest, tokens: int) -> list[str]:
     """Whether it was aborted, as the caller of an abort was told; and after how many tokens."""
     if ask.reply.broken or not ask.reply.whole or ask.reply.status != 200:
         return []
@@ -360,7 +360,7 @@ def judge_abort(ask: Ask, tokens: int) -> list[str]:
     return []
 
 
-def code_of(ask: Ask) -> str | None:
+def code_of(ask: PlannedRequest) -> str | None:
     """The code with which it was refused or cut; None if it was neither."""
     if ask.reply.status != 200:
         return str(ask.reply.json()["error"]["code"])
@@ -368,7 +368,7 @@ def code_of(ask: Ask) -> str | None:
     return None if told.error is None else str(told.error.get("code"))
 
 
-def tally(asks: list[Ask]) -> Counter[str]:
+def tally(asks: list[PlannedRequest]) -> Counter[str]:
     """How requests ended."""
     ends: Counter[str] = Counter()
     for ask in asks:

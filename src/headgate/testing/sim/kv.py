@@ -21,10 +21,10 @@ import numpy as np
 
 from headgate.config import EngineConfig
 from headgate.testing.device import FakeDevice
-from headgate.testing.sim.loop import HOST, Host, SimLoop
+from headgate.testing.sim.loop import HOST, SimLoop, SimProcess
 from headgate.transfer import tcp
 from headgate.transfer.tcp import TICK_S, Address, TcpTransport, parse_address
-from headgate.transfer.transport import Event, Near, Portion, Post
+from headgate.transfer.transport import Event, Portion, Post, SameGpuMemory
 
 if TYPE_CHECKING:
     from headgate.protocol.plan import Fetch
@@ -62,11 +62,11 @@ def machine_at(ip: str) -> str:
     return f"server{int(ip.rpartition('.')[2]) - 1}"
 
 
-class Blocks:
+class SimBlocks:
     """The blocks of a fake device as bytes."""
 
     layout = "simulated"
-    near: Near | None = None
+    near: SameGpuMemory | None = None
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -94,7 +94,7 @@ def _few(blocks: Sequence[int]) -> Iterator[Sequence[int]]:
 # ------------------------------------------------------------------------------------------------------------- sockets
 
 
-class Wire(asyncio.Protocol):
+class SimWire(asyncio.Protocol):
     """One end of a connection, as a socket that never waits."""
 
     def __init__(self, *_: Any) -> None:
@@ -214,24 +214,24 @@ class Wire(asyncio.Protocol):
         self.on_ready()
 
 
-class Ear:
+class SimListener:
     """A listening socket."""
 
     def __init__(self, address: Address) -> None:
         host = HOST.get()
         assert host is not None
         self.on_ready: Callable[[], None] = lambda: None
-        self._pending: list[Wire] = []
+        self._pending: list[SimWire] = []
         self._address = address
         self._listener: Listener = host.loop.network.listen(self._ring, (machine_at(address.host), address.port))
 
-    def _ring(self) -> Wire:
-        wire = Wire()
+    def _ring(self) -> SimWire:
+        wire = SimWire()
         self._pending.append(wire)
         self.on_ready()
         return wire
 
-    def accept(self) -> tuple[Wire, None]:
+    def accept(self) -> tuple[SimWire, None]:
         if not self._pending:
             raise BlockingIOError
         return self._pending.pop(0), None
@@ -250,7 +250,7 @@ class Ear:
         return selectors.EVENT_READ * bool(self._pending)
 
 
-class Bell:
+class SimWakeup:
     """Both ends of the socket by which the loop wakes the transport."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class Bell:
 
 
 @dataclass
-class Watch:
+class SimSelector:
     """A selector: whoever is registered is looked at in the order of registration."""
 
     on_ready: Callable[[], None] = lambda: None
@@ -303,7 +303,7 @@ class Watch:
         self.on_ready()
 
 
-class Turns:
+class TransportTurns:
     """The thread of a transport: its turns are callbacks of its host."""
 
     def __init__(self, *, target: Any, **_: Any) -> None:
@@ -351,10 +351,10 @@ OnStage = Callable[[str, "Ticket | None"], None]
 class SimKv(TcpTransport):
     """The real transport; tells how far each transfer has come."""
 
-    def __init__(self, device: FakeDevice, config: EngineConfig, host: Host, on_stage: OnStage) -> None:
+    def __init__(self, device: FakeDevice, config: EngineConfig, host: SimProcess, on_stage: OnStage) -> None:
         assert config.kv_listen is not None
         super().__init__(
-            Blocks(device),
+            SimBlocks(device),
             parse_address(config.kv_listen),
             peers=tuple(map(ip_network, config.kv_peers)),
             lease_s=config.lease_s,
@@ -365,8 +365,8 @@ class SimKv(TcpTransport):
         self._on_stage = on_stage
 
     @property
-    def watch(self) -> Watch:
-        return cast(Watch, self._selector)
+    def watch(self) -> SimSelector:
+        return cast(SimSelector, self._selector)
 
     @property
     def closed(self) -> bool:
@@ -414,17 +414,17 @@ class _Ordered(dict[Any, None]):
 def replaced() -> list[tuple[Any, str, Any]]:
     """What `tcp` asks of its machine, and what it gets instead."""
 
-    def pair() -> tuple[Bell, Bell]:
-        bell = Bell()
+    def pair() -> tuple[SimWakeup, SimWakeup]:
+        bell = SimWakeup()
         return bell, bell
 
-    sockets = SimpleNamespace(**{**vars(socket), "socket": Wire, "socketpair": pair})
-    watching = SimpleNamespace(**{**vars(selectors), "DefaultSelector": Watch})
-    threads = SimpleNamespace(**{**vars(threading), "Thread": Turns})
+    sockets = SimpleNamespace(**{**vars(socket), "socket": SimWire, "socketpair": pair})
+    watching = SimpleNamespace(**{**vars(selectors), "DefaultSelector": SimSelector})
+    threads = SimpleNamespace(**{**vars(threading), "Thread": TransportTurns})
     return [
         (tcp, "socket", sockets),
         (tcp, "selectors", watching),
         (tcp, "threading", threads),
-        (tcp, "_listen", Ear),
+        (tcp, "_listen", SimListener),
         (tcp, "_tune", lambda _: None),
     ]

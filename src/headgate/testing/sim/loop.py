@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from headgate.testing.sim.engine import Processes
-    from headgate.testing.sim.network import Listener, Network
+    from headgate.testing.sim.network import Listener, SimNetwork
 
 T = TypeVar("T")
 
@@ -28,14 +28,14 @@ JUMP_S = 1e-4
 MOST_TURNS = 200_000  # of the loop without the clock jumping: something spins
 
 
-class Hung(Exception):
+class SimulationHung(Exception):
     """Nothing will ever happen again, or only that."""
 
 
-class Host:
+class SimProcess:
     """A process of the simulated world."""
 
-    def __init__(self, loop: SimLoop, name: str, parent: Host | None = None) -> None:
+    def __init__(self, loop: SimLoop, name: str, parent: SimProcess | None = None) -> None:
         self.loop = loop
         self.name = name
         self.alive = True
@@ -43,7 +43,7 @@ class Host:
         self._stopped_s = 0.0  # when that began
         self._away_s = 0.0  # how long it was stopped before
         self.held: deque[asyncio.Handle] = deque()  # work that waits until it goes on
-        self.children: list[Host] = []
+        self.children: list[SimProcess] = []
         self.on_end: list[Callable[[], None]] = []  # what dies with it
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.context = copy_context()
@@ -87,13 +87,13 @@ class Host:
             task.cancel()
         self.go_on()
 
-    def family(self) -> Generator[Host, None, None]:
+    def family(self) -> Generator[SimProcess, None, None]:
         yield self
         for child in self.children:
             yield from child.family()
 
 
-HOST: ContextVar[Host | None] = ContextVar("HOST", default=None)
+HOST: ContextVar[SimProcess | None] = ContextVar("HOST", default=None)
 
 
 class SimFuture(asyncio.Future[Any]):
@@ -120,7 +120,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._now_s = 0.0
         self._turns = 0  # since the clock last jumped
         self._numbers = count()
-        self.network: Network
+        self.network: SimNetwork
         self.processes: Processes
         self.deadline_s = float("inf")
         self.skew_s = 0.0  # of wall clocks, which somebody has set
@@ -145,7 +145,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._turns += 1
         if self._turns > MOST_TURNS:
             self._turns = 0
-            raise Hung(f"the loop spins at {self._now_s:.3f} s")
+            raise SimulationHung(f"the loop spins at {self._now_s:.3f} s")
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle.cancelled():
@@ -158,10 +158,10 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _advance(self, timers: list[asyncio.TimerHandle]) -> None:
         if not timers:
-            raise Hung("nothing will ever happen again")
+            raise SimulationHung("nothing will ever happen again")
         next_s = timers[0].when()
         if next_s > self.deadline_s:
-            raise Hung(f"not over at {self.deadline_s:.0f} s")
+            raise SimulationHung(f"not over at {self.deadline_s:.0f} s")
         if next_s > self._now_s + JUMP_S:
             self._turns = 0
         self._now_s = max(self._now_s, next_s)
@@ -233,7 +233,7 @@ def _context_of(handle: asyncio.Handle) -> Context:
     return context
 
 
-class Pipe:
+class DelayedPipe:
     """Things that arrive one after another, each a while after it was sent, in the context of whoever gets them."""
 
     __slots__ = ("_context", "_deliver", "_last_s", "_loop")

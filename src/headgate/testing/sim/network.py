@@ -19,14 +19,14 @@ from itertools import count, pairwise
 from typing import Any, cast
 
 from headgate.edge.outflow import BYTES_ACKED
-from headgate.testing.sim.loop import HOST, Host, Pipe, SimLoop
+from headgate.testing.sim.loop import HOST, DelayedPipe, SimLoop, SimProcess
 
 FIN = b""
 RESET = None
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class NetworkConditions:
     """How the network is, for a whole run."""
 
     delay_s: float = 0.0003
@@ -78,10 +78,10 @@ class SimConnection:
 class Listener:
     """What `create_server` gives."""
 
-    network: Network
+    network: SimNetwork
     address: tuple[str, int]
     factory: Callable[[], asyncio.BaseProtocol]
-    host: Host
+    host: SimProcess
     context: Context
 
     def close(self) -> None:
@@ -93,7 +93,9 @@ class Listener:
 
 
 class SimTransport(asyncio.Transport):
-    def __init__(self, network: Network, number: int, host: Host, context: Context, names: tuple[Any, Any]) -> None:
+    def __init__(
+        self, network: SimNetwork, number: int, host: SimProcess, context: Context, names: tuple[Any, Any]
+    ) -> None:
         self._socket = SimConnection(names)
         super().__init__({"sockname": names[0], "peername": names[1], "socket": self._socket})
         self.network = network
@@ -104,7 +106,7 @@ class SimTransport(asyncio.Transport):
         self.protocol: asyncio.Protocol | None = None
         self.lost = False
         self.carries_kv = False
-        self._pipe = Pipe(network.loop, self._arrive, context)  # towards us
+        self._pipe = DelayedPipe(network.loop, self._arrive, context)  # towards us
         self._waiting: deque[bytes | None] = deque()  # arrived, and not taken yet
         self._unread = 0  # bytes of ours that the peer has not taken
         self._full = False
@@ -260,8 +262,8 @@ class SimTransport(asyncio.Transport):
                 self.network.loop.call_soon(end._lose, ConnectionResetError(104, "reset"), context=end.context)
 
 
-class Network:
-    def __init__(self, loop: SimLoop, rng: random.Random, weather: Weather) -> None:
+class SimNetwork:
+    def __init__(self, loop: SimLoop, rng: random.Random, weather: NetworkConditions) -> None:
         self.loop = loop
         self.weather = weather
         self.listeners: dict[tuple[str, int], Listener] = {}
@@ -279,7 +281,7 @@ class Network:
 
     # -- weather --------------------------------------------------------------------------
 
-    def delay_s(self, one: Host | None = None, other: Host | None = None) -> float:
+    def delay_s(self, one: SimProcess | None = None, other: SimProcess | None = None) -> float:
         delay_s = self.weather.delay_s + self._random.random() * self.weather.jitter_s
         if self._slow and one is not None and other is not None:
             delay_s += self._slow.get(frozenset((machine(one), machine(other))), 0.0) * self._random.random()
@@ -313,7 +315,7 @@ class Network:
 
     # -- cuts -----------------------------------------------------------------------------
 
-    def are_cut(self, one: Host, other: Host) -> bool:
+    def are_cut(self, one: SimProcess, other: SimProcess) -> bool:
         if not self._cuts and not self._dark:
             return False
         a, b = machine(one), machine(other)
@@ -380,10 +382,10 @@ class Network:
         self.loop.call_soon(self._accept, listener, theirs, context=theirs.context)
         return ours
 
-    def _unreachable(self, host: Host, address: tuple[str, int]) -> bool:
+    def _unreachable(self, host: SimProcess, address: tuple[str, int]) -> bool:
         return address[0] in self._dark or frozenset((machine(host), address[0])) in self._cuts
 
-    def _pair(self, host: Host, listener: Listener) -> tuple[SimTransport, SimTransport]:
+    def _pair(self, host: SimProcess, listener: Listener) -> tuple[SimTransport, SimTransport]:
         number = next(self._numbers)
         here, there = (machine(host), 40000 + number), listener.address
         ours = SimTransport(self, 2 * number, host, copy_context(), (here, there))
@@ -400,12 +402,12 @@ class Network:
         transport.protocol.connection_made(transport)
         transport.take()
 
-    def host_ended(self, host: Host) -> None:
+    def host_ended(self, host: SimProcess) -> None:
         """Its peers hear of it, unless its machine is dark."""
         for transport in [each for each in self.transports if each.host is host]:
             transport.vanish()
             transport.peer.receive(RESET)
 
 
-def machine(host: Host) -> str:
+def machine(host: SimProcess) -> str:
     return host.name.partition("/")[0]

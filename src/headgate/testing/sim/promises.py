@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from headgate.router.disagg import PREFILL
-from headgate.router.fanout import WENT_DOWN
-from headgate.testing.sim.caller import Reply
+from headgate.router.control.fan_out import WENT_DOWN
+from headgate.router.exchange.prefill import PREFILL
+from headgate.testing.sim.caller import ReceivedAnswer
 from headgate.testing.sim.network import SimTransport
-from headgate.testing.sim.script import Ask
+from headgate.testing.sim.script import PlannedRequest
 
 if TYPE_CHECKING:
     from headgate.testing.sim.world import World
@@ -41,14 +41,14 @@ def timeout_of(path: str, body: Any) -> float:
     return UPDATE_TIMEOUT_S if path == "/v1/update_weights" else DEFAULT_TIMEOUT_S
 
 
-def late_answer(what: str, reply: Reply, timeout_s: float, away_s: float) -> Iterator[str]:
+def late_answer(what: str, reply: ReceivedAnswer, timeout_s: float, away_s: float) -> Iterator[str]:
     """61. `away_s`: how long the process that was called was itself stopped."""
     took_s = reply.ended_s - reply.began_s - away_s
     if took_s > timeout_s + SLACK_S + NETWORK_S:
         yield f"61: {what} with a timeout of {timeout_s:g} s was answered after {took_s:.2f} s"
 
 
-def missed_deadline(ask: Ask, away_s: float) -> Iterator[str]:
+def missed_deadline(ask: PlannedRequest, away_s: float) -> Iterator[str]:
     """69. `away_s`: how long the process that was asked was itself stopped."""
     due_ms = ask.body.get("deadline_ms")
     if due_ms is None or ask.manners.slow_s or ask.manners.stalls or ask.disturbed:
@@ -104,7 +104,7 @@ def _too_often(kind: str, named: Counter[str], known: Counter[str]) -> Iterator[
             yield f"72: {kind} names {name} {times} times"
 
 
-def overcounts(result: Any, asks: Collection[Ask], since_s: float) -> Iterator[str]:
+def overcounts(result: Any, asks: Collection[PlannedRequest], since_s: float) -> Iterator[str]:
     """72: a pause cannot have ended or finished more choices than there were. One that is repeated may count them again."""
     if not isinstance(result, dict):
         return

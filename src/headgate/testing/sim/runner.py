@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from headgate.testing.sim.world import Report, simulate
+from headgate.testing.sim.world import SimulationReport, simulate
 
 SHARE = 8  # seeds that a process runs before it reports
 
 
 @dataclass
-class Summary:
+class SimulationSummary:
     seeds: int = 0
     virtual_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -24,7 +24,7 @@ class Summary:
     ends: Counter[str] = field(default_factory=Counter)
     failures: dict[int, list[str]] = field(default_factory=dict)
 
-    def add(self, report: Report) -> None:
+    def add(self, report: SimulationReport) -> None:
         self.seeds += 1
         self.virtual_s += report.virtual_s
         self.counts += report.counts
@@ -54,11 +54,11 @@ def _told(counter: Counter[str]) -> str:
 
 
 def run_seeds(
-    seeds: Iterable[int], *, jobs: int | None = None, on_failure: Callable[[Report], None] | None = None
-) -> Summary:
+    seeds: Iterable[int], *, jobs: int | None = None, on_failure: Callable[[SimulationReport], None] | None = None
+) -> SimulationSummary:
     """Run them all; `on_failure` hears of each that went wrong."""
     shares = _shares(list(seeds))
-    summary = Summary()
+    summary = SimulationSummary()
     jobs = min(jobs or os.cpu_count() or 1, len(shares))
     if jobs <= 1:
         _collect(map(_run_share, shares), summary, on_failure)
@@ -79,20 +79,24 @@ def _shares(seeds: list[int]) -> list[list[int]]:
     return [seeds[i : i + SHARE] for i in range(0, len(seeds), SHARE)]
 
 
-def _collect(results: Iterable[list[Report]], summary: Summary, on_failure: Callable[[Report], None] | None) -> None:
+def _collect(
+    results: Iterable[list[SimulationReport]],
+    summary: SimulationSummary,
+    on_failure: Callable[[SimulationReport], None] | None,
+) -> None:
     for report in (report for reports in results for report in reports):
         summary.add(report)
         if report.failures and on_failure is not None:
             on_failure(report)
 
 
-def _run_share(seeds: list[int]) -> list[Report]:
+def _run_share(seeds: list[int]) -> list[SimulationReport]:
     reports = [_run_quietly(seed) for seed in seeds]
     gc.collect()
     return reports
 
 
-def _run_quietly(seed: int) -> Report:
+def _run_quietly(seed: int) -> SimulationReport:
     report = simulate(seed)
     if not report.failures:
         report.trace.clear()  # nobody will read it

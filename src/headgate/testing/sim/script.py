@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headgate.testing.sim import words
-from headgate.testing.sim.caller import Manners, Reply
+from headgate.testing.sim.caller import ClientBehaviour, ReceivedAnswer
 from headgate.testing.sim.engine import Pace
 from headgate.testing.sim.hosts import MODEL, ServerSettings
 from headgate.testing.sim.kv import STAGES, KvSettings
-from headgate.testing.sim.network import Weather
+from headgate.testing.sim.network import NetworkConditions
 
 WINDOW_S = 4.0  # in which everything is begun
 STOPS = ("STOP", "stop", "é", "fox.", "ok", "\n", " über")
@@ -24,7 +24,7 @@ ROUTERS = (ROUTER, "router1")
 
 
 @dataclass(eq=False, kw_only=True)
-class Ask:
+class PlannedRequest:
     """A request as its client means it, and what came of it."""
 
     name: str
@@ -33,9 +33,9 @@ class Ask:
     path: str
     body: dict[str, Any]
     prompt: tuple[int, ...]
-    manners: Manners
+    manners: ClientBehaviour
     headers: dict[str, str] = field(default_factory=dict)
-    reply: Reply = field(default_factory=Reply)
+    reply: ReceivedAnswer = field(default_factory=ReceivedAnswer)
     disturbed: bool = False  # its own connection was broken by the network, or its router died
     floor: int = 0  # whoever it asked must not let weights older than these answer it
     retries: bool = False  # with its Idempotency-Key, when no whole answer has come
@@ -77,7 +77,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deed:
+class PlannedAction:
     """Something that an operator does, or that goes wrong."""
 
     at_s: float
@@ -88,7 +88,7 @@ class Deed:
     lasts_s: float = 0.0
     more: dict[str, Any] = field(default_factory=dict)
 
-    def ends(self, ask: Ask) -> bool:
+    def ends(self, ask: PlannedRequest) -> bool:
         """Whether it asks for the end of that request."""
         match self.what:
             case "abort_all":
@@ -110,10 +110,10 @@ class Plan:
     servers: int
     settings: ServerSettings
     pace: Pace
-    weather: Weather
+    weather: NetworkConditions
     policy: str
-    asks: list[Ask]
-    deeds: list[Deed]
+    asks: list[PlannedRequest]
+    deeds: list[PlannedAction]
     update_breaks: float = 0.0
     max_in_flight: int | None = None
     max_queue: int = 64
@@ -143,7 +143,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
         run_ahead=rng.choice((1, 1, 2)),
         reschedules=rng.random() < 0.3,
     )
-    weather = Weather(
+    weather = NetworkConditions(
         delay_s=rng.choice((0.0001, 0.0005, 0.005)),
         jitter_s=rng.choice((0.0001, 0.001, 0.02)),
         splits=rng.choice((0.0, 0.1, 0.5)),
@@ -192,13 +192,13 @@ def _roles(rng: random.Random, servers: int) -> tuple[tuple[str, ...], KvSetting
 # ------------------------------------------------------------------------------------------------------------- clients
 
 
-def _asks(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[Ask]:
+def _asks(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[PlannedRequest]:
     shared = [_ids(rng, rng.randint(4, 40)) for _ in range(2)]
     bursts = [rng.uniform(0, WINDOW_S) for _ in range(3)]
     return [_ask(rng, f"ask-{i}", servers, routers, shared, bursts) for i in range(rng.randint(5, 16))]
 
 
-def _flood(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[Ask]:
+def _flood(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[PlannedRequest]:
     """More than fits anywhere, all at once."""
     at_s, shared = rng.uniform(0, WINDOW_S), [_ids(rng, 4)]
     flood = [_ask(rng, f"flood-{i}", servers, routers, shared, [at_s]) for i in range(rng.randint(12, 24))]
@@ -218,7 +218,7 @@ def _ask(
     routers: tuple[str, ...],
     shared: list[tuple[int, ...]],
     bursts: list[float],
-) -> Ask:
+) -> PlannedRequest:
     body: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": rng.choice((1, 12, 30, 60, 60)),
@@ -235,7 +235,7 @@ def _ask(
     keyed = rng.random() < 0.15
     if keyed:
         headers["idempotency-key"] = f"key-{name}"
-    return Ask(
+    return PlannedRequest(
         name=name,
         at_s=rng.choice(bursts) if rng.random() < 0.5 else rng.uniform(0, WINDOW_S),
         to=rng.choice(routers if rng.random() < 0.85 else servers),
@@ -284,13 +284,13 @@ def _sampling(rng: random.Random, body: dict[str, Any]) -> None:
         body["cache_salt"] = rng.choice(("x", "y"))
 
 
-def _manners(rng: random.Random) -> Manners:
+def _manners(rng: random.Random) -> ClientBehaviour:
     draw = rng.random()
     if draw < 0.12:
-        return Manners(leaves_after_s=rng.choice((0.001, 0.05, 0.3, 1.0)))
+        return ClientBehaviour(leaves_after_s=rng.choice((0.001, 0.05, 0.3, 1.0)))
     if draw < 0.2:
-        return Manners(slow_s=rng.choice((0.02, 0.2)))
-    return Manners()
+        return ClientBehaviour(slow_s=rng.choice((0.02, 0.2)))
+    return ClientBehaviour()
 
 
 # --------------------------------------------------------------------------------------------------- what is done to it
@@ -350,8 +350,8 @@ CONTROL = (
 
 
 def _deeds(
-    rng: random.Random, servers: list[str], asks: list[Ask], routers: tuple[str, ...], *, kv: bool
-) -> list[Deed]:
+    rng: random.Random, servers: list[str], asks: list[PlannedRequest], routers: tuple[str, ...], *, kv: bool
+) -> list[PlannedAction]:
     # A router that dies excuses too much to be part of every other run.
     trouble = [what for what in TROUBLE if what != "kill_router" or rng.random() < 0.2]
     kinds = rng.sample(trouble, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
@@ -359,14 +359,16 @@ def _deeds(
     return [_deed(rng, what, servers, asks, routers) for what in kinds for _ in range(rng.choice((1, 1, 2)))]
 
 
-def _moment(rng: random.Random, asks: list[Ask]) -> float:
+def _moment(rng: random.Random, asks: list[PlannedRequest]) -> float:
     """Most often when somebody has just asked."""
     if rng.random() < 0.3:
         return rng.uniform(0, WINDOW_S)
     return min(rng.choice(asks).at_s + rng.uniform(0, 1.0), WINDOW_S)
 
 
-def _deed(rng: random.Random, what: str, servers: list[str], asks: list[Ask], routers: tuple[str, ...]) -> Deed:
+def _deed(
+    rng: random.Random, what: str, servers: list[str], asks: list[PlannedRequest], routers: tuple[str, ...]
+) -> PlannedAction:
     more: dict[str, Any] = {}
     match what:
         case "abort" | "abort_and_kill":
@@ -401,7 +403,7 @@ def _deed(rng: random.Random, what: str, servers: list[str], asks: list[Ask], ro
             more = {"which": rng.random()}
         case "reset":
             more = {"which": [rng.random() for _ in range(rng.randint(1, 4))]}
-    return Deed(
+    return PlannedAction(
         at_s=_moment(rng, asks),
         what=what,
         who=rng.choice(routers if what == "kill_router" else servers),

@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from headgate.config import EngineConfig, RouteConfig
-from headgate.router.fast_path import PYTHON, FastPath
-from headgate.router.relay import Exchange
-from headgate.router.worker import Worker
+from headgate.device.weights.file_stamps import Stamps
+from headgate.router.data_path.fast_path import PYTHON, FastPath
+from headgate.router.exchange.relay import Exchange
+from headgate.router.fleet.worker import Worker
 from headgate.testing.sim import home, hostile, promises
-from headgate.testing.sim.caller import Manners, Reply, call
+from headgate.testing.sim.caller import ClientBehaviour, ReceivedAnswer, call
 from headgate.testing.sim.deeds import Deeds
 from headgate.testing.sim.engine import Processes
 from headgate.testing.sim.hosts import KEY, SimHost, SimRouter, SimServer, simulated, workers
 from headgate.testing.sim.judge import Circumstances, code_of, judge, judge_abort, tally
-from headgate.testing.sim.loop import HOST, Host, Hung, SimLoop
-from headgate.testing.sim.network import Network
+from headgate.testing.sim.loop import HOST, SimLoop, SimProcess, SimulationHung
+from headgate.testing.sim.network import SimNetwork
 from headgate.testing.sim.script import (
     DEADLY,
     KV_TROUBLE,
@@ -38,12 +39,11 @@ from headgate.testing.sim.script import (
     ROUTERS,
     TROUBLE,
     WINDOW_S,
-    Ask,
-    Deed,
     Plan,
+    PlannedAction,
+    PlannedRequest,
     draw,
 )
-from headgate.worker.stamps import Stamps
 
 UP_S = 30.0  # for the fleet to come up
 CALL_S = 120.0  # for a control call to be answered, whatever its own timeout
@@ -56,7 +56,7 @@ TRIES = 40  # of an operator who wants the fleet to run again
 
 
 @dataclass
-class Report:
+class SimulationReport:
     """What a run was like."""
 
     seed: int
@@ -94,7 +94,7 @@ class _Log(logging.Handler):
 
 class World:
     def __init__(self, seed: int, plan: Plan, *, chatty: bool, folder: Path, fast_path: FastPath = PYTHON) -> None:
-        self.report = Report(seed)
+        self.report = SimulationReport(seed)
         self.chatty = chatty
         self.plan = plan
         self._seed = seed
@@ -107,7 +107,7 @@ class World:
         self.resumes = 0  # calls that may have ended a pause
         self.pauses = 0
         self.asked_to_end: dict[str, set[str]] = {name: set() for name in ROUTERS}  # by router: and not heard of yet
-        self._held: dict[str, tuple[Host, int]] = {}  # by server: in which life it was given which weights
+        self._held: dict[str, tuple[SimProcess, int]] = {}  # by server: in which life it was given which weights
         self._spoiled: Counter[str] = Counter()  # files of weights that are others now
         self._jobs: list[asyncio.Task[None]] = []  # of operators
         self._paused = False  # somebody has asked for that
@@ -124,7 +124,7 @@ class World:
 
     # -- for everybody --------------------------------------------------------------------
 
-    def note(self, host: Host | None, what: str) -> None:
+    def note(self, host: SimProcess | None, what: str) -> None:
         self.report.trace.append((self.loop.time(), host.name if host else "-", what))
 
     def fail(self, what: str) -> None:
@@ -136,10 +136,10 @@ class World:
 
     # -- the run ----------------------------------------------------------------------------
 
-    def run(self) -> Report:
+    def run(self) -> SimulationReport:
         self.loop = loop = SimLoop()
         loop.set_exception_handler(self._on_exception)
-        loop.network = self.network = Network(loop, self._rng("network"), self.plan.weather)
+        loop.network = self.network = SimNetwork(loop, self._rng("network"), self.plan.weather)
         loop.processes = self.processes = Processes(
             loop,
             self._rng("engines"),
@@ -154,7 +154,7 @@ class World:
         with simulated(loop, self._rng("secrets"), self._stamps), _listening(log):
             try:
                 loop.run_until_complete(self._main())
-            except Hung as error:
+            except SimulationHung as error:
                 self.fail(f"hung: {error}")
             finally:
                 self._tear_down()
@@ -170,14 +170,14 @@ class World:
         told = "".join(traceback.format_exception(error)) if error else ""
         self.fail(f"the loop was told of a bug: {context['message']}\n{told}")
 
-    def _on_crash(self, host: Host, error: Exception) -> None:
+    def _on_crash(self, host: SimProcess, error: Exception) -> None:
         self.fail(f"{host.name} crashed:\n{''.join(traceback.format_exception(error))}")
 
     async def _main(self) -> None:
         self._build()
         await self._come_up()
-        self.clients = Host(self.loop, "clients")
-        self.operator = Host(self.loop, "operator")
+        self.clients = SimProcess(self.loop, "clients")
+        self.operator = SimProcess(self.loop, "operator")
         asking = [self._host_of(ask).spawn(self._ask(ask)) for ask in self.plan.asks]
         await self._do_deeds()
         await self._set_right()
@@ -199,19 +199,19 @@ class World:
                 for complaint in judge_abort(ask, self._aborted[ask.name]):
                     self.fail(complaint)
 
-    def _broken_promises(self, ask: Ask) -> Iterator[str]:
+    def _broken_promises(self, ask: PlannedRequest) -> Iterator[str]:
         if ask.routed or not self._in_trouble(ask):
             yield from promises.missed_deadline(ask, ask.away_s)
         waited = ask.id in self._before_pause.get(ask.to, ()) and self._ids[ask.id] == 1
         if waited and self._pausers <= {ask.to} and not self.report.deeds["roll"]:
             yield from self._refused_in_pause(ask)
 
-    def _refused_in_pause(self, ask: Ask) -> Iterator[str]:
+    def _refused_in_pause(self, ask: PlannedRequest) -> Iterator[str]:
         """71."""
         if ask.reply.whole and not ask.retries and f"{code_of(ask)}" == "paused":
             yield f"71: {ask.name} was accepted before the fleet was paused, and refused as paused"
 
-    def _was_at_a_liar(self, ask: Ask) -> bool:
+    def _was_at_a_liar(self, ask: PlannedRequest) -> bool:
         lying = {self.hosts[name].url for name in self.liars}
         return not lying.isdisjoint(self._placements.get((ask.to, ask.id), ()))
 
@@ -302,7 +302,7 @@ class World:
         self._aborted |= told
         self.asked_to_end[router] |= told.keys()
 
-    def _is_meant(self, ask: Ask, asked_s: float) -> bool:
+    def _is_meant(self, ask: PlannedRequest, asked_s: float) -> bool:
         """Whether an abort of then can only have met this request as its client knows it.
 
         One with a key may have been asked once more since, or have been answered while a worker still made it for the key.
@@ -313,7 +313,7 @@ class World:
         again_s = self._asked_again.get(ask.name, -1.0)
         return again_s < asked_s and not answered and self._ids[ask.name] == 1 and self._is_known(ask, asked_s)
 
-    def _is_known(self, ask: Ask, asked_s: float) -> bool:
+    def _is_known(self, ask: PlannedRequest, asked_s: float) -> bool:
         """Whether a router knows better than a worker that lies: of what it does not have, it can only repeat claims."""
         there = 0 < ask.reply.began_s < asked_s - GONE_S and not 0 < ask.reply.ended_s <= asked_s
         return not self.liars or (there and (ask.to, ask.id) not in self._unknown_claims)
@@ -333,7 +333,7 @@ class World:
         self._held_live.setdefault(router, []).append(live)
         self._before_pause.setdefault(router, set()).update(exchange.id for exchange in live)
 
-    def alone_in_trouble(self, deed: Deed) -> bool:
+    def alone_in_trouble(self, deed: PlannedAction) -> bool:
         """Whether nothing but this deed stops, ends or pauses a process of this run."""
         kinds = (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.STOPS, "pause", "pause_one", "update", "roll", "remove")
         return not any(other.what in kinds for other in self.plan.deeds if other is not deed)
@@ -354,10 +354,10 @@ class World:
 
     # -- clients ------------------------------------------------------------------------------
 
-    def _host_of(self, ask: Ask) -> Host:
-        return Host(self.loop, f"clients/{ask.name}", self.clients)
+    def _host_of(self, ask: PlannedRequest) -> SimProcess:
+        return SimProcess(self.loop, f"clients/{ask.name}", self.clients)
 
-    async def _ask(self, ask: Ask) -> None:
+    async def _ask(self, ask: PlannedRequest) -> None:
         await asyncio.sleep(ask.at_s)
         host = HOST.get()
         self.note(host, f"asks {ask.to}: {ask.path} {ask.body}")
@@ -390,7 +390,7 @@ class World:
             ask.reply = await call(address, "POST", ask.path, ask.body, ask.headers)
             self.note(host, f"asked again and got {ask.reply.status}, {len(ask.reply.body)} bytes {ask.reply.broken}")
 
-    async def _check_stalled(self, ask: Ask, host: Host) -> None:
+    async def _check_stalled(self, ask: PlannedRequest, host: SimProcess) -> None:
         """62: the connection of a client that reads nothing is given up in time."""
         while not ask.reply.ended_s:
             await asyncio.sleep(0.5)
@@ -401,7 +401,7 @@ class World:
                 )
                 return
 
-    async def _check_gone(self, ask: Ask) -> None:
+    async def _check_gone(self, ask: PlannedRequest) -> None:
         """Nobody works for a client that has left."""
         await asyncio.sleep(GONE_S)
         unwanted = self._unwanted()
@@ -452,7 +452,9 @@ class World:
             self._jobs.append(self.operator.spawn(self._deeds.do(deed)))
         await asyncio.sleep(max(began_s + WINDOW_S - self.loop.time(), 0))
 
-    async def control(self, to: str, method: str, path: str, body: Any = None, tenant: str | None = None) -> Reply:
+    async def control(
+        self, to: str, method: str, path: str, body: Any = None, tenant: str | None = None
+    ) -> ReceivedAnswer:
         """A control call; one to a router that is up is always answered."""
         self._calls += 1
         self._paused |= path == "/v1/pause"
@@ -467,7 +469,7 @@ class World:
         resumes, away_s = self.resumes, called.away_s
         if path == "/v1/pause":
             self._pausers.add(to)
-        reply = await call(address, method, path, body, headers, Manners(patience_s=CALL_S))
+        reply = await call(address, method, path, body, headers, ClientBehaviour(patience_s=CALL_S))
         self.note(self.operator, f"call {number}: {reply.status} {bytes(reply.body)[:300]!r} {reply.broken}")
         if reply.broken.startswith("no end"):
             self.fail(f"{method} {path} to {to} was not answered within {CALL_S:g} s")
@@ -497,7 +499,7 @@ class World:
     def _key(self, tenant: str) -> dict[str, str]:
         return hostile.key_of(tenant if self.plan.tenants else "")
 
-    def _check_answer(self, to: str, path: str, body: Any, reply: Reply, away_s: float) -> None:
+    def _check_answer(self, to: str, path: str, body: Any, reply: ReceivedAnswer, away_s: float) -> None:
         """What holds of every control answer, whatever has happened."""
         complaints: list[str] = []
         dark = any(deed.what == "lose_machine" and deed.who == to for deed in self.plan.deeds)  # and out of reach
@@ -551,7 +553,7 @@ class World:
     def _weights(self, version: int) -> Path:
         return self._folder / f"weights-{version}.safetensors"
 
-    def updated(self, via: str, version: int, reply: Reply, processes: dict[SimServer, Host]) -> None:
+    def updated(self, via: str, version: int, reply: ReceivedAnswer, processes: dict[SimServer, SimProcess]) -> None:
         """`processes`: of the servers when the update began; one that was started anew since may have older weights."""
         followed = reply.status == 200
         self.agreed = followed and (self.agreed or version == self.version)  # a newer one may have been refused
@@ -611,7 +613,7 @@ class World:
             else:
                 self.fail(f"the fleet cannot be made one again: {bytes(reply.body)!r}")
 
-    def _circumstances(self, ask: Ask) -> Circumstances:
+    def _circumstances(self, ask: PlannedRequest) -> Circumstances:
         deeds, plan = self.report.deeds, self.plan
         return Circumstances(
             busy=plan.settings.most_choices < 64 or plan.max_queue < 64,
@@ -633,7 +635,7 @@ class World:
         """Servers that came back without the newest weights."""
         return {deed.who for deed in self.plan.deeds if deed.what == "return_old"}
 
-    def _in_trouble(self, ask: Ask) -> bool:
+    def _in_trouble(self, ask: PlannedRequest) -> bool:
         """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
         if ask.routed and self.plan.servers - len(self._removed) > 1:
             lacking = self.processes.quarantined | self._removed
@@ -687,7 +689,7 @@ class World:
             self.loop.deadline_s = self.loop.time() + 120
             self.loop.run_until_complete(self._gone())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        except Hung as error:
+        except SimulationHung as error:
             self.fail(f"tasks that do not end: {error}, {list(self.loop.tasks)}")
         self.loop.close()
 
@@ -697,7 +699,7 @@ class World:
             await asyncio.wait(waiting)
 
 
-def _result_of(reply: Reply) -> Any:
+def _result_of(reply: ReceivedAnswer) -> Any:
     """Of an answer or of an error."""
     told = reply.json() if reply.whole else {}
     return told.get("result") or told.get("error", {}).get("result") if isinstance(told, dict) else None
@@ -734,7 +736,7 @@ def simulate(
     only: tuple[str, ...] | None = None,
     actors: bool = True,
     fast_path: FastPath = PYTHON,
-) -> Report:
+) -> SimulationReport:
     """Run one seed; without `actors`, as it was before there were hostile ones."""
     # Always the same folder: its name is in what is sent, and that must not differ from run to run.
     folder = Path(tempfile.gettempdir()) / f"headgate-simulation-{os.getuid()}"

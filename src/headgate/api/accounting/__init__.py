@@ -1,0 +1,1 @@
+"""Records of requests: the ledger, metrics, traces, and the dashboard's view of them."""

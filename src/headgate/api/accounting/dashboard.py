@@ -1,0 +1,137 @@
+"""What the dashboard shows of one server: its engines, its requests, its numbers.
+
+`/dashboard/numbers` tells a router the same of this server, in counts that it can add to those of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.accounting.metrics import EngineView, look_at_all
+from headgate.api.control.requests import Sightings, in_flight, sightings
+from headgate.api.host import ServerContext, host_of
+from headgate.api.state import Api
+from headgate.contract.dashboard import BOUNDS, EngineNumbers, Numbers, state_of
+from headgate.dashboard.feed import Feed
+from headgate.dashboard.frame import FleetView, MemberView, RequestView, Viewer
+from headgate.dashboard.meter import Counts
+from headgate.edge.dashboard import watched
+
+LOOK_TIMEOUT_S = 0.8  # an engine that takes longer is shown as one that does not answer
+
+# In the words of the page; what has no line here is its own.
+PHASES = {"preparing": "queued", "waiting": "queued", "preempted": "queued", "loading": "transfer"}
+
+
+class ServerSource:
+    kind = "server"
+    bounds = BOUNDS
+
+    def __init__(self, api: Api, host: ServerContext) -> None:
+        self.version = host.version
+        self._api = api
+        self._host = host
+        self._seen: Sightings = {}
+
+    async def look(self) -> FleetView:
+        numbers, self._seen = await asyncio.gather(look_at_server(self._host), self._sightings())
+        ledger = self._host.ledger
+        sources = {f"{engine.engine}/": engine.counts for engine in numbers.engines}
+        return FleetView(
+            model=self._host.model_name,
+            state="draining" if ledger.closing else state_of(numbers),
+            cards=[_card(engine) for engine in numbers.engines],
+            sources=sources | {"server": numbers.counts},
+            over=ledger.closing and not ledger.live,
+        )
+
+    async def _sightings(self) -> Sightings:
+        return await sightings(self._api, LOOK_TIMEOUT_S) if self._host.ledger.live else {}
+
+    def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
+        mine = [record for record in self._host.ledger.live.values() if viewer.sees(record.tenant)]
+        shown = []
+        for record in islice(mine, most):
+            told = in_flight(record, self._seen)
+            worker = next((str(choice.worker) for choice in told.choices if choice.worker is not None), None)
+            phase = phase_of(told.phase, told.output_tokens)
+            shown.append(
+                RequestView(
+                    record.label, record.tenant, record.kind, phase, round(told.age_s, 2), told.output_tokens, worker
+                )
+            )
+        return shown, len(mine)
+
+
+def phase_of(phase: str, output_tokens: int) -> str:
+    if output_tokens and phase not in ("preempted", "finished"):  # whatever it was when the engines were asked
+        return "decode"
+    if phase in ("running", "unknown"):  # unknown: it began after the engines were asked
+        return "prefill"
+    return PHASES.get(phase, phase)
+
+
+async def look_at_server(host: ServerContext) -> Numbers:
+    views = await look_at_all(host.replicas, LOOK_TIMEOUT_S)
+    metrics = host.ledger.metrics
+    counts = Counts(
+        requests=sum(metrics.requests.values()),
+        aborts=dict(metrics.aborts),
+        first_token=tuple(metrics.first_token.counts),
+        between_tokens=tuple(metrics.between_tokens.counts),
+    )
+    return Numbers(engines=[_numbers(view) for view in views], counts=counts)
+
+
+def _numbers(view: EngineView) -> EngineNumbers:
+    if view.info is None or view.pong is None:
+        return EngineNumbers(engine=view.index, state="down" if view.info is None else "wedged")
+    info, status = view.info, view.pong.status
+    return EngineNumbers(
+        engine=view.index,
+        state=status.state,
+        detail=f"{info.device} {info.dtype}",
+        version=status.version,
+        running=status.running,
+        waiting=status.waiting,
+        total=info.num_blocks,
+        held=status.held_blocks,
+        leased=status.leased_blocks,
+        cached=status.cached_blocks,
+        counts=Counts(
+            tokens=status.output_tokens, prompt_tokens=status.prompt_tokens, cached_tokens=status.cached_tokens
+        ),
+    )
+
+
+def _card(engine: EngineNumbers) -> MemberView:
+    return MemberView(
+        id=str(engine.engine),
+        name=f"engine {engine.engine}",
+        detail=engine.detail,
+        state=engine.state,
+        version=engine.version,
+        running=engine.running,
+        waiting=engine.waiting,
+        total=engine.total,
+        held=engine.held,
+        leased=engine.leased,
+        cached=engine.cached,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ handlers
+
+
+async def tell_numbers(request: Request) -> Response:
+    return Response(msgspec.json.encode(await look_at_server(host_of(request))), media_type="application/json")
+
+
+async def watch(request: Request) -> Response:
+    feed: Feed = request.app.state.feed
+    return watched(request, feed)

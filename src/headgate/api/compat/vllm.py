@@ -1,0 +1,179 @@
+"""vLLM's names: what TRL, verl and others call on a vLLM server.
+
+A pause holds new requests back until the resume, as vLLM's does. Sleeping pauses first, and waking everything resumes.
+Weight transfer (`/init_weight_transfer_engine` and what follows) is in `transfer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.control.lifecycle import controls_of, followed, pause_of
+from headgate.api.generate.generation import ChoiceJob, Piece
+from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
+from headgate.api.generate.logprobs import chat_logprobs
+from headgate.api.generate.prompts import text_prompt
+from headgate.api.generate.reading import read_body
+from headgate.api.generate.serve import AnswerFormat, RequestContext, exchange
+from headgate.api.generate.wire import encode, error_event
+from headgate.api.host import host_of
+from headgate.api.state import Api, api_of
+from headgate.contract.answers import ChatLogprobs
+from headgate.contract.decoding import convert
+from headgate.contract.orders import Order
+from headgate.contract.sampling import SAMPLING, VLLM_TO_COMPLETIONS, TextParams, sampling_given, text_params
+from headgate.contract.schema import CompletionRequest
+from headgate.contract.vllm import TokensRequest, flag, mode_of
+from headgate.edge.responses import json_response
+from headgate.edge.sse import DONE
+from headgate.errors import HeadgateError, RequestError
+from headgate.protocol.command import TAGS, Tag
+
+
+async def pause(request: Request) -> Response:
+    followed(await controls_of(request).pause(pause_of(mode_of(request.query_params)), Order.of(request.headers)))
+    if flag(request.query_params, "clear_cache", default=True):
+        followed(await controls_of(request).flush())
+    return json_response({"status": "paused"})
+
+
+async def resume(request: Request) -> Response:
+    followed(await controls_of(request).resume(order=Order.of(request.headers)))
+    return json_response({"status": "resumed"})
+
+
+async def is_paused(request: Request) -> Response:
+    return json_response({"is_paused": (await controls_of(request).look()).is_paused})
+
+
+async def sleep(request: Request) -> Response:
+    controls = controls_of(request)
+    if not (await controls.look()).is_paused:
+        followed(await controls.pause(pause_of(mode_of(request.query_params))))
+    followed(await controls.sleep(TAGS))
+    return Response()
+
+
+async def wake_up(request: Request) -> Response:
+    controls = controls_of(request)
+    asked = request.query_params.getlist("tags") or list(TAGS)
+    tags: list[Tag] = convert(asked, list[Tag], "tags")
+    if not followed(await controls.wake(tags)).asleep:
+        followed(await controls.resume())
+    return Response()
+
+
+async def is_sleeping(request: Request) -> Response:
+    return json_response({"is_sleeping": bool((await controls_of(request).look()).asleep)})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    followed(await controls_of(request).flush())
+    return Response()
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": host_of(request).version})
+
+
+async def get_world_size(request: Request) -> Response:
+    """How many engines take part in a weight update."""
+    return json_response({"world_size": len(host_of(request).replicas)})
+
+
+# --------------------------------------------------------------------------------------------- /inference/v1/generate
+
+
+class TokensChoice(msgspec.Struct, kw_only=True):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+    cause: str | UnsetType = UNSET
+
+
+class TokensResponse(msgspec.Struct, kw_only=True):
+    request_id: str
+    choices: list[TokensChoice]
+
+
+WITHOUT_EFFECT = (
+    "detokenize",
+    "output_kind",
+    "spaces_between_special_tokens",
+    "extra_args",
+    "truncate_prompt_tokens",
+)
+
+
+async def generate(request: Request) -> Response:
+    asked = await read_body(request, TokensRequest)
+    body, api = _completion(asked), api_of(request)
+    text = text_params(body, "completions")
+    check_choices(text.n, api.settings.max_choices)
+    return exchange(request, body, "tokens", text.n, partial(_prepare, api, body, text))
+
+
+def _completion(asked: TokensRequest) -> CompletionRequest:
+    fields: dict[str, Any] = {"prompt": asked.token_ids, "model": asked.model, "stream": asked.stream}
+    fields |= {"request_id": asked.request_id, "priority": asked.priority, "cache_salt": asked.cache_salt}
+    fields["resume"] = asked.resume
+    for name, value in asked.sampling_params.items():
+        if name in VLLM_TO_COMPLETIONS:
+            fields[VLLM_TO_COMPLETIONS[name]] = value
+        elif name not in WITHOUT_EFFECT and value is not None:
+            raise RequestError(f"{name} is not supported; leave it out", param=f"sampling_params.{name}")
+    body: CompletionRequest = convert(fields, CompletionRequest, "sampling_params")
+    return body
+
+
+async def _prepare(
+    api: Api, body: CompletionRequest, text: TextParams, call: RequestContext
+) -> tuple[list[ChoiceJob], AnswerFormat]:
+    default = {"max_tokens": SAMPLING["max_tokens"].defaults["vllm"]}
+    sampling = sampling_params(default | sampling_given(body, "completions"))
+    assert isinstance(body.prompt, list)
+    prompt = await text_prompt(api, body.prompt, call.share)
+    return make_jobs(body, [prompt], sampling, text), VllmTokensFormat(api, call)
+
+
+class VllmTokensFormat:
+    def __init__(self, api: Api, call: RequestContext) -> None:
+        self._api, self._call = api, call
+
+    def event(self, job: ChoiceJob, piece: Piece) -> bytes:
+        if not piece.tokens and piece.finish is None:
+            return b""
+        return b"data: " + encode(self._response([self._choice(job, piece)])) + b"\n\n"
+
+    def prime(self, job: ChoiceJob, piece: Piece) -> None:
+        """Events know nothing of each other."""
+
+    def closing(self) -> bytes:
+        return DONE
+
+    def failure(self, error: HeadgateError) -> bytes:
+        return error_event(error)
+
+    def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
+        return encode(self._response([self._choice(job, answer) for job, answer in zip(jobs, answers, strict=True)]))
+
+    def _response(self, choices: list[TokensChoice]) -> TokensResponse:
+        return TokensResponse(request_id=self._call.request_id, choices=choices)
+
+    def _choice(self, job: ChoiceJob, piece: Piece) -> TokensChoice:
+        scored = job.request.sampling.logprobs is not None
+        return TokensChoice(
+            index=job.index,
+            token_ids=piece.tokens,
+            finish_reason=piece.finish.reason if piece.finish else None,
+            logprobs=chat_logprobs(self._api.tokenizer, piece.tokens, piece.logprobs) if scored else None,
+            cause=piece.finish.cause if piece.finish else UNSET,
+        )

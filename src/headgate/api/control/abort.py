@@ -1,0 +1,215 @@
+"""POST /v1/abort_requests: end requests, and say truthfully what became of each.
+
+What is ended is decided in one turn of the event loop, from the ledger: every live request is in it from the moment it is
+admitted, whether an engine has heard of it or not. Whoever waits is answered when the engines hold nothing of it any more
+and its client has been told, or when time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.accounting.ledger import PREFILL, Ledger, Past, Record
+from headgate.api.state import Api, ChunkStream, api_of
+from headgate.contract.abort import (
+    UNREAD,
+    AbortAnswer,
+    AbortCause,
+    AbortedRequest,
+    AbortError,
+    AbortResult,
+    abort_of,
+    readings,
+)
+from headgate.contract.errors import Forbidden
+from headgate.contract.schema import Tags
+from headgate.edge.outflow import LEAST_S, await_readers
+from headgate.edge.reading import read_object
+
+log = logging.getLogger(__name__)
+
+
+UNPLACED = "no engine has it, and it ends before one gets it; its prompt is still being read"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose requests a caller may see and end."""
+
+    tenant: str
+    admin: bool
+
+    @property
+    def whose(self) -> str | None:
+        """The tenant by whose names to look; None: by anybody's."""
+        return None if self.admin else self.tenant
+
+    def in_flight(self, ledger: Ledger) -> list[Record]:
+        """All live requests of the caller's."""
+        if not (self.tenant or self.admin):
+            # Whoever has no key is one with all others who have none; only an id that they know tells them apart.
+            raise Forbidden(
+                "without a key only requests that are named by their ids can be seen and ended; send a key"
+            )
+        return [record for record in ledger.live.values() if self.admin or record.tenant == self.tenant]
+
+
+def scope_of(request: Request) -> Scope:
+    return Scope(request.state.tenant, request.state.admin)
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTarget:
+    """A live request, or one choice of it, under the name it was asked for."""
+
+    name: str
+    record: Record
+    choice: int | None = None
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """The connection on which its client is told."""
+        return None if self.record.reply is None else self.record.reply.transport
+
+    @property
+    def unfinished(self) -> bool:
+        return self.choice is None or not self.record.has_finished(self.choice)
+
+
+@dataclass(slots=True)
+class FoundRequests:
+    targets: list[AbortTarget] = field(default_factory=list)
+    by_name: bool = True
+    not_found: list[str] = field(default_factory=list)
+    already_finished: list[str] = field(default_factory=list)
+
+    @property
+    def listed(self) -> list[AbortTarget]:
+        """What the answer names: not the prefill request of another request, unless it was asked for by name."""
+        return [target for target in self.targets if self.by_name or target.record.kind != PREFILL]
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def find_all(ledger: Ledger, scope: Scope, tags: Tags | None = None) -> FoundRequests:
+    """Everything of the caller's that is in flight now, or what of it carries these tags."""
+    wanted = (tags or {}).items()
+    mine = [AbortTarget(r.label, r) for r in scope.in_flight(ledger) if wanted <= r.tags.items()]
+    return FoundRequests(mine, by_name=False)
+
+
+def find(ledger: Ledger, scope: Scope, names: Iterable[str]) -> FoundRequests:
+    """Requests and choices by name; what is another tenant's does not exist. The admin's word is for all of that name."""
+    found = FoundRequests()
+    for name in dict.fromkeys(names):
+        targets = find_live(ledger, scope, name)
+        if unfinished := [target for target in targets if target.unfinished]:
+            found.targets += unfinished
+        elif targets or find_past(ledger, scope, name):
+            found.already_finished.append(name)
+        else:
+            found.not_found.append(name)
+    return found
+
+
+def find_live(ledger: Ledger, scope: Scope, name: str) -> list[AbortTarget]:
+    """One, or none; several only for the admin, if tenants use the same name."""
+    for label, choice in readings(name):
+        records = ledger.named(label, scope.whose)
+        if found := [AbortTarget(name, r, choice) for r in records if choice is None or choice < r.choices]:
+            return found
+    return []
+
+
+def find_past(ledger: Ledger, scope: Scope, name: str) -> Past | None:
+    for label, choice in readings(name):
+        past = ledger.past(label, scope.whose)
+        if past and (choice is None or choice < len(past.usage.choices)):
+            return past
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- ending
+
+
+def begin(found: FoundRequests, cause: AbortCause) -> dict[ChunkStream, AbortTarget]:
+    """Ask for the end of what was found; the streams that are to be told."""
+    return {stream: t for t in found.targets for stream in t.record.ask_end(cause, t.choice)}
+
+
+async def abort(api: Api, found: FoundRequests, timeout_s: float, cause: AbortCause = "api_abort") -> AbortResult:
+    """End what was found, and wait until nothing is held for it and its clients have been told.
+
+    A client that reads nothing is not waited for (`await_readers`): its request is `not_told`.
+    """
+    clock = asyncio.get_running_loop().time
+    places = {place: target for stream, target in begin(found, cause).items() if (place := stream.end_at(cause))}
+    deadline_s = clock() + timeout_s
+    telling: dict[asyncio.Future[None], asyncio.Transport | None] = {
+        asyncio.ensure_future(t.record.ended(t.choice)): t.transport for t in found.targets
+    }
+    try:
+        held = await api.engines.stop_at(places, cause, timeout_s)
+        await await_readers(telling, max(deadline_s - clock(), LEAST_S))
+    finally:
+        for task in telling:
+            task.cancel()
+    return _result(found, {places[place] for place in held})
+
+
+def _result(found: FoundRequests, held: set[AbortTarget]) -> AbortResult:
+    result = AbortResult(not_found=found.not_found, already_finished=found.already_finished)
+    for target in found.listed:
+        outcome = target.record.outcome(target.choice)
+        if target in held:
+            result.errors.append(
+                AbortError(target.name, "still_held", "it has ended, and the engine still holds blocks")
+            )
+        elif target.record.open and outcome is None:
+            why = UNREAD if target.record.begun_anywhere else UNPLACED
+            result.errors.append(AbortError(target.name, "not_told", why))
+        elif outcome is not None and outcome.finish_reason == "abort" and outcome.cause != "deadline":
+            result.aborted.append(AbortedRequest(target.name, outcome.output_tokens))
+        elif outcome is not None and outcome.finish_reason == "error":
+            result.errors.append(AbortError(target.name, outcome.cause, "it ended with an error of its own"))
+        else:
+            result.already_finished.append(target.name)
+    return result
+
+
+def accept(found: FoundRequests, cause: AbortCause = "api_abort") -> AbortResult:
+    """Ask for the end and wait for nothing."""
+    for stream in begin(found, cause):
+        stream.end(cause)
+    return AbortResult(
+        not_found=found.not_found,
+        already_finished=found.already_finished,
+        accepted=[target.name for target in found.listed],
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- handlers
+
+
+async def abort_requests(request: Request) -> Response:
+    body, api, scope = abort_of(await read_object(request)), api_of(request), scope_of(request)
+    ids, ledger = body.req_ids, api.ledger
+    found = find_all(ledger, scope, body.tags) if ids is None else find(ledger, scope, ids)
+    if not body.wait:
+        return answer(request, accept(found, body.cause), done=False)
+    result = await abort(api, found, body.timeout, body.cause)
+    log.info("%s: aborted %d requests", request.state.request_id, len(result.aborted))
+    return answer(request, result, done=not result.errors)
+
+
+def answer(request: Request, result: AbortResult, *, done: bool) -> Response:
+    told = AbortAnswer(request.state.request_id, "success" if done else "accepted", result)
+    return Response(msgspec.json.encode(told), 200 if done else 202, media_type="application/json")

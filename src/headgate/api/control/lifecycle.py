@@ -1,0 +1,378 @@
+"""Holding all engines, changing their weights, putting them to sleep: one answer for however many there are.
+
+Every call is a job: it has an id (the request's), a deadline, and an answer `{request_id, status, result}` in which each
+engine says what became of it. An engine that is down is named and follows when it comes back; one that has not answered in
+time is named and still does what it was told; one that refuses makes the call an error. While weights or memory move,
+nothing else that would change an engine's state is begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.accounting.ledger import PREFILL, Record
+from headgate.api.accounting.metrics import look_at_all
+from headgate.api.host import ServerContext, host_of
+from headgate.api.state import Api
+from headgate.contract.control import (
+    BOOT_HEADER,
+    LONG_S,
+    UPDATE_TIMEOUT_S,
+    ControlAnswer,
+    ControlBody,
+    EngineOutcome,
+    FleetResult,
+    MemoryRequest,
+    PauseRequest,
+    Refusal,
+    UpdateRequest,
+    overall,
+    source_of,
+)
+from headgate.contract.orders import UNORDERED, Order, Orders
+from headgate.contract.tickets import NEWEST_VERSION
+from headgate.edge.reading import read_control
+from headgate.edge.responses import json_response
+from headgate.engine.replicas import Place, finds_accepted
+from headgate.errors import EngineDead, HeadgateError, Late, RequestError, Unavailable
+from headgate.protocol.command import (
+    DEFAULT_TIMEOUT_S,
+    Command,
+    Denied,
+    EngineState,
+    FileSource,
+    Flush,
+    Flushed,
+    Pause,
+    PauseMode,
+    Result,
+    Resume,
+    Sleep,
+    Source,
+    Tag,
+    UpdateWeights,
+    Wake,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MARGIN_S = 0.7  # after its timeout, for an engine to force requests out and for a call to be answered
+LOOK_TIMEOUT_S = 2.0
+LAST_WORDS_S = 2.0  # for clients of aborted requests to be told, before the caller is
+
+
+# ----------------------------------------------------------------------------------------------------------- controls
+
+
+class Controls:
+    """The verbs, for all engines at once. Every dialect calls these."""
+
+    def __init__(self, api: Api, host: ServerContext) -> None:
+        self._api = api
+        self._host = host
+        self._metrics = host.ledger.metrics
+        self._moving: str | None = None  # what is moving weights or memory
+        self._orders = Orders()
+
+    async def pause(self, pause: Pause, order: Order = UNORDERED) -> FleetResult:
+        self._take(order)
+        clock = asyncio.get_running_loop().time
+        began_s, before = clock(), self._places()
+        due_s = began_s + pause.timeout_s + MARGIN_S
+        self._metrics.pauses[pause.mode] += 1
+        self._metrics.paused.start()
+        unplaced = self._govern(pause)
+        outcome = await self._call(pause, pause.timeout_s + MARGIN_S)
+        known, told = before | self._places(), states(outcome)
+        forced = _records(known, {index: t.forced for index, t in told.items()})
+        ended = [*unplaced, *_records(known, {index: t.ended for index, t in told.items()}), *forced]
+        await _told(ended, max(min(LAST_WORDS_S, due_s - clock()), 0))
+        result = self._result(outcome)
+        if result.mode is None and result.state == "pausing":
+            result.mode = pause.mode
+        result.aborted = len(_requests(ended))
+        result.finished = sum(record.completed for record in _requests(before.values()))
+        result.forced = [record.label for record in _requests(forced)]
+        result.elapsed_s = round(clock() - began_s, 6)
+        if result.state == "running":
+            self._metrics.paused.stop()  # a resume came in between
+        return result
+
+    async def resume(self, timeout_s: float = DEFAULT_TIMEOUT_S, order: Order = UNORDERED) -> FleetResult:
+        self._take(order)
+        result = self._result(await self._call(Resume(), timeout_s))
+        self._metrics.paused.stop()
+        return result
+
+    async def update(
+        self,
+        source: Source,
+        version: int | None = None,
+        *,
+        recompute: bool = True,
+        timeout_s: float = UPDATE_TIMEOUT_S,
+    ) -> FleetResult:
+        if version is not None and not 0 <= version <= NEWEST_VERSION:
+            raise RequestError(f"must be between 0 and {NEWEST_VERSION}", param="version")
+        async with self._move("the weights are being updated"):
+            outcome = await self._call(UpdateWeights(source, version, recompute), timeout_s)
+        result = self._result(outcome)
+        if isinstance(source, FileSource) and source.checksum:
+            result.checksum = source.checksum
+        return result
+
+    async def sleep(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
+        async with self._move("the engines are being put to sleep"):
+            return self._result(await self._call(Sleep(tuple(tags)), timeout_s))
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
+        async with self._move("the engines are being woken"):
+            return self._result(await self._call(Wake(tuple(tags)), timeout_s))
+
+    async def flush(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> FleetResult:
+        clock = asyncio.get_running_loop().time
+        due_s = clock() + timeout_s + MARGIN_S
+        outcome = await self._call(Flush(), timeout_s)
+        result = await self.look(min(LOOK_TIMEOUT_S, due_s - clock()))
+        dropped = {index: told.blocks for index, told in outcome.items() if isinstance(told, Flushed)}
+        for engine in result.engines:
+            engine.blocks = dropped.get(engine.engine, 0)
+            if isinstance(late := outcome.get(engine.engine), HeadgateError):
+                engine.error = str(late)
+        result.blocks = sum(dropped.values())
+        return result
+
+    async def look(self, timeout_s: float | None = None) -> FleetResult:
+        """Where the fleet stands, as its engines say."""
+        engines: list[EngineOutcome] = []
+        modes: list[PauseMode | None] = []
+        asleep: list[str] = []
+        for view in await look_at_all(self._host.replicas, LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
+            if view.pong is None:
+                engines.append(self._silent(view.index, "it does not answer"))
+                continue
+            status = view.pong.status
+            engines.append(EngineOutcome(engine=view.index, state=status.state, weight_version=status.version))
+            modes.append(status.mode)
+            asleep += status.asleep
+        return self._fleet(engines, next(filter(None, modes), None), list(dict.fromkeys(asleep)))
+
+    # -- parts ------------------------------------------------------------------
+
+    async def _call(self, command: Command, timeout_s: float) -> dict[int, Result | HeadgateError]:
+        """What became of it, by engine. Raises if one refused, or if none could be reached."""
+        outcome = await self._api.engines.call_all(command, timeout_s)
+        denials = {index: result for index, result in outcome.items() if isinstance(result, Denied)}
+        if denials:
+            raise _refusal(denials, len(outcome))
+        # An engine that comes back takes the state that was last asked for, so these two are not lost on it.
+        if not isinstance(command, Pause | Resume) and outcome and all(map(_is_gone, outcome.values())):
+            raise Unavailable("; ".join(str(result) for result in outcome.values()), code="no_engine")
+        late = [str(result) for result in outcome.values() if isinstance(result, EngineDead)]
+        if late:
+            log.warning("not every engine has followed: %s", "; ".join(late))
+        return outcome
+
+    def _take(self, order: Order) -> None:
+        self._refuse_while_moving()
+        self._orders.take(order, paused=isinstance(self._api.engines.asked, Pause))
+
+    def _refuse_while_moving(self) -> None:
+        if self._moving is not None:
+            raise Refusal(409, "updating", f"{self._moving}; try again when that is done")
+
+    @asynccontextmanager
+    async def _move(self, what: str) -> AsyncIterator[None]:
+        self._refuse_while_moving()
+        self._moving = what
+        try:
+            yield
+        finally:
+            self._moving = None
+
+    def _govern(self, pause: Pause) -> list[Record]:
+        """Have a pause that begins now hold for requests that no engine has yet; those which it ends."""
+        live, before = list(self._api.ledger.live.values()), self._api.engines.asked
+        if finds_accepted(pause, before):
+            for record in live:
+                record.accepted = True
+        if pause.mode != "abort" or (isinstance(before, Pause) and before.mode == "abort"):
+            return []
+        return [record for record in live if record.accepted and record.end_unplaced("pause")]
+
+    def _places(self) -> dict[Place, Record]:
+        """Whose the sequences of the engines are."""
+        return {
+            stream.place: record
+            for record in self._api.ledger.live.values()
+            for stream in record.streams.values()
+            if stream.place is not None
+        }
+
+    def _silent(self, index: int, why: str) -> EngineOutcome:
+        """An engine that has not answered: down, or in the state that it is known to have or to be on its way to."""
+        replica = self._host.replicas[index]
+        state = "down" if replica.client is None or replica.known == "running" else replica.known
+        return EngineOutcome(engine=index, state=state, error=why)
+
+    def _result(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
+        engines, told = [], states(outcome)
+        for index, result in outcome.items():
+            match result:
+                case EngineState():
+                    engines.append(_engine(index, result))
+                case HeadgateError():
+                    engines.append(self._silent(index, str(result)))
+                case _:
+                    pass
+        mode = next((t.mode for t in told.values() if t.mode), None)
+        asleep = list(dict.fromkeys(tag for t in told.values() for tag in t.asleep))
+        return self._fleet(engines, mode, asleep)
+
+    def _fleet(self, engines: list[EngineOutcome], mode: str | None, asleep: Sequence[str]) -> FleetResult:
+        seen = {engine.state for engine in engines} - {"down"}
+        versions = [engine.weight_version for engine in engines if isinstance(engine.weight_version, int)]
+        if not seen and any(replica.known != "running" for replica in self._host.replicas):
+            seen = {"pausing"}  # engines that come back are paused
+        state = "draining" if self._host.ledger.closing else overall(seen)
+        return FleetResult(
+            is_paused=bool(seen) and not seen & {"running", "pausing"},
+            state=state,
+            mode=mode,
+            weight_version=max(versions, default=0),
+            asleep=asleep,
+            engines=engines,
+        )
+
+
+def followed(result: FleetResult) -> FleetResult:
+    """For names whose answers cannot say `accepted`: raises unless every engine that is up has followed."""
+    up = [engine for engine in result.engines if engine.state != "down"]
+    if not up or any(engine.error is not UNSET for engine in up):
+        errors = [str(engine.error) for engine in result.engines if engine.error is not UNSET]
+        raise Unavailable(f"{'; '.join(errors)} (the engines are {result.state})", code="not_followed")
+    return result
+
+
+def pause_of(mode: PauseMode) -> Pause:
+    """For names whose pauses have no timeout: new requests wait, and only a drain may take long."""
+    return Pause(mode, queue=True, timeout_s=LONG_S if mode == "drain" else DEFAULT_TIMEOUT_S)
+
+
+def _is_gone(result: Result | HeadgateError) -> bool:
+    return isinstance(result, HeadgateError) and not isinstance(result, Late)
+
+
+def states(outcome: Mapping[int, Result | HeadgateError]) -> dict[int, EngineState]:
+    return {index: result for index, result in outcome.items() if isinstance(result, EngineState)}
+
+
+def _engine(index: int, told: EngineState) -> EngineOutcome:
+    return EngineOutcome(
+        engine=index,
+        state=told.state,
+        weight_version=told.version,
+        elapsed_s=round(told.elapsed_s, 6),
+        held=len(told.held),
+    )
+
+
+def _refusal(denials: Mapping[int, Denied], engines: int) -> Refusal:
+    first = next(iter(denials.values()))
+    if engines == 1:
+        return Refusal(first.status, first.code, first.message)
+    message = "; ".join(f"engine {index}: {denied.message}" for index, denied in denials.items())
+    followed = engines - len(denials)
+    return Refusal(first.status, first.code, f"{message} ({followed} of {engines} engines have followed)")
+
+
+def _records(known: Mapping[Place, Record], ids: Mapping[int, Iterable[int]]) -> list[Record]:
+    """Whose sequences those are, by engine; not of clients that have left."""
+    places = [Place(engine, id) for engine, some in ids.items() for id in some]
+    return [known[place] for place in places if place in known]
+
+
+def _requests(records: Iterable[Record]) -> list[Record]:
+    """Each once, however many choices it has; prefill requests are part of others."""
+    return list(dict.fromkeys(record for record in records if record.kind != PREFILL))
+
+
+async def _told(records: Sequence[Record], timeout_s: float) -> None:
+    """Wait until clients have been told of their end; not for ever, because one may not read."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for record in records:
+                await record.ended()
+    except TimeoutError:
+        log.warning("%d clients have not read their last words", sum(record.open for record in records))
+
+
+# ----------------------------------------------------------------------------------------------------------- handlers
+
+
+def controls_of(request: Request) -> Controls:
+    controls: Controls = request.app.state.controls
+    return controls
+
+
+async def pause(request: Request) -> Response:
+    body = await read_control(request, PauseRequest)
+    command = Pause(body.mode, body.new_requests == "queue", body.timeout)
+    return answer(request, await controls_of(request).pause(command, Order.of(request.headers)))
+
+
+async def resume(request: Request) -> Response:
+    body = await read_control(request, ControlBody)
+    return answer(request, await controls_of(request).resume(body.timeout, Order.of(request.headers)))
+
+
+async def is_paused(request: Request) -> Response:
+    told = ControlAnswer(request.state.request_id, "success", await controls_of(request).look())
+    return _signed(request, json_response(told))
+
+
+async def update_weights(request: Request) -> Response:
+    body = await read_control(request, UpdateRequest)
+    result = await controls_of(request).update(
+        source_of(body), body.version, recompute=body.kv == "recompute", timeout_s=body.timeout
+    )
+    return answer(request, result)
+
+
+async def sleep(request: Request) -> Response:
+    body = await read_control(request, MemoryRequest)
+    return answer(request, await controls_of(request).sleep(body.tags, body.timeout))
+
+
+async def wakeup(request: Request) -> Response:
+    body = await read_control(request, MemoryRequest)
+    return answer(request, await controls_of(request).wake(body.tags, body.timeout))
+
+
+async def flush_cache(request: Request) -> Response:
+    body = await read_control(request, ControlBody)
+    return answer(request, await controls_of(request).flush(body.timeout))
+
+
+def answer(request: Request, result: FleetResult) -> Response:
+    """200 if all is done, 202 if an engine is still to follow."""
+    id, done = request.state.request_id, all(engine.error is UNSET for engine in result.engines)
+    log.info("%s: %s leaves the engines %s", id, request.url.path, result.state)
+    told = ControlAnswer(id, "success" if done else "accepted", result)
+    return _signed(request, json_response(told, 200 if done else 202))
+
+
+def _signed(request: Request, response: Response) -> Response:
+    """With the boot id of this process: a router that has not noticed a restart must not take this for the old one."""
+    response.headers[BOOT_HEADER] = host_of(request).life
+    return response

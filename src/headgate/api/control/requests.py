@@ -1,0 +1,135 @@
+"""GET /v1/requests, GET and DELETE /v1/requests/{id}: what is in flight, what happened to one request, and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headgate.api.accounting.ledger import Ledger, Past, Record
+from headgate.api.control.abort import Scope, abort, answer, find, find_live, find_past, scope_of
+from headgate.api.state import Api, ChunkStream, api_of
+from headgate.contract.errors import NotFound
+from headgate.contract.requests import ChoiceInFlight, InFlight, RequestDetails, RequestList
+from headgate.engine.replicas import Place
+from headgate.protocol.command import DEFAULT_TIMEOUT_S, ListSequences, SequenceList, SequenceStatus
+
+LOOK_TIMEOUT_S = 2.0
+
+
+async def list_requests(request: Request) -> Response:
+    api, scope = api_of(request), scope_of(request)
+    scope.in_flight(api.ledger)  # refused before anyone is asked
+    seen = await sightings(api)
+    return _json(RequestList(data=[in_flight(record, seen) for record in scope.in_flight(api.ledger)]))
+
+
+async def show_request(request: Request) -> Response:
+    api, scope, name = api_of(request), scope_of(request), request.path_params["id"]
+    if find_live(api.ledger, scope, name):
+        seen = await sightings(api)
+        if targets := find_live(api.ledger, scope, name):  # still
+            record = targets[0].record
+            return _json(
+                RequestDetails(
+                    request_id=record.label,
+                    status="in_flight",
+                    events=record.events,
+                    age_s=round(record.age_s, 6),
+                    request=in_flight(record, seen),
+                )
+            )
+    arrived_s, usage = _past(api.ledger, scope, name)
+    return _json(
+        RequestDetails(
+            request_id=usage.request_id,
+            status="finished",
+            events=list(usage.events),
+            age_s=round(api.ledger.clock() - arrived_s, 6),
+            usage=usage,
+        )
+    )
+
+
+async def delete_request(request: Request) -> Response:
+    api, scope, name = api_of(request), scope_of(request), request.path_params["id"]
+    found = find(api.ledger, scope, [name])
+    if found.not_found:
+        raise _unknown(name)
+    result = await abort(api, found, DEFAULT_TIMEOUT_S)
+    return answer(request, result, done=not result.errors)
+
+
+def _past(ledger: Ledger, scope: Scope, name: str) -> Past:
+    if past := find_past(ledger, scope, name):
+        return past
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"there is no request {name!r}, or it ended long ago", param="id", code="request_not_found")
+
+
+# --------------------------------------------------------------------------------------------------- in the engines
+
+Sightings = dict[Place, SequenceStatus]
+
+
+async def sightings(api: Api, timeout_s: float = LOOK_TIMEOUT_S) -> Sightings:
+    """What the engines say of their sequences; one that does not answer in time says nothing."""
+    answers = await api.engines.call_all(ListSequences(), timeout_s)
+    return {
+        Place(index, seen.id): seen
+        for index, sighted in answers.items()
+        if isinstance(sighted, SequenceList)
+        for seen in sighted.sequences
+    }
+
+
+def in_flight(record: Record, seen: Sightings) -> InFlight:
+    choices = [_choice(record, choice, seen) for choice in range(record.choices)]
+    phases = [choice.phase for choice in choices]
+    return InFlight(
+        request_id=record.label,
+        tenant=record.tenant,
+        kind=record.kind,
+        phase=next((phase for phase in phases if phase != "finished"), "finished"),
+        age_s=round(record.age_s, 6),
+        output_tokens=sum(choice.output_tokens for choice in choices),
+        tags=record.tags,
+        choices=choices,
+    )
+
+
+def _choice(record: Record, choice: int, seen: Sightings) -> ChoiceInFlight:
+    stream = record.streams.get(choice)
+    place = None if stream is None else stream.place
+    sighted = None if place is None else seen.get(place)
+    return ChoiceInFlight(
+        id=f"{record.label}-{choice}",
+        phase=_phase(record, choice, stream, place, sighted),
+        worker=None if place is None else place.engine,
+        prompt_tokens=None if sighted is None else sighted.prompt_tokens,
+        output_tokens=record.outputs(choice),
+        blocks=0 if sighted is None else sighted.blocks,
+    )
+
+
+def _phase(
+    record: Record, choice: int, stream: ChunkStream | None, place: Place | None, seen: SequenceStatus | None
+) -> str:
+    if record.has_finished(choice):
+        return "finished"
+    if stream is None:
+        return "preparing"
+    if place is None:
+        return "queued"
+    if stream.settled:
+        return "sending"
+    return "unknown" if seen is None else seen.phase
+
+
+def _json(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

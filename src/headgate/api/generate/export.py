@@ -1,0 +1,81 @@
+"""The stream that answers `export_kv`: a ticket, as soon as there is one, and how it ended.
+
+It stays open as long as the KV is kept; whoever hangs up takes that back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headgate.api.generate.generation import ChoiceJob, Finish, Piece
+from headgate.contract.errors import ErrorBody, Problem, error_body
+from headgate.contract.tickets import KvTicket, kv_ticket
+from headgate.edge.sse import DONE
+from headgate.errors import HeadgateError, PdError
+
+
+class KvExport(msgspec.Struct, kw_only=True, frozen=True):
+    """How it ended: another server has fetched it, there was not one whole block to export, or it is of no use any more."""
+
+    state: Literal["fetched", "empty", "dropped"]
+    cause: str
+    prompt_tokens: int
+    cached_tokens: int
+    error: Problem | UnsetType = UNSET  # of what was dropped
+
+
+class ExportEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    kv_ticket: KvTicket | None = None
+    kv_export: KvExport | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ExportFormat:
+    """The answer to a request for KV. No words in it."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def event(self, job: ChoiceJob, piece: Piece) -> bytes:
+        said = b""
+        if piece.ticket is not None:
+            self._told = True
+            said += _event(ExportEvent(kv_ticket=kv_ticket(piece.ticket)))
+        if piece.finish is not None:
+            said += _event(ExportEvent(kv_export=self._end(piece.finish)))
+        return said
+
+    def _end(self, finish: Finish) -> KvExport:
+        done = finish.cause == "exported"
+        return KvExport(
+            state="dropped" if not done else "fetched" if self._told else "empty",
+            cause=finish.cause,
+            prompt_tokens=finish.prompt_tokens,
+            cached_tokens=finish.cached_tokens,
+            error=UNSET
+            if done
+            else _problem(PdError(f"the KV of this prompt is not kept any more ({finish.cause})")),
+        )
+
+    def closing(self) -> bytes:
+        return DONE
+
+    def failure(self, error: HeadgateError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
+        raise AssertionError("an export is always a stream")
+
+
+def _event(event: ExportEvent) -> bytes:
+    return b"data: " + _encode(event) + b"\n\n"
+
+
+def _problem(error: PdError) -> Problem:
+    return msgspec.json.decode(error_body(error), type=ErrorBody).error

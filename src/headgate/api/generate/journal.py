@@ -1,0 +1,168 @@
+"""Writing a journal into an answer (`contract/journal.py` has its grammar), for a stream and for a whole answer.
+
+The end of a choice that was not asked for is withheld. Its `:f` line names the true reason, whatever the client's own
+words for it are (`X-OpenAI-Strict`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from hashlib import blake2b
+from math import inf
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from starlette.requests import Request
+
+from headgate.api.generate.generation import ChoiceJob, Finish, Piece
+from headgate.api.generate.wire import error_event
+from headgate.contract import journal
+from headgate.contract.errors import status_of
+from headgate.contract.journal import HEADER, RESCHEDULED, bind, is_movable, token_lines, withhold
+from headgate.edge.sse import ResponseWriter
+from headgate.errors import EngineDead, HeadgateError, RequestError
+
+if TYPE_CHECKING:
+    from headgate.api.generate.serve import AnswerFormat
+
+WHOLE_EVERY_S = 0.05  # how often an answer that is told whole tells of its tokens
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A dialect whose streams another server can go on with."""
+
+    def prime(self, job: ChoiceJob, piece: Piece) -> None:
+        """Be as if `piece` had been told here."""
+
+
+def asked_at(request: Request) -> int | None:
+    """When the answer was asked for first, in seconds since 1970; None if no journal is wanted."""
+    value = request.headers.get(HEADER)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) <= 12):
+        raise RequestError("must be a time in seconds since 1970", param=HEADER)
+    return int(value)
+
+
+def seed_of(request_id: str) -> int:
+    """The same on every server, so that an answer without a seed of its own goes on in the same random stream."""
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest()) >> 1
+
+
+class StreamJournal:
+    """A stream, event by event."""
+
+    def __init__(self, dialect: AnswerFormat, reply: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
+        self._dialect, self._reply = dialect, reply
+        self._opening = prompt_line(jobs)  # of the first block that is not withheld
+        self._chars: dict[int, int] = {}  # of the text of each choice, that the client has
+        self._withholds = False
+
+    async def tell(self, job: ChoiceJob, piece: Piece) -> None:
+        if piece.told:
+            self._prime(job, piece)
+            return
+        event = self._dialect.event(job, piece)
+        chars = self._chars[job.index] = self._chars.get(job.index, 0) + len(piece.text)
+        lines = token_lines(job.index, piece.versions, piece.tokens, chars)
+        if movable(piece.finish):
+            # The last tokens are not sent with it: the server that continues makes them again, and their event.
+            self._withholds = True
+            self._reply.given_back |= is_given_back(piece.finish)
+            await self._reply.send_event(withhold(lines + finish_line(job, piece) + event))
+            return
+        if block := lines + self._finish(job, piece, event):
+            block, self._opening = self._opening + block, b""
+            await self._reply.send_event(block if event else block + b"\n")
+
+    def _finish(self, job: ChoiceJob, piece: Piece, event: bytes) -> bytes:
+        return event if piece.finish is None else finish_line(job, piece) + bind(event)
+
+    def _prime(self, job: ChoiceJob, piece: Piece) -> None:
+        assert isinstance(self._dialect, Resumable)
+        self._dialect.prime(job, piece)
+        self._chars[job.index] = len(piece.text)
+
+    async def close(self) -> None:
+        closing = self._dialect.closing()
+        await self._reply.end(withhold(closing) if self._withholds else bind(closing))
+
+    async def fail(self, error: HeadgateError) -> None:
+        await self._reply.end(failure(error, self._dialect.failure(error)))
+
+
+class WholeJournal:
+    """An answer that is told whole: its tokens as they come, and then one event, which is the answer."""
+
+    def __init__(self, dialect: AnswerFormat, reply: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
+        self._dialect, self._reply, self._jobs = dialect, reply, jobs
+        self._answers = {job.index: Piece() for job in jobs}
+        self._opening = prompt_line(jobs)
+        self._lines = b""
+        self._clock = asyncio.get_running_loop().time
+        self._sent_s = -inf
+        self._withheld = b""  # ends that are not final, as `:f` lines
+
+    async def tell(self, job: ChoiceJob, piece: Piece) -> None:
+        self._answers[job.index].add(piece)
+        if piece.told:
+            return
+        self._lines += token_lines(job.index, piece.versions, piece.tokens, 0)
+        if movable(piece.finish):
+            self._withheld += finish_line(job, piece)
+            self._reply.given_back |= is_given_back(piece.finish)
+        else:
+            self._lines += finish_line(job, piece)
+        now_s = self._clock()
+        if self._lines and (piece.finish is not None or now_s - self._sent_s >= WHOLE_EVERY_S):
+            self._sent_s = now_s
+            await self._reply.send_event(self._take_lines() + b"\n")
+
+    async def close(self) -> None:
+        answer = b"data: " + self._dialect.whole(self._jobs, list(self._answers.values())) + b"\n\n"
+        await self._reply.end(withhold(self._withheld + answer) if self._withheld else answer)
+
+    async def fail(self, error: HeadgateError) -> None:
+        if self._lines:
+            await self._reply.send_event(self._take_lines() + b"\n")
+        await self._reply.end(failure(error, error_event(error)))
+
+    def _take_lines(self) -> bytes:
+        lines, self._opening, self._lines = self._opening + self._lines, b"", b""
+        return lines
+
+
+# ------------------------------------------------------------------------------------------------------------- lines
+
+
+def prompt_line(jobs: Sequence[ChoiceJob]) -> bytes:
+    """A prompt counts once, whatever the number of its choices, which come one after another."""
+    prompts = [job.request.prompt for job in jobs]
+    lengths = [len(prompt) for i, prompt in enumerate(prompts) if not i or prompt is not prompts[i - 1]]
+    return journal.prompt_line(sum(lengths))
+
+
+def finish_line(job: ChoiceJob, piece: Piece) -> bytes:
+    if (finish := piece.finish) is None:
+        return b""
+    counts = finish.prompt_tokens, finish.cached_tokens, finish.output_tokens
+    return journal.finish_line(job.index, finish.reason, finish.cause, *counts)
+
+
+def failure(error: HeadgateError, event: bytes) -> bytes:
+    # What cannot be served here now may well be elsewhere; what is wrong with the request is wrong everywhere.
+    status = status_of(error)
+    may_move = status == 503 or isinstance(error, EngineDead)
+    return journal.failure_line(status) + (withhold(event) if may_move else event)
+
+
+def movable(finish: Finish | None) -> bool:
+    """Whether it ended here and not for good."""
+    return finish is not None and is_movable(finish.reason, finish.cause)
+
+
+def is_given_back(finish: Finish | None) -> bool:
+    """Whether there was no room for it."""
+    return finish is not None and finish.reason == RESCHEDULED

@@ -1,0 +1,112 @@
+"""The items of a response, and the events in which a stream tells of them.
+
+At most one item is open. Opening, closing and numbering are here; what the items hold comes from the dialect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headgate.api.generate.wire import encode
+from headgate.contract.answers import TokenLogprob
+from headgate.contract.errors import ErrorBody, error_body
+from headgate.contract.responses import CallItem, MessageItem, OutputItem, OutputText
+from headgate.errors import HeadgateError
+from headgate.text.tools import CallDelta
+
+
+class Events:
+    """What there is to tell so far; each method returns the bytes of its events."""
+
+    def __init__(self, id: str) -> None:
+        self.items: list[OutputItem] = []
+        self._id = id
+        self._number = 0
+        self._head = b""  # of a text delta of the open message
+
+    # -- items ------------------------------------------------------------------
+
+    def say(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
+        """More text; opens a message if none is open."""
+        item, events = self._last_open(), b""
+        if not isinstance(item, MessageItem):
+            events = self.close()
+            item = MessageItem(id=f"msg_{self._id}_{len(self.items)}", content=[OutputText()])
+            events += self._open_message(item)
+        part = item.content[0]
+        part.text += text
+        part.logprobs += logprobs
+        return events + self._delta(text, logprobs) if text or logprobs else events
+
+    def call(self, delta: CallDelta) -> bytes:
+        """More of a function call; opens it if this is its beginning."""
+        item, events = self._last_open(), b""
+        if delta.id is not None or not isinstance(item, CallItem):
+            events = self.close()
+            item = CallItem(id=f"fc_{self._id}_{len(self.items)}", call_id=delta.id or "", name=delta.name or "")
+            self.items.append(item)
+            events += self._about_item("response.output_item.added", item=item)
+        item.arguments += delta.arguments
+        if delta.arguments:
+            kind = "response.function_call_arguments.delta"
+            events += self._about_item(kind, item_id=item.id, delta=delta.arguments)
+        return events
+
+    def close(self, status: str = "completed") -> bytes:
+        """End the open item, if there is one."""
+        match self._last_open():
+            case MessageItem() as item:
+                item.status = status
+                return self._close_message(item)
+            case CallItem() as item:
+                item.status = status
+                kind = "response.function_call_arguments.done"
+                done = self._about_item(kind, item_id=item.id, name=item.name, arguments=item.arguments)
+                return done + self._about_item("response.output_item.done", item=item)
+        return b""
+
+    def _last_open(self) -> OutputItem | None:
+        return self.items[-1] if self.items and self.items[-1].status == "in_progress" else None
+
+    def _open_message(self, item: MessageItem) -> bytes:
+        self.items.append(item)
+        added = self._about_item("response.output_item.added", item=MessageItem(id=item.id))
+        kind = "response.output_text.delta"
+        about = {"type": kind, "item_id": item.id, "output_index": len(self.items) - 1, "content_index": 0}
+        self._head = b"event: " + kind.encode() + b"\ndata: " + encode(about)[:-1]
+        return added + self._about_part("response.content_part.added", item, part=OutputText())
+
+    def _close_message(self, item: MessageItem) -> bytes:
+        part = item.content[0]
+        done = self._about_part("response.output_text.done", item, text=part.text, logprobs=part.logprobs)
+        done += self._about_part("response.content_part.done", item, part=part)
+        return done + self._about_item("response.output_item.done", item=item)
+
+    # -- events -----------------------------------------------------------------
+
+    def _delta(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
+        # What is done for nearly every token: keep it short.
+        number, self._number = self._number, self._number + 1
+        scores = encode(logprobs) if logprobs else b"[]"
+        return self._head + b',"sequence_number":%d,"logprobs":%b,"delta":%b}\n\n' % (number, scores, encode(text))
+
+    def about_response(self, kind: str, response: msgspec.Struct) -> bytes:
+        return self._event(kind, response=response)
+
+    def error(self, error: HeadgateError) -> bytes:
+        problem = msgspec.json.decode(error_body(error), type=ErrorBody).error
+        fields = {"code": problem.code, "message": problem.message, "param": problem.param}
+        return self._event("error", **fields, error=problem)
+
+    def _about_part(self, kind: str, item: MessageItem, **fields: Any) -> bytes:
+        return self._about_item(kind, item_id=item.id, content_index=0, **fields)
+
+    def _about_item(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, output_index=len(self.items) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        data = encode({"type": kind, "sequence_number": number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

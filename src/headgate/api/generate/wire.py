@@ -1,0 +1,88 @@
+"""What chat and completions have in common in their answers: extra fields of a choice, and how an event is put together.
+
+The head of every event of a stream (id, object, created, model) is encoded once, and so is the frame around a delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headgate.api.generate.generation import ChoiceJob, Finish, Piece
+from headgate.api.generate.usage import version_spans
+from headgate.contract import errors
+from headgate.contract.answers import Usage
+from headgate.contract.errors import ErrorBody, Problem, error_body
+from headgate.contract.schema import Sampled
+from headgate.errors import HeadgateError, PdError
+
+encode = msgspec.json.Encoder().encode
+
+
+def extras(body: Sampled, job: ChoiceJob, piece: Piece, *, first: bool) -> dict[str, Any]:
+    """For a whole answer or a piece of one; the prompt comes with the first."""
+    fields: dict[str, Any] = {}
+    if piece.finish is not None:
+        fields["cause"] = piece.finish.cause
+    if body.return_token_ids:
+        fields["completion_token_ids"] = piece.tokens
+        if first:
+            fields["prompt_token_ids"] = job.request.prompt
+    if piece.said is not None:
+        fields["generated_token_ids"] = piece.said
+    if body.return_weight_versions:
+        fields["weight_versions"] = version_spans(piece.versions)
+    return fields
+
+
+def finish_reason(finish: Finish | None, *, strict: bool, called: bool = False) -> str | None:
+    """As OpenAI says it; `abort` is ours, and `length` comes closest."""
+    if finish is None:
+        return None
+    if finish.reason == "stop":
+        return "tool_calls" if called else "stop"
+    if strict and finish.reason in ("abort", "pd_reschedule"):
+        return "length"
+    return finish.reason
+
+
+def cut_short(finish: Finish) -> HeadgateError | None:
+    """What a client that knows no `abort` is told about one."""
+    if finish.reason == "pd_reschedule":
+        return PdError(f"the answer must go on elsewhere after {finish.output_tokens} tokens ({finish.cause})")
+    return errors.cut_short(finish.output_tokens, finish.cause) if finish.reason == "abort" else None
+
+
+def cut_problem(finishes: Iterable[Finish]) -> Problem | UnsetType:
+    """The same, of the first choice that was cut."""
+    errors = (error for finish in finishes if (error := cut_short(finish)))
+    return next((msgspec.json.decode(error_body(error), type=ErrorBody).error for error in errors), UNSET)
+
+
+def error_event(error: HeadgateError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+class EventFrame:
+    """The constant parts of a stream's events."""
+
+    def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
+        self._opening = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._closing = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+
+    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """What stands before and after the one part of a choice that changes."""
+        return self._opening + before, after + self._closing
+
+    def event(self, choice: msgspec.Struct) -> bytes:
+        return self._opening + encode(choice) + self._closing
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._opening + b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+def usage_asked(body: Sampled) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)

@@ -1,0 +1,405 @@
+"""Whole steps as CUDA graphs: from device rows to sampled tokens, in one call of the host.
+
+A step whose slices each compute one token and sample one runs as a graph, captured once for each size of batch and
+class of context. Other steps are mixed. They can run as a graph for each number of tokens, unless there is so much to
+compute that the device is busy while the host launches one kernel after another; that is an option, because beside such
+graphs those of decode steps are slower, for a reason that is not known (see docs/performance.md).
+
+The host uploads a few numbers per slice and replays; all else (tokens, block tables, positions) the graph reads from the
+rows. Every address in a graph is fixed: rows, cache, weights, and the buffers below. Batches between two sizes are padded
+with slices of row -1, which read nothing and are written nowhere. A graph draws greedily or with Gumbel noise; what else
+a row may want done to its logits is done to them afterwards, by the runner.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headgate.collector import collector_off
+from headgate.device.rows import Rows, upload
+from headgate.device.sampling.draw import stream_keys
+from headgate.layers.backend import KV
+from headgate.layers.batch import Batch
+from headgate.layers.triton.draw import Finalists
+from headgate.layers.triton.launch import compiled_at_once
+from headgate.layers.triton.step import (
+    CLOSING_COLUMN,
+    COLUMNS,
+    MIXED_COLUMNS,
+    DrawInputs,
+    Paging,
+    close_step,
+    open_mixed_step,
+    open_step,
+)
+from headgate.models.network import Model
+from headgate.protocol.plan import StepPlan
+
+log = logging.getLogger(__name__)
+
+# Longest contexts that graphs are captured for: how attention is cut depends on the class alone.
+FIRST_CONTEXT, NEXT_CONTEXT = 1024, 4
+# What is captured before the first request; the others when they are met.
+READY_CONTEXT, READY_TOKENS = 4096, 512
+# Operations that take the device about as long as the host takes to launch the kernels of a step.
+HIDDEN_WORK = 9e12
+
+
+Kind = TypeVar("Kind", bound=Hashable)
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step that can be captured. As long as all its slices are padding, it changes nothing."""
+
+    step: Callable[[], torch.Tensor]
+    columns: torch.Tensor  # [columns, size]: what it is told
+    tokens: torch.Tensor  # [size]: what it answers
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    replay: Replay
+    columns: torch.Tensor  # [columns, size]
+    logits: torch.Tensor  # [size, vocab], good until the next replay of any graph
+    tokens: torch.Tensor  # [size]
+
+
+class StepGraphs:
+    """Graphs of `model` over `rows`, captured when they are first needed."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: list[KV],
+        rows: Rows,
+        *,
+        max_tokens: int,
+        prompts: bool = False,
+        record: Record | None = None,
+    ) -> None:
+        self._model, self._kv = model, kv
+        self._largest = padding(rows, max_tokens)
+        record = record or GraphRecorder()
+        most = min(max_tokens, int(HIDDEN_WORK / work_per_token(model)))
+        self.decode = DecodeGraphs(model, kv, rows, record)
+        self.mixed = MixedGraphs(model, kv, rows, most, record) if prompts else None
+
+    @torch.inference_mode()
+    def capture_usual(self) -> None:
+        """Capture what nearly every load needs."""
+        start = time.perf_counter()
+        all_graphs: list[Graphs[Any]] = [self.decode] if self.mixed is None else [self.decode, self.mixed]
+        with compiled_at_once():
+            # Steps that are no graphs shall find their kernels too.
+            for singles in (False, True):
+                self._model(replace(self._largest, singles=singles), self._kv)
+            count = sum(graphs.rehearse_usual() for graphs in all_graphs)
+        compiled = time.perf_counter()
+        for graphs in all_graphs:
+            graphs.capture_usual()
+        captured_s = time.perf_counter() - compiled
+        log.info("compiled kernels in %.1f s, captured %d graphs in %.1f s", compiled - start, count, captured_s)
+
+    def forget(self) -> None:
+        """The weights or the cache are about to move: capture anew what is needed next."""
+        self.decode.forget()
+        if self.mixed is not None:
+            self.mixed.forget()
+
+
+class Graphs(ABC, Generic[Kind]):
+    """Graphs of some kinds, each captured when it is first needed."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._captured: dict[Kind, Captured] = {}
+
+    @abstractmethod
+    def usual(self) -> list[Kind]:
+        """What is captured before the first request, largest first, so that the others find memory in the pool."""
+
+    @abstractmethod
+    def prepare(self, kind: Kind) -> Prepared: ...
+
+    def rehearse_usual(self) -> int:
+        """Run the usual steps once, so that whatever they need is there; returns how many there are."""
+        for kind in self.usual():
+            self.prepare(kind).step()
+        return len(self.usual())
+
+    def capture_usual(self) -> None:
+        for kind in self.usual():
+            self._capture(kind, self.prepare(kind))
+
+    def forget(self) -> None:
+        self._captured.clear()
+
+    def find(self, kind: Kind) -> Captured:
+        if found := self._captured.get(kind):
+            return found
+        prepared = self.prepare(kind)
+        prepared.step()  # compiles what is new
+        return self._capture(kind, prepared)
+
+    def _capture(self, kind: Kind, prepared: Prepared) -> Captured:
+        replay, logits = self._record(prepared.step)
+        captured = self._captured[kind] = Captured(replay, prepared.columns, logits, prepared.tokens)
+        return captured
+
+
+class DecodeGraphs(Graphs[tuple[int, int]]):
+    """Steps whose slices each compute one token and sample one, by size of batch and class of context."""
+
+    def __init__(self, model: Model, kv: list[KV], rows: Rows, record: Record) -> None:
+        super().__init__(record)
+        self._model = model
+        self._kv = kv
+        self._rows = rows
+        self._sizes = batch_sizes(rows.max_rows)
+        self._contexts = context_classes(rows.max_context)
+        self._buffers = Buffers(rows)
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether every slice of `plan` computes one token and samples one."""
+        counts = plan.counts
+        return len(counts) == sum(counts) and all(plan.samples) and bool(counts)
+
+    def replay(self, plan: StepPlan) -> Captured:
+        """Run `plan`; its first `len(plan.rows)` logits and tokens are its slices'."""
+        size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
+        context = self._contexts[bisect_left(self._contexts, max(plan.starts) + 1)]
+        captured = self.find((size, context))
+        upload(self._columns(plan, size), captured.columns)
+        captured.replay()
+        return captured
+
+    def usual(self) -> list[tuple[int, int]]:
+        contexts = [context for context in self._contexts if context <= READY_CONTEXT] or self._contexts[:1]
+        return [(size, context) for context in contexts for size in reversed(self._sizes)]
+
+    def prepare(self, kind: tuple[int, int]) -> Prepared:
+        size, context = kind
+        buffers, paging = self._buffers, self._buffers.paging
+        batch, told = buffers.batch(size, context), buffers.told(size)
+        columns, tokens = buffers.columns[: COLUMNS * size].view(COLUMNS, size), buffers.tokens[:size]
+        columns.fill_(-1)
+        columns[-1].copy_(torch.arange(size))
+
+        def step() -> torch.Tensor:
+            open_step(columns, paging, batch, told)
+            logits = self._model.logits(self._model(batch, self._kv))
+            close_step(columns, paging, logits, told, buffers.finalists, tokens)
+            return logits
+
+        return Prepared(step, columns, tokens)
+
+    def _columns(self, plan: StepPlan, size: int) -> npt.NDArray[np.int64]:
+        """What `open_step` is told of each slice."""
+        used = len(plan.rows)
+        columns = np.full((COLUMNS, size), -1, dtype=np.int64)
+        columns[0, :used] = plan.rows
+        columns[1, :used] = plan.starts
+        columns[2, :used] = self._rows.grow_in_place(plan)
+        records = self._rows.sampling[columns[0, :used]]
+        columns[3, :used] = bits_of(records["temperature"])
+        columns[4, :used] = stream_keys(records["seed"], columns[1, :used] + 1).view(np.int64)
+        columns[5] = np.argsort(-columns[1], kind="stable")
+        return columns
+
+
+class MixedGraphs(Graphs[int]):
+    """Steps of at most `most` tokens whose slices may have any number of them, and may or may not sample."""
+
+    def __init__(self, model: Model, kv: list[KV], rows: Rows, most: int, record: Record) -> None:
+        super().__init__(record)
+        self._model = model
+        self._kv = kv
+        self._rows = rows
+        self._sizes = token_sizes(most)
+        self._buffers = MixedBuffers(rows, most)
+
+    def takes(self, plan: StepPlan) -> bool:
+        return 0 < sum(plan.counts) <= self._sizes[-1]
+
+    def replay(self, plan: StepPlan) -> Captured:
+        """Run `plan`, which the rows know of; its first `len(plan.rows)` logits and tokens are its slices'."""
+        captured = self.find(self._sizes[bisect_left(self._sizes, sum(plan.counts))])
+        upload(self._columns(plan, captured.columns.shape[1]), captured.columns)
+        captured.replay()
+        return captured
+
+    def usual(self) -> list[int]:
+        return [size for size in reversed(self._sizes) if size <= READY_TOKENS]
+
+    def prepare(self, kind: int) -> Prepared:
+        buffers, slices = self._buffers, min(kind, self._rows.max_rows)
+        batch, told = buffers.batch(kind, slices), buffers.told(slices)
+        columns = buffers.columns[: MIXED_COLUMNS * slices].view(MIXED_COLUMNS, slices)
+        last, tokens = buffers.last[:slices], buffers.tokens[:slices]
+        columns.fill_(-1)
+        columns[2:4] = 0
+        columns[-1].copy_(torch.arange(slices))
+
+        def step() -> torch.Tensor:
+            open_mixed_step(columns, buffers.paging, batch, told, last)
+            logits = self._model.logits(self._model(batch, self._kv).index_select(0, last))
+            close_step(columns[CLOSING_COLUMN:], buffers.paging, logits, told, buffers.finalists, tokens)
+            return logits
+
+        return Prepared(step, columns, tokens)
+
+    def _columns(self, plan: StepPlan, slices: int) -> npt.NDArray[np.int64]:
+        """What `open_mixed_step` is told of each slice."""
+        used, counts, starts = len(plan.rows), np.array(plan.counts), np.array(plan.starts)
+        ends, first = starts + counts, np.cumsum(counts)
+        columns = np.full((MIXED_COLUMNS, slices), -1, dtype=np.int64)
+        columns[0, :used] = plan.rows
+        columns[1, :used] = starts
+        columns[2], columns[3] = 0, first[-1]
+        columns[2, :used] = counts
+        columns[3, :used] = first - counts
+        columns[4, :used] = np.where(plan.samples, columns[0, :used], -1)
+        columns[5, :used] = ends - 1
+        records = self._rows.sampling[columns[0, :used]]
+        columns[6, :used] = bits_of(records["temperature"])
+        columns[7, :used] = stream_keys(records["seed"], ends).view(np.int64)
+        columns[8] = np.argsort(-columns[5], kind="stable")
+        return columns
+
+
+class GraphRecorder:
+    """Makes graphs that share their memory, for only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        """How to run `step` again, and the tensor that its result will be in."""
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: another may wait for a step that has been launched. And nothing of an engine that is gone
+        # may be given back to the device in the middle, which would spoil the graph.
+        with collector_off(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = step()
+        return graph.replay, result
+
+
+class Buffers:
+    """What graphs of all sizes share: only one of them runs at a time."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.paging = Paging(rows.tokens, rows.tables, rows.block_size)
+        device, most = rows.tokens.device, rows.max_rows
+        self.columns = torch.full((COLUMNS * most,), -1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self.finalists = Finalists(most, rows.vocab_size, device)
+        self._ids, self._positions, self._slots, self._keys = torch.zeros(
+            4, most, dtype=torch.int64, device=device
+        ).unbind()
+        self._temperatures = torch.zeros(most, device=device)
+        self._contexts, self._order = torch.zeros(2, most, dtype=torch.int32, device=device).unbind()
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(most, rows.tables.shape[1], dtype=torch.int32, device=device)
+
+    def batch(self, size: int, max_context: int) -> Batch:
+        return Batch(
+            tokens=self._ids[:size],
+            positions=self._positions[:size],
+            slots=self._slots[:size],
+            query_starts=self._starts[: size + 1],
+            context_lens=self._contexts[:size],
+            block_tables=self._tables[:size],
+            max_query=1,
+            max_context=max_context,
+            order=self._order[:size],
+        )
+
+    def told(self, size: int) -> DrawInputs:
+        return DrawInputs(self._temperatures[:size], self._keys[:size])
+
+
+class MixedBuffers:
+    def __init__(self, rows: Rows, most: int) -> None:
+        self.paging = Paging(rows.tokens, rows.tables, rows.block_size)
+        device, slices = rows.tokens.device, min(most, rows.max_rows)
+        self.columns = torch.full((MIXED_COLUMNS * slices,), -1, dtype=torch.int64, device=device)
+        self.last, self.tokens, self._keys = torch.zeros(3, slices, dtype=torch.int64, device=device).unbind()
+        self.finalists = Finalists(slices, rows.vocab_size, device)
+        self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=device).unbind()
+        self._temperatures = torch.zeros(slices, device=device)
+        self._contexts, self._order = torch.zeros(2, slices, dtype=torch.int32, device=device).unbind()
+        self._starts = torch.zeros(slices + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(slices, rows.tables.shape[1], dtype=torch.int32, device=device)
+        self._max_context = rows.max_context
+
+    def batch(self, size: int, slices: int) -> Batch:
+        return Batch(
+            tokens=self._ids[:size],
+            positions=self._positions[:size],
+            slots=self._slots[:size],
+            query_starts=self._starts[: slices + 1],
+            context_lens=self._contexts[:slices],
+            block_tables=self._tables[:slices],
+            max_query=size,
+            max_context=self._max_context,
+            order=self._order[:slices],
+            singles=True,
+        )
+
+    def told(self, slices: int) -> DrawInputs:
+        return DrawInputs(self._temperatures[:slices], self._keys[:slices])
+
+
+def padding(rows: Rows, tokens: int) -> Batch:
+    """A step of so many tokens that are nobody's."""
+    device, slices = rows.tokens.device, min(tokens, rows.max_rows)
+    nothing = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return Batch(
+        tokens=nothing,
+        positions=nothing,
+        slots=nothing - 1,
+        query_starts=torch.zeros(slices + 1, dtype=torch.int32, device=device),
+        context_lens=torch.zeros(slices, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(slices, rows.tables.shape[1], dtype=torch.int32, device=device),
+        max_query=tokens,
+        max_context=rows.max_context,
+    )
+
+
+def work_per_token(model: Model) -> int:
+    """Operations: two for each number in the matrices of the layers."""
+    return max(1, sum(2 * math.prod(parameter.shape) for name, parameter in model.parameters() if "layers" in name))
+
+
+def token_sizes(most: int) -> list[int]:
+    return [2**power for power in range(5, most.bit_length()) if 2**power < most] + [most]
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Ever coarser: a padded slice costs little in a large batch."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, most, 64)]
+    return [size for size in steps if size < most] + [most]
+
+
+def context_classes(most: int) -> list[int]:
+    classes = [FIRST_CONTEXT]
+    while classes[-1] < most:
+        classes.append(classes[-1] * NEXT_CONTEXT)
+    return classes
+
+
+def bits_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(values).view(np.int32)

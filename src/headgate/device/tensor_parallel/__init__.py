@@ -1,0 +1,1 @@
+"""One model on several ranks: the processes, their group, and the executors that keep them in step."""

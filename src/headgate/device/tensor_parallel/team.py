@@ -1,0 +1,191 @@
+"""Who computes a model: one process alone, or a team of ranks. What putting a worker together needs to know of it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from headgate import logs, scratch
+from headgate.config import EngineConfig
+from headgate.device.executor import Executor, LocalExecutor, PipelinedExecutor
+from headgate.device.runner import ModelRunner
+from headgate.device.sampling.draw import Draw
+from headgate.device.tensor_parallel.executors import KvSizes, RankExecutor, open_together
+from headgate.device.tensor_parallel.followers import Followers, FollowerStart
+from headgate.device.tensor_parallel.ranks import RankGroup
+from headgate.device.weights.loading import WeightSource
+from headgate.device.weights.supply import open_source
+from headgate.errors import RequestError
+from headgate.layers.ranks import ALONE, Ranks
+from headgate.protocol.command import FileSource, Source
+
+STEP_S = 60.0  # how long a rank waits for another in the middle of a step
+
+
+@dataclass(frozen=True, slots=True)
+class WantedWeights:
+    """Weights that the model is to hold instead of its own."""
+
+    files: FileSource
+    version: int
+
+
+class Parallelism(Protocol):
+    device: torch.device  # this process's
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def followers(self) -> Followers | None: ...
+
+    def open(self, source: Source) -> WeightSource:
+        """As everyone can read it."""
+
+    def least(self, free: int) -> int:
+        """What each can have if this process finds `free` bytes."""
+
+    def draw_with(self, draw: Draw) -> Draw:
+        """So that all have the same token."""
+
+    def executor(self, runner: ModelRunner, rooms: KvSizes) -> Executor:
+        """Who owns the crew from now on, and lets it go when it is closed."""
+
+    def close(self) -> None:
+        """Let go of what there is besides this process."""
+
+
+class SingleRank:
+    ranks: Ranks = ALONE
+    followers: Followers | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def open(self, source: Source) -> WeightSource:
+        return open_source(source, self.device)
+
+    def least(self, free: int) -> int:
+        return free
+
+    def draw_with(self, draw: Draw) -> Draw:
+        return draw
+
+    def executor(self, runner: ModelRunner, rooms: KvSizes) -> Executor:
+        return PipelinedExecutor(runner) if self.device.type == "cuda" else LocalExecutor(runner)
+
+    def close(self) -> None:
+        pass
+
+
+class RankTeam:
+    """A rank and the group that it is in. Rank 0 has followers; `undo` is what its end does."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        ranks: RankGroup,
+        followers: Followers | None = None,
+        undo: ExitStack | None = None,
+    ) -> None:
+        self.device = device
+        self.ranks = ranks
+        self.followers = followers
+        self._undo = undo or ExitStack()
+
+    def open(self, source: Source) -> WeightSource:
+        return open_together(source, self.ranks)
+
+    def least(self, free: int) -> int:
+        # Ranks on a CPU share one memory; each GPU has its own.
+        return self.ranks.least(free) // (self.ranks.size if self.device.type == "cpu" else 1)
+
+    def draw_with(self, draw: Draw) -> Draw:
+        return self.ranks.share_choice(draw)
+
+    def executor(self, runner: ModelRunner, rooms: KvSizes) -> RankExecutor:
+        if self.followers is None:
+            return RankExecutor(runner, self.ranks)
+        self.followers.tell(rooms)
+        return RankExecutor(runner, self.ranks, self.followers.tell, self._undo.close)
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """Of one rank: GPUs are taken one after another."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not name.startswith("cuda"):
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise RequestError(f"device is {name}, and torch finds no CUDA GPU on this machine; try cpu")
+    index = (torch.device(name).index or 0) + rank
+    if index >= torch.cuda.device_count():
+        raise RequestError(f"rank {rank} would take cuda:{index}, and torch finds {torch.cuda.device_count()} GPUs")
+    return torch.device(name) if rank == 0 else torch.device("cuda", index)
+
+
+def gather_crew(model: Path, config: EngineConfig, wanted: WantedWeights | None) -> Parallelism:
+    device, size = choose_device(config.device), config.tensor_parallel
+    if size == 1:
+        return SingleRank(device)
+    choose_device(config.device, size - 1)
+    with ExitStack() as undo:
+        threads = share_threads(size, undo)
+        with scratch.folder("ranks-") as folder:
+            store = folder / "store"
+            starts = [follower_start(model, config, wanted, rank, store, threads) for rank in range(1, size)]
+            followers = Followers(starts)
+            undo.callback(followers.close)
+            followers.await_all()
+            ranks = RankGroup(store, 0, size, device, step_s=STEP_S, deterministic=config.deterministic)
+        return RankTeam(device, ranks, followers, undo.pop_all())
+
+
+def share_threads(ranks: int, undo: ExitStack) -> int:
+    """The threads of this process, divided among `ranks`: more would only wait for each other."""
+    before = torch.get_num_threads()
+    undo.callback(torch.set_num_threads, before)
+    torch.set_num_threads(max(1, before // ranks))
+    return torch.get_num_threads()
+
+
+def follower_start(
+    model: Path, config: EngineConfig, wanted: WantedWeights | None, rank: int, store: Path, threads: int
+) -> FollowerStart:
+    voice = logs.own_voice()
+    return FollowerStart(
+        model=str(model),
+        config=config,
+        rank=rank,
+        store=str(store),
+        step_s=STEP_S,
+        threads=threads,
+        weights=None if wanted is None else wanted.files,
+        version=0 if wanted is None else wanted.version,
+        log_format=voice.format,
+        log_level=voice.level,
+        name=f"{voice.who}, rank {rank}",
+    )
+
+
+def join_crew(start: FollowerStart) -> RankTeam:
+    """A follower's side of `gather_crew`."""
+    torch.set_num_threads(start.threads)
+    config = start.config
+    device = choose_device(config.device, start.rank)
+    ranks = RankGroup(
+        Path(start.store),
+        start.rank,
+        config.tensor_parallel,
+        device,
+        step_s=start.step_s,
+        deterministic=config.deterministic,
+    )
+    return RankTeam(device, ranks)

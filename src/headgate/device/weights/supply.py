@@ -1,0 +1,109 @@
+"""Where a worker's weights come from: opens what an update names, and reads the last of it again after a sleep.
+
+Weights can be read again if they lie in files that have not changed since; what came over the network is gone with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headgate.device.executor import Executor
+from headgate.device.memory import free_bytes
+from headgate.device.weights.broadcast import CPU, BroadcastWeights
+from headgate.device.weights.file_stamps import Stamps, stamps
+from headgate.device.weights.gguf import GGUFWeights
+from headgate.device.weights.ipc import SharedWeights
+from headgate.device.weights.loading import SafetensorsFiles, SafetensorsFolder, WeightSource
+from headgate.errors import SourceLost
+from headgate.protocol.command import BroadcastSource, FileSource, SharedMemorySource, Source, Tag
+
+
+def open_source(source: Source, device: torch.device = CPU) -> WeightSource:
+    """Not a tensor is read yet; `device` is the model's. SourceLost or NotAModel if there is nothing to read."""
+    match source:
+        case FileSource(path, checksum):
+            return open_files(Path(path), checksum)
+        case BroadcastSource():
+            return BroadcastWeights(source, free_bytes, device)
+        case SharedMemorySource():
+            return SharedWeights(source, device)
+
+
+def open_files(path: Path, checksum: dict[str, str] | None = None) -> WeightSource:
+    try:
+        if path.suffix == ".safetensors":
+            return SafetensorsFiles([path], checksum)
+        if path.is_file():
+            return GGUFWeights(path, checksum)
+        return SafetensorsFolder(path, checksum)
+    except OSError as error:
+        raise SourceLost(f"{path} cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What was loaded, and how to know it again."""
+
+    source: Source
+    stamps: Stamps
+
+    def again(self) -> FileSource:
+        """What to read once more; SourceLost if it is not there, or not the same."""
+        if not isinstance(self.source, FileSource):
+            raise SourceLost("the weights came from a trainer and cannot be read again; send them with an update")
+        path = Path(self.source.path)
+        if not self.stamps or stamps(path) != self.stamps:
+            raise SourceLost(f"{path} is not what was loaded from it any more; send the weights with an update")
+        return FileSource(self.source.path)
+
+
+def origin_of(source: Source) -> Origin:
+    return Origin(source, stamps(source.path) if isinstance(source, FileSource) else {})
+
+
+Open = Callable[[Source], WeightSource]
+
+
+class ModelResources:
+    """One update, sleep or wake at a time; the caller sees to that."""
+
+    def __init__(self, executor: Executor, origin: Origin, open: Open = open_source) -> None:
+        self._executor = executor
+        self._open = open
+        self._origin = origin  # of the weights that the model holds, or held before it went to sleep
+        self._update: tuple[Origin, Future[None]] | None = None  # the last one begun
+
+    @property
+    def asleep(self) -> tuple[Tag, ...]:
+        return self._executor.asleep
+
+    def load_weights(self, source: Source) -> Future[None]:
+        self._origin = self._last_origin()
+        # Stamped before it is read: what changes meanwhile is then not taken for the same.
+        origin = origin_of(source)
+        loading = self._executor.load_weights(self._open(source))
+        self._update = origin, loading
+        return loading
+
+    def sleep(self, tags: Collection[Tag]) -> Future[None]:
+        return self._executor.sleep(tags)
+
+    def wake_kv(self) -> Future[None]:
+        return self._executor.wake_kv()
+
+    def wake_weights(self) -> Future[None]:
+        """Read the weights again from where they last came from; SourceLost if they are not there any more."""
+        self._origin = self._last_origin()
+        self._update = None
+        return self._executor.load_weights(self._open(self._origin.again()))
+
+    def _last_origin(self) -> Origin:
+        if self._update is None:
+            return self._origin
+        origin, loading = self._update
+        return self._origin if loading.exception() else origin

@@ -1,0 +1,385 @@
+"""What a GGUF file says about its model: metadata, a config like a hub checkpoint's, and where each tensor lies.
+
+Only the header is read, in one pass and without torch. The `gguf` package's own reader builds a numpy view per string and
+takes seconds on a real vocabulary; its dequantisation is used, in `headgate.device.weights.gguf`.
+
+Every length in the file is checked against the file's size before it is believed: a cut or hostile file is a
+BrokenCheckpoint, never a huge allocation.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headgate.errors import BrokenCheckpoint, UnsupportedModel
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+LONGEST_HEADER = 256 * 2**20  # bytes; a vocabulary of a million words takes a tenth of it
+
+# The `gguf` package has these too, behind 150 ms of imports. name: (id, values per block, bytes per block)
+_TENSOR_TYPES = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24),
+    "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
+    "Q4_K": (12, 256, 144),
+    "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
+    "BF16": (30, 1, 2),
+}
+_TYPE_BY_ID = {number: (name, values, size) for name, (number, values, size) in _TENSOR_TYPES.items()}
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_ARRAY = 9
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies in the file, in the file's own name and number format."""
+
+    name: str
+    kind: str  # a key of _TENSOR_TYPES
+    shape: tuple[int, ...]  # outermost first, as in torch; the file has it the other way round
+    start: int
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    def __repr__(self) -> str:
+        return f"<GGUFFile {self.path.name}: {self.architecture}, {len(self.tensors)} tensors>"
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", "unknown"))
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read the header of a GGUF file."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(path, data)
+    except (struct.error, ValueError) as error:  # mmap refuses an empty file with ValueError
+        raise BrokenCheckpoint(f"{path} is cut short or is not a GGUF file: {error}") from error
+
+
+def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
+    cursor = _Cursor(data)
+    if cursor.take(4) != MAGIC:
+        raise BrokenCheckpoint(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
+    version = cursor.scalar("<I")
+    if version not in VERSIONS:
+        raise UnsupportedModel(f"{path} is GGUF version {version}; versions 2 and 3, little-endian, are read")
+    tensor_count, field_count = cursor.scalar("<Q"), cursor.scalar("<Q")
+    metadata = {cursor.string(): cursor.value(cursor.scalar("<I")) for _ in range(field_count)}
+    if _whole(metadata, "split.count", 1) > 1:
+        raise UnsupportedModel(f"{path} is one part of several; join them with `llama-gguf-split --merge`")
+    layouts = [_read_layout(path, cursor) for _ in range(tensor_count)]
+    base = _align(cursor.position, _whole(metadata, "general.alignment", DEFAULT_ALIGNMENT))
+    tensors = {name: _place(path, name, layout, base, len(data)) for name, layout in layouts}
+    return GGUFFile(path, metadata, tensors)
+
+
+def _whole(metadata: Mapping[str, Any], name: str, default: int) -> int:
+    value = metadata.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+class _Cursor:
+    """Reads one value after another; anything that would run past the end is a struct.error."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._end = min(len(data), LONGEST_HEADER)
+        self.position = 0
+
+    def take(self, size: int) -> bytes:
+        end = self.position + size
+        if end > self._end:
+            raise struct.error(f"{size} bytes wanted at {self.position} of {self._end}")
+        taken = self._data[self.position : end]
+        self.position = end
+        return taken
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
+        return value
+
+    def string(self) -> str:
+        # Vocabularies are not always clean UTF-8; one odd token must not refuse the whole model.
+        return self.take(self.scalar("<Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        match kind:
+            case 8:
+                return self.string()
+            case 9:
+                return self._array(self.scalar("<I"), self.scalar("<Q"))
+            case _ if kind in _SCALARS:
+                return self.scalar(_SCALARS[kind])
+        raise struct.error(f"metadata of unknown type {kind}")
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind in _SCALARS:
+            size = struct.calcsize(_SCALARS[kind])
+            return list(struct.unpack(f"<{count}{_SCALARS[kind][1]}", self.take(count * size)))
+        if kind == _ARRAY:
+            raise struct.error("arrays of arrays are not read")
+        return [self.value(kind) for _ in range(count)]
+
+
+_Layout = tuple[tuple[int, ...], int, int]  # shape, type, offset
+
+
+def _read_layout(path: Path, cursor: _Cursor) -> tuple[str, _Layout]:
+    name = cursor.string()
+    dimensions = cursor.scalar("<I")
+    if dimensions > 4:
+        raise BrokenCheckpoint(f"{path}: tensor {name} has {dimensions} dimensions")
+    shape = tuple(cursor.scalar("<Q") for _ in range(dimensions))[::-1]
+    return name, (shape, cursor.scalar("<I"), cursor.scalar("<Q"))
+
+
+def _place(path: Path, name: str, layout: _Layout, base: int, file_size: int) -> StoredTensor:
+    shape, type_id, offset = layout
+    if type_id not in _TYPE_BY_ID:
+        known = ", ".join(_TENSOR_TYPES)
+        raise UnsupportedModel(f"{path}: tensor {name} is stored as GGML type {type_id}; known are {known}")
+    kind, values, size = _TYPE_BY_ID[type_id]
+    row = shape[-1] if shape else 1
+    if row % values:
+        raise BrokenCheckpoint(f"{path}: rows of tensor {name} ({row}) are not whole {kind} blocks of {values}")
+    total = math.prod(shape) // values * size
+    if base + offset + total > file_size:
+        raise BrokenCheckpoint(f"{path} is cut short: tensor {name} ends after the file does")
+    return StoredTensor(name, kind, shape, base + offset, total)
+
+
+def _align(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+# ---------------------------------------------------------------------------------------------- HF's view of the file
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How one GGUF architecture is called and laid out elsewhere."""
+
+    model_type: str
+    model_class: str
+    interleaved_rotary: bool = False  # q and k rows are stored in pairs, as Meta's rotary code wants them
+
+
+_FAMILIES = {
+    "llama": _Family("llama", "LlamaForCausalLM", interleaved_rotary=True),  # Mistral's files say llama too
+    "mistral": _Family("mistral", "MistralForCausalLM", interleaved_rotary=True),
+    "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
+}
+
+_DTYPES = {"F32": "float32", "F16": "float16"}  # quantised weights are computed in bfloat16
+
+_LAYER_PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A stored tensor under its hub name."""
+
+    name: str
+    stored: StoredTensor
+    rotary_heads: int | None  # rows are in rotary pairs, head by head, and have to be put back into halves
+
+
+def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
+    """The tensors of the file under their hub names, in file order."""
+    family = _family(file)
+    get = _fields(file)
+    heads = get("attention.head_count", kind=_is_whole)
+    paired = {"attn_q": heads, "attn_k": get("attention.head_count_kv", heads, kind=_is_whole)}
+    named = []
+    for stored in file.tensors.values():
+        if stored.name == ROPE_FACTORS:  # a table, not a weight: it is in the config
+            continue
+        name, part = _hub_name(file, stored.name)
+        named.append(NamedTensor(name, stored, paired.get(part) if family.interleaved_rotary else None))
+    return named
+
+
+def _hub_name(file: GGUFFile, name: str) -> tuple[str, str]:
+    """The hub's name of a tensor, and the part of the model it belongs to."""
+    if match := _LAYER_NAME.fullmatch(name):
+        layer, part, suffix = match.groups()
+        if part in _LAYER_PARTS:
+            return f"model.layers.{layer}.{_LAYER_PARTS[part]}.{suffix}", part
+    top, _, suffix = name.rpartition(".")
+    if top in _TOP_PARTS:
+        return f"{_TOP_PARTS[top]}.{suffix}", top
+    raise UnsupportedModel(f"{file.path}: tensor {name} has no place in a {file.architecture} model")
+
+
+def hub_config(file: GGUFFile) -> dict[str, Any]:
+    """The config.json that the checkpoint would have had on the hub."""
+    family = _family(file)
+    get = _fields(file)
+    heads, hidden = get("attention.head_count", kind=_is_whole), get("embedding_length", kind=_is_whole)
+    theta = get("rope.freq_base", 10000.0, kind=_is_number)
+    head_dim = get("attention.key_length", get("rope.dimension_count", hidden // heads), kind=_is_whole)
+    config = {
+        "architectures": [family.model_class],
+        "model_type": family.model_type,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(file, theta, head_dim),
+        "vocab_size": _tensor(file, "token_embd.weight").shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "sliding_window": get("attention.sliding_window", None),
+        "attention_bias": family.model_type == "llama" and "blk.0.attn_q.bias" in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos_ids(file),
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+        "dtype": _DTYPES.get(_tensor(file, "token_embd.weight").kind, "bfloat16"),
+    }
+    # A window stays even when null: to `transformers`, a Mistral that does not mention one has one.
+    return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+
+
+def _family(file: GGUFFile) -> _Family:
+    if file.architecture not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        raise UnsupportedModel(f"{file.path} has architecture {file.architecture}; GGUF files of {known} are served")
+    if file.metadata.get(f"{file.architecture}.expert_count"):
+        raise UnsupportedModel(f"{file.path} is a mixture of experts; from GGUF only dense models are served")
+    return _FAMILIES[file.architecture]
+
+
+_MISSING = object()
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _fields(file: GGUFFile) -> Callable[..., Any]:
+    """Looks up the metadata of the file's architecture; a field without a default must be there.
+
+    What is computed with here is checked here; everything else by whoever reads the config.
+    """
+
+    def get(name: str, default: Any = _MISSING, kind: Callable[[Any], bool] | None = None) -> Any:
+        value = file.metadata.get(f"{file.architecture}.{name}", default)
+        if value is _MISSING:
+            raise BrokenCheckpoint(f"{file.path} does not say {file.architecture}.{name}")
+        if kind is not None and not kind(value):
+            raise BrokenCheckpoint(f"{file.path} says that {file.architecture}.{name} is {value!r:.100}")
+        return value
+
+    return get
+
+
+def _tensor(file: GGUFFile, name: str) -> StoredTensor:
+    if name not in file.tensors:
+        raise BrokenCheckpoint(f"{file.path} has no tensor {name}")
+    return file.tensors[name]
+
+
+def _eos_ids(file: GGUFFile) -> int | list[int] | None:
+    """Every id that ends an answer: end of text, of turn and of message, where the file names them."""
+    named = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    ids = list(dict.fromkeys(token_id for token_id in named if isinstance(token_id, int)))
+    return ids[0] if len(ids) == 1 else ids or None
+
+
+def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any] | None:
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file, theta, head_dim)
+    get = _fields(file)
+    kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor", 1.0)
+    if kind == "none" or factor == 1.0:
+        return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModel(f"{file.path} scales its rotary embedding by {kind}; linear and yarn are known")
+    original = get("rope.scaling.original_context_length", None)
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3.1's scaling is stored as a table of factors, one per frequency; find the parameters that give it."""
+    stored = _tensor(file, ROPE_FACTORS)
+    if stored.kind != "F32" or stored.size != 4 * (head_dim // 2) or not stored.size:
+        raise UnsupportedModel(f"{file.path} has a table of rotary factors that does not fit heads of {head_dim}")
+    with file.path.open("rb") as data:
+        data.seek(stored.start)
+        factors = struct.unpack(f"<{stored.size // 4}f", data.read(stored.size))
+    scaling = {
+        "rope_type": "llama3",
+        "factor": max(factors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = [_llama3_factor(scaling, 2 * math.pi * theta ** (i / head_dim)) for i in range(0, head_dim, 2)]
+    if len(expected) != len(factors) or not all(map(_close, expected, factors)):
+        raise UnsupportedModel(f"{file.path} has a table of rotary factors that is not Llama 3's")
+    return scaling
+
+
+def _llama3_factor(scaling: Mapping[str, Any], wavelength: float) -> float:
+    """By how much one frequency is slowed down: not at all if it is high, fully if low, in between smoothly."""
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = float(scaling["original_max_position_embeddings"]) / wavelength
+    smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return 1 / ((1 - smooth) / float(scaling["factor"]) + smooth)
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-4)

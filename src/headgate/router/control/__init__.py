@@ -1,0 +1,1 @@
+"""Control endpoints of a router: fan-out of control calls, aborts, membership, status and metrics."""

@@ -1,0 +1,217 @@
+"""Other systems' names for control: passed on to every worker as they came, and answered as one worker would.
+
+Each worker of ours translates them itself. What a pause means for requests that come meanwhile is known here: in these
+dialects they wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headgate.contract import sglang, vllm
+from headgate.contract.abort import AbortRequest
+from headgate.contract.control import LONG_S, UPDATE_TIMEOUT_S, PauseRequest
+from headgate.contract.decoding import convert, decode
+from headgate.contract.operations import sglang as sglang_ops
+from headgate.contract.operations import vllm as vllm_ops
+from headgate.contract.operations.operation import AskAll, AskOne, Operation
+from headgate.contract.sglang import AbortBody, FromDisk
+from headgate.edge.routing import Handler
+from headgate.errors import RequestError
+from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
+from headgate.router.control.abort import abort
+from headgate.router.control.fan_out import SLACK_S, CallerHeaders, WorkerCall, WorkerReply, of_kind, to_all
+from headgate.router.control.lifecycle import LEAST_S, SIZE, FleetControls, share_ranks
+from headgate.router.exchange.relay import NoWorker
+from headgate.router.fleet.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.control.abort import RouterScope
+    from headgate.router.router import Router
+
+
+KINDS = ("headgate", "sglang", "vllm")
+
+
+def handlers(router: Router, controls: FleetControls, operations: Iterable[Operation]) -> dict[Operation, Handler]:
+    """Handlers of the operations that need none of their own."""
+    found: dict[Operation, Handler] = {}
+    for operation in operations:
+        match operation.fan_out:
+            case AskAll() as effects:
+                found[operation] = FanOutHandler(router, controls, operation, effects)
+            case AskOne():
+                found[operation] = partial(of_one, router)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class FanOutHandler:
+    """The handler of an operation that all workers carry out."""
+
+    router: Router
+    controls: FleetControls
+    operation: Operation
+    effects: AskAll
+
+    async def __call__(self, request: Request) -> Response:
+        self.controls.refuse_while_moving()
+        with self.controls.busy(), _held(self.router, self.controls, self.effects.holds_requests):
+            replies = await self._pause_or_ask(request)
+            if self.effects.resumes and not any(worker.state == "paused" for worker in self.router.fleet):
+                self.controls.release()  # waking a part of what sleeps resumes nothing
+            if self.effects.drops_prefixes:
+                self.controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
+            if self.operation is sglang_ops.UPDATE_WEIGHTS_FROM_DISK and all(reply.ok for reply in replies):
+                _settle(self.router, self.controls, decode(await request.body(), FromDisk))
+        return _merged(self.controls, replies)
+
+    async def _pause_or_ask(self, request: Request) -> list[WorkerReply]:
+        if self.effects.pauses:
+            return await self._pause(request)
+        replies = await self._ask(request)
+        await self.controls.probe_all()
+        return replies
+
+    async def _pause(self, request: Request) -> list[WorkerReply]:
+        pause = PauseRequest(mode=await self._mode_of(request), new_requests="queue", timeout=LONG_S)
+        accepted = self.controls.hold(pause)
+        replies = await self._ask(request)
+        await self.controls.probe_all()
+        self.controls.judge_pause(pause, replies)
+        due_s = self.router.loop.time() + DEFAULT_TIMEOUT_S
+        await self.controls.end_accepted(pause, accepted, CallerHeaders.of(request), due_s)
+        return replies
+
+    async def _mode_of(self, request: Request) -> PauseMode:
+        """What our workers make of a pause, for workers that come back; an unknown mode ends nothing."""
+        match self.operation:
+            case sglang_ops.PAUSE_GENERATION:
+                body = decode(await request.body() or b"{}", dict[str, Any])
+                return sglang.MODES.get(str(body.get("mode", "abort")), "freeze")
+            case sglang_ops.RELEASE_MEMORY_OCCUPATION:
+                return "drain"
+            case vllm_ops.PAUSE | vllm_ops.SLEEP:
+                with suppress(RequestError):
+                    return vllm.mode_of(request.query_params)
+        return "freeze"
+
+    async def _ask(self, request: Request) -> list[WorkerReply]:
+        query = f"?{request.url.query}" if request.url.query else ""
+        order = (self.controls.next_order(),) if self.effects.pauses or self.effects.resumes else ()
+        call = WorkerCall(request.method, self.operation.path + query, await request.body(), order=order)
+        calls = to_all(of_kind(self.router.fleet, KINDS), call)
+        if self.effects.assigns_ranks:
+            calls = await _ranked(self.router, calls, CallerHeaders.of(request))
+        timeout_s = await self._timeout_s(request) + SLACK_S
+        return await self.router.worker_calls.fan_out(calls, CallerHeaders.of(request), timeout_s)
+
+    async def _timeout_s(self, request: Request) -> float:
+        """These calls have no timeout; a worker's own, as documented, for the steps that it takes one after another."""
+        if self.effects.pauses and await self._mode_of(request) == "drain":
+            return LONG_S + UPDATE_TIMEOUT_S
+        if self.effects.moves_memory:
+            return UPDATE_TIMEOUT_S + 2 * DEFAULT_TIMEOUT_S
+        return 2 * DEFAULT_TIMEOUT_S
+
+
+@contextmanager
+def _held(router: Router, controls: FleetControls, update: bool) -> Iterator[None]:
+    """New requests wait while workers that run are held by an update."""
+    if not update or router.holding:
+        yield
+        return
+    pause = PauseRequest(mode="freeze", new_requests="queue")
+    controls.hold(pause)
+    try:
+        yield
+    finally:
+        controls.withdraw(pause)
+
+
+def _settle(router: Router, controls: FleetControls, body: FromDisk) -> None:
+    """Whoever comes back later gets these weights too."""
+    version = max((worker.version for worker in router.fleet if worker.version is not None), default=None)
+    if version is not None:
+        controls.settle({"path": body.model_path, "version": version}, version)
+
+
+async def _ranked(router: Router, calls: dict[Worker, WorkerCall], asking: CallerHeaders) -> dict[Worker, WorkerCall]:
+    """The same call, with a rank for each worker's first engine."""
+    call = next(iter(calls.values()), WorkerCall("POST", "/"))
+    body: dict[str, Any] = decode(call.body or b"{}", dict[str, Any])
+    info = body.get("init_info", body)
+    if not isinstance(info, dict) or "world_size" not in info:
+        return calls  # nobody meets, or the workers say what is wrong
+    first: int = convert(info.get("rank_offset", 1), int, "rank_offset")
+    size: int = convert(info["world_size"], int, "world_size")
+    ranks = await share_ranks(router, calls, asking, first, size, router.config.control_timeout_s)
+    return {
+        worker: WorkerCall(call.method, call.path, msgspec.json.encode(_with_rank(body, rank)))
+        for worker, rank in ranks.items()
+    }
+
+
+def _with_rank(body: dict[str, Any], rank: int) -> dict[str, Any]:
+    if "init_info" in body:
+        return body | {"init_info": body["init_info"] | {"rank_offset": rank}}
+    return body | {"rank_offset": rank}
+
+
+def _merged(controls: FleetControls, replies: Sequence[WorkerReply]) -> Response:
+    """One worker's answer if all who are up have followed; otherwise an error that names who has not."""
+    controls.check(replies)
+    first = next(reply for reply in replies if reply.ok)
+    return Response(first.body, first.status, media_type=_media_type(first.body))
+
+
+def _media_type(body: bytes) -> str | None:
+    return None if not body else "application/json" if body[:1] in (b"{", b"[") else "text/plain"
+
+
+async def of_one(router: Router, request: Request) -> Response:
+    """What any worker that is up says. Each gets its share of the time that is left."""
+    workers = [worker for worker in of_kind(router.fleet, KINDS) if worker.state not in ("down", "starting")]
+    due_s, call = router.loop.time() + router.config.control_timeout_s, WorkerCall("GET", request.url.path)
+    for i, worker in enumerate(workers):
+        share_s = (due_s - router.loop.time()) / (len(workers) - i)
+        reply = await router.worker_calls.ask(worker, call, CallerHeaders.of(request), max(share_s, LEAST_S))
+        if reply.ok:
+            return Response(reply.body, reply.status, media_type=_media_type(reply.body))
+    raise NoWorker("no worker answers this")
+
+
+async def abort_request(router: Router, request: Request, scope: RouterScope) -> Response:
+    body = decode(await request.body() or b"{}", AbortBody)
+    if body.abort_all:
+        await abort(router, AbortRequest(abort_all=True, wait=False), scope, CallerHeaders.of(request))
+    elif body.rid:
+        await abort(router, AbortRequest(req_ids=[body.rid], wait=False), scope, CallerHeaders.of(request))
+    else:
+        router.counters.aborts_ignored += 1
+    return Response()
+
+
+async def is_paused(controls: FleetControls, request: Request) -> Response:
+    return JSONResponse({"is_paused": (await controls.look(CallerHeaders.of(request))).is_paused})
+
+
+async def is_sleeping(controls: FleetControls, request: Request) -> Response:
+    return JSONResponse({"is_sleeping": bool((await controls.look(CallerHeaders.of(request))).asleep)})
+
+
+async def get_world_size(router: Router, request: Request) -> Response:
+    """How many engines take part in a weight update."""
+    workers = of_kind(router.fleet, ("headgate",))
+    replies = await router.worker_calls.fan_out(
+        to_all(workers, SIZE), CallerHeaders.of(request), router.config.control_timeout_s
+    )
+    return JSONResponse({"world_size": sum(reply.told.world_size for reply in replies if reply.ok)})

@@ -1,0 +1,95 @@
+"""What anybody may ask of a fleet: is it alive, would it take a request, which models has it, how much has it to do."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headgate.contract.errors import NotFound
+from headgate.contract.operations.sglang import LOADS
+from headgate.contract.operations.status import MODELS
+from headgate.router.control.fan_out import CallerHeaders, call_of, of_kind, to_all
+from headgate.router.fleet.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.router import Router
+
+ANSWERING = ("ready", "paused", "outdated", "draining", "stopping")
+
+
+def health(router: Router) -> tuple[bool, dict[str, Any]]:
+    """Green as long as a worker answers: a pause is no illness."""
+    well = [worker for worker in router.fleet if worker.state in ANSWERING]
+    status = "unhealthy" if not well else "ok" if len(well) == len(router.fleet) else "degraded"
+    workers = [{"url": worker.url, "state": worker.state} for worker in router.fleet]
+    return bool(well), {"status": status, "workers": workers}
+
+
+def readiness(router: Router) -> tuple[bool, dict[str, Any]]:
+    """Whether a request would be taken now."""
+    states = Counter(worker.state for worker in router.fleet)
+    if router.draining:
+        reason = "shutting down"
+    elif router.holding:
+        reason = "paused"
+    elif states["ready"]:
+        reason = ""
+    else:
+        reason = f"no worker is ready ({', '.join(f'{n} {state}' for state, n in sorted(states.items())) or 'none'})"
+    return not reason, {"ready": not reason, "reason": reason}
+
+
+class EngineAge(msgspec.Struct):
+    cache_horizon_age_s: float | None = None
+
+
+class EngineAges(msgspec.Struct):
+    loads: list[EngineAge]
+
+
+class ModelName(msgspec.Struct):
+    id: str
+
+
+class ModelNames(msgspec.Struct):
+    data: list[ModelName]
+
+
+async def loads(router: Router, asking: CallerHeaders) -> dict[str, Any]:
+    workers = of_kind(router.fleet, ("headgate",))
+    call = to_all(workers, call_of(LOADS, reads=EngineAges))
+    replies = await router.worker_calls.fan_out(call, asking, router.config.probe_timeout_s)
+    told = [
+        msgspec.json.decode(load, type=dict[str, msgspec.Raw]) | {"worker": reply.worker.url}
+        for reply in replies
+        if reply.ok
+        for load in reply.items("loads")
+    ]
+    ages = [load.cache_horizon_age_s for reply in replies if reply.ok for load in reply.told.loads]
+    return {
+        "timestamp": time.time(),
+        "dp_rank_count": len(told),
+        "loads": told,
+        "cache_horizon_age_s": min((age_s for age_s in ages if age_s is not None), default=None),
+        "unreachable": [reply.worker.url for reply in replies if not reply.ok],
+    }
+
+
+async def models(router: Router, asking: CallerHeaders) -> dict[str, msgspec.Raw]:
+    """All that some worker serves, each once."""
+    workers: list[Worker] = [worker for worker in router.fleet if worker.state != "starting"]
+    call = to_all(workers, call_of(MODELS, reads=ModelNames))
+    found: dict[str, msgspec.Raw] = {}
+    for reply in await router.worker_calls.fan_out(call, asking, router.config.probe_timeout_s):
+        for model, raw in zip(reply.told.data, reply.items("data"), strict=True) if reply.ok else ():
+            found.setdefault(model.id, raw)
+    return found
+
+
+async def model(router: Router, asking: CallerHeaders, name: str) -> msgspec.Raw:
+    if (found := (await models(router, asking)).get(name)) is not None:
+        return found
+    raise NotFound(f"the model {name!r} is not served here", param="model", code="model_not_found")

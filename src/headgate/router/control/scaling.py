@@ -1,0 +1,94 @@
+"""Growing and shrinking the fleet behind this address: GET and POST /v1/scale.
+
+A router knows workers, not machines. Who has started it together with its workers (`headgate up`) gives it a `Scaler`; a
+router that stands alone has none, and says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headgate.contract.fleet import ROLES, ScaleRequest
+from headgate.errors import HeadgateError, RequestError
+from headgate.router.fleet.scaler import Scaler
+from headgate.router.fleet.worker import Worker
+
+if TYPE_CHECKING:
+    from headgate.router.exchange.relay import Exchange
+    from headgate.router.router import Router
+
+
+class NoFleet(RequestError):
+    status = 501
+    code = "no_fleet"
+
+
+class ScaleFailed(RequestError):
+    status = 502
+    code = "scale_failed"
+
+
+def scaler_of(router: Router) -> Scaler:
+    if router.scaler is None:
+        raise NoFleet("this router has started no servers; only that of `headgate up` can have more or fewer of them")
+    return router.scaler
+
+
+def look(router: Router) -> dict[str, Any]:
+    scaler = scaler_of(router)
+    return {"wanted": dict(scaler.wanted), "ready": dict(scaler.running)}
+
+
+async def scale(router: Router, body: ScaleRequest) -> tuple[bool, dict[str, Any]]:
+    """Whether it is done, and how it stands."""
+    scaler = scaler_of(router)
+    if not body.counts:
+        raise RequestError(f"say how many there should be of {', '.join(ROLES)}", param="mixed")
+    try:
+        done = await scaler.scale(body.counts, body.timeout)
+    except RequestError:
+        raise
+    except HeadgateError as error:
+        raise ScaleFailed(f"a server could not be started: {error}") from None
+    return done, look(router)
+
+
+# ----------------------------------------------------------------------------------------------------------- how busy it is
+
+
+class RoleLoad(NamedTuple):
+    """Of the workers of one role."""
+
+    queue_s: float  # the age of the oldest request that waits for its first token behind others
+    kv_usage: float  # share of KV blocks that are held
+    busy: float  # share of places that are taken
+
+
+def load_of(router: Router, role: str) -> RoleLoad | None:
+    """None while nobody should draw conclusions: the fleet is paused, updated or shut down."""
+    if router.holding or router.fleet.rolling or router.draining:
+        return None
+    workers = [worker for worker in router.fleet if worker.role == role and worker.available]
+    blocks = sum(worker.total_blocks for worker in workers)
+    places = sum(worker.max_running for worker in workers)
+    return RoleLoad(
+        queue_s=_longest_wait_s(router, role),
+        kv_usage=1 - sum(worker.free_blocks for worker in workers) / blocks if blocks else 0.0,
+        busy=sum(worker.running for worker in workers) / places if places else 0.0,
+    )
+
+
+def _longest_wait_s(router: Router, role: str) -> float:
+    now_s = router.loop.time()
+    waits = (now_s - exchange.began_s for exchange in router.live.values() if _waits_for(exchange, role))
+    return max(waits, default=0.0)
+
+
+def _waits_for(exchange: Exchange, role: str) -> bool:
+    if exchange.moves or exchange.told_raw or exchange.journal.tokens:
+        return False  # it has had its turn
+    worker: Worker | None = exchange.worker or (exchange.leg.worker if exchange.leg is not None else None)
+    if worker is None:
+        return role != "prefill"  # for somebody who answers
+    # A long prompt is no queue: somebody must wait there.
+    return worker.role == role and worker.waiting > 0

@@ -1,0 +1,403 @@
+"""Connections from clients: HTTP/1.1 requests come in whole and one at a time, answers go out as bytes.
+
+Hand-written for speed: one parser in C, no stream objects, no task per read. A request that does not come in time, or
+is too large, is refused here; everything else is `Handler`'s. A client that leaves is told to whoever answers it; one that
+reads nothing for too long is made to leave (`edge/outflow.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+from urllib.parse import unquote
+
+import httptools
+
+from headgate.contract.errors import error_body, error_headers
+from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
+from headgate.errors import RequestError
+from headgate.router.data_path.fast_path import PYTHON, EventPipe, FastPath, request_head
+from headgate.router.data_path.outbox import Outbox
+from headgate.router.data_path.upstream import Headers
+from headgate.router.exchange.journal import Journal
+
+MAX_HEAD_BYTES = 64 * 2**10
+MOST_PIPELINED = 32
+REQUEST_S = 120.0  # for a request to come whole
+KEEP_ALIVE_S = 75.0
+MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 1000, 8 * 2**10
+LINGER_S = 2.0  # for a client that was refused to read why
+
+
+class Answering(Protocol):
+    """Whoever makes the answer to the current request of a connection."""
+
+    def client_left(self) -> None: ...
+
+    def client_full(self, full: bool) -> None:
+        """The client reads more slowly than the answer comes, or has caught up."""
+
+
+class Head:
+    """A request but for its body, and what others have made of it: clients send the same one again and again."""
+
+    __slots__ = ("first", "headers", "keep_alive", "memo", "method", "path", "target", "version")
+
+    def __init__(self) -> None:
+        self.method = ""
+        self.target = b""
+        self.path = ""
+        self.headers: Headers = []
+        self.first: dict[bytes, bytes] = {}  # of the headers of each name
+        self.keep_alive = True
+        self.version = "1.1"
+        self.memo: dict[object, Any] = {}
+
+
+class HttpRequest:
+    __slots__ = ("body", "head", "header", "path")
+
+    def __init__(self, head: Head, body: bytes) -> None:
+        self.head = head
+        self.path = head.path
+        self.body = body
+        self.header = head.first.get  # by its name in small letters
+
+
+Handler = Callable[["Downstream", HttpRequest], Answering | None]
+
+
+class Connections:
+    """All clients of one router, so that it can look after the slow ones and say goodbye."""
+
+    def __init__(
+        self,
+        handle: Handler,
+        max_body_bytes: int,
+        stall_s: float = STALL_S,
+        outbox: Outbox | None = None,
+        fast_path: FastPath = PYTHON,
+    ) -> None:
+        self.handle = handle
+        self.read_request = fast_path.request
+        self.open_pipe = fast_path.pipe
+        self.outbox = outbox or Outbox()
+        self.max_body_bytes = max_body_bytes
+        self.stall_s = stall_s  # for a client to read on
+        self.closing = False
+        self.heads: dict[bytes, Head] = {}  # that have come whole, by their bytes without the length
+        self._open: dict[Downstream, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __call__(self) -> Downstream:
+        return Downstream(self)
+
+    def opened(self, connection: Downstream) -> None:
+        self._open[connection] = None
+
+    def closed(self, connection: Downstream) -> None:
+        self._open.pop(connection, None)
+
+    def sweep(self, now_s: float) -> None:
+        for connection in tuple(self._open):
+            connection.sweep(now_s)
+
+    def close(self) -> None:
+        """Close what is idle; the others close after their answer, for which a client that reads nothing has less time."""
+        self.closing, self.stall_s = True, min(self.stall_s, UNREAD_S)
+        self.outbox.flush()
+        for connection in tuple(self._open):
+            connection.close_if_idle()
+
+    def abort(self) -> None:
+        """Break off what is left: nobody answers there any more."""
+        self.outbox.flush()
+        for connection in tuple(self._open):
+            if not connection.gone:  # or else its last words are on their way
+                connection.abort()
+
+
+class Downstream(asyncio.Protocol):
+    stalled = False  # it was given up because its client did not read
+    peer = ""  # its client's address
+    _outflow: Outflow
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._outbox = connections.outbox
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._head = Head()
+        self._at_rest = True  # between two requests
+        self._head_bytes = 0
+        self._unseen_bytes = 0  # of a head that came in pieces
+        self._body_bytes = 0
+        self._body: list[bytes] = []
+        self._waiting: deque[HttpRequest] = deque()
+        self._current: HttpRequest | None = None
+        self._answering: Answering | None = None
+        self._since_s = self._loop.time()  # that nothing of a request, or only a part of it, has come
+        self._in_head = True
+        self._full = False  # the client reads too slowly
+        self._refusal: BadHttp | None = None
+
+    # -- for whoever answers ----------------------------------------------------------
+
+    @property
+    def gone(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        return self._transport
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._outbox.write(self._transport, data)
+
+    def pipe(self, journal: Journal) -> EventPipe | None:
+        """For events that go to this client unchanged."""
+        if self._transport is None:
+            return None
+        return self._connections.open_pipe(journal, self._outbox, self._transport)
+
+    def finished(self, *, keep_alive: bool = True) -> None:
+        """The answer is complete: on to the next request of this connection."""
+        request, self._current, self._answering = self._current, None, None
+        assert request is not None
+        if self._transport is None or self._transport.is_closing():
+            return
+        if not (keep_alive and request.head.keep_alive) or self._connections.closing:
+            self._outbox.flush()
+            self._transport.close()
+            return
+        self._since_s = self._loop.time()
+        self._next()
+        if self._current is None and self._refusal is not None and not self._waiting:
+            self._refuse(self._refusal)
+
+    # -- asyncio.Protocol ---------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._outflow = Outflow(self._transport)
+        self.peer = _address(transport.get_extra_info("peername"))  # which a closed connection does not tell
+        self._connections.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return None
+        if self._at_rest and self._current is None and not (self._waiting or self._full):
+            connections = self._connections
+            known = connections.read_request(data, connections.heads, connections.max_body_bytes)
+            if known is not None:
+                return self._begin(HttpRequest(*known))
+        rested, head = self._at_rest, self._head if self._in_head else None
+        try:
+            self._parser.feed_data(data)
+            if self._in_head and head is self._head:  # one header that never ends is not seen by `on_header`
+                self._unseen_bytes += len(data)
+                self._count(0)
+            elif rested and self._at_rest:
+                self._remember(data)
+        except httptools.HttpParserUpgrade:
+            self._refuse(BadHttp(400, "upgrade_refused", "this server speaks HTTP/1.1 alone"))
+        except httptools.HttpParserCallbackError as error:
+            refusal = error.__context__
+            if not isinstance(refusal, BadHttp):
+                raise
+            self._refuse(refusal)
+        except httptools.HttpParserError as error:
+            self._refuse(BadHttp(400, "bad_http", f"this is not HTTP: {error}"))
+        except BadHttp as error:
+            self._refuse(error)
+        return None
+
+    def _remember(self, data: bytes) -> None:
+        """Know this head again, if `data` was one request and nothing else."""
+        key = request_head(data)
+        if key is None or len(key) > LONGEST_KNOWN_HEAD or b"expect" in self._head.first or not self._head.keep_alive:
+            return
+        heads = self._connections.heads
+        if len(heads) >= MOST_KNOWN_HEADS:
+            heads.clear()
+        heads[key] = self._head
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._connections.closed(self)
+        self._waiting.clear()
+        answering, self._answering = self._answering, None
+        if answering is not None:
+            answering.client_left()
+
+    def pause_writing(self) -> None:
+        self._full = True
+        if self._answering is not None:
+            self._answering.client_full(True)
+
+    def resume_writing(self) -> None:
+        self._full = False
+        if self._answering is not None:
+            self._answering.client_full(False)
+        else:
+            self._next()
+
+    # -- httptools ----------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._head, self._body, self._since_s = Head(), [], self._loop.time()
+        self._in_head, self._at_rest = True, False
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        self._head.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._count(0)
+        if not self._in_head:
+            return  # a trailer, which must not pass for a header: it comes after everybody has looked
+        head, name = self._head, name.lower()
+        head.headers.append((name, value))
+        head.first.setdefault(name, value)
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES or self._unseen_bytes > MAX_HEAD_BYTES:
+            raise BadHttp(431, "headers_too_large", f"the head of a request has at most {MAX_HEAD_BYTES} bytes")
+
+    def on_headers_complete(self) -> None:
+        head, most = self._head, self._connections.max_body_bytes
+        self._in_head = False
+        if self._parser.should_upgrade():
+            raise BadHttp(400, "upgrade_refused", "this server speaks HTTP/1.1 alone")
+        head.method = self._parser.get_method().decode("ascii")
+        path = head.target.partition(b"?")[0].decode("latin-1")
+        head.path = unquote(path) if "%" in path else path
+        head.version = self._parser.get_http_version()
+        head.keep_alive = self._parser.should_keep_alive()
+        length = head.first.get(b"content-length")
+        if length is not None and int(length) > most:
+            raise BadHttp(413, "body_too_large", f"the body has {int(length)} bytes; at most {most} are taken")
+        # Nothing can be said in the middle of another answer; clients that wait for this do not wait for long.
+        if self._current is None and head.first.get(b"expect", b"").lower() == b"100-continue":
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        most = self._connections.max_body_bytes
+        if self._body_bytes > most:
+            raise BadHttp(413, "body_too_large", f"the body has more than {most} bytes")
+        if self._waiting and self._body_bytes + sum(len(request.body) for request in self._waiting) > most:
+            message = f"the bodies of requests that wait on this connection have more than {most} bytes"
+            raise BadHttp(429, "too_many_requests", message)
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        request = HttpRequest(self._head, self._body[0] if len(self._body) == 1 else b"".join(self._body))
+        self._at_rest = True
+        self._body, self._head_bytes, self._unseen_bytes, self._body_bytes = [], 0, 0, 0
+        if len(self._waiting) >= MOST_PIPELINED:
+            raise BadHttp(429, "too_many_requests", "too many requests wait on this connection")
+        self._waiting.append(request)
+        self._next()
+
+    def _next(self) -> None:
+        if self._current is None and self._waiting and not self._full and not self.gone:
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, request: HttpRequest) -> None:
+        self._current = request
+        answering = self._connections.handle(self, request)
+        if self._current is request:  # not answered at once
+            self._answering = answering
+
+    # -- what is not waited for -------------------------------------------------------------
+
+    def sweep(self, now_s: float) -> None:
+        if self._outflow.stalled_s(now_s) >= self._connections.stall_s:
+            self.stalled = True
+            self.abort()  # whoever answers is told that the client has left, and gives back what it holds
+            return
+        if self._current is not None:
+            return
+        if self._refusal is not None:
+            if now_s - self._since_s > LINGER_S:
+                self.abort()
+            return
+        partial = self._head_bytes or self._unseen_bytes or self._body_bytes
+        if partial and now_s - self._since_s > REQUEST_S:
+            self._refuse(BadHttp(408, "request_timeout", f"the request did not come within {REQUEST_S:g} s"))
+        elif not partial and now_s - self._since_s > KEEP_ALIVE_S:
+            self.abort()
+
+    def close_if_idle(self) -> None:
+        if self._current is None and self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _refuse(self, error: BadHttp) -> None:
+        """What cannot be read is answered after everything that could, and ends the connection."""
+        self._refusal = error
+        if self._transport is not None and self._current is None and not self._waiting and not self.gone:
+            self._since_s = self._loop.time()
+            self.write(error_answer(error, keep_alive=False))
+            # Closing while the client still sends would reset the connection, and it might never read the answer.
+            self._outbox.flush()
+            self._transport.write_eof()
+
+
+def _address(peer: Any) -> str:
+    return f"{peer[0]}:{peer[1]}" if peer else ""
+
+
+class BadHttp(RequestError):
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+
+
+REASONS = {
+    200: b"OK",
+    202: b"Accepted",
+    204: b"No Content",
+    400: b"Bad Request",
+    401: b"Unauthorized",
+    403: b"Forbidden",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    409: b"Conflict",
+    413: b"Content Too Large",
+    422: b"Unprocessable Content",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    502: b"Bad Gateway",
+    503: b"Service Unavailable",
+    504: b"Gateway Timeout",
+}
+
+
+def answer_head(status: int, headers: Headers) -> bytes:
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, REASONS.get(status, b"Unknown"), lines)
+
+
+def error_answer(error: RequestError, headers: Headers = [], *, keep_alive: bool = True) -> bytes:  # noqa: B006
+    body = error_body(error)
+    lines: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if not keep_alive:
+        lines.append((b"connection", b"close"))
+    lines += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
+    return answer_head(error.status, lines + headers) + body

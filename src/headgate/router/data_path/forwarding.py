@@ -1,0 +1,79 @@
+"""A client's request as a worker gets it: another head, the same body, and what the router adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from headgate.contract.control import LEAST_VERSION_HEADER
+from headgate.router.data_path.downstream import HttpRequest
+from headgate.router.data_path.upstream import Headers
+from headgate.router.exchange.attempt import HOP_BY_HOP
+from headgate.router.fleet.fleet import Workers
+from headgate.router.fleet.worker import Worker
+
+# Headers that the router writes itself, like all that begin with x-headgate. No worker is asked to compress: the router
+# must see where an event ends.
+OWN = HOP_BY_HOP | {b"accept-encoding", b"host", b"content-length", b"content-type", b"expect", b"x-request-id"}
+PRIVATE = b"x-headgate-"
+LEAST_VERSION = LEAST_VERSION_HEADER.encode() + b": %d\r\n"
+MOST_MEMOS = 64  # heads for workers that are kept with one head of a client
+
+Credentials = Callable[[Worker, Headers, str | None], Headers]
+
+
+@lru_cache(64)
+def _own(connection: bytes | None) -> frozenset[bytes]:
+    """Headers that are not passed on: ours to write, and those that a client says are for this hop alone."""
+    return OWN.union(name.strip().lower() for name in (connection or b"").split(b","))
+
+
+def _least(version: int | None) -> bytes:
+    """A worker that came back with older weights refuses the request, and makes no answer for its key."""
+    return LEAST_VERSION % version if version else b""
+
+
+class Forwarder:
+    def __init__(self, fleet: Workers, credentials: Credentials) -> None:
+        self._fleet = fleet
+        self._credentials = credentials
+
+    def request_to(
+        self,
+        worker: Worker,
+        request: HttpRequest,
+        tenant: str,
+        id: str,
+        body: bytes,
+        more: bytes = b"",
+        *,
+        part: bool = False,
+    ) -> bytes:
+        """`part`: of an answer, which must not be kept under the Idempotency-Key of the whole. `more`: header lines."""
+        head = self._head_for(worker, request, tenant, part=part)
+        lines = b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
+        return lines % (head, id.encode(), len(body), more) + body  # the body is copied once only
+
+    def _head_for(self, worker: Worker, request: HttpRequest, tenant: str, *, part: bool) -> bytes:
+        """What is the same of all requests with this head to that worker."""
+        floor = self._fleet.floor_version if worker.kind == "headgate" else None
+        memo, key = request.head.memo, (worker, worker.kind, worker.key, tenant, part, floor)
+        head: bytes | None = memo.get(key)
+        if head is None:
+            if len(memo) > MOST_MEMOS:
+                memo.clear()
+            head = memo[key] = self._make_head(worker, request, tenant, part=part) + _least(floor)
+        return head
+
+    def _make_head(self, worker: Worker, request: HttpRequest, tenant: str, *, part: bool) -> bytes:
+        head, pool = request.head, self._fleet.pool(worker)
+        own = _own(head.first.get(b"connection")) | ({b"idempotency-key"} if part else set())
+        headers = [header for header in head.headers if header[0] not in own and header[0][:11] != PRIVATE]
+        lines = b"".join([b"%b: %b\r\n" % header for header in self._credentials(worker, headers, tenant)])
+        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n%b" % (
+            head.method.encode(),
+            pool.prefix,
+            head.target,
+            pool.netloc,
+            lines,
+        )

@@ -1,0 +1,142 @@
+"""What the router must know of a request: read once from its body, without parsing the prompt.
+
+The prompt stays the bytes that the client sent. Conversations grow at the end, so one turn's bytes are a prefix of the
+next one's, and that is all the index needs. Whatever else is in the body is the worker's business.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from headgate.errors import RequestError
+from headgate.router.data_path.fast_path import PYTHON, Peek
+
+BYTES_PER_TOKEN: Final = 4  # of English text; good enough to weigh one worker's work against another's
+
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what a body may raise, part by part
+
+_NONE: Final = msgspec.Raw()
+_UNASKED: Final = frozenset({b"null", b"false"})
+_EMPTY: Final = frozenset({b"", b"null", b"[]", b'""'})
+_NUMBERS: Final = frozenset(bytes([character]) for character in b"0123456789[")
+
+
+class _Body(msgspec.Struct, gc=False):
+    """Only what is named here is decoded, and what is Raw is passed over."""
+
+    model: str | None = None
+    stream: bool | None = None
+    request_id: str | None = None
+    n: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+    rid: msgspec.Raw = _NONE  # SGLang's request_id; may be a list
+    logprobs: msgspec.Raw = _NONE  # a number or a boolean
+    return_logprob: bool | None = None  # SGLang's
+    session_id: msgspec.Raw = _NONE
+    user: msgspec.Raw = _NONE
+    # what comes before the prompt in the model's eyes
+    tools: msgspec.Raw = _NONE
+    instructions: msgspec.Raw = _NONE
+    # the prompt, under the names that OpenAI, SGLang and vLLM give it
+    messages: msgspec.Raw = _NONE
+    prompt: msgspec.Raw = _NONE
+    input: msgspec.Raw = _NONE
+    text: msgspec.Raw = _NONE
+    input_ids: msgspec.Raw = _NONE
+    token_ids: msgspec.Raw = _NONE
+
+
+class RequestInfo(msgspec.Struct, frozen=True, gc=False):
+    model: str | None
+    stream: bool
+    request_id: str | None
+    session: bytes  # who goes on talking; empty if nobody said
+    n: int  # choices of the answer: those of each prompt, and there may be several
+    root: int  # prompts of different roots have nothing in common: endpoint, model, tools, salt, tenant
+    prompt: bytes  # as it was sent, but for its closing bracket or quote; empty if there is none
+    chat: bool  # the prompt is a list of messages
+    tokens: int  # of the prompt, estimated
+    logprobs: bool  # the answer has log-probabilities
+    deadline_ms: float | None = None  # from its arrival to its last token
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_name = msgspec.json.Decoder(str).decode
+
+
+def read_ask(
+    path: str, body: bytes, *, session: str | None = None, tenant: str = "", peek: Peek = PYTHON.peek
+) -> RequestInfo:
+    """`session` is the routing key of a header, and takes precedence over the body; `peek` reads most bodies."""
+    known = peek(body)
+    if known is not None:
+        model, stream, prompt, chat, tokens = known
+        root = hash((path, model, b"", b"", None, tenant))
+        prompts = 1 if chat else _prompts_in(prompt)
+        return RequestInfo(
+            model, stream, None, session.encode() if session else b"", prompts, root, prompt, chat, tokens, False
+        )
+    told = _read(body)
+    prompt = _prompt(told)
+    chat = _first(prompt) == b"{"
+    return RequestInfo(
+        told.model,
+        told.stream is True,
+        told.request_id or (_name(told.rid) if told.rid else None),
+        session.encode() if session else bytes(told.session_id or told.user),
+        (told.n or 1) * (1 if chat else _prompts_in(prompt)),
+        hash((path, told.model, bytes(told.tools), bytes(told.instructions), told.cache_salt, tenant)),
+        prompt,
+        chat,
+        estimate_tokens(prompt),
+        told.return_logprob is True or (bool(told.logprobs) and bytes(told.logprobs) not in _UNASKED),
+        told.deadline_ms,
+    )
+
+
+def _prompts_in(prompt: bytes) -> int:
+    """As many as there are entries in a list of texts, or of lists of token ids."""
+    if prompt[:1] != b"[" or _first(prompt) not in (b'"', b"["):
+        return 1
+    try:
+        return len(_decode_list(prompt + b"]")) or 1
+    except UNREADABLE:
+        return 1  # which the worker refuses
+
+
+def estimate_tokens(prompt: bytes) -> int:
+    """One per number in lists of token ids, one per four bytes of anything else."""
+    if _first(prompt) in _NUMBERS:
+        return prompt.count(b",") + 1
+    return len(prompt) // BYTES_PER_TOKEN
+
+
+def _read(body: bytes) -> _Body:
+    try:
+        return _decode(body)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the router cannot read this request: {error}") from None
+    except UNREADABLE as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _prompt(told: _Body) -> bytes:
+    raw = told.messages or told.prompt or told.input or told.text or told.input_ids or told.token_ids
+    prompt = bytes(raw)
+    return b"" if len(prompt) <= 4 and prompt in _EMPTY else prompt[:-1]
+
+
+def _first(prompt: bytes) -> bytes:
+    """What the first thing in a list begins with."""
+    return prompt[1:64].lstrip()[:1] if prompt[:1] == b"[" else b""
+
+
+def _name(raw: msgspec.Raw) -> str | None:
+    try:
+        return _decode_name(raw) or None
+    except UNREADABLE:
+        return None

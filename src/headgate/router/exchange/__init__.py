@@ -1,0 +1,1 @@
+"""One routed request: its state table, the relay that acts on it, attempts, retries and resumption."""

@@ -1,0 +1,85 @@
+"""What the client of a request gets: one head, events or one body, and one end."""
+
+from __future__ import annotations
+
+from headgate.contract.errors import error_body
+from headgate.errors import RequestError
+from headgate.router.data_path.downstream import Downstream, answer_head, error_answer
+from headgate.router.data_path.upstream import Headers
+from headgate.router.exchange.attempt import ANSWER_OWN, JSON, STREAM_HEADERS, Answered
+from headgate.router.fleet.worker import Worker
+
+KEEP_ALIVE = b": keep-alive\n\n"
+LAST_CHUNK = b"0\r\n\r\n"
+# What nearly every answer that is not a stream looks like.
+WHOLE = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"x-request-id: %b\r\nx-headgate-worker: %b\r\n\r\n%b"
+)
+
+
+class ClientAnswer:
+    __slots__ = ("_begun", "_client", "chunked", "id")
+
+    def __init__(self, client: Downstream, id: str, version: str) -> None:
+        """`version`: of HTTP, as the client speaks it."""
+        self._client = client
+        self._begun = False  # the client has the head of a stream
+        self.chunked = version == "1.1"
+        self.id = id  # of the request
+
+    def begin_stream(self, worker: Worker | None, headers: Headers = STREAM_HEADERS) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        if not self.chunked:
+            framed = [header for header in headers if header[0] != b"transfer-encoding"]
+            headers = [*framed, (b"connection", b"close")]
+        self._client.write(answer_head(200, headers + self._names(worker)))
+
+    def write_events(self, events: bytes) -> None:
+        self._client.write(b"%x\r\n%b\r\n" % (len(events), events) if self.chunked else events)
+
+    def keep_alive(self) -> None:
+        """Send a comment, so that no proxy takes the stream for dead."""
+        self.begin_stream(None)
+        self.write_events(KEEP_ALIVE)
+
+    def end_stream(self) -> None:
+        if self.chunked:
+            self._client.write(LAST_CHUNK)
+        self._client.finished(keep_alive=self.chunked)
+
+    def send_stream(self, worker: Worker | None, events: bytes) -> None:
+        """The last events."""
+        self.begin_stream(worker)
+        self.write_events(events)
+        self.end_stream()
+
+    def send_whole(self, worker: Worker | None, answer: Answered) -> None:
+        if self._begun:  # a stream that has only shown life, and is refused now
+            return self.send_stream(worker, b"data: %b\n\n" % answer.body.replace(b"\n", b" "))
+        if answer.headers is JSON and answer.status == 200 and worker is not None:
+            name = worker.name.encode()
+            self._client.write(WHOLE % (len(answer.body), self.id.encode(), name, answer.body))
+            return self._client.finished()
+        headers = [header for header in answer.headers if header[0] not in ANSWER_OWN]
+        headers.append((b"content-length", b"%d" % len(answer.body)))
+        self._client.write(answer_head(answer.status, headers + self._names(worker)) + answer.body)
+        return self._client.finished()
+
+    def send_error(self, error: RequestError) -> None:
+        """As the answer, or as the last event of one."""
+        if self._client.gone:
+            return
+        if self._begun:
+            self.send_stream(None, b"data: %b\n\n" % error_body(error, self.id))
+        else:
+            self._client.write(error_answer(error, self._names(None)))
+            self._client.finished()
+
+    def _names(self, worker: Worker | None) -> Headers:
+        names = [(b"x-request-id", self.id.encode())]
+        if worker is not None:
+            names.append((b"x-headgate-worker", worker.name.encode()))
+        return names

@@ -1,0 +1,142 @@
+"""The last words for a client whose request has ended while no worker had it: in a queue, or between two workers.
+
+A worker tells the end of what it has itself. Here there is no text that the client has not seen, so all there is to say
+is that it is over: `finish_reason: abort`, for every choice that has not finished. What a lost worker has made of a whole
+answer is in it as token ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from headgate.contract.errors import cut_short, error_body
+from headgate.contract.journal import MOVABLE_CAUSES, RESCHEDULED
+from headgate.errors import RequestError, Unavailable
+from headgate.router.data_path.request_info import UNREADABLE
+from headgate.router.exchange.journal import Journal
+
+Usage = dict[str, int]
+
+CAUSE: Final = "api_abort"
+DEADLINE: Final = "deadline"
+PAUSE: Final = "pause"
+# An end that a worker withheld, in the words of a client's event; strict clients read `length`.
+WORKERS_END = re.compile(
+    rb'"finish_reason":"(?:abort|length|%b)","cause":"(?:%b)"'
+    % (RESCHEDULED.encode(), "|".join(sorted(MOVABLE_CAUSES)).encode())
+)
+CUT_SHORT = re.compile(rb'\{"message":"[^"\\]* after (\d+) tokens \(\w+\)","type":"\w+","param":null,"code":"\w+"\}')
+encode = msgspec.json.Encoder().encode
+
+
+class RequestEnded(RequestError):
+    """For endpoints whose answers have no place for a reason."""
+
+    status = 409
+    code = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How one choice ended, and its tokens, of which the router has no text."""
+
+    index: int
+    ids: Sequence[int] = ()
+    reason: str = "abort"
+    cause: str = CAUSE
+    versions: Sequence[Sequence[int]] = ()  # of the weights, as [version, count] spans
+
+    def choice(self, content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+        reason = "length" if strict and self.reason == "abort" else self.reason
+        return {"index": self.index, **content, "logprobs": None, "finish_reason": reason, "cause": self.cause}
+
+    @property
+    def error(self) -> bytes | None:
+        return error_body(cut_short(len(self.ids), self.cause)) if self.reason == "abort" else None
+
+
+def last_words(
+    path: str,
+    id: str,
+    created: int,
+    model: str,
+    ends: Sequence[End],
+    *,
+    stream: bool,
+    usage: Usage | None,
+    cause: str = CAUSE,
+    strict: bool = False,
+) -> bytes:
+    """These ends, in events or as a whole answer; raises where only an error can say it."""
+    words = _WORDS.get(path)
+    if words is None:
+        if cause == DEADLINE:
+            raise RequestEnded("the deadline of this request has passed before a worker had it", code=DEADLINE)
+        if cause == PAUSE:
+            raise Unavailable("the fleet was paused before a worker had this request", code="paused")
+        raise RequestEnded("this request was aborted before a worker had it")
+    kind, prefix, streamed, whole = words
+    common: dict[str, Any] = {"id": prefix + id.removeprefix("req-"), "created": created, "model": model}
+    if not stream:
+        choices = [_with_ids(end, end.choice(whole, strict=strict)) for end in ends]
+        error = next((end.error for end in ends if end.error), b"{}") if strict else b"{}"
+        return encode({**common, "object": kind, "choices": choices, "usage": usage, **msgspec.json.decode(error)})
+    kind += ".chunk" if kind == "chat.completion" else ""
+    events: list[bytes] = []
+    for end in ends:
+        events.append(encode({**common, "object": kind, "choices": [end.choice(streamed, strict=strict)]}))
+        events += [end.error] if strict and end.error else []
+    if usage is not None:
+        events.append(encode({**common, "object": kind, "choices": [], "usage": usage}))
+    return b"".join(b"data: %b\n\n" % event for event in [*events, b"[DONE]"])
+
+
+def as_aborted(ending: bytes, cause: str = CAUSE, *, strict: bool = False) -> bytes:
+    """What a worker told when it ended an answer for reasons of its own, as the end that was asked for since."""
+    reason = b"length" if strict else b"abort"
+    ending = WORKERS_END.sub(b'"finish_reason":"%b","cause":"%b"' % (reason, cause.encode()), ending)
+    return CUT_SHORT.sub(lambda found: _problem(int(found[1]), cause), ending) if strict else ending
+
+
+def _problem(tokens: int, cause: str) -> bytes:
+    return error_body(cut_short(tokens, cause)).removeprefix(b'{"error":').removesuffix(b"}")
+
+
+def usage_told(journal: Journal) -> Usage:
+    """What the client has got. A prompt of which no worker has told the first token has no length yet."""
+    prompt = journal.prompt
+    return {"prompt_tokens": prompt, "completion_tokens": journal.tokens, "total_tokens": prompt + journal.tokens}
+
+
+def wants_usage(body: bytes) -> bool:
+    """Whether a stream is to end with its usage."""
+    try:
+        options = msgspec.json.decode(body).get("stream_options")
+    except UNREADABLE:  # what it says is its worker's business
+        return False
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _with_ids(end: End, choice: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer has the ids of what its lost worker made: sent back as `generated_token_ids`, it goes on."""
+    if not end.ids:
+        return choice
+    spans = [{"version": version, "tokens": tokens} for version, tokens in end.versions]
+    return {**choice, "completion_token_ids": list(end.ids), "weight_versions": spans}
+
+
+# path -> object, prefix of its id, what a choice says in a stream and in a whole answer
+_WORDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        "chat.completion",
+        "chatcmpl-",
+        {"delta": {}},
+        {"message": {"role": "assistant", "content": ""}},
+    ),
+    "/v1/completions": ("text_completion", "cmpl-", {"text": ""}, {"text": ""}),
+}

@@ -1,0 +1,813 @@
+"""One client's request from its last byte in to its last byte out, over as many workers as that takes.
+
+An `Exchange` is the request. What happens to it is an event, what follows from that is in the table of `states`, and this
+module carries it out. Admission, placement, tickets and connections take time: each runs as a task that ends with an event.
+Bytes of an answer pass from the worker's connection to the client's in an `Attempt`, without this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Final, Protocol
+
+from headgate.config import RouteConfig
+from headgate.contract.journal import RAW_HEADER, released, released_tokens
+from headgate.edge.admission import Admission
+from headgate.errors import RequestError, Unavailable
+from headgate.protocol.command import PauseMode
+from headgate.router.control.abort_calls import end_former
+from headgate.router.control.fan_out import WorkerCalls
+from headgate.router.counters import RouterCounters
+from headgate.router.data_path.downstream import Downstream, HttpRequest
+from headgate.router.data_path.fast_path import EventPipe, ReadWhole
+from headgate.router.data_path.forwarding import Forwarder
+from headgate.router.data_path.request_info import RequestInfo
+from headgate.router.data_path.upstream import Headers, Upstream, WorkerLost
+from headgate.router.exchange.attempt import (
+    JSON,
+    Answered,
+    Attempt,
+    Lost,
+    Outcome,
+    Streamed,
+    Withheld,
+    refused_as_paused,
+    whole_answer,
+)
+from headgate.router.exchange.client_answer import ClientAnswer
+from headgate.router.exchange.ending import (
+    CAUSE,
+    DEADLINE,
+    PAUSE,
+    End,
+    as_aborted,
+    last_words,
+    usage_told,
+    wants_usage,
+)
+from headgate.router.exchange.journal import Journal, splice
+from headgate.router.exchange.placement import Placement
+from headgate.router.exchange.prefill import (
+    PREFILL_LINE,
+    NoTicket,
+    PrefillRequest,
+    prefill_body,
+    prefill_name,
+    request_ticket,
+)
+from headgate.router.exchange.retry_state import Progress, RetryBudget, RetryState, is_final
+from headgate.router.exchange.states import (
+    ASKING,
+    CLOSED,
+    PLACING,
+    QUEUED,
+    STREAMING,
+    Action,
+    Event,
+    Facts,
+    State,
+    transition,
+)
+from headgate.router.exchange.timeline import Departure, departure
+from headgate.router.fleet.fleet import Workers
+from headgate.router.fleet.worker import Worker
+
+log = logging.getLogger(__name__)
+
+RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
+MOST_CHOICES = 1024  # that an end which the router reports itself has
+DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
+LONGEST_MS = 1e12  # of a deadline
+RENDER_S = 2.0  # for workers to turn the token ids of an aborted answer into text
+
+
+class NoWorker(Unavailable):
+    code = "no_worker"
+
+
+class WorkersFailed(RequestError):
+    status = 502
+    code = "worker_lost"
+
+
+class Services(Protocol):
+    """What an exchange asks of its router."""
+
+    loop: asyncio.AbstractEventLoop
+    config: RouteConfig
+    random: Random
+    fleet: Workers
+    admission: Admission
+    retry_budget: RetryBudget
+    forwarder: Forwarder
+    worker_calls: WorkerCalls
+    counters: RouterCounters
+    read_whole: ReadWhole
+    holding: bool  # the whole fleet is paused, or being paused
+    draining: bool
+
+    def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
+        """On workers that are ready."""
+
+    async def place(self, exchange: Exchange, retry_state: RetryState) -> Placement | None:
+        """As soon as a worker is ready; None if waiting for one is no use."""
+
+    async def admit(self, exchange: Exchange) -> None:
+        """Wait for a place in flight."""
+
+    def no_worker(self) -> RequestError:
+        """Why no worker can take a request."""
+
+    def attempt_ended(self, exchange: Exchange, placement: Placement, outcome: Outcome) -> None: ...
+
+    def failed(self, exchange: Exchange, error: RequestError) -> None: ...
+
+    def client_left(self, exchange: Exchange) -> None: ...
+
+    def exchange_ended(self, exchange: Exchange) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndReport:
+    """An end that the router itself reported to the client."""
+
+    cut: bool  # something was missing, and nothing but an abort or a pause is to blame
+    paused: bool  # by a pause; no worker counts it as ended
+
+
+class Exchange:
+    """One request."""
+
+    # How every request begins; in the class, because there are thousands a second.
+    id = ""
+    key = "", "", 0  # in `Router.live`
+    state = QUEUED
+    attempt: Attempt | None = None
+    leg: PrefillRequest | None = None  # while another worker computes its prompt
+    retry_state: RetryState | None = None  # once something has gone wrong, or had to be waited for
+    moves = 0  # attempts that another one had to follow
+    departures: tuple[Departure, ...] = ()  # of those
+    full = False  # the client reads too slowly
+    slow = False  # it has done so at some time
+    told_raw = False  # the client has a part of an answer that has no journal
+    cause: str | None = None  # of its end, once that was requested
+    held: PauseMode | None = None  # the pause of the fleet that has found it here
+    overtaken = False  # that pause came while a worker had it
+    kept = False  # such a pause has kept it, and is over
+    end_report: EndReport | None = None
+    graces = 0  # given to workers since the deadline
+    _timer: asyncio.TimerHandle | None = None  # of its deadline
+    _work: asyncio.Task[None] | None = None  # what it waits for, unless that is an attempt
+    _placement: Placement | None = None
+    _upstream: Upstream | None = None  # a connection, until it is used
+    _ticket: bytes | None = None
+    _tried: tuple[Worker, Outcome] | None = None  # the last attempt
+    _error: RequestError | None = None  # of admission
+    _ends: tuple[asyncio.Future[None], ...] = ()  # of callers that wait for its end
+    answer: ClientAnswer
+
+    def __init__(
+        self, router: Services, client: Downstream, request: HttpRequest, ask: RequestInfo, tenant: str
+    ) -> None:
+        self.router = router
+        self.client = client
+        self.request = request
+        self.ask = ask
+        self.tenant = tenant
+        self.journal = Journal()
+        self.began_s = router.loop.time()
+        self.created = int(time.time())
+
+    def __repr__(self) -> str:
+        return f"<Exchange {self.id} {self.state.name.lower()}, {self.moves} moves>"
+
+    # -- what is known of it ----------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        return self.state is CLOSED
+
+    @property
+    def began(self) -> float:
+        """In seconds since 1970, for people."""
+        return time.time() - (self.router.loop.time() - self.began_s)
+
+    @property
+    def ending(self) -> bool:
+        """Its end was requested: no other worker goes on with it."""
+        return self.cause is not None
+
+    @property
+    def cut(self) -> bool:
+        """The router ended it itself, before it was complete."""
+        return self.state is State.RENDERING or (self.end_report is not None and self.end_report.cut)
+
+    @property
+    def ended_by_pause(self) -> bool:
+        """The router ended it because of a pause, and no worker counts it."""
+        return self.end_report is not None and self.end_report.paused
+
+    @property
+    def worker(self) -> Worker | None:
+        """The worker that has it; None while it waits, or is between two workers."""
+        return None if self.attempt is None else self.attempt.worker
+
+    @property
+    def is_untouched(self) -> bool:
+        """The worker that has it has made nothing of it: it may be in that worker's queue."""
+        moved = self.retry_state is not None and self.journal.extent == self.retry_state.extent
+        return moved or not self.journal.choices
+
+    @property
+    def end_pending(self) -> bool:
+        """Its end was requested, and its client has not been sent it."""
+        return self.ending and not self.over
+
+    @property
+    def is_unread(self) -> bool:
+        """Its end waits here for a client that does not read."""
+        return self.end_pending and self.full
+
+    # -- events from outside ------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Ask a worker at once if nothing has to be waited for."""
+        if self.ask.deadline_ms is not None and (left_s := self._left_s) is not None:
+            self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)
+        self.answer = ClientAnswer(self.client, self.id, self.request.head.version)
+        try:
+            self._begin()
+        except Exception:
+            self._report_bug()
+
+    def _begin(self) -> None:
+        router = self.router
+        if router.holding or not router.admission.try_enter(self.tenant):
+            return self._act(Action.ADMIT)
+        self.state = PLACING
+        self._placement = placement = router.choose(self)
+        if placement is None:
+            return self._act(Action.PLACE)
+        if placement.prefill is not None:
+            return self._on(Event.SPLIT)
+        upstream = router.fleet.pool(placement.worker).take()
+        if upstream is None:
+            return self._on(Event.PLACED)
+        # As the table has it in three steps; nearly every request begins like this.
+        self.state = ASKING
+        return self._send_over(upstream, placement)
+
+    def client_left(self) -> None:
+        self.router.client_left(self)
+        self._on(Event.GONE)
+
+    def client_full(self, full: bool) -> None:
+        self.full, self.slow = full, True
+        if self.attempt is not None and self.attempt.upstream is not None and self.attempt.outcome is None:
+            (self.attempt.upstream.hold if full else self.attempt.upstream.release)()
+
+    def hold(self, mode: PauseMode) -> None:
+        """The fleet is being paused."""
+        self.held, self.overtaken = mode, self.worker is not None
+        self._on(Event.HELD)
+
+    def release(self) -> None:
+        """The pause of the fleet is over."""
+        self.held, self.kept = None, True
+
+    def ask_end(self, cause: str) -> None:
+        """The worker that has it is being asked to end it; without one it ends here. The first cause counts."""
+        self._set_cause(cause)
+        self._on(Event.END_ASKED)
+
+    def end(self, cause: str = CAUSE) -> None:
+        """End it here and now. A worker that has it notices that its connection is closed."""
+        self._set_cause(cause)
+        self._on(Event.END_NOW)
+
+    def cancel(self) -> None:
+        """The router closes."""
+        self._on(Event.CLOSING)
+
+    def when_over(self) -> asyncio.Future[None]:
+        end = self.router.loop.create_future()
+        if self.over:
+            end.set_result(None)
+        else:
+            self._ends += (end,)
+        return end
+
+    def keep_alive(self) -> None:
+        """Show life while there is nothing to send."""
+        if self.ask.stream and not self.told_raw:
+            self.answer.keep_alive()
+
+    def waits_out_a_pause(self, retry_state: RetryState, *, queueing: bool) -> bool:
+        """Whether it is kept until the fleet is resumed: it was accepted before the pause, or new requests are queued."""
+        last = retry_state.last
+        ended = last is not None and isinstance(last[1], Withheld) and last[1].cause == PAUSE
+        return not ended and (queueing or self.held is not None)
+
+    # -- events of its attempts ---------------------------------------------------------
+
+    def begin_stream(self, worker: Worker, headers: Headers) -> None:
+        """An attempt has the head of a streamed answer."""
+        self.answer.begin_stream(worker, headers)
+        if self.state is ASKING:
+            self.state = STREAMING
+
+    def pipe(self) -> EventPipe | None:
+        """Takes plain events to the client without the attempt; None if the client does not read chunks."""
+        return self.client.pipe(self.journal) if self.answer.chunked else None
+
+    def write_events(self, events: bytes) -> None:
+        self.answer.write_events(events)
+
+    def pass_events(self, events: bytes) -> None:
+        self.journal.feed(events)
+        self.answer.write_events(events)
+
+    def attempt_over(self, attempt: Attempt, outcome: Outcome) -> None:
+        if self.retry_state is None and is_final(outcome):
+            return self._answered(outcome)
+        if attempt.is_stale and not self.ending:
+            self.attempt = None
+            self._retry_state.asked_again(attempt.worker)
+            return self._on(Event.STALE)
+        return self._attempt_ended(outcome)
+
+    def _answered(self, outcome: Outcome) -> None:
+        """The first attempt has the answer: what `_attempt_ended` does, for nearly every request."""
+        placement, self._placement = self._placement, None
+        before, self.state, self.attempt = self.state, CLOSED, None
+        assert placement is not None
+        placement.give_back()
+        try:
+            self.router.attempt_ended(self, placement, outcome)
+            self._give_back(before)
+            self._conclude(placement.worker, outcome)
+        except Exception:
+            self._report_bug()
+
+    def _attempt_ended(self, outcome: Outcome) -> None:
+        placement, self._placement = self._placement, None
+        assert placement is not None
+        self.attempt = None
+        self._leave_prefill()
+        placement.give_back()
+        self.router.attempt_ended(self, placement, outcome)
+        self._tried = placement.worker, outcome
+        self._on(self._judged(placement.worker, outcome))
+
+    def _judged(self, worker: Worker, outcome: Outcome) -> Event:
+        if self.overtaken and refused_as_paused(outcome):
+            return Event.OVERTAKEN
+        resumable = not (self.told_raw or self.journal.unreadable)
+        return self._retry_state.judge(worker, outcome, Progress(self.journal.extent, resumable))
+
+    @property
+    def _retry_state(self) -> RetryState:
+        if self.retry_state is None:
+            router = self.router
+            self.retry_state = RetryState(router.config, router.retry_budget.take, router.random)
+        return self.retry_state
+
+    # -- from an event to actions -------------------------------------------------------
+
+    def _on(self, event: Event) -> None:
+        before = self.state
+        if before is CLOSED:
+            return
+        try:
+            self.state, actions = transition(before, event, self._facts())
+            if self.state is CLOSED:
+                self._give_back(before)
+            for action in actions:
+                self._act(action)
+        except Exception:
+            self._report_bug()
+
+    def _act(self, action: Action) -> None:
+        ACTIONS[action](self)
+
+    def _facts(self) -> Facts:
+        retry_state = self.retry_state
+        return Facts(
+            holding=self.router.holding,
+            aborting=self.held == "abort",
+            text_missing=self._is_text_missing(),
+            former=retry_state is not None and retry_state.left_behind is not None,
+            graces=self.graces,
+            others=bool(self.graces) and self._has_others(),
+        )
+
+    def _is_text_missing(self) -> bool:
+        """Whether the client of a whole answer would get token ids that only a worker can turn into text."""
+        if self.ask.stream or self.ask.logprobs or self.cause == DEADLINE or self.client.gone:
+            return False
+        if self.router.holding or self.router.draining:
+            return False
+        return bool(self.journal.choices) and self._unshown() is None
+
+    def _has_others(self) -> bool:
+        """Whether another worker could end it: it can make usage and text from the journal."""
+        ours = (worker for worker in self.router.fleet if worker.available and worker.kind == "headgate")
+        if self.ending or self.full or self.router.holding:
+            return False
+        return any(worker is not self.worker for worker in ours)
+
+    def _report_bug(self) -> None:
+        log.exception("%s: the router made a mistake", self.id)
+        before, self.state = self.state, CLOSED
+        if before is not CLOSED:
+            self._give_back(before)
+        self.answer.send_error(WorkersFailed("the router made a mistake; its log says more", code="internal_error"))
+
+    def _give_back(self, before: State) -> None:
+        """Everything that it owned in the state before it was closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._work is not None:
+            self._work.cancel()
+        if self.attempt is not None or self._placement is not None or self.leg is not None:
+            self._drop()
+        if before is not QUEUED:
+            self.router.admission.leave(self.tenant)
+        self.router.exchange_ended(self)
+        for end in self._ends:
+            if not end.done():
+                end.set_result(None)
+
+    # -- waiting --------------------------------------------------------------------------
+
+    def _wait_for(self, work: Callable[[], Awaitable[Callable[[], None]]]) -> None:
+        """Run `work` beside everything else, and call what it returns; it is cancelled when the request closes."""
+        self._work = self.router.loop.create_task(self._run(work))
+
+    async def _run(self, work: Callable[[], Awaitable[Callable[[], None]]]) -> None:
+        try:
+            go_on = await work()
+        except RequestError as error:
+            self._error, go_on = error, partial(self._on, Event.REFUSED)
+        except Exception:
+            go_on = self._report_bug
+        self._work = None
+        go_on()
+
+    def _admit(self) -> None:
+        self._wait_for(self._admitted)
+
+    async def _admitted(self) -> Callable[[], None]:
+        await self.router.admit(self)
+        return partial(self._on, Event.ADMITTED)
+
+    def _place(self) -> None:
+        self._wait_for(self._placed)
+
+    async def _placed(self) -> Callable[[], None]:
+        self._placement = placement = await self.router.place(self, self._retry_state)
+        if placement is None:
+            return partial(self._on, Event.NO_WORKER)
+        return partial(self._on, Event.PLACED if placement.prefill is None else Event.SPLIT)
+
+    def _prefill(self) -> None:
+        self.overtaken = False
+        self._wait_for(self._prefilled)
+
+    async def _prefilled(self) -> Callable[[], None]:
+        router, worker = self.router, self._placed_at.prefill
+        assert worker is not None
+        leg = self.leg = PrefillRequest(router.fleet.taking(worker, self.ask.tokens))
+        try:
+            request, timeout_s = self._prefill_request(worker), router.config.ticket_timeout_s
+            self._ticket = await request_ticket(leg, router.fleet.pool(worker), request, timeout_s)
+        except (NoTicket, WorkerLost) as error:
+            self._leave_prefill()  # now, not when the answer ends: the prompt may be waiting for its turn
+            if isinstance(error, WorkerLost) and worker.state != "down":
+                router.fleet.failed(worker, str(error))
+            log.info("%s: %s computes no prompt for it (%s)", self.id, worker.name, error)
+            router.counters.prefills_lost += 1
+        return partial(self._on, Event.TICKET)
+
+    def _prefill_request(self, worker: Worker) -> bytes:
+        id = prefill_name(self.id)
+        body = prefill_body(self.request.body, id, named=self.ask.request_id is not None)
+        return self.router.forwarder.request_to(worker, self.request, self.tenant, id, body, PREFILL_LINE, part=True)
+
+    def _connect(self, *, fresh: bool = False) -> None:
+        self.overtaken = False
+        self._upstream = None if fresh else self.router.fleet.pool(self._placed_at.worker).take()
+        if self._upstream is not None:
+            return self._use_connection()
+        return self._wait_for(self._connected)
+
+    async def _connected(self) -> Callable[[], None]:
+        try:
+            self._upstream = await self.router.fleet.pool(self._placed_at.worker).connect()
+        except WorkerLost as error:
+            return partial(self._attempt_ended, Lost(str(error)))
+        return self._use_connection
+
+    def _use_connection(self) -> None:
+        upstream, worker = self._upstream, self._placed_at.worker
+        if worker.kind != "unknown" or upstream is None:
+            return self._on(Event.CONNECTED)
+        # The worker was given up since it was chosen: what answers at its address now may keep no journal.
+        self._upstream = None
+        upstream.drop()
+        return self._attempt_ended(Lost("it does not answer any more"))
+
+    def _end_former(self) -> None:
+        retry_state = self._retry_state
+        assert retry_state.left_behind is not None
+        self._wait_for(partial(self._former_ended, retry_state.left_behind))
+
+    async def _former_ended(self, worker: Worker) -> Callable[[], None]:
+        await end_former(self.router.worker_calls, worker, self.id, self.tenant, self.request.head.headers)
+        return partial(self._on, Event.FORMER_ENDED)
+
+    # -- attempts -------------------------------------------------------------------------
+
+    @property
+    def _placed_at(self) -> Placement:
+        assert self._placement is not None
+        return self._placement
+
+    def _send(self) -> None:
+        upstream, self._upstream = self._upstream, None
+        assert upstream is not None
+        self._send_over(upstream, self._placed_at)
+
+    def _send_over(self, upstream: Upstream, placement: Placement) -> None:
+        router = self.router
+        self.attempt = attempt = Attempt(self, placement, router.read_whole)
+        request = self._request_for(placement.worker)
+        attempt.start(upstream, request, router.loop.time(), router.fleet.floor_version)
+        if self.full:
+            upstream.hold()
+
+    def _request_for(self, worker: Worker) -> bytes:
+        body, part, forward = self.request.body, False, self.router.forwarder.request_to
+        if worker.kind != "headgate":
+            return forward(worker, self.request, self.tenant, self.id, body)
+        if self.moves:
+            body = self._from_where_it_is(body)
+            part = bool(self.journal.choices)
+        if self.ask.deadline_ms is not None and (left_s := self._left_s) is not None:
+            body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
+        if self._ticket is not None:
+            body = splice(body, "kv_ticket", self._ticket)
+        more = b"%b: %d\r\n" % (RAW_HEADER, self.created)
+        if self.retry_state is not None and self.retry_state.recomputes(worker):
+            more += RECOMPUTE
+        return forward(worker, self.request, self.tenant, self.id, body, more, part=part)
+
+    def _from_where_it_is(self, body: bytes) -> bytes:
+        """The request, from where its answer has come to."""
+        if not self.journal.choices:
+            return body
+        if not self.ask.stream and self.ask.logprobs:
+            # It has no log-probabilities: the answer is made anew, and no client has seen it.
+            self.journal = Journal()
+            return body
+        return splice(body, "resume", self.journal.resume(streamed=self.ask.stream))
+
+    def _leave_prefill(self) -> None:
+        leg, self.leg, self._ticket = self.leg, None, None
+        if leg is not None:
+            leg.leave()
+
+    def _drop(self) -> None:
+        """Give up the attempt, or what was to become one."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None:
+            attempt.leave()
+        if self.leg is not None:
+            self._leave_prefill()
+        placement, self._placement = self._placement, None
+        if placement is None:
+            return
+        upstream, self._upstream = self._upstream, None
+        if upstream is not None:
+            self.router.fleet.pool(placement.worker).give(upstream)
+        placement.give_back()
+
+    def _undo(self) -> None:
+        """The fleet was held before a worker was asked."""
+        self._stop_waiting()
+        placement = self._placed_at
+        self._drop()
+        placement.undo()
+
+    def _stop_waiting(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+
+    def _count_move(self) -> None:
+        assert self._tried is not None
+        self.moves += 1
+        self.departures += (departure(*self._tried, self.router.loop.time() - self.began_s),)
+        self.router.counters.moved(resumed=bool(self.journal.choices))
+
+    # -- deadlines and ends -----------------------------------------------------------------
+
+    @property
+    def _left_s(self) -> float | None:
+        """Until its deadline; negative after it. None also for one that workers refuse."""
+        due_ms = self.ask.deadline_ms
+        if due_ms is None or not 0 < due_ms <= LONGEST_MS:
+            return None
+        return self.began_s + due_ms / 1000 - self.router.loop.time()
+
+    def _start_grace(self) -> None:
+        self.graces += 1
+        self._timer = self.router.loop.call_later(DEADLINE_GRACE_S, self._on, Event.DEADLINE)
+
+    def _give_up(self) -> None:
+        assert self.attempt is not None
+        self.attempt.fail("it has not ended a request at its deadline")
+
+    def _set_cause(self, cause: str) -> None:
+        if self.cause is None and not self.over:
+            self.cause = cause
+
+    def _late(self) -> None:
+        if self.cause is None:
+            self.cause = DEADLINE
+
+    def _paused(self) -> None:
+        if self.cause is None:
+            self.cause = PAUSE
+
+    def _render(self) -> None:
+        """Have a worker turn the token ids of the answer into text: in the journal it gets, all choices have ended."""
+        self._stop_waiting()
+        self._drop()
+        self.moves = max(self.moves, 1)
+        if self._timer is not None:
+            self._timer.cancel()
+        time_s, left_s = RENDER_S, self._left_s
+        if left_s is not None:
+            time_s = min(time_s, max(left_s, 0.0) + DEADLINE_GRACE_S)
+        self._timer = self.router.loop.call_later(time_s, self._on, Event.DEADLINE)
+        self._render_again()
+
+    def _render_again(self) -> None:
+        assert self.cause is not None
+        self.journal.end(min(self.ask.n, MOST_CHOICES), self.cause)
+        self._placement = self.router.choose(self, self._retry_state)
+        if self._placement is None:
+            return self._on(Event.NO_WORKER)
+        return self._connect()
+
+    # -- to the client ----------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        assert self._tried is not None
+        self._conclude(*self._tried)
+
+    def _pass_text_on(self) -> None:
+        assert self._tried is not None
+        worker, outcome = self._tried
+        if isinstance(outcome, Answered) and outcome.status != 200:
+            return self._report_end()  # the worker has not rendered it
+        return self._conclude(worker, outcome)
+
+    def _report_last(self) -> None:
+        last = self._retry_state.last
+        if last is None:
+            raise self.router.no_worker()
+        worker, outcome = last
+        refused = isinstance(outcome, Lost) or (isinstance(outcome, Answered) and outcome.status == 503)
+        if refused and self._left_s is not None and self._left_s <= 0:
+            self._late()  # which says more than that a worker was paused, or lost
+            return self._report_end()
+        return self._conclude(worker, outcome)
+
+    def _report_error(self) -> None:
+        assert self._error is not None
+        raise self._error
+
+    def _report_closing(self) -> None:
+        raise Unavailable("the router is shutting down", code="shutting_down")
+
+    def _conclude(self, worker: Worker, outcome: Outcome) -> None:
+        match outcome:
+            case Streamed():
+                self.answer.end_stream()
+            case Answered():
+                self.answer.send_whole(worker, outcome)
+            case Withheld(_, ending):
+                self._show(worker, released(ending))
+            case Lost(why):
+                raise WorkersFailed(f"the worker of this answer was lost ({why}), and no other could go on with it")
+
+    def _show(self, worker: Worker, ending: bytes) -> None:
+        """Send what the worker had withheld."""
+        if self.ask.stream:
+            return self.answer.send_stream(worker, ending)
+        answer = whole_answer(ending)
+        if answer is None:
+            raise WorkersFailed("the worker closed the response without a final event or error")
+        return self.answer.send_whole(worker, answer)
+
+    def _report_end(self) -> None:
+        """Send the end, and what there is."""
+        assert self.cause is not None
+        if self.cause == DEADLINE and not self.ask.stream and self._unshown() is None:
+            self.journal = self.journal.emptied()  # the client gets nothing of it, and the usage says so
+        ends = [self._end_of(i, self.cause) for i in range(min(self.ask.n, MOST_CHOICES))]
+        finished = {i for i, told in self.journal.choices.items() if told.finish is not None}
+        unfinished = [end for end in ends if end.index not in finished]
+        last = self._unshown()
+        self.end_report = EndReport(
+            # Or else all that is missing is the end of the stream, or the deadline ended it.
+            cut=self.cause != DEADLINE and (bool(unfinished) or not self.ask.stream),
+            paused=self.cause == PAUSE and (last is None or last[1].cause != PAUSE),
+        )
+        if last is not None:
+            self.journal.feed(released_tokens(last[1].ending))
+            return self._show(last[0], as_aborted(released(last[1].ending), self.cause, strict=self._strict))
+        return self._send_end(self.cause, unfinished if self.ask.stream else ends)
+
+    def _send_end(self, cause: str, ends: list[End]) -> None:
+        model = self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
+        stream = self.ask.stream
+        usage = usage_told(self.journal) if not stream or wants_usage(self.request.body) else None
+        about = self.request.path, self.id, self.created, model, ends
+        words = last_words(*about, stream=stream, usage=usage, cause=cause, strict=self._strict)
+        if stream:
+            self.answer.send_stream(None, words)
+        else:
+            self.answer.send_whole(None, Answered(200, JSON, words))
+
+    def _end_of(self, index: int, cause: str) -> End:
+        told = self.journal.choices.get(index)
+        if told is None:
+            return End(index, cause=cause)
+        # Also a choice of a whole answer that had finished: its text is lost with its worker.
+        return End(index, told.tokens, cause=cause, versions=told.versions)
+
+    def _unshown(self) -> tuple[Worker, Withheld] | None:
+        """The end that its last worker withheld, if the client can have it: no other worker has gone on since."""
+        if self.retry_state is None or self.retry_state.last is None:
+            return None
+        worker, ending = self.retry_state.last
+        if not isinstance(ending, Withheld) or not ending.cause:
+            return None
+        if self.ask.stream and (ending.rescheduled or self.journal.extent != self.retry_state.extent):
+            return None
+        return worker, ending
+
+    @property
+    def _strict(self) -> bool:
+        """Whether the client reads only OpenAI's finish reasons: applied to ends that the router reports itself."""
+        return (self.request.header(b"x-openai-strict") or b"").lower() == b"true"
+
+
+def _reported(report: Callable[[Exchange], None]) -> Callable[[Exchange], None]:
+    """An error in place of an answer is an answer too; a client that has left gets neither."""
+
+    def act(exchange: Exchange) -> None:
+        if exchange.client.gone:
+            return
+        try:
+            report(exchange)
+        except RequestError as error:
+            exchange.router.failed(exchange, error)
+            exchange.answer.send_error(error)
+
+    return act
+
+
+ACTIONS: Final[Mapping[Action, Callable[[Exchange], None]]] = {
+    Action.ADMIT: Exchange._admit,
+    Action.PLACE: Exchange._place,
+    Action.PREFILL: Exchange._prefill,
+    Action.CONNECT: Exchange._connect,
+    Action.CONNECT_FRESH: partial(Exchange._connect, fresh=True),
+    Action.SEND: Exchange._send,
+    Action.UNDO: Exchange._undo,
+    Action.DROP: Exchange._drop,
+    Action.COUNT_MOVE: Exchange._count_move,
+    Action.END_FORMER: Exchange._end_former,
+    Action.START_GRACE: Exchange._start_grace,
+    Action.GIVE_UP: Exchange._give_up,
+    Action.END_BY_PAUSE: Exchange._paused,
+    Action.END_BY_DEADLINE: Exchange._late,
+    Action.RENDER: Exchange._render,
+    Action.RENDER_AGAIN: Exchange._render_again,
+    Action.PASS_ON: _reported(Exchange._pass_on),
+    Action.PASS_TEXT_ON: _reported(Exchange._pass_text_on),
+    Action.REPORT_LAST: _reported(Exchange._report_last),
+    Action.REPORT_END: _reported(Exchange._report_end),
+    Action.REPORT_ERROR: _reported(Exchange._report_error),
+    Action.REPORT_CLOSING: _reported(Exchange._report_closing),
+}

@@ -1,0 +1,176 @@
+"""How the workers fare: each is asked once a second what it is, what it has, and what has left its cache.
+
+A worker of our own tells all of that in one answer (`/v1/loads`). Of others we learn what their kind has to say: whether
+they are healthy, and which models they serve. Streams of a worker that answers neither probes nor requests are given
+up, so that another can go on with them; a worker that is merely busy still sends bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from math import inf
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from headgate.contract.tickets import Version
+from headgate.router.data_path.upstream import NoAnswer, WorkerLost, call
+from headgate.router.fleet.worker import Kind, Worker, WorkerState
+
+if TYPE_CHECKING:
+    from headgate.router.router import Router
+
+log = logging.getLogger(__name__)
+
+LATE_S = 1.0  # a probe that ends so long after its time says that we are starved, and nothing of the worker
+HURRY = 4.0  # a worker that is not ready is asked so many times as often
+STATES: dict[str, WorkerState] = {
+    "running": "ready",
+    "pausing": "paused",
+    "paused": "paused",
+    "updating": "paused",
+    "quarantined": "paused",
+    "outdated": "outdated",  # it runs, and refuses requests until it has the weights of its server
+    "draining": "stopping",  # it shuts down, and may come back; *our* draining ends only when we say so
+}
+
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class EngineLoad(msgspec.Struct):
+    num_running_reqs: Count
+    num_waiting_reqs: Count
+    num_free_blocks: Count
+    num_total_blocks: Count
+    max_running_requests: Count
+    weight_version: Version | Annotated[str, Meta(pattern="^[0-9]{1,18}$")]
+    state: str
+
+
+class WorkerLoads(msgspec.Struct):
+    """A worker's answer to GET /v1/loads."""
+
+    loads: Annotated[list[EngineLoad], Meta(max_length=10_000)]
+    life: str | None = None
+    cache_horizon_age_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None
+
+
+class ListedModel(msgspec.Struct):
+    id: str
+    owned_by: str | None = None
+
+
+class ListedModels(msgspec.Struct):
+    data: list[ListedModel]
+
+
+class Monitor:
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._fleet = router.fleet
+        self._config = router.config
+        self._watching: dict[Worker, asyncio.Task[None]] = {}
+        self._heard_s: dict[Worker, float] = {}
+
+    async def run(self) -> None:
+        """Watch whoever is in the fleet, for as long as they are."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                here = dict.fromkeys(self._fleet)  # in order, so that a run can be had again
+                for worker in here:
+                    if worker not in self._watching:
+                        self._watching[worker] = tasks.create_task(self._watch(worker))
+                for worker in [worker for worker in self._watching if worker not in here]:
+                    self._watching.pop(worker).cancel()
+                    self._heard_s.pop(worker, None)
+                await self._router.fleet_changed(self._config.probe_interval_s)
+
+    async def _watch(self, worker: Worker) -> None:
+        interval_s = self._config.probe_interval_s
+        while True:
+            await self.probe(worker)
+            hurry = 1.0 if worker.state == "ready" else HURRY
+            await asyncio.sleep(interval_s / hurry * self._router.random.uniform(0.8, 1.2))
+
+    async def probe(self, worker: Worker) -> None:
+        asked_s = self._fleet.clock()
+        try:
+            state = await self._ask(worker)
+        except Exception as error:  # whatever a worker says must not end the watch over all of them
+            if self._fleet.clock() - asked_s < self._config.probe_timeout_s + LATE_S:
+                self._silent(worker, error)
+            else:
+                log.warning("this process was not run for a while; what workers have said meanwhile is not known")
+        else:
+            self._heard_s[worker] = self._fleet.clock()
+            self._fleet.probed(worker, state)
+
+    def _silent(self, worker: Worker, error: Exception) -> None:
+        if worker.state == "starting":
+            log.debug("%s is not there yet: %s", worker.name, error)
+        elif worker.state == "down":
+            worker.successes = 0
+        elif not isinstance(error, NoAnswer):
+            self._fleet.failed(worker, str(error))
+        elif self._silence_s(worker) > self._config.silence_s:
+            log.warning("%s has been silent for %.1f s", worker.name, self._silence_s(worker))
+            self._fleet.give_up(worker)
+
+    def _silence_s(self, worker: Worker) -> float:
+        """Since anything at all came from it."""
+        heard_s = max(self._heard_s.get(worker, -inf), self._router.last_byte_s(worker))
+        return self._fleet.clock() - heard_s
+
+    async def _ask(self, worker: Worker) -> WorkerState:
+        if worker.kind == "unknown":
+            kind, models = await self._identify(worker)
+            self._fleet.set_kind(worker, kind, models)
+            log.info("%s is a worker of kind %s with %s", worker.name, kind, ", ".join(models) or "no model named")
+        if worker.kind == "headgate":
+            generation = worker.generation
+            told: WorkerLoads = await self._get(worker, "/v1/loads", WorkerLoads)
+            if worker.generation != generation:  # asked before its weights changed, it may have told of the old ones
+                told = await self._get(worker, "/v1/loads", WorkerLoads)
+            return self._read(worker, told)
+        await self._get(worker, "/health" if worker.kind in ("vllm", "sglang") else "/v1/models")
+        return "ready"
+
+    async def _identify(self, worker: Worker) -> tuple[Kind, list[str]]:
+        models: ListedModels = await self._get(worker, "/v1/models", ListedModels)
+        names = [model.id for model in models.data]
+        owners = {model.owned_by for model in models.data}
+        for kind in ("headgate", "vllm", "sglang"):
+            if kind in owners:
+                return kind, names
+        return "openai", names
+
+    async def _get(self, worker: Worker, path: str, kind: Any = None) -> Any:
+        headers = self._router.credentials(worker, [], None)
+        timeout_s = self._config.probe_timeout_s
+        status, _, body = await call(self._fleet.pool(worker), "GET", path, headers=headers, timeout_s=timeout_s)
+        if status != 200:
+            raise WorkerLost(f"GET {path} answered {status}")
+        return msgspec.json.decode(body, type=kind) if kind is not None else None
+
+    def _read(self, worker: Worker, told: WorkerLoads) -> WorkerState:
+        """Take over what one of our own says of itself."""
+        self._fleet.set_life(worker, told.life)
+        loads = told.loads
+        if not loads:
+            raise WorkerLost("none of its engines is up")
+        worker.running = sum(load.num_running_reqs for load in loads)
+        worker.waiting = sum(load.num_waiting_reqs for load in loads)
+        worker.others = max(0, worker.running + worker.waiting - worker.in_flight)
+        worker.free_blocks = sum(load.num_free_blocks for load in loads)
+        worker.total_blocks = sum(load.num_total_blocks for load in loads)
+        worker.max_running = sum(load.max_running_requests for load in loads)
+        self._fleet.set_version(worker, min(int(load.weight_version) for load in loads))
+        if (age_s := told.cache_horizon_age_s) is not None:
+            worker.horizon_s = max(worker.horizon_s, self._fleet.clock() - age_s)
+        states = {STATES.get(load.state, "paused") for load in loads}
+        if states == {"outdated"}:
+            return "outdated"
+        return "ready" if states <= {"ready", "outdated"} else "paused"

@@ -1,0 +1,128 @@
+"""Decode steps as graphs, where a graph is simulated by doing the step again: needs Triton's interpreter, no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from headgate.contract.sampling import SamplingParams
+from headgate.device.rows import Rows
+from headgate.device.runner import ModelRunner
+from headgate.device.weights.loading import SafetensorsFolder, load_weights
+from headgate.layers.backend import Heads
+from headgate.models import Decoder, read_spec
+from headgate.testing.tiny import tiny_model
+from tests.device.fakes import Text, step_plan
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or importlib.util.find_spec("triton") is None,
+    reason="needs Triton, and no GPU beside its interpreter",
+)
+
+BLOCK_SIZE, CONTEXT = 16, 64
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=3),
+    SamplingParams(temperature=0.8, seed=4, top_k=3),
+    SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.5),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tokenizer=False, **shape)
+
+
+def do_again(step):
+    """A graph that is no graph."""
+    result = step().clone()
+    return lambda: result.copy_(step()), result
+
+
+def open_runner(folder, graphed):
+    from headgate.device.graphs import StepGraphs
+    from headgate.layers.triton_backend import TritonBackend
+
+    spec = read_spec(folder)
+    heads = Heads(spec.heads, spec.kv_heads, spec.head_dim)
+    model = Decoder(spec, TritonBackend(torch.device("cpu"), torch.float32, heads))
+    load_weights(model, SafetensorsFolder(folder))
+    rows = Rows(max_rows=6, max_context=CONTEXT, block_size=BLOCK_SIZE, vocab_size=spec.vocab)
+    kv = model.allocate_kv(24, BLOCK_SIZE)
+    graphs = StepGraphs(model, kv, rows, max_tokens=64, prompts=True, record=do_again) if graphed else None
+    return ModelRunner(model, kv, rows, max_tokens=64, graphs=graphs)
+
+
+def generate(runner, steps):
+    """Tokens of all rows, step by step: prompts that end just before, at and after the end of a block."""
+    texts = [
+        Text(row, list(range(row, row + 14 + row)), params, blocks=list(range(4 * row, 4 * row + 4)), block_size=16)
+        for row, params in enumerate(PARAMS)
+    ]
+    *early, late = texts
+    joins = tuple(text.join() for text in early)
+    first = step_plan(0, [text.advance(len(text.prompt), True) for text in early], joins=joins)
+    found = [runner.run(first).tokens]
+    # The last one comes in two parts, while the others go on.
+    for step, (count, samples) in enumerate(((9, False), (len(late.prompt) - 9, True)), 1):
+        slices = [
+            *(text.advance(1, True) for text in early[:2]),
+            late.advance(count, samples),
+            early[2].advance(1, True),
+        ]
+        grown = tuple(each for text in (early if step == 1 else texts) for each in text.grown())
+        plan = step_plan(step, slices, joins=(late.join(),) if step == 1 else (), grown=grown)
+        found.append(runner.run(plan).tokens)
+    for step in range(3, steps):
+        slices = [text.advance(1, True) for text in texts]
+        grown = tuple(each for text in texts for each in text.grown())
+        found.append(runner.run(step_plan(step, slices, grown=grown)).tokens)
+    return found
+
+
+# Where a step is padded, the model computes with whatever was in memory.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_graphs_give_the_tokens_of_plain_steps(folder):
+    graphed = open_runner(folder, graphed=True)
+    assert generate(graphed, 5) == generate(open_runner(folder, graphed=False), 5)
+    # Texts of 14 to 16 tokens, then of 3 + 9 and 3 + 8, then single ones.
+    assert [*graphed._graphs.mixed._captured] == [64, 32]
+    assert [*graphed._graphs.decode._captured] == [(4, 1024)]
+
+
+def test_a_mixed_step_that_scores_a_prompt_is_no_graph(folder):
+    runner = open_runner(folder, graphed=True)
+    asking = SamplingParams(temperature=0, prompt_logprobs=0)
+    text = Text(0, list(range(9)), asking, blocks=[0, 1], block_size=16)
+    result = runner.run(step_plan(0, [text.advance(9, True)], joins=(text.join(),)))
+    assert len(result.prompt_logprobs[0]) == 8
+    assert not runner._graphs.mixed._captured
+
+
+def test_only_steps_of_one_token_each_that_all_sample_are_graphs(folder):
+    graphs = open_runner(folder, graphed=True)._graphs.decode
+    assert graphs.takes(step_plan(0, [(0, 5, 1, True), (1, 9, 1, True)]))
+    assert not graphs.takes(step_plan(0, [(0, 5, 1, True), (1, 9, 1, False)]))
+    assert not graphs.takes(step_plan(0, [(0, 5, 2, True), (1, 9, 1, True)]))
+    assert not graphs.takes(step_plan(0, []))
+
+
+def test_batches_are_padded_to_ever_coarser_sizes():
+    from headgate.device.graphs import batch_sizes, context_classes
+
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(256)[-3:] == [192, 224, 256]
+    assert context_classes(5000) == [1024, 4096, 16384]
+
+
+def test_mixed_steps_are_padded_to_powers_of_two():
+    from headgate.device.graphs import token_sizes
+
+    assert token_sizes(100) == [32, 64, 100]
+    assert token_sizes(8) == [8]
