@@ -126,7 +126,7 @@ async def reached(setting: Scene, state: str) -> None:
             case "queued":
                 return setting.router.admission.waiting == 1
             case "prefilling":
-                return exchange.leg is not None and exchange.leg.upstream is not None
+                return exchange.prefill_request is not None and exchange.prefill_request.upstream is not None
             case "connecting":
                 return exchange.worker is None
             case "late":
@@ -307,7 +307,7 @@ def test_38_71_a_prefill_request_that_a_pause_has_overtaken_is_dropped_and_is_no
             await reached(setting, "prefilling")
             await setting.pause("freeze", "reject")
             router = setting.router
-            assert found(router).leg is None and router.counters.prefills_lost == 0
+            assert found(router).prefill_request is None and router.counters.prefills_lost == 0
             assert all(worker.failures == 0 for worker in router.fleet)
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)

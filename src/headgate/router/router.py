@@ -402,8 +402,8 @@ class Router:
             attempt = exchange.attempt
             if attempt is not None and attempt.worker is worker and attempt.outcome is None:
                 attempt.fail(why)
-            if exchange.leg is not None and exchange.leg.worker is worker:
-                exchange.leg.give_up(why)
+            if exchange.prefill_request is not None and exchange.prefill_request.worker is worker:
+                exchange.prefill_request.give_up(why)
 
     def last_byte_s(self, worker: Worker) -> float:
         """When something last came from that worker in answer to a request."""

@@ -111,7 +111,7 @@ def _card(worker: Worker, told: Numbers | None) -> MemberView:
 
 def _shown(exchange: Exchange, now_s: float) -> RequestView:
     tokens = exchange.journal.tokens
-    worker = exchange.worker or (exchange.leg.worker if exchange.leg is not None else None)
+    worker = exchange.worker or (exchange.prefill_request.worker if exchange.prefill_request is not None else None)
     return RequestView(
         id=exchange.id,
         tenant=exchange.tenant,
@@ -126,7 +126,7 @@ def _shown(exchange: Exchange, now_s: float) -> RequestView:
 
 def _phase(exchange: Exchange, tokens: int) -> str:
     if exchange.attempt is None:
-        return "prefill" if exchange.leg is not None else "moving" if exchange.moves else "queued"
+        return "prefill" if exchange.prefill_request is not None else "moving" if exchange.moves else "queued"
     if tokens or exchange.told_raw:
         return "decode"
-    return "transfer" if exchange.leg is not None else "prefill"
+    return "transfer" if exchange.prefill_request is not None else "prefill"

@@ -11,13 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Final, Protocol
 
 from headgate.config import RouteConfig
-from headgate.contract.journal import RAW_HEADER, released, released_tokens
+from headgate.contract.journal import RAW_HEADER
 from headgate.edge.admission import Admission
 from headgate.errors import RequestError, Unavailable
 from headgate.protocol.command import PauseMode
@@ -29,28 +28,10 @@ from headgate.router.data_path.fast_path import EventPipe, ReadWhole
 from headgate.router.data_path.forwarding import Forwarder
 from headgate.router.data_path.request_info import RequestInfo
 from headgate.router.data_path.upstream import Headers, Upstream, WorkerLost
-from headgate.router.exchange.attempt import (
-    JSON,
-    Answered,
-    Attempt,
-    Lost,
-    Outcome,
-    Streamed,
-    Withheld,
-    refused_as_paused,
-    whole_answer,
-)
+from headgate.router.exchange import reports
+from headgate.router.exchange.attempt import Attempt, Lost, Outcome, Withheld, refused_as_paused
 from headgate.router.exchange.client_answer import ClientAnswer
-from headgate.router.exchange.ending import (
-    CAUSE,
-    DEADLINE,
-    PAUSE,
-    End,
-    as_aborted,
-    last_words,
-    usage_told,
-    wants_usage,
-)
+from headgate.router.exchange.ending import CAUSE, DEADLINE, PAUSE
 from headgate.router.exchange.journal import Journal, splice
 from headgate.router.exchange.placement import Placement
 from headgate.router.exchange.prefill import (
@@ -61,6 +42,7 @@ from headgate.router.exchange.prefill import (
     prefill_name,
     request_ticket,
 )
+from headgate.router.exchange.reports import MOST_CHOICES, EndReport, WorkersFailed
 from headgate.router.exchange.retry_state import Progress, RetryBudget, RetryState, is_final
 from headgate.router.exchange.states import (
     ASKING,
@@ -81,7 +63,6 @@ from headgate.router.fleet.worker import Worker
 log = logging.getLogger(__name__)
 
 RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
-MOST_CHOICES = 1024  # that an end which the router reports itself has
 DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
 LONGEST_MS = 1e12  # of a deadline
 RENDER_S = 2.0  # for workers to turn the token ids of an aborted answer into text
@@ -89,11 +70,6 @@ RENDER_S = 2.0  # for workers to turn the token ids of an aborted answer into te
 
 class NoWorker(Unavailable):
     code = "no_worker"
-
-
-class WorkersFailed(RequestError):
-    status = 502
-    code = "worker_lost"
 
 
 class Services(Protocol):
@@ -133,14 +109,6 @@ class Services(Protocol):
     def exchange_ended(self, exchange: Exchange) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class EndReport:
-    """An end that the router itself reported to the client."""
-
-    cut: bool  # something was missing, and nothing but an abort or a pause is to blame
-    paused: bool  # by a pause; no worker counts it as ended
-
-
 class Exchange:
     """One request."""
 
@@ -149,7 +117,7 @@ class Exchange:
     key = "", "", 0  # in `Router.live`
     state = QUEUED
     attempt: Attempt | None = None
-    leg: PrefillRequest | None = None  # while another worker computes its prompt
+    prefill_request: PrefillRequest | None = None  # while another worker computes its prompt
     retry_state: RetryState | None = None  # once something has gone wrong, or had to be waited for
     moves = 0  # attempts that another one had to follow
     departures: tuple[Departure, ...] = ()  # of those
@@ -167,8 +135,8 @@ class Exchange:
     _placement: Placement | None = None
     _upstream: Upstream | None = None  # a connection, until it is used
     _ticket: bytes | None = None
-    _tried: tuple[Worker, Outcome] | None = None  # the last attempt
-    _error: RequestError | None = None  # of admission
+    last_attempt: tuple[Worker, Outcome] | None = None
+    refusal: RequestError | None = None  # of admission
     _ends: tuple[asyncio.Future[None], ...] = ()  # of callers that wait for its end
     answer: ClientAnswer
 
@@ -234,11 +202,22 @@ class Exchange:
         """Its end waits here for a client that does not read."""
         return self.end_pending and self.full
 
+    @property
+    def model(self) -> str:
+        """As the request names it, or the first model of the fleet."""
+        return self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
+
+    def no_worker(self) -> RequestError:
+        return self.router.no_worker()
+
+    def count_failure(self, error: RequestError) -> None:
+        self.router.failed(self, error)
+
     # -- events from outside ------------------------------------------------------------
 
     def begin(self) -> None:
         """Ask a worker at once if nothing has to be waited for."""
-        if self.ask.deadline_ms is not None and (left_s := self._left_s) is not None:
+        if self.ask.deadline_ms is not None and (left_s := self.left_s) is not None:
             self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)
         self.answer = ClientAnswer(self.client, self.id, self.request.head.version)
         try:
@@ -351,7 +330,7 @@ class Exchange:
         try:
             self.router.attempt_ended(self, placement, outcome)
             self._give_back(before)
-            self._conclude(placement.worker, outcome)
+            reports.conclude(self, placement.worker, outcome)
         except Exception:
             self._report_bug()
 
@@ -362,7 +341,7 @@ class Exchange:
         self._leave_prefill()
         placement.give_back()
         self.router.attempt_ended(self, placement, outcome)
-        self._tried = placement.worker, outcome
+        self.last_attempt = placement.worker, outcome
         self._on(self._judged(placement.worker, outcome))
 
     def _judged(self, worker: Worker, outcome: Outcome) -> Event:
@@ -413,7 +392,7 @@ class Exchange:
             return False
         if self.router.holding or self.router.draining:
             return False
-        return bool(self.journal.choices) and self._unshown() is None
+        return bool(self.journal.choices) and reports.withheld_end(self) is None
 
     def _has_others(self) -> bool:
         """Whether another worker could end it: it can make usage and text from the journal."""
@@ -435,7 +414,7 @@ class Exchange:
             self._timer.cancel()
         if self._work is not None:
             self._work.cancel()
-        if self.attempt is not None or self._placement is not None or self.leg is not None:
+        if self.attempt is not None or self._placement is not None or self.prefill_request is not None:
             self._drop()
         if before is not QUEUED:
             self.router.admission.leave(self.tenant)
@@ -454,7 +433,7 @@ class Exchange:
         try:
             go_on = await work()
         except RequestError as error:
-            self._error, go_on = error, partial(self._on, Event.REFUSED)
+            self.refusal, go_on = error, partial(self._on, Event.REFUSED)
         except Exception:
             go_on = self._report_bug
         self._work = None
@@ -483,10 +462,10 @@ class Exchange:
     async def _prefilled(self) -> Callable[[], None]:
         router, worker = self.router, self._placed_at.prefill
         assert worker is not None
-        leg = self.leg = PrefillRequest(router.fleet.taking(worker, self.ask.tokens))
+        prefill = self.prefill_request = PrefillRequest(router.fleet.taking(worker, self.ask.tokens))
         try:
-            request, timeout_s = self._prefill_request(worker), router.config.ticket_timeout_s
-            self._ticket = await request_ticket(leg, router.fleet.pool(worker), request, timeout_s)
+            request, timeout_s = self._prefill_request_to(worker), router.config.ticket_timeout_s
+            self._ticket = await request_ticket(prefill, router.fleet.pool(worker), request, timeout_s)
         except (NoTicket, WorkerLost) as error:
             self._leave_prefill()  # now, not when the answer ends: the prompt may be waiting for its turn
             if isinstance(error, WorkerLost) and worker.state != "down":
@@ -495,7 +474,7 @@ class Exchange:
             router.counters.prefills_lost += 1
         return partial(self._on, Event.TICKET)
 
-    def _prefill_request(self, worker: Worker) -> bytes:
+    def _prefill_request_to(self, worker: Worker) -> bytes:
         id = prefill_name(self.id)
         body = prefill_body(self.request.body, id, named=self.ask.request_id is not None)
         return self.router.forwarder.request_to(worker, self.request, self.tenant, id, body, PREFILL_LINE, part=True)
@@ -559,7 +538,7 @@ class Exchange:
         if self.moves:
             body = self._from_where_it_is(body)
             part = bool(self.journal.choices)
-        if self.ask.deadline_ms is not None and (left_s := self._left_s) is not None:
+        if self.ask.deadline_ms is not None and (left_s := self.left_s) is not None:
             body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
         if self._ticket is not None:
             body = splice(body, "kv_ticket", self._ticket)
@@ -579,16 +558,16 @@ class Exchange:
         return splice(body, "resume", self.journal.resume(streamed=self.ask.stream))
 
     def _leave_prefill(self) -> None:
-        leg, self.leg, self._ticket = self.leg, None, None
-        if leg is not None:
-            leg.leave()
+        prefill, self.prefill_request, self._ticket = self.prefill_request, None, None
+        if prefill is not None:
+            prefill.leave()
 
     def _drop(self) -> None:
         """Give up the attempt, or what was to become one."""
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.leave()
-        if self.leg is not None:
+        if self.prefill_request is not None:
             self._leave_prefill()
         placement, self._placement = self._placement, None
         if placement is None:
@@ -611,15 +590,15 @@ class Exchange:
             self._work = None
 
     def _count_move(self) -> None:
-        assert self._tried is not None
+        assert self.last_attempt is not None
         self.moves += 1
-        self.departures += (departure(*self._tried, self.router.loop.time() - self.began_s),)
+        self.departures += (departure(*self.last_attempt, self.router.loop.time() - self.began_s),)
         self.router.counters.moved(resumed=bool(self.journal.choices))
 
     # -- deadlines and ends -----------------------------------------------------------------
 
     @property
-    def _left_s(self) -> float | None:
+    def left_s(self) -> float | None:
         """Until its deadline; negative after it. None also for one that workers refuse."""
         due_ms = self.ask.deadline_ms
         if due_ms is None or not 0 < due_ms <= LONGEST_MS:
@@ -653,7 +632,7 @@ class Exchange:
         self.moves = max(self.moves, 1)
         if self._timer is not None:
             self._timer.cancel()
-        time_s, left_s = RENDER_S, self._left_s
+        time_s, left_s = RENDER_S, self.left_s
         if left_s is not None:
             time_s = min(time_s, max(left_s, 0.0) + DEADLINE_GRACE_S)
         self._timer = self.router.loop.call_later(time_s, self._on, Event.DEADLINE)
@@ -666,125 +645,6 @@ class Exchange:
         if self._placement is None:
             return self._on(Event.NO_WORKER)
         return self._connect()
-
-    # -- to the client ----------------------------------------------------------------------
-
-    def _pass_on(self) -> None:
-        assert self._tried is not None
-        self._conclude(*self._tried)
-
-    def _pass_text_on(self) -> None:
-        assert self._tried is not None
-        worker, outcome = self._tried
-        if isinstance(outcome, Answered) and outcome.status != 200:
-            return self._report_end()  # the worker has not rendered it
-        return self._conclude(worker, outcome)
-
-    def _report_last(self) -> None:
-        last = self._retry_state.last
-        if last is None:
-            raise self.router.no_worker()
-        worker, outcome = last
-        refused = isinstance(outcome, Lost) or (isinstance(outcome, Answered) and outcome.status == 503)
-        if refused and self._left_s is not None and self._left_s <= 0:
-            self._late()  # which says more than that a worker was paused, or lost
-            return self._report_end()
-        return self._conclude(worker, outcome)
-
-    def _report_error(self) -> None:
-        assert self._error is not None
-        raise self._error
-
-    def _report_closing(self) -> None:
-        raise Unavailable("the router is shutting down", code="shutting_down")
-
-    def _conclude(self, worker: Worker, outcome: Outcome) -> None:
-        match outcome:
-            case Streamed():
-                self.answer.end_stream()
-            case Answered():
-                self.answer.send_whole(worker, outcome)
-            case Withheld(_, ending):
-                self._show(worker, released(ending))
-            case Lost(why):
-                raise WorkersFailed(f"the worker of this answer was lost ({why}), and no other could go on with it")
-
-    def _show(self, worker: Worker, ending: bytes) -> None:
-        """Send what the worker had withheld."""
-        if self.ask.stream:
-            return self.answer.send_stream(worker, ending)
-        answer = whole_answer(ending)
-        if answer is None:
-            raise WorkersFailed("the worker closed the response without a final event or error")
-        return self.answer.send_whole(worker, answer)
-
-    def _report_end(self) -> None:
-        """Send the end, and what there is."""
-        assert self.cause is not None
-        if self.cause == DEADLINE and not self.ask.stream and self._unshown() is None:
-            self.journal = self.journal.emptied()  # the client gets nothing of it, and the usage says so
-        ends = [self._end_of(i, self.cause) for i in range(min(self.ask.n, MOST_CHOICES))]
-        finished = {i for i, told in self.journal.choices.items() if told.finish is not None}
-        unfinished = [end for end in ends if end.index not in finished]
-        last = self._unshown()
-        self.end_report = EndReport(
-            # Or else all that is missing is the end of the stream, or the deadline ended it.
-            cut=self.cause != DEADLINE and (bool(unfinished) or not self.ask.stream),
-            paused=self.cause == PAUSE and (last is None or last[1].cause != PAUSE),
-        )
-        if last is not None:
-            self.journal.feed(released_tokens(last[1].ending))
-            return self._show(last[0], as_aborted(released(last[1].ending), self.cause, strict=self._strict))
-        return self._send_end(self.cause, unfinished if self.ask.stream else ends)
-
-    def _send_end(self, cause: str, ends: list[End]) -> None:
-        model = self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
-        stream = self.ask.stream
-        usage = usage_told(self.journal) if not stream or wants_usage(self.request.body) else None
-        about = self.request.path, self.id, self.created, model, ends
-        words = last_words(*about, stream=stream, usage=usage, cause=cause, strict=self._strict)
-        if stream:
-            self.answer.send_stream(None, words)
-        else:
-            self.answer.send_whole(None, Answered(200, JSON, words))
-
-    def _end_of(self, index: int, cause: str) -> End:
-        told = self.journal.choices.get(index)
-        if told is None:
-            return End(index, cause=cause)
-        # Also a choice of a whole answer that had finished: its text is lost with its worker.
-        return End(index, told.tokens, cause=cause, versions=told.versions)
-
-    def _unshown(self) -> tuple[Worker, Withheld] | None:
-        """The end that its last worker withheld, if the client can have it: no other worker has gone on since."""
-        if self.retry_state is None or self.retry_state.last is None:
-            return None
-        worker, ending = self.retry_state.last
-        if not isinstance(ending, Withheld) or not ending.cause:
-            return None
-        if self.ask.stream and (ending.rescheduled or self.journal.extent != self.retry_state.extent):
-            return None
-        return worker, ending
-
-    @property
-    def _strict(self) -> bool:
-        """Whether the client reads only OpenAI's finish reasons: applied to ends that the router reports itself."""
-        return (self.request.header(b"x-openai-strict") or b"").lower() == b"true"
-
-
-def _reported(report: Callable[[Exchange], None]) -> Callable[[Exchange], None]:
-    """An error in place of an answer is an answer too; a client that has left gets neither."""
-
-    def act(exchange: Exchange) -> None:
-        if exchange.client.gone:
-            return
-        try:
-            report(exchange)
-        except RequestError as error:
-            exchange.router.failed(exchange, error)
-            exchange.answer.send_error(error)
-
-    return act
 
 
 ACTIONS: Final[Mapping[Action, Callable[[Exchange], None]]] = {
@@ -804,10 +664,10 @@ ACTIONS: Final[Mapping[Action, Callable[[Exchange], None]]] = {
     Action.END_BY_DEADLINE: Exchange._late,
     Action.RENDER: Exchange._render,
     Action.RENDER_AGAIN: Exchange._render_again,
-    Action.PASS_ON: _reported(Exchange._pass_on),
-    Action.PASS_TEXT_ON: _reported(Exchange._pass_text_on),
-    Action.REPORT_LAST: _reported(Exchange._report_last),
-    Action.REPORT_END: _reported(Exchange._report_end),
-    Action.REPORT_ERROR: _reported(Exchange._report_error),
-    Action.REPORT_CLOSING: _reported(Exchange._report_closing),
+    Action.PASS_ON: reports.sending(reports.pass_on),
+    Action.PASS_TEXT_ON: reports.sending(reports.pass_text_on),
+    Action.REPORT_LAST: reports.sending(reports.report_last),
+    Action.REPORT_END: reports.sending(reports.report_end),
+    Action.REPORT_ERROR: reports.sending(reports.report_refusal),
+    Action.REPORT_CLOSING: reports.sending(reports.report_closing),
 }
