@@ -404,6 +404,13 @@ MUTANTS = [
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
+        "a withheld end is outdated once another worker has added to the answer",
+        "router/exchange/reports.py",
+        "if exchange.ask.stream else extent > before",
+        "if exchange.ask.stream else False",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
         "tokens that a worker told with its end are counted",
         "router/exchange/reports.py",
         "        exchange.journal.feed(released_tokens(last[1].ending))\n",

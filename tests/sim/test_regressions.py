@@ -454,6 +454,7 @@ def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(carry_
 
 # Of the last nine, the simulation or its judge was wrong.
 LATEST = {
+    677893540: "an end that a worker withheld is outdated once another worker has added tokens to a whole answer",
     2834731027: "an answer whose engine was lost waits for workers that another router has paused",
     3424496411: "a server that came back with old weights made an answer and kept it for its key",
     2196412318: "an answer whose workers all lacked the weights goes on when a probe has found one ready",

@@ -192,8 +192,10 @@ def withheld_end(exchange: Reported) -> tuple[Worker, Withheld] | None:
     worker, outcome = exchange.retry_state.last
     if not isinstance(outcome, Withheld) or not outcome.cause:
         return None
-    moved_on = outcome.rescheduled or exchange.journal.extent != exchange.retry_state.extent
-    return None if exchange.ask.stream and moved_on else (worker, outcome)
+    extent, before = exchange.journal.extent, exchange.retry_state.extent
+    # A whole answer that was begun anew may have fewer tokens than the withheld one.
+    outdated = extent != before or outcome.rescheduled if exchange.ask.stream else extent > before
+    return None if outdated else (worker, outcome)
 
 
 def _is_strict(request: HttpRequest) -> bool:
