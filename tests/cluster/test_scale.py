@@ -140,7 +140,7 @@ def test_what_waits_is_told_from_what_computes():
         waiting = SimpleNamespace(
             began_s=began_s,
             moves=0,
-            told_raw=False,
+            unresumable=False,
             journal=SimpleNamespace(tokens=0),
             worker=worker,
             leg=None,

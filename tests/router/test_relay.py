@@ -425,7 +425,7 @@ def test_whatever_goes_wrong_while_an_end_is_told_the_client_hears_of_it(monkeyp
     def mistake(*_: object, **__: object) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("headgate.router.exchange.reports.last_words", mistake)
+    monkeypatch.setattr("headgate.router.exchange.reports.final_answer", mistake)
 
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):

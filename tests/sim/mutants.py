@@ -91,13 +91,13 @@ MUTANTS = [
     Mutant(
         "who goes on knows how much text was read",
         "router/exchange/journal.py",
-        '"delivered_chars": told.chars if streamed else 0,',
+        '"delivered_chars": choice.chars if streamed else 0,',
         '"delivered_chars": max(told.chars - 1, 0) if streamed else 0,',
     ),
     Mutant(
         "who goes on knows which choices have ended",
         "router/exchange/journal.py",
-        '                        "finish": told.finish,\n',
+        '                        "finish": choice.finish,\n',
         '                        "finish": None,\n',
     ),
     Mutant(
@@ -357,7 +357,7 @@ MUTANTS = [
     Mutant(
         "who computes a prompt for nobody is relieved of it",
         "router/exchange/prefill.py",
-        "            self._taken.give_back()\n",
+        "            self._load_share.give_back()\n",
         "            pass\n",
     ),
     Mutant(
@@ -448,7 +448,7 @@ MUTANTS = [
     Mutant(
         "a worker that was full may be asked again after another has failed",
         "router/exchange/retry_state.py",
-        "            return status == 503  # the queue of a 429 empties by itself\n",
+        "            return status == 503  # after a 429 the queue drains without a change of state\n",
         "            return status in (429, 503)\n",
         test="tests/router/test_relay.py",
     ),
@@ -560,7 +560,7 @@ MUTANTS = [
     Mutant(
         "workers are asked before a client hears of a pause",
         "router/router.py",
-        "        return known and retry_state.is_told_of_a_pause and not retry_state.looked\n",
+        "        return known and retry_state.would_report_a_pause and not retry_state.probed\n",
         "        return False\n",
         test="tests/router/test_paused.py",
     ),

@@ -247,11 +247,11 @@ class Router:
     def _is_in_doubt(self, retry_state: RetryState) -> bool:
         """Whether its client would hear of a pause that was not asked for here, from a probe that may be old by now."""
         known = retry_state.last is not None or any(worker.state == "paused" for worker in self.fleet)
-        return known and retry_state.is_told_of_a_pause and not retry_state.looked
+        return known and retry_state.would_report_a_pause and not retry_state.probed
 
     async def _look_again(self, retry_state: RetryState) -> None:
         """Ask the workers how they are. In an update of one after another, those that had their turn run again."""
-        retry_state.looked = True
+        retry_state.probed = True
         asked_s = self.loop.time()
         async with self._looking:
             if self._looked_s < asked_s:  # or else another request has had them asked meanwhile
@@ -410,7 +410,7 @@ class Router:
         now_s = self.loop.time()
         return max(
             (
-                exchange.attempt.heard_last_s(now_s)
+                exchange.attempt.last_data_s(now_s)
                 for exchange in self.live.values()
                 if exchange.attempt is not None and exchange.attempt.worker is worker and exchange.attempt.status
             ),
@@ -446,7 +446,7 @@ class Router:
         attempt = exchange.attempt
         if attempt is None or attempt.outcome is not None:
             return
-        heard_s = attempt.heard_last_s(now_s)
+        heard_s = attempt.last_data_s(now_s)
         if exchange.full:
             return
         shows_life = attempt.status or (attempt.worker.kind == "headgate" and exchange.request.path in JOURNALLED)

@@ -127,6 +127,6 @@ def _shown(exchange: Exchange, now_s: float) -> RequestView:
 def _phase(exchange: Exchange, tokens: int) -> str:
     if exchange.attempt is None:
         return "prefill" if exchange.prefill_request is not None else "moving" if exchange.moves else "queued"
-    if tokens or exchange.told_raw:
+    if tokens or exchange.unresumable:
         return "decode"
     return "transfer" if exchange.prefill_request is not None else "prefill"

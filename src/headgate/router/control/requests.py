@@ -17,7 +17,7 @@ from headgate.contract.requests import RequestList
 from headgate.router.control.abort import RouterScope, find
 from headgate.router.control.fan_out import CallerHeaders, WorkerCall, WorkerReply, call_of, of_kind, to_all
 from headgate.router.exchange.prefill import prefill_name
-from headgate.router.exchange.timeline import Stage, Word, stages
+from headgate.router.exchange.timeline import Stage, WorkerReport, stages
 
 if TYPE_CHECKING:
     from headgate.router.exchange.relay import Exchange
@@ -128,7 +128,7 @@ def _stages(
     replies: Sequence[WorkerReply],
     prompts: Sequence[WorkerReply],
 ) -> list[Stage]:
-    words: list[Word] = [(reply.worker, "prompt", to_builtins(reply.told)) for reply in prompts if reply.ok]
+    words: list[WorkerReport] = [(reply.worker, "prompt", to_builtins(reply.told)) for reply in prompts if reply.ok]
     words += [(reply.worker, "answer", to_builtins(reply.told)) for reply in replies if reply.ok]
     if exchange is not None:
         return stages(words, exchange.departures, exchange.began)

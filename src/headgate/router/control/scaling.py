@@ -85,7 +85,7 @@ def _longest_wait_s(router: Router, role: str) -> float:
 
 
 def _waits_for(exchange: Exchange, role: str) -> bool:
-    if exchange.moves or exchange.told_raw or exchange.journal.tokens:
+    if exchange.moves or exchange.unresumable or exchange.journal.tokens:
         return False  # it has had its turn
     worker: Worker | None = exchange.worker or (
         exchange.prefill_request.worker if exchange.prefill_request is not None else None

@@ -1,4 +1,4 @@
-"""Control calls beside the data path: a request that came in whole, handed to an ASGI app."""
+"""Hands control requests, which arrive whole on the data path, to an ASGI app."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class AppCall:
         try:
             await app(scope, self._receive, self._send)
             self._check_whole()
-        except Exception:  # in the middle of an answer: the gate has explained all others
+        except Exception:  # raised after the response began; the gate turns earlier errors into responses
             log.exception("%s %s failed", self._request.head.method, scope["path"])
             self._client.abort()
 
     def _check_whole(self) -> None:
-        """An app that has given up in the middle of its answer has nothing more to say to this client."""
+        """Close the connection if the app stopped in the middle of its response."""
         if not self._ended and not self._client.gone:
             self._client.abort()
 

@@ -1,8 +1,8 @@
-"""Connections from clients: HTTP/1.1 requests come in whole and one at a time, answers go out as bytes.
+"""Client connections: HTTP/1.1 requests are received whole, one at a time; answers are sent as bytes.
 
-Hand-written for speed: one parser in C, no stream objects, no task per read. A request that does not come in time, or
-is too large, is refused here; everything else is `Handler`'s. A client that leaves is told to whoever answers it; one that
-reads nothing for too long is made to leave (`edge/outflow.py`).
+Hand-written for speed: one parser in C, no stream objects, no task per read. Requests that are too slow or too large are
+refused here; all others go to the `Handler`. When a client disconnects, the object that answers its request is notified. A
+client that reads nothing for too long is disconnected (`edge/outflow.py`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from headgate.router.exchange.journal import Journal
 
 MAX_HEAD_BYTES = 64 * 2**10
 MOST_PIPELINED = 32
-REQUEST_S = 120.0  # for a request to come whole
+REQUEST_S = 120.0  # for a request to arrive completely
 KEEP_ALIVE_S = 75.0
 MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 1000, 8 * 2**10
-LINGER_S = 2.0  # for a client that was refused to read why
+LINGER_S = 2.0  # for a refused client to read the error
 
 
 class Answering(Protocol):
-    """Whoever makes the answer to the current request of a connection."""
+    """The object that answers the current request of a connection."""
 
     def client_left(self) -> None: ...
 
     def client_full(self, full: bool) -> None:
-        """The client reads more slowly than the answer comes, or has caught up."""
+        """The client reads too slowly, or has caught up."""
 
 
 class Head:
-    """A request but for its body, and what others have made of it: clients send the same one again and again."""
+    """A request head, and values computed from it (`memo`): clients repeat the same head many times."""
 
     __slots__ = ("first", "headers", "keep_alive", "memo", "method", "path", "target", "version")
 
@@ -50,7 +50,7 @@ class Head:
         self.target = b""
         self.path = ""
         self.headers: Headers = []
-        self.first: dict[bytes, bytes] = {}  # of the headers of each name
+        self.first: dict[bytes, bytes] = {}  # the first header of each name
         self.keep_alive = True
         self.version = "1.1"
         self.memo: dict[object, Any] = {}
@@ -63,14 +63,14 @@ class HttpRequest:
         self.head = head
         self.path = head.path
         self.body = body
-        self.header = head.first.get  # by its name in small letters
+        self.header = head.first.get  # by lower-case name
 
 
 Handler = Callable[["Downstream", HttpRequest], Answering | None]
 
 
 class Connections:
-    """All clients of one router, so that it can look after the slow ones and say goodbye."""
+    """All client connections of a router: enforces timeouts, and closes them at shutdown."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class Connections:
         self.open_pipe = fast_path.pipe
         self.outbox = outbox or Outbox()
         self.max_body_bytes = max_body_bytes
-        self.stall_s = stall_s  # for a client to read on
+        self.stall_s = stall_s  # for a client to resume reading
         self.closing = False
-        self.heads: dict[bytes, Head] = {}  # that have come whole, by their bytes without the length
+        self.heads: dict[bytes, Head] = {}  # known heads, by their bytes without the content length
         self._open: dict[Downstream, None] = {}
 
     def __len__(self) -> int:
@@ -107,23 +107,23 @@ class Connections:
             connection.sweep(now_s)
 
     def close(self) -> None:
-        """Close what is idle; the others close after their answer, for which a client that reads nothing has less time."""
+        """Close idle connections; others close after their answer. Clients that read nothing have less time for it."""
         self.closing, self.stall_s = True, min(self.stall_s, UNREAD_S)
         self.outbox.flush()
         for connection in tuple(self._open):
             connection.close_if_idle()
 
     def abort(self) -> None:
-        """Break off what is left: nobody answers there any more."""
+        """Abort the remaining connections."""
         self.outbox.flush()
         for connection in tuple(self._open):
-            if not connection.gone:  # or else its last words are on their way
+            if not connection.gone:  # otherwise its last bytes are being sent
                 connection.abort()
 
 
 class Downstream(asyncio.Protocol):
-    stalled = False  # it was given up because its client did not read
-    peer = ""  # its client's address
+    stalled = False  # closed because the client did not read
+    peer = ""  # the client's address
     _outflow: Outflow
 
     def __init__(self, connections: Connections) -> None:
@@ -135,13 +135,13 @@ class Downstream(asyncio.Protocol):
         self._head = Head()
         self._at_rest = True  # between two requests
         self._head_bytes = 0
-        self._unseen_bytes = 0  # of a head that came in pieces
+        self._unseen_bytes = 0  # received of a head that is not complete
         self._body_bytes = 0
         self._body: list[bytes] = []
         self._waiting: deque[HttpRequest] = deque()
         self._current: HttpRequest | None = None
         self._answering: Answering | None = None
-        self._since_s = self._loop.time()  # that nothing of a request, or only a part of it, has come
+        self._since_s = self._loop.time()  # since when a request is awaited, or incomplete
         self._in_head = True
         self._full = False  # the client reads too slowly
         self._refusal: BadHttp | None = None
@@ -161,13 +161,13 @@ class Downstream(asyncio.Protocol):
             self._outbox.write(self._transport, data)
 
     def pipe(self, journal: Journal) -> EventPipe | None:
-        """For events that go to this client unchanged."""
+        """A pipe for events that pass to this client unchanged."""
         if self._transport is None:
             return None
         return self._connections.open_pipe(journal, self._outbox, self._transport)
 
     def finished(self, *, keep_alive: bool = True) -> None:
-        """The answer is complete: on to the next request of this connection."""
+        """The answer is complete; the next request on this connection may follow."""
         request, self._current, self._answering = self._current, None, None
         assert request is not None
         if self._transport is None or self._transport.is_closing():
@@ -186,7 +186,7 @@ class Downstream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._outflow = Outflow(self._transport)
-        self.peer = _address(transport.get_extra_info("peername"))  # which a closed connection does not tell
+        self.peer = _address(transport.get_extra_info("peername"))  # not available once the connection is closed
         self._connections.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -200,7 +200,7 @@ class Downstream(asyncio.Protocol):
         rested, head = self._at_rest, self._head if self._in_head else None
         try:
             self._parser.feed_data(data)
-            if self._in_head and head is self._head:  # one header that never ends is not seen by `on_header`
+            if self._in_head and head is self._head:  # `on_header` is not called for a header that never ends
                 self._unseen_bytes += len(data)
                 self._count(0)
             elif rested and self._at_rest:
@@ -219,7 +219,7 @@ class Downstream(asyncio.Protocol):
         return None
 
     def _remember(self, data: bytes) -> None:
-        """Know this head again, if `data` was one request and nothing else."""
+        """Remember this head, if `data` was exactly one request."""
         key = request_head(data)
         if key is None or len(key) > LONGEST_KNOWN_HEAD or b"expect" in self._head.first or not self._head.keep_alive:
             return
@@ -263,7 +263,7 @@ class Downstream(asyncio.Protocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             self._count(0)
         if not self._in_head:
-            return  # a trailer, which must not pass for a header: it comes after everybody has looked
+            return  # a trailer; it must not be taken for a header, because headers were already checked
         head, name = self._head, name.lower()
         head.headers.append((name, value))
         head.first.setdefault(name, value)
@@ -286,7 +286,7 @@ class Downstream(asyncio.Protocol):
         length = head.first.get(b"content-length")
         if length is not None and int(length) > most:
             raise BadHttp(413, "body_too_large", f"the body has {int(length)} bytes; at most {most} are taken")
-        # Nothing can be said in the middle of another answer; clients that wait for this do not wait for long.
+        # No 100 Continue in the middle of another answer; clients that expect one do not wait long.
         if self._current is None and head.first.get(b"expect", b"").lower() == b"100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -324,7 +324,7 @@ class Downstream(asyncio.Protocol):
     def sweep(self, now_s: float) -> None:
         if self._outflow.stalled_s(now_s) >= self._connections.stall_s:
             self.stalled = True
-            self.abort()  # whoever answers is told that the client has left, and gives back what it holds
+            self.abort()  # notifies the object that answers, which releases what it holds
             return
         if self._current is not None:
             return
@@ -347,12 +347,12 @@ class Downstream(asyncio.Protocol):
             self._transport.abort()
 
     def _refuse(self, error: BadHttp) -> None:
-        """What cannot be read is answered after everything that could, and ends the connection."""
+        """Answer an invalid request after all valid ones, then close the connection."""
         self._refusal = error
         if self._transport is not None and self._current is None and not self._waiting and not self.gone:
             self._since_s = self._loop.time()
             self.write(error_answer(error, keep_alive=False))
-            # Closing while the client still sends would reset the connection, and it might never read the answer.
+            # Closing while the client is sending would reset the connection, and the client might never read the answer.
             self._outbox.flush()
             self._transport.write_eof()
 

@@ -1,8 +1,8 @@
-"""The work that the router does for nearly every request. Unusual input returns None and takes the general path.
+"""Parsing and copying for ordinary requests, in Python or in C. Unusual input returns None and takes the general path.
 
 A `FastPath` holds these functions. There are two: `PYTHON`, and `compiled()` with the same functions in C (`fast_path.c`).
 A router process chooses one at start-up and passes it to `Router`. They differ in speed; in how keys are computed, which is
-visible only to the index; and in that C does not check that the parts of a body which it skips are JSON. The worker rejects
+visible only to the prefix index; and C does not check that the parts of a body that it skips are JSON. The worker rejects
 such a body.
 """
 
@@ -35,13 +35,13 @@ FLAGS: Final = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: (\d{1,12})(?=\r\n)")
 CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 ID: Final = b"\r\nx-request-id: "
-# A message follows: inside a text its quotes would be escaped.
+# The start of another message. Inside a text these quotes would be escaped.
 NEXT = re.compile(rb'\s*,\s*\{\s*"(?:role|content)"')
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 def request(data: bytes, heads: Mapping[bytes, T], most: int) -> tuple[T, bytes] | None:
-    """The request that `data` is, its body of at most that many bytes, if `heads` has its head but for the length."""
+    """`data` as a request whose head, without the length, is in `heads`; its body has at most that many bytes."""
     key = request_head(data)
     head = None if key is None else heads.get(key)
     if head is None:
@@ -51,7 +51,7 @@ def request(data: bytes, heads: Mapping[bytes, T], most: int) -> tuple[T, bytes]
 
 
 def request_head(data: bytes) -> bytes | None:
-    """Under which `heads` should have the head of this request, if `data` is one whole request."""
+    """The key in `heads` for this request's head, if `data` is one whole request."""
     end = data.find(b"\r\n\r\n") + 2
     length = LENGTH.search(data, 0, end)
     if length is None or len(data) != end + 2 + int(length[1]):
@@ -60,7 +60,7 @@ def request_head(data: bytes) -> bytes | None:
 
 
 def answer(data: bytes, heads: Mapping[bytes, T]) -> tuple[T, bytes] | None:
-    """The answer that `data` is, if that is plain events in chunks, and `heads` has its head but for its id."""
+    """`data` as an answer of ordinary events in chunks whose head, without its id, is in `heads`."""
     end = data.find(b"\r\n\r\n")
     if end < 0 or not data.endswith(LAST_CHUNK) or len(data) < end + 9:
         return None
@@ -70,7 +70,7 @@ def answer(data: bytes, heads: Mapping[bytes, T]) -> tuple[T, bytes] | None:
 
 
 def answer_head(data: bytes, end: int) -> bytes:
-    """The head of an answer, which ends there, but for the line that is another one every time."""
+    """The head of an answer without the line that differs in every answer."""
     start = data.find(ID, 0, end)
     return data[:end] if start < 0 else data[:start] + data[data.find(b"\r\n", start + 2, end + 2) : end]
 
@@ -146,15 +146,15 @@ class PythonPipe:
 
 
 def peek(body: bytes) -> tuple[str | None, bool, bytes, bool, int] | None:
-    """Model, whether it streams, prompt, whether that is a chat, and its tokens, if the body sets nothing unusual.
+    """(model, stream, prompt, chat, tokens), if the body has no unusual fields.
 
-    Only C is faster than decoding the body; see `RequestInfo` for the meaning of each.
+    `RequestInfo` explains each. Only the C version is faster than decoding the body.
     """
     return None
 
 
 def cut_keys(root: int, prompt: bytes, size: int, cuts: tuple[int, ...]) -> list[int]:
-    """The keys of the prompt up to each of `cuts` that is not beyond `size`."""
+    """The keys of the prompt's prefixes that end at `cuts`, up to `size`."""
     key, start, keys = root, 0, []
     for end in cuts:
         if end > size:
@@ -171,16 +171,16 @@ def tail_key(key: int, prompt: bytes, start: int, end: int) -> int:
 
 
 def message_end(prompt: bytes, before: int) -> int:
-    """Where the last message ends that another one follows; 0 if there is none."""
-    brace = prompt.rfind(b"}", 0, before)  # one character, which is found many times faster than two
+    """Where the last message but one ends; 0 if there is none."""
+    brace = prompt.rfind(b"}", 0, before)  # a search for one character is many times faster than for two
     if brace < 0 or NEXT.match(prompt, brace + 1):
         return brace + 1
-    # This one is part of a text. A bare "role" is a key.
+    # This brace is inside a text: only a key is an unescaped "role".
     return prompt.rfind(b"}", 0, max(prompt.rfind(b'"role"', 0, brace), 0)) + 1
 
 
 def runs(young: dict[int, T], old: dict[int, T], keys: list[int]) -> list[tuple[T, int]]:
-    """What the first of these keys have, as long as they have something: of equal ones once, and up to which key."""
+    """The values of the leading keys that are in the table; each run of equal values once, with its last key."""
     found: list[tuple[T, int]] = []
     for depth, key in enumerate(keys, 1):
         node = young.get(key)
@@ -198,7 +198,7 @@ def renew(
     keys: list[int],
     renewed: Callable[[tuple[T, ...]], tuple[T, ...]],
 ) -> None:
-    """Have in `young` what `renewed` makes of what each key has, of equal neighbours once; it is in `old` no more."""
+    """Move the values of `keys` from `old` to `young` through `renewed`, called once per run of equal values."""
     run, fresh = None, ()  # type: tuple[T, ...] | None, tuple[T, ...]
     for key in keys:
         node = young.get(key)
@@ -221,12 +221,12 @@ class ReadAnswer(Protocol):
 
 
 class EventPipe(Protocol):
-    """Passes plain events from a worker's connection to a client's unchanged, and into the journal on the way."""
+    """Passes ordinary events from a worker's connection to a client's unchanged, and records them in the journal."""
 
     heard: bool  # an event has passed since this was last set to False
 
     def take(self, data: bytes, /) -> bool:
-        """Whether `data` was one chunk of plain events, without the end of the answer or an error."""
+        """Pass `data` on if it is one chunk of ordinary events, without an error or the end; returns whether it was."""
 
 
 class Runs(Protocol):
@@ -254,7 +254,7 @@ MessageEnd = Callable[[bytes, int], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPath:
-    """One implementation of each function. Keys of two implementations differ: an index uses one for all its life."""
+    """One implementation of each function. Keys of two implementations differ, so an index always uses the same one."""
 
     request: ReadRequest
     answer: ReadAnswer
@@ -286,7 +286,7 @@ PYTHON: Final = FastPath(
 
 
 def compiled(compiler: str = "cc", cache: Path | None = None) -> FastPath | NotCompiled:
-    """The functions of `fast_path.c`, which is compiled if it is not in the cache."""
+    """The functions of `fast_path.c`, compiled unless the cache has the library."""
     library = _load(compiler, cache)
     if isinstance(library, NotCompiled):
         return library
@@ -318,7 +318,7 @@ def _load(compiler: str, cache: Path | None) -> Any:
     try:
         library = library_in(cache or default_cache())
         return build_once(library, partial(_build, compiler)) or import_library(MODULE, library)
-    except (OSError, ImportError, RuntimeError) as error:  # the last one: there is no home, and so no cache
+    except (OSError, ImportError, RuntimeError) as error:  # RuntimeError: no home directory, hence no cache
         return NotCompiled(f"cannot build or load {MODULE}: {error}")
 
 

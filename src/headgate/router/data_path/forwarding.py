@@ -1,4 +1,4 @@
-"""A client's request as a worker gets it: another head, the same body, and what the router adds to it."""
+"""Requests as workers receive them: the client's body, with a head that the router writes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from headgate.router.exchange.attempt import HOP_BY_HOP
 from headgate.router.fleet.fleet import Workers
 from headgate.router.fleet.worker import Worker
 
-# Headers that the router writes itself, like all that begin with x-headgate. No worker is asked to compress: the router
-# must see where an event ends.
+# Headers that the router writes itself, besides all x-headgate ones. accept-encoding is dropped, because the router must
+# find the ends of events.
 OWN = HOP_BY_HOP | {b"accept-encoding", b"host", b"content-length", b"content-type", b"expect", b"x-request-id"}
 PRIVATE = b"x-headgate-"
 LEAST_VERSION = LEAST_VERSION_HEADER.encode() + b": %d\r\n"
-MOST_MEMOS = 64  # heads for workers that are kept with one head of a client
+MOST_MEMOS = 64  # request heads for workers, cached per head of a client
 
 Credentials = Callable[[Worker, Headers, str | None], Headers]
 
 
 @lru_cache(64)
 def _own(connection: bytes | None) -> frozenset[bytes]:
-    """Headers that are not passed on: ours to write, and those that a client says are for this hop alone."""
+    """Headers that are not forwarded: those the router writes, and those the client declares hop-by-hop."""
     return OWN.union(name.strip().lower() for name in (connection or b"").split(b","))
 
 
 def _least(version: int | None) -> bytes:
-    """A worker that came back with older weights refuses the request, and makes no answer for its key."""
+    """Makes a worker with older weights refuse the request, so that it stores no answer for an Idempotency-Key."""
     return LEAST_VERSION % version if version else b""
 
 
@@ -49,13 +49,13 @@ class Forwarder:
         *,
         part: bool = False,
     ) -> bytes:
-        """`part`: of an answer, which must not be kept under the Idempotency-Key of the whole. `more`: header lines."""
+        """`part`: the rest of an answer, which must not be stored for the Idempotency-Key. `more`: header lines."""
         head = self._head_for(worker, request, tenant, part=part)
         lines = b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
-        return lines % (head, id.encode(), len(body), more) + body  # the body is copied once only
+        return lines % (head, id.encode(), len(body), more) + body  # copies the body only once
 
     def _head_for(self, worker: Worker, request: HttpRequest, tenant: str, *, part: bool) -> bytes:
-        """What is the same of all requests with this head to that worker."""
+        """The part that is the same for all requests with this head to that worker."""
         floor = self._fleet.floor_version if worker.kind == "headgate" else None
         memo, key = request.head.memo, (worker, worker.kind, worker.key, tenant, part, floor)
         head: bytes | None = memo.get(key)

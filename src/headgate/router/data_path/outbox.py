@@ -1,7 +1,6 @@
-"""Requests and answers that are written in one turn of the event loop go out at its end, one write after another.
+"""Collects what is written in one turn of the event loop, and writes it at the end of the turn.
 
-Whoever reads them, on another core, is then woken once and stays awake. A write now and another one a little later would
-wake it each time, and waking is what a write costs most.
+The receiving process is then woken once instead of once per write; waking it is most of the cost of a write.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ log = logging.getLogger(__name__)
 class Outbox:
     __slots__ = ("writes",)
 
-    MOST: Final = 64  # connections that are made to wait for it: a turn may be long
-    LARGE: Final = 32 * 2**10  # bytes that go out at once: their writer should hear now if the reader is too slow
+    MOST: Final = 64  # connections whose writes are delayed; a turn may be long
+    LARGE: Final = 32 * 2**10  # larger writes are sent at once, so that backpressure is noticed
 
     def __init__(self) -> None:
         self.writes: dict[asyncio.WriteTransport, bytes] = {}
@@ -36,7 +35,7 @@ class Outbox:
         return None
 
     def flush(self) -> None:
-        """Now, because somebody is about to close his connection, or because the turn is over."""
+        """Write now, because a connection is about to close or the turn is over."""
         writes = list(self.writes.items())
         self.writes.clear()
         for transport, data in writes:
@@ -46,4 +45,4 @@ class Outbox:
                 transport.write(data)
             except Exception:
                 log.exception("a connection takes no more, and nobody has said so")
-                transport.abort()  # which tells its owner; the others shall not suffer
+                transport.abort()  # notifies its owner; other connections are unaffected

@@ -1,7 +1,7 @@
-"""What the router must know of a request: read once from its body, without parsing the prompt.
+"""The facts that the router needs from a request body, read once, without parsing the prompt.
 
-The prompt stays the bytes that the client sent. Conversations grow at the end, so one turn's bytes are a prefix of the
-next one's, and that is all the index needs. Whatever else is in the body is the worker's business.
+The prompt remains the bytes that the client sent. Conversations grow at the end, so the bytes of one turn are a prefix of
+the next turn's, which is all that the prefix index needs. Workers validate the rest of the body.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import msgspec
 from headgate.errors import RequestError
 from headgate.router.data_path.fast_path import PYTHON, Peek
 
-BYTES_PER_TOKEN: Final = 4  # of English text; good enough to weigh one worker's work against another's
+BYTES_PER_TOKEN: Final = 4  # in English text; precise enough to compare the load of workers
 
-UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what a body may raise, part by part
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised for invalid bodies
 
 _NONE: Final = msgspec.Raw()
 _UNASKED: Final = frozenset({b"null", b"false"})
@@ -24,7 +24,7 @@ _NUMBERS: Final = frozenset(bytes([character]) for character in b"0123456789[")
 
 
 class _Body(msgspec.Struct, gc=False):
-    """Only what is named here is decoded, and what is Raw is passed over."""
+    """Only the fields named here are decoded; Raw fields are skipped."""
 
     model: str | None = None
     stream: bool | None = None
@@ -37,7 +37,7 @@ class _Body(msgspec.Struct, gc=False):
     return_logprob: bool | None = None  # SGLang's
     session_id: msgspec.Raw = _NONE
     user: msgspec.Raw = _NONE
-    # what comes before the prompt in the model's eyes
+    # fields that precede the prompt in what the model reads
     tools: msgspec.Raw = _NONE
     instructions: msgspec.Raw = _NONE
     # the prompt, under the names that OpenAI, SGLang and vLLM give it
@@ -53,14 +53,14 @@ class RequestInfo(msgspec.Struct, frozen=True, gc=False):
     model: str | None
     stream: bool
     request_id: str | None
-    session: bytes  # who goes on talking; empty if nobody said
-    n: int  # choices of the answer: those of each prompt, and there may be several
-    root: int  # prompts of different roots have nothing in common: endpoint, model, tools, salt, tenant
-    prompt: bytes  # as it was sent, but for its closing bracket or quote; empty if there is none
+    session: bytes  # identifies a conversation; empty if not given
+    n: int  # choices in the answer: `n` times the number of prompts
+    root: int  # hash of endpoint, model, tools, salt and tenant; prompts with different roots share no prefix
+    prompt: bytes  # as sent, without its closing bracket or quote; empty if there is none
     chat: bool  # the prompt is a list of messages
-    tokens: int  # of the prompt, estimated
+    tokens: int  # estimated number of prompt tokens
     logprobs: bool  # the answer has log-probabilities
-    deadline_ms: float | None = None  # from its arrival to its last token
+    deadline_ms: float | None = None  # from the arrival to the last token
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -71,7 +71,7 @@ _decode_name = msgspec.json.Decoder(str).decode
 def read_ask(
     path: str, body: bytes, *, session: str | None = None, tenant: str = "", peek: Peek = PYTHON.peek
 ) -> RequestInfo:
-    """`session` is the routing key of a header, and takes precedence over the body; `peek` reads most bodies."""
+    """`session` is a routing key from a header and overrides the body's; `peek` reads most bodies."""
     known = peek(body)
     if known is not None:
         model, stream, prompt, chat, tokens = known
@@ -99,17 +99,17 @@ def read_ask(
 
 
 def _prompts_in(prompt: bytes) -> int:
-    """As many as there are entries in a list of texts, or of lists of token ids."""
+    """The number of prompts in a list of texts, or of lists of token ids."""
     if prompt[:1] != b"[" or _first(prompt) not in (b'"', b"["):
         return 1
     try:
         return len(_decode_list(prompt + b"]")) or 1
     except UNREADABLE:
-        return 1  # which the worker refuses
+        return 1  # the worker refuses it
 
 
 def estimate_tokens(prompt: bytes) -> int:
-    """One per number in lists of token ids, one per four bytes of anything else."""
+    """One token per number in lists of token ids, one per four bytes otherwise."""
     if _first(prompt) in _NUMBERS:
         return prompt.count(b",") + 1
     return len(prompt) // BYTES_PER_TOKEN
@@ -131,7 +131,7 @@ def _prompt(told: _Body) -> bytes:
 
 
 def _first(prompt: bytes) -> bytes:
-    """What the first thing in a list begins with."""
+    """The first byte of the first item of a list."""
     return prompt[1:64].lstrip()[:1] if prompt[:1] == b"[" else b""
 
 

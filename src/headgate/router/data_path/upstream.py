@@ -1,7 +1,7 @@
-"""Connections to workers: one request at a time on each, its answer as calls to a `Reader`, idle ones kept for the next.
+"""Worker connections: one request at a time, its response delivered as calls to a `Reader`; idle connections are pooled.
 
-Every request that was sent ends in exactly one of `ended` and `lost`. A connection goes back to its pool only after a whole
-answer; in every other case it is closed, which is how a worker learns that nobody wants the answer any more.
+Every request that was sent ends with exactly one call of `ended` or `lost`. A connection returns to its pool only after a
+complete response; otherwise it is closed, which makes the worker abort the request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headgate.router.data_path.outbox import Outbox
 Headers = list[tuple[bytes, bytes]]
 
 MOST_IDLE = 512  # connections kept per worker
-IDLE_S = 55.0  # a little less than what servers commonly keep theirs
+IDLE_S = 55.0  # slightly less than common keep-alive timeouts of servers
 MAX_HEAD_BYTES = 64 * 2**10
 
 
@@ -33,21 +33,21 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 
 class KnownHead(msgspec.Struct, frozen=True, gc=False):
-    """Of answers that have status 200 and come in chunks."""
+    """The head of responses with status 200 in chunks."""
 
     headers: Headers
-    journalled: bool  # events, with a journal among them
+    journalled: bool  # events with a journal
 
 
 class Reader(Protocol):
-    """Whoever reads an answer. Called from the event loop, never after `ended` or `lost`."""
+    """Receives a response. Called from the event loop, never after `ended` or `lost`."""
 
     def head(self, status: int, headers: Headers) -> None: ...
 
     def data(self, data: bytes) -> None: ...
 
     def whole(self, head: KnownHead, events: bytes) -> None:
-        """A whole answer of plain events that came at once, with a head that is known."""
+        """A complete response of ordinary events, received in one piece, with a known head."""
         self.head(200, head.headers)
         self.data(events)
 
@@ -61,7 +61,7 @@ class WorkerLost(Exception):
 
 
 class NoAnswer(WorkerLost):
-    """It took the connection, and said nothing in time: dead, or busy."""
+    """The worker accepted the connection but did not answer in time."""
 
 
 class Upstream(asyncio.Protocol):
@@ -71,25 +71,25 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._reader: Reader | None = None
         self._headers: Headers = []
-        self._told: Headers = []  # with the answer
+        self._head: Headers = []  # of the current response, complete
         self._head_bytes = 0
         self._in_head = True
-        self._at_rest = True  # the parser has seen nothing of this answer
-        self._between = False  # two chunks: the parser has none that it has not seen the end of
+        self._at_rest = True  # no byte of this response was given to the parser
+        self._between = False  # the parser is between two chunks
         self._parts: list[bytes] = []
         self._complete = False
         self._once = False
-        self._keeps = False  # the worker takes another request on this connection
-        self._open_ended = False  # neither a length nor chunks: the answer ends with the connection
-        self._held = False  # nothing is read: its reader's client is full
-        self.pipe: EventPipe | None = None  # for what its reader would only pass on
+        self._keeps = False  # the worker keeps this connection open
+        self._open_ended = False  # neither a length nor chunks: the end of the connection ends the response
+        self._held = False  # reading is suspended because the client reads too slowly
+        self.pipe: EventPipe | None = None  # for events that the reader would only pass on
         self.reused = False
         self.idle_since_s = -inf
 
     # -- for whoever sends --------------------------------------------------------
 
     def send(self, request: bytes, reader: Reader, *, once: bool = False) -> None:
-        """`once`: nobody is to use this connection afterwards."""
+        """`once`: close the connection afterwards."""
         assert self._transport is not None and self._reader is None
         self._reader = reader
         self._complete = self._keeps = self._open_ended = False
@@ -99,17 +99,17 @@ class Upstream(asyncio.Protocol):
         self._pool.outbox.write(self._transport, request)
 
     def answers(self, reader: Reader) -> bool:
-        """Whether what comes is for `reader`."""
+        """Whether the current response is for `reader`."""
         return self._reader is reader
 
     def drop(self) -> None:
-        """Close the connection at once; its reader hears nothing more."""
+        """Close the connection at once, without a further call to its reader."""
         self._reader = self.pipe = None
         if self._transport is not None:
             self._transport.abort()
 
     def hold(self) -> None:
-        """Read no more for now; unless its answer has ended, and this is somebody else's connection, or nobody's."""
+        """Suspend reading, unless the response has ended and the connection is idle or serves another request."""
         if self._transport is not None and self._reader is not None:
             self._held = True
             self._transport.pause_reading()
@@ -130,9 +130,9 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._reader is None:
-            self.drop()  # words that nobody asked for
+            self.drop()  # data without a request
             return None
-        if self._between and self.pipe is not None and self.pipe.take(data):  # as most of what comes of a stream
+        if self._between and self.pipe is not None and self.pipe.take(data):  # as for most chunks of a stream
             return None
         rested, self._at_rest = self._at_rest, False
         if rested and self._recognised(data):
@@ -142,8 +142,8 @@ class Upstream(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             return self._fail(f"it does not speak HTTP: {error}")
         if not data.endswith(b"\r\n"):
-            self._between = False  # a part of the next chunk's size has come, which the parser does not tell
-        if self._in_head:  # a header that never ends is not seen by `on_header`
+            self._between = False  # part of the next chunk's size may have arrived, which the parser does not report
+        if self._in_head:  # `on_header` is not called for a header that never ends
             self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
             return self._fail("the head of its answer is too long")
@@ -152,12 +152,12 @@ class Upstream(asyncio.Protocol):
             self._reader.data(parts[0] if len(parts) == 1 else b"".join(parts))
         if self._complete:
             if rested and self._keeps:
-                self._pool.remember(data, self._told)
+                self._pool.remember(data, self._head)
             self._end()
         return None
 
     def _recognised(self, data: bytes) -> bool:
-        """Whether `data` was a whole answer after a head that is known: short ones are, and need no parser."""
+        """Deliver `data` without the parser if it is a complete response with a known head; returns whether it was."""
         known = self._pool.read_answer(data, self._pool.heads)
         if known is None:
             return False
@@ -188,7 +188,7 @@ class Upstream(asyncio.Protocol):
         self._headers, self._head_bytes = [], 0
         if self._keeps and self.usable and not self._open_ended:
             if self._held:
-                self.release()  # the last bytes have found their client full
+                self.release()  # the last bytes suspended reading
             self._pool.give(self)
         elif self._transport is not None:
             self._transport.close()
@@ -208,10 +208,10 @@ class Upstream(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
-        self._told = headers
+        self._head = headers
         self._in_head = status < 200
         if status < 200 or self._reader is None:
-            return  # 100 Continue and its kind announce the answer
+            return  # 1xx precedes the final response
         names = [name for name, _ in headers]
         framed = b"transfer-encoding" in names or b"content-length" in names or status in (204, 304)
         self._open_ended = not framed
@@ -229,12 +229,12 @@ class Upstream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200:
             self._complete = True
-            # Asked here, because the parser has forgotten it afterwards.
+            # Read here, because the parser forgets it afterwards.
             self._keeps = self._parser.should_keep_alive() and not self._once
 
 
 def is_journalled(headers: Headers) -> bool:
-    """Whether these are the headers of events with a journal among them."""
+    """Whether these are the headers of events with a journal."""
     told = dict(headers)
     return RAW_HEADER in told and told.get(b"content-type", b"").startswith(b"text/event-stream")
 
@@ -257,10 +257,10 @@ class Pool:
         self._timeout_s = connect_timeout_s
         self._idle: deque[Upstream] = deque()
         self._closed = False
-        self.heads: dict[bytes, KnownHead] = {}  # of whole answers, but for their ids
+        self.heads: dict[bytes, KnownHead] = {}  # known response heads, without their request ids
 
     def take(self) -> Upstream | None:
-        """A connection that is open and idle, the one used last first."""
+        """An open, idle connection, the most recently used first; None if there is none."""
         while self._idle:
             upstream = self._idle.pop()
             if upstream.usable:
@@ -284,11 +284,11 @@ class Pool:
     def give(self, upstream: Upstream) -> None:
         if self._closed or len(self._idle) >= MOST_IDLE:
             return upstream.drop()
-        upstream.idle_since_s = time.monotonic()  # as the event loop has it, without asking for the loop
+        upstream.idle_since_s = time.monotonic()  # the same clock as the event loop's
         return self._idle.append(upstream)
 
     def remember(self, answer: bytes, headers: Headers) -> None:
-        """Know the head of this one again, if it is what we are usually told."""
+        """Remember the head of this response, if it has the usual form."""
         end = answer.find(b"\r\n\r\n")
         if not answer.startswith(OK) or end > LONGEST_KNOWN_HEAD or (b"transfer-encoding", b"chunked") not in headers:
             return
@@ -297,7 +297,7 @@ class Pool:
         self.heads[answer_head(answer, end)] = KnownHead(headers, is_journalled(headers))
 
     def forget(self, upstream: Upstream) -> None:
-        """An idle connection that has been closed by the worker is not offered again; `take` skips those it still meets."""
+        """Forget an idle connection that the worker has closed; `take` skips any that remain."""
         if self._idle and self._idle[0] is upstream:
             self._idle.popleft()
 
@@ -312,7 +312,7 @@ class Pool:
 
 
 class _Whole(Reader):
-    """Reads an answer into memory."""
+    """Reads a whole response into memory."""
 
     def __init__(self, limit: int) -> None:
         self.done: asyncio.Future[tuple[int, Headers, bytes]] = asyncio.get_running_loop().create_future()
@@ -347,7 +347,7 @@ async def call(
     timeout_s: float,
     limit: int = 64 * 2**20,
 ) -> tuple[int, dict[str, Any], bytes]:
-    """One call and its whole answer; raises WorkerLost if there is none within the time."""
+    """Send a request and return its whole response; raises WorkerLost if there is none in time."""
     lines = b"".join(b"%b: %b\r\n" % header for header in headers or ())
     head = (
         b"%b %b%b HTTP/1.1\r\nhost: %b\r\nconnection: close\r\n"
@@ -357,7 +357,7 @@ async def call(
     reader, upstream = _Whole(limit), None
     try:
         async with asyncio.timeout(timeout_s):
-            # A fresh connection: a kept one may be closed by the worker in this very moment.
+            # A new connection: the worker may be closing an idle one at this moment.
             upstream = await pool.connect()
             upstream.send(request, reader, once=True)
             status, answered, content = await reader.done

@@ -1,12 +1,12 @@
-"""One worker's try at a request: its answer is read, passed on, and judged by how it ended.
+"""One attempt at a request by one worker: reads the response, passes it to the client, and reports an outcome.
 
-Bytes pass from the worker's connection to the client's in a single call, unread but for a look at their last characters,
-because only whole events are passed on. What is needed to go on elsewhere goes into the journal.
+Bytes pass from the worker's connection to the client's in a single call. Only whole events are passed on, so that another
+worker can continue the stream; the journal records what such a worker needs.
 
-    Answered    a whole answer that the client has not seen
-    Streamed    the client has it all
-    Veiled      the worker ended it for its own reasons (pause, shutdown, no room)
-    Lost        the worker died, or spoke nonsense, or nothing
+    Answered    a whole answer, not yet sent to the client
+    Streamed    the client has received the whole stream
+    Withheld    the worker ended the answer for reasons of its own (pause, shutdown, no room)
+    Lost        the connection broke, or the response was invalid or incomplete
 """
 
 from __future__ import annotations
@@ -59,31 +59,31 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
-# Of an answer these are ours to write.
+# Response headers that the router writes itself.
 ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", RAW_HEADER, b"x-headgate-worker"}
 JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
 DONES = DONE, b"data: [DONE]\r\n\r\n"
-REPLAYED = b"idempotent-replayed"  # the answer was kept for a key, and may be older than the fleet's weights
-PAUSED = b'"code":"paused"'  # cannot stand inside a JSON string, which would escape its quotes
+REPLAYED = b"idempotent-replayed"  # an answer stored for an Idempotency-Key; it may be older than the fleet's weights
+PAUSED = b'"code":"paused"'  # never matches inside a JSON string, where quotes are escaped
 
 
-class Answered(msgspec.Struct, frozen=True, gc=False):  # one per request, and cheaper to make than a dataclass
+class Answered(msgspec.Struct, frozen=True, gc=False):  # created per request; cheaper than a dataclass
     status: int
     headers: Headers
     body: bytes
-    usage: tuple[int, int] | None = None  # tokens of the prompt, and those that were cached, if it is known already
+    usage: tuple[int, int] | None = None  # (prompt tokens, cached prompt tokens), if known
 
 
 class Streamed(msgspec.Struct, frozen=True, gc=False):
-    tail: bytes = b""  # of an answer without a journal: its last events, where its usage is if it was told
+    tail: bytes = b""  # the last events of an answer without a journal; they contain its usage, if any
 
 
 @dataclass(frozen=True, slots=True)
 class Withheld:
-    rescheduled: bool  # by a worker that had no room for it
+    rescheduled: bool  # the worker had no room for it
     ending: bytes
-    cause: str = ""  # of the first choice that was ended; empty if the worker has ended none and reports an error
+    cause: str = ""  # why the first choice was ended; empty if the worker reports an error instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,39 +99,39 @@ class Recipient(Protocol):
 
     ask: RequestInfo
     journal: Journal
-    moves: int  # attempts before this one
-    told_raw: bool  # the client has a part of an answer that has no journal
+    moves: int  # number of earlier attempts
+    unresumable: bool  # the client has received part of an answer without a journal
 
     def begin_stream(self, worker: Worker, headers: Headers) -> None: ...
 
     def pass_events(self, events: bytes) -> None:
-        """To the client, and into the journal."""
+        """Send events to the client and record them in the journal."""
 
     def write_events(self, events: bytes) -> None:
-        """To the client."""
+        """Send events to the client."""
 
     def pipe(self) -> EventPipe | None:
-        """Takes plain events to the client without the attempt; None if the client does not read chunks."""
+        """A pipe that bypasses the attempt for ordinary events; None if the client does not accept chunks."""
 
     def attempt_over(self, attempt: Attempt, outcome: Outcome) -> None: ...
 
 
 class AnswerForm(Enum):
-    """What an answer comes as."""
+    """The form in which a response arrives."""
 
-    __hash__ = object.__hash__  # of its identity; that of Enum is computed in Python
+    __hash__ = object.__hash__  # by identity; the hash of Enum is computed in Python
 
     WHOLE = auto()
-    JOURNALLED = auto()  # a journal, and at its end the whole answer
-    EVENTS = auto()  # with a journal among them
+    JOURNALLED = auto()  # a journal, followed by the whole answer
+    EVENTS = auto()  # server-sent events with a journal
     FOREIGN_EVENTS = auto()
 
 
-WHOLE = AnswerForm.WHOLE  # a global costs a tenth of what a member of an Enum does
+WHOLE = AnswerForm.WHOLE  # a global costs a tenth of the lookup of an Enum member
 
 
 class Attempt:
-    """One worker's try. Reads the answer, passes it on, and tells its exchange how it ended, once."""
+    """Reads one worker's response and calls `attempt_over` of its exchange exactly once."""
 
     __slots__ = (
         "_before",
@@ -146,9 +146,9 @@ class Attempt:
         "_size",
         "_tail",
         "_taken",
-        "_veiled",
         "_vetted",
         "_whole",
+        "_withheld",
         "given_up",
         "heard",
         "journalled",
@@ -165,24 +165,24 @@ class Attempt:
         self._taken = taken
         self._headers: Headers = []
         self._form = WHOLE
-        self._tail = b""  # of an event that has not come whole
-        self._last = b""  # events that were passed on
-        self._before = b""  # and those before them, of somebody else's stream
-        self._veiled: list[bytes] = []
-        self._vetted = False  # its first tokens are of the fleet's weights, or the answer is a kept one
-        self._floor: int | None = None  # of the fleet's weights when it was asked
+        self._tail = b""  # an incomplete event
+        self._last = b""  # the events passed on last
+        self._before = b""  # the events before them, of a stream without a journal
+        self._withheld: list[bytes] = []
+        self._vetted = False  # the version of its first tokens was checked, or it is a stored answer
+        self._floor: int | None = None  # the oldest weight version in the fleet when the request was sent
         self._pipe: EventPipe | None = None
         self._body: list[bytes] = []
         self._size = 0
-        self._whole: Answered | None = None  # that came at once
-        self.status = 0  # until the head has come
+        self._whole: Answered | None = None  # received in one piece
+        self.status = 0  # 0 until the response head arrives
         self.journalled = False
-        self.given_up = False  # by us
+        self.given_up = False  # by the router
         self.worker = taken.worker
         self.upstream: Upstream | None = None
         self.outcome: Outcome | None = None
-        self.heard = False  # something, since the sweep last asked; to look at a clock each time would be felt
-        self.last_s = 0.0  # when it was asked, or that was found
+        self.heard = False  # data arrived since the last sweep; reading a clock per chunk would be too expensive
+        self.last_s = 0.0  # when the request was sent, or data was last seen
 
     # -- Reader ---------------------------------------------------------------------
 
@@ -210,25 +210,25 @@ class Attempt:
         _READ[self._form](self, data)
 
     def whole(self, head: KnownHead, events: bytes) -> None:
-        if head.journalled and not self._exchange.ask.stream and self._told_at_once(events):
+        if head.journalled and not self._exchange.ask.stream and self._read_at_once(events):
             return
         self.head(200, head.headers)
         if self.outcome is None:
             self.data(events)
 
-    def _told_at_once(self, events: bytes) -> bool:
-        """Whether that was all there is to know, as nearly always."""
-        exchange, told = self._exchange, self._read_whole(events)
-        if told is None or exchange.moves or exchange.ask.n > 1:
+    def _read_at_once(self, events: bytes) -> bool:
+        """Whether `events` were a complete, ordinary answer, as nearly always."""
+        exchange, answer = self._exchange, self._read_whole(events)
+        if answer is None or exchange.moves or exchange.ask.n > 1:
             return False
-        version, prompt, cached, answer = told
+        version, prompt, cached, body = answer
         if self._floor is not None and version < self._floor:
             return False
-        self.status, self._whole = 200, Answered(200, JSON, answer, (prompt, cached))
+        self.status, self._whole = 200, Answered(200, JSON, body, (prompt, cached))
         return True
 
-    def heard_last_s(self, now_s: float) -> float:
-        """When something last came of it, as far as anybody has looked."""
+    def last_data_s(self, now_s: float) -> float:
+        """When data last arrived, to the precision of the sweep that calls this."""
         if self.heard or (self._pipe is not None and self._pipe.heard):
             self.heard, self.last_s = False, now_s
             if self._pipe is not None:
@@ -239,8 +239,8 @@ class Attempt:
         self._finish(self._ending())
 
     def lost(self, why: str) -> None:
-        told = self._form in (AnswerForm.EVENTS, AnswerForm.FOREIGN_EVENTS) and self._last.endswith(DONES)
-        self._finish(Streamed(self._before + self._last) if told else Lost(why))
+        complete = self._form in (AnswerForm.EVENTS, AnswerForm.FOREIGN_EVENTS) and self._last.endswith(DONES)
+        self._finish(Streamed(self._before + self._last) if complete else Lost(why))
 
     # -- bytes ----------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Attempt:
         self._use_pipe(self._vetted and not (self._tail or self._taken.pending))
 
     def _use_pipe(self, may_use: bool) -> None:
-        """What comes next, if it is plain, goes to the client without us."""
+        """Let ordinary events go to the client without passing through this object."""
         exchange, upstream = self._exchange, self.upstream
         if self._pipe is None and may_use:
             self._pipe = exchange.pipe()
@@ -275,7 +275,7 @@ class Attempt:
         return data[:end]
 
     def _outdated(self, events: bytes) -> bool:
-        """Whether its first tokens come from weights that the fleet no longer had; no client sees them then."""
+        """Whether the first tokens come from weights older than the fleet's; they are not sent to the client then."""
         if (version := first_version(events)) is None:
             return False
         self._vetted = True
@@ -286,20 +286,20 @@ class Attempt:
         return True
 
     def _set_aside(self, events: bytes) -> bytes:
-        """Keep withheld events back."""
+        """Remove withheld events, and keep them."""
         shown, withheld = split_withheld(events)
-        self._veiled += withheld
+        self._withheld += withheld
         return shown
 
     def _pass(self, data: bytes) -> None:
-        """Somebody else's stream: whole events as well, so that the word of its breaking off is not part of one."""
+        """A stream without a journal. Only whole events are sent, so that an error event can follow at any point."""
         if self._taken.pending:
             self._taken.first_token()
         data = self._tail + data
         end = _events_end(data)
         self._tail = data[end:]
         if end:
-            self._exchange.told_raw = True
+            self._exchange.unresumable = True
             self._before, self._last = self._last, data[:end]
             self._exchange.write_events(self._last)
         elif len(data) > LONGEST_EVENT:
@@ -312,7 +312,7 @@ class Attempt:
             self.fail(f"its answer has more than {LONGEST_ANSWER} bytes")
 
     def _collect_journal(self, data: bytes) -> None:
-        """The journal of an answer that is told whole, then that answer."""
+        """A journal, followed by the whole answer."""
         if self._tail or not data.endswith(b"\n\n") or BOUND in data:
             data = self._whole_events(data)
         if WITHHELD in data:
@@ -337,8 +337,8 @@ class Attempt:
             return Streamed(self._before + self._last)
         if self._tail:
             return Lost("its answer ended inside an event")
-        if self._veiled:
-            ending = b"".join(self._veiled)
+        if self._withheld:
+            ending = b"".join(self._withheld)
             return withheld(ending)
         if self._form is AnswerForm.WHOLE:
             return Answered(self.status, self._headers, b"".join(self._body))
@@ -355,23 +355,23 @@ class Attempt:
 
     @property
     def is_stale(self) -> bool:
-        """The worker may have closed this kept connection just before the request came; only a fresh one tells."""
+        """The worker may have closed this idle connection before the request arrived; only a new connection can tell."""
         kept = self.upstream is not None and self.upstream.reused
         return kept and isinstance(self.outcome, Lost) and not (self.status or self.given_up)
 
     def fail(self, why: str) -> None:
-        """Give it up: the worker is told by closing its connection."""
+        """Abandon the attempt. Closing the connection tells the worker to stop."""
         self.given_up = True
         self.leave()
         self._finish(Lost(why))
 
     def leave(self) -> None:
-        # By now the connection may be somebody else's.
+        # The connection may already serve another request.
         if self.upstream is not None and self.upstream.answers(self):
             self.upstream.drop()
 
     def start(self, upstream: Upstream, request: bytes, now_s: float, floor: int | None) -> None:
-        """`floor`: the oldest weights that the fleet has."""
+        """`floor`: the oldest weight version in the fleet."""
         self.upstream, self.last_s, self._floor = upstream, now_s, floor
         upstream.send(request, self)
 
@@ -385,7 +385,7 @@ _READ: Final[Mapping[AnswerForm, Callable[[Attempt, bytes], None]]] = {
 
 
 def refused_as_paused(outcome: Outcome) -> bool:
-    """Whether the worker took nothing of the request, because it is paused."""
+    """Whether the worker refused the request because it is paused."""
     match outcome:
         case Answered(status, _, body):
             return status == 503 and PAUSED in body
@@ -395,19 +395,19 @@ def refused_as_paused(outcome: Outcome) -> bool:
 
 
 def withheld(ending: bytes) -> Withheld:
-    """An end that is not final, by the journal: what the client would read depends on its headers."""
+    """The outcome for a withheld end, read from its journal lines (the events depend on the client's headers)."""
     ends = withheld_ends(ending)
     rescheduled = any(reason == RESCHEDULED for reason, _ in ends)
     return Withheld(rescheduled, ending, ends[0][1] if ends else "")
 
 
 def _events_end(data: bytes) -> int:
-    """Where the last whole event ends, in either way to end lines."""
+    """Where the last whole event ends; lines may end in LF or CRLF."""
     return max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3) if b"\n\n" in data or b"\n\r\n" in data else 0
 
 
 def whole_answer(events: bytes) -> Answered | None:
-    """The answer that is told whole at the end of its journal; None if it is not there."""
+    """The whole answer at the end of a journal; None if it is missing."""
     whole = last_data(events)
     return None if whole is None else Answered(failed_with(events) or 200, JSON, whole)
 

@@ -1,4 +1,4 @@
-"""What the client of a request gets: one head, events or one body, and one end."""
+"""Writes the answer to the client: one head, then events or one body, then one end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headgate.router.fleet.worker import Worker
 
 KEEP_ALIVE = b": keep-alive\n\n"
 LAST_CHUNK = b"0\r\n\r\n"
-# What nearly every answer that is not a stream looks like.
+# The form of nearly every answer that is not streamed.
 WHOLE = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
     b"x-request-id: %b\r\nx-headgate-worker: %b\r\n\r\n%b"
@@ -22,11 +22,11 @@ class ClientAnswer:
     __slots__ = ("_begun", "_client", "chunked", "id")
 
     def __init__(self, client: Downstream, id: str, version: str) -> None:
-        """`version`: of HTTP, as the client speaks it."""
+        """`version`: the client's HTTP version."""
         self._client = client
-        self._begun = False  # the client has the head of a stream
+        self._begun = False  # the head of a stream was sent
         self.chunked = version == "1.1"
-        self.id = id  # of the request
+        self.id = id  # the request's id
 
     def begin_stream(self, worker: Worker | None, headers: Headers = STREAM_HEADERS) -> None:
         if self._begun:
@@ -41,7 +41,7 @@ class ClientAnswer:
         self._client.write(b"%x\r\n%b\r\n" % (len(events), events) if self.chunked else events)
 
     def keep_alive(self) -> None:
-        """Send a comment, so that no proxy takes the stream for dead."""
+        """Send a comment, so that proxies do not time the stream out."""
         self.begin_stream(None)
         self.write_events(KEEP_ALIVE)
 
@@ -51,13 +51,13 @@ class ClientAnswer:
         self._client.finished(keep_alive=self.chunked)
 
     def send_stream(self, worker: Worker | None, events: bytes) -> None:
-        """The last events."""
+        """Send the last events, and end the stream."""
         self.begin_stream(worker)
         self.write_events(events)
         self.end_stream()
 
     def send_whole(self, worker: Worker | None, answer: Answered) -> None:
-        if self._begun:  # a stream that has only shown life, and is refused now
+        if self._begun:  # a refusal after keep-alive comments were sent
             return self.send_stream(worker, b"data: %b\n\n" % answer.body.replace(b"\n", b" "))
         if answer.headers is JSON and answer.status == 200 and worker is not None:
             name = worker.name.encode()
@@ -69,7 +69,7 @@ class ClientAnswer:
         return self._client.finished()
 
     def send_error(self, error: RequestError) -> None:
-        """As the answer, or as the last event of one."""
+        """Send an error as the answer, or as the last event of a stream."""
         if self._client.gone:
             return
         if self._begun:

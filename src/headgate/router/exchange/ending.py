@@ -1,8 +1,7 @@
-"""The last words for a client whose request has ended while no worker had it: in a queue, or between two workers.
+"""Final answers that the router composes, for requests that end while no worker has them: queued or between workers.
 
-A worker tells the end of what it has itself. Here there is no text that the client has not seen, so all there is to say
-is that it is over: `finish_reason: abort`, for every choice that has not finished. What a lost worker has made of a whole
-answer is in it as token ids.
+The router knows no text that the client has not received. It reports `finish_reason: abort` for every unfinished choice; a
+whole answer contains the tokens of a lost worker as token ids.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Usage = dict[str, int]
 CAUSE: Final = "api_abort"
 DEADLINE: Final = "deadline"
 PAUSE: Final = "pause"
-# An end that a worker withheld, in the words of a client's event; strict clients read `length`.
+# The end in an event that a worker withheld; strict clients receive `length`.
 WORKERS_END = re.compile(
     rb'"finish_reason":"(?:abort|length|%b)","cause":"(?:%b)"'
     % (RESCHEDULED.encode(), "|".join(sorted(MOVABLE_CAUSES)).encode())
@@ -35,7 +34,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class RequestEnded(RequestError):
-    """For endpoints whose answers have no place for a reason."""
+    """An end for endpoints whose answers have no finish reason."""
 
     status = 409
     code = "aborted"
@@ -43,13 +42,13 @@ class RequestEnded(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How one choice ended, and its tokens, of which the router has no text."""
+    """How one choice ended, and its tokens, whose text the router does not know."""
 
     index: int
     ids: Sequence[int] = ()
     reason: str = "abort"
     cause: str = CAUSE
-    versions: Sequence[Sequence[int]] = ()  # of the weights, as [version, count] spans
+    versions: Sequence[Sequence[int]] = ()  # weight versions as [version, count] spans
 
     def choice(self, content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         reason = "length" if strict and self.reason == "abort" else self.reason
@@ -60,7 +59,7 @@ class End:
         return error_body(cut_short(len(self.ids), self.cause)) if self.reason == "abort" else None
 
 
-def last_words(
+def final_answer(
     path: str,
     id: str,
     created: int,
@@ -72,15 +71,15 @@ def last_words(
     cause: str = CAUSE,
     strict: bool = False,
 ) -> bytes:
-    """These ends, in events or as a whole answer; raises where only an error can say it."""
-    words = _WORDS.get(path)
-    if words is None:
+    """The ends as events or as a whole answer; raises RequestEnded or Unavailable for endpoints that have neither."""
+    shape = _SHAPES.get(path)
+    if shape is None:
         if cause == DEADLINE:
-            raise RequestEnded("the deadline of this request has passed before a worker had it", code=DEADLINE)
+            raise RequestEnded("the deadline of this request passed before a worker received it", code=DEADLINE)
         if cause == PAUSE:
-            raise Unavailable("the fleet was paused before a worker had this request", code="paused")
-        raise RequestEnded("this request was aborted before a worker had it")
-    kind, prefix, streamed, whole = words
+            raise Unavailable("the fleet was paused before a worker received this request", code="paused")
+        raise RequestEnded("this request was aborted before a worker received it")
+    kind, prefix, streamed, whole = shape
     common: dict[str, Any] = {"id": prefix + id.removeprefix("req-"), "created": created, "model": model}
     if not stream:
         choices = [_with_ids(end, end.choice(whole, strict=strict)) for end in ends]
@@ -97,7 +96,7 @@ def last_words(
 
 
 def as_aborted(ending: bytes, cause: str = CAUSE, *, strict: bool = False) -> bytes:
-    """What a worker told when it ended an answer for reasons of its own, as the end that was asked for since."""
+    """A withheld end, rewritten as the end that was requested since."""
     reason = b"length" if strict else b"abort"
     ending = WORKERS_END.sub(b'"finish_reason":"%b","cause":"%b"' % (reason, cause.encode()), ending)
     return CUT_SHORT.sub(lambda found: _problem(int(found[1]), cause), ending) if strict else ending
@@ -107,31 +106,31 @@ def _problem(tokens: int, cause: str) -> bytes:
     return error_body(cut_short(tokens, cause)).removeprefix(b'{"error":').removesuffix(b"}")
 
 
-def usage_told(journal: Journal) -> Usage:
-    """What the client has got. A prompt of which no worker has told the first token has no length yet."""
+def usage_of(journal: Journal) -> Usage:
+    """What the client has received. The prompt length is 0 until a worker has sent its first token."""
     prompt = journal.prompt
     return {"prompt_tokens": prompt, "completion_tokens": journal.tokens, "total_tokens": prompt + journal.tokens}
 
 
 def wants_usage(body: bytes) -> bool:
-    """Whether a stream is to end with its usage."""
+    """Whether the client asked for usage at the end of a stream."""
     try:
         options = msgspec.json.decode(body).get("stream_options")
-    except UNREADABLE:  # what it says is its worker's business
+    except UNREADABLE:  # workers validate bodies
         return False
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
 def _with_ids(end: End, choice: dict[str, Any]) -> dict[str, Any]:
-    """A whole answer has the ids of what its lost worker made: sent back as `generated_token_ids`, it goes on."""
+    """Add the token ids that a lost worker made; sent back as `generated_token_ids`, they continue the answer."""
     if not end.ids:
         return choice
     spans = [{"version": version, "tokens": tokens} for version, tokens in end.versions]
     return {**choice, "completion_token_ids": list(end.ids), "weight_versions": spans}
 
 
-# path -> object, prefix of its id, what a choice says in a stream and in a whole answer
-_WORDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+# path -> object, prefix of its id, content of a choice in a stream and in a whole answer
+_SHAPES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": (
         "chat.completion",
         "chatcmpl-",

@@ -1,7 +1,7 @@
-"""What a client has been told, read from the comments that a worker writes between the events of its answer.
+"""How far an answer has come, read from the comments that a worker writes between its events.
 
-Bytes are kept as they come and read only when there are many of them, or when another worker has to go on;
-`contract/journal.py` has the lines.
+Bytes are stored unparsed. They are parsed when there are many of them, or when another worker must resume the answer.
+`contract/journal.py` defines the lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headgate.contract.journal import CACHED_LINES, FINISH, FINISH_LINES, PROMPT
 
 @dataclass(slots=True)
 class ChoiceProgress:
-    """One choice, as far as it has come."""
+    """How far one choice has come."""
 
     tokens: array[int] = field(default_factory=lambda: array("I"))
     versions: list[list[int]] = field(default_factory=list)  # [version, count] spans
@@ -38,18 +38,18 @@ class ChoiceProgress:
 
 
 class Journal:
-    KEPT_BYTES = 16 * 2**10  # as they came; more is read and thrown away
+    KEPT_BYTES = 16 * 2**10  # stored unparsed; more than that is parsed and discarded
 
     _size = 0
     _unreadable = False
     _prompt = 0
 
     def __init__(self) -> None:
-        self.raw: list[bytes] = []  # what is kept as it came
+        self.raw: list[bytes] = []  # stored unparsed
         self._choices: dict[int, ChoiceProgress] = {}
 
     def feed(self, events: bytes) -> None:
-        """Whole events, as the worker sent them."""
+        """Add whole events, as the worker sent them."""
         self.raw.append(events)
         self._size += len(events)
         if self._size > self.KEPT_BYTES:
@@ -62,44 +62,44 @@ class Journal:
         self.raw.clear()
         try:
             self._parse(raw)
-        except (ValueError, OverflowError):  # numbers that no worker of ours would write
+        except (ValueError, OverflowError):  # numbers that no Headgate server writes
             self._unreadable = True
 
     def _parse(self, raw: bytes) -> None:
-        if not self._choices and (prompt := PROMPT_LINES.search(raw)):  # it comes with the first tokens
+        if not self._choices and (prompt := PROMPT_LINES.search(raw)):  # its line precedes the first tokens
             self._prompt = int(prompt[1])
         for (index, version), lines in groupby(TOKENS_LINES.findall(raw), itemgetter(0, 1)):
             *_, chars, ids = zip(*lines, strict=True)
-            self._told(int(index)).add(int(version), int(chars[-1]), b",".join(filter(None, ids)))
+            self._progress(int(index)).add(int(version), int(chars[-1]), b",".join(filter(None, ids)))
         for finished, reason, cause, *counts in FINISH_LINES.findall(raw):
-            self._told(int(finished)).finish = [reason.decode(), cause.decode(), *map(int, counts)]
+            self._progress(int(finished)).finish = [reason.decode(), cause.decode(), *map(int, counts)]
 
     def end(self, choices: int, cause: str) -> None:
-        """End what has not ended, where it is. How long the prompt is, only a worker knows."""
+        """Mark unfinished choices as ended. The prompt length stays 0; only a worker knows it."""
         self.read()
-        for told in map(self._told, range(choices)):
-            told.finish = told.finish or ["abort", cause, 0, 0, len(told.tokens)]
+        for choice in map(self._progress, range(choices)):
+            choice.finish = choice.finish or ["abort", cause, 0, 0, len(choice.tokens)]
 
-    def _told(self, index: int) -> ChoiceProgress:
-        told = self._choices.get(index)
-        if told is None:
-            told = self._choices[index] = ChoiceProgress()
-        return told
+    def _progress(self, index: int) -> ChoiceProgress:
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = ChoiceProgress()
+        return choice
 
     @property
     def unreadable(self) -> bool:
-        """Whether the worker wrote what makes no sense: nobody can go on from there."""
+        """Whether the journal is invalid: no worker can resume the answer."""
         self.read()
         return self._unreadable
 
     @property
     def prompt(self) -> int:
-        """Tokens of the prompt; 0 until a worker has sent the first tokens of its answer."""
+        """Prompt tokens; 0 until a worker has sent its first tokens."""
         self.read()
         return self._prompt
 
     def emptied(self) -> Journal:
-        """That of an answer of which the client gets nothing."""
+        """The journal of an answer of which the client receives nothing."""
         journal = Journal()
         journal._prompt = self.prompt
         return journal
@@ -111,43 +111,43 @@ class Journal:
 
     @property
     def tokens(self) -> int:
-        return sum(len(told.tokens) for told in self.choices.values())
+        return sum(len(choice.tokens) for choice in self.choices.values())
 
     @property
     def extent(self) -> tuple[int, int, int]:
-        """How far all choices together have come: tokens, characters, ends."""
-        told = self.choices.values()
-        return self.tokens, sum(each.chars for each in told), sum(each.finish is not None for each in told)
+        """Totals over all choices: tokens, characters, ends."""
+        choices = self.choices.values()
+        return self.tokens, sum(each.chars for each in choices), sum(each.finish is not None for each in choices)
 
     def cached(self, choices: int) -> tuple[int, int] | None:
-        """Tokens of the prompt, and how many its worker had in its cache, if it has said so."""
+        """(Prompt tokens, cached prompt tokens), if the worker has reported them."""
         if choices > 1 or 0 in self._choices:
-            told = [told.finish for told in self.choices.values() if told.finish is not None]
-            return min(((int(str(finish[2])), int(str(finish[3]))) for finish in told), default=None)
-        last_words = b"\n" + b"".join(self.raw[-3:])
-        found = CACHED_LINES.search(last_words, last_words.find(b"\n" + FINISH))
+            ends = [choice.finish for choice in self.choices.values() if choice.finish is not None]
+            return min(((int(str(finish[2])), int(str(finish[3]))) for finish in ends), default=None)
+        tail = b"\n" + b"".join(self.raw[-3:])
+        found = CACHED_LINES.search(tail, tail.find(b"\n" + FINISH))
         return None if found is None else (int(found[1]), int(found[2]))
 
     def resume(self, *, streamed: bool) -> bytes:
-        """The field of a request that asks another worker to go on."""
+        """The `resume` field of a request to another worker."""
         return msgspec.json.encode(
             {
                 "choices": [
                     {
                         "index": index,
-                        "token_ids": list(told.tokens),
-                        "versions": told.versions,
-                        "delivered_chars": told.chars if streamed else 0,
-                        "finish": told.finish,
+                        "token_ids": list(choice.tokens),
+                        "versions": choice.versions,
+                        "delivered_chars": choice.chars if streamed else 0,
+                        "finish": choice.finish,
                     }
-                    for index, told in sorted(self.choices.items())
+                    for index, choice in sorted(self.choices.items())
                 ]
             }
         )
 
 
 def splice(body: bytes, name: str, value: bytes) -> bytes:
-    """A JSON object with one more field."""
+    """The JSON object `body` with one more field."""
     body = body.rstrip()
     assert body.endswith(b"}")
     comma = b"" if body[:-1].rstrip().endswith(b"{") else b","

@@ -1,4 +1,4 @@
-"""Which worker answers a request, why, and which one computes the prompt if that is another."""
+"""The decision which worker answers a request, and which one computes its prompt if that is a different one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headgate.router.fleet.worker import Worker
 
 
 class Placement(LoadShare):
-    """Given back when the attempt is over."""
+    """The request's share of the worker's load; given back when the attempt ends."""
 
     __slots__ = ("found", "prefill", "reason", "visits")
 
@@ -24,9 +24,9 @@ class Placement(LoadShare):
         visits: Sequence[Visit],
         prefill: Worker | None,
     ) -> None:
-        LoadShare.__init__(self, fleet, worker, tokens)  # as `super` would, in less time
+        LoadShare.__init__(self, fleet, worker, tokens)  # faster than `super`
         self.reason = reason
-        self.found = found  # of its prompt in that worker's cache, as far as the router knows
+        self.found = found  # the part of the prompt that the router expects in the worker's cache
         self.visits = visits
         self.prefill = prefill
 
@@ -37,6 +37,6 @@ class Placement(LoadShare):
             visit.last_s = now_s
 
     def undo(self) -> None:
-        """The worker has never had the request, or has it no more."""
+        """Remove the prompt from the prefix index: the worker has not computed it."""
         for visit in self.visits:
             visit.undo()

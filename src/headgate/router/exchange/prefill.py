@@ -1,8 +1,8 @@
-"""The first half of a request whose prompt is computed by one worker and answered by another.
+"""The prefill request of prefill/decode disaggregation: one worker computes the prompt, another one answers.
 
-The prefill worker is asked with `export_kv` and answers with a ticket as soon as KV can be fetched, long before the prompt
-is computed. Its connection stays open for as long as somebody may want the rest: closing it is how it learns that nobody
-does. Whatever goes wrong here costs time, never an answer: without a ticket the other worker computes the prompt itself.
+The prefill worker receives `export_kv` and answers with a ticket as soon as KV can be fetched, before the prompt is
+computed. Its connection stays open while the KV may still be needed; closing it cancels the prefill. A failure here costs
+time, never the answer: without a ticket the decode worker computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from headgate.router.fleet.fleet import LoadShare
 TICKET = re.compile(rb'^data: \{"kv_ticket":(\{.*\})\}\r?$', re.MULTILINE)
 MOST_BYTES = 2**20
 PREFILL_LINE = b"x-headgate-prefill: 1\r\n"
-PREFILL = "#prefill"  # ends no id of a client: the router refuses those
-LONGEST_NAME = 240  # of a request, to which that is added
+PREFILL = "#prefill"  # clients' ids cannot end in this: the router rejects them
+LONGEST_NAME = 240  # of the request's id, before PREFILL is appended
 
 
 class NoTicket(Exception):
-    """The worker is well, and has nothing to fetch: the prompt is too short, or it has no room."""
+    """The worker offers no KV: the prompt is too short, or the worker has no room."""
 
 
 class PrefillRequest(Reader):
-    """Reads the prefill worker's answer: a ticket, and then its end. Gives the worker's load back when that comes."""
+    """Reads the prefill worker's response, a ticket and later its end, and then gives back its share of the load."""
 
-    def __init__(self, taken: LoadShare) -> None:
-        self.worker = taken.worker
+    def __init__(self, load_share: LoadShare) -> None:
+        self.worker = load_share.worker
         self.ticket: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.upstream: Upstream | None = None
-        self._taken = taken
+        self._load_share = load_share
         self._over = False
         self._status = 0
         self._body = b""
@@ -50,7 +50,7 @@ class PrefillRequest(Reader):
         if self._status == 200 and (found := TICKET.search(self._body)):
             self.ticket.set_result(found[1])
         elif len(self._body) > MOST_BYTES:
-            self._no_ticket(WorkerLost("it sends no ticket"))
+            self._no_ticket(WorkerLost("its response has no ticket"))
 
     def ended(self) -> None:
         self._no_ticket(NoTicket(f"it answered {self._status}: {self._body[:200]!r}"))
@@ -61,22 +61,22 @@ class PrefillRequest(Reader):
         self.leave()
 
     def give_up(self, why: str) -> None:
-        """Wait no longer for its ticket; what it has given one for may still be fetched."""
+        """Stop waiting for the ticket. KV whose ticket has arrived can still be fetched."""
         if not self.ticket.done():
             self.lost(why)
 
     def leave(self) -> None:
-        """Nobody wants the rest: the worker learns that by the closing of its connection."""
+        """Cancel the prefill request by closing its connection."""
         if self.upstream is not None and self.upstream.answers(self):
             self.upstream.drop()
         if self.ticket.done() and not self.ticket.cancelled():
-            self.ticket.exception()  # seen
+            self.ticket.exception()  # mark as retrieved
         self._end()
 
     def _end(self) -> None:
         if not self._over:
             self._over = True
-            self._taken.give_back()
+            self._load_share.give_back()
 
     def _no_ticket(self, error: Exception) -> None:
         if not self.ticket.done():
@@ -84,7 +84,7 @@ class PrefillRequest(Reader):
 
 
 def prefill_name(id: str) -> str:
-    """Its own: the worker may yet be asked for the answer, before it has noticed that nobody wants its KV."""
+    """An id of its own: the same worker may get the request itself before it notices that the prefill was cancelled."""
     if len(id) > LONGEST_NAME:
         digest = blake2b(id.encode(), digest_size=16).hexdigest()
         id = f"{id[: LONGEST_NAME - len(digest)]}{digest}"
@@ -92,18 +92,18 @@ def prefill_name(id: str) -> str:
 
 
 def prefill_body(body: bytes, id: str, *, named: bool) -> bytes:
-    """`named`: the body has an id of its own, which this one replaces."""
+    """`named`: the body contains a request id, which this one replaces."""
     body = splice(body, "export_kv", b"true")
-    return splice(body, "request_id", msgspec.json.encode(id)) if named else body  # the last of two counts
+    return splice(body, "request_id", msgspec.json.encode(id)) if named else body  # the last one counts
 
 
-async def request_ticket(leg: PrefillRequest, pool: Pool, request: bytes, timeout_s: float) -> bytes:
-    """A ticket for the KV of the prompt, which the worker computes until the leg is left; NoTicket or WorkerLost if not."""
+async def request_ticket(prefill: PrefillRequest, pool: Pool, request: bytes, timeout_s: float) -> bytes:
+    """The ticket for the KV of the prompt; raises NoTicket or WorkerLost."""
     try:
         async with asyncio.timeout(timeout_s):
-            # A fresh connection: a kept one may be closed by the worker in this very moment.
-            leg.upstream = await pool.connect()
-            leg.upstream.send(request, leg, once=True)
-            return await leg.ticket
+            # A new connection: the worker may be closing an idle one at this moment.
+            prefill.upstream = await pool.connect()
+            prefill.upstream.send(request, prefill, once=True)
+            return await prefill.ticket
     except TimeoutError:
         raise NoTicket(f"no ticket within {timeout_s:g} s") from None

@@ -1,8 +1,8 @@
-"""One client's request from its last byte in to its last byte out, over as many workers as that takes.
+"""The relay: carries out the actions of a routed request, from its last byte in to its last byte out.
 
-An `Exchange` is the request. What happens to it is an event, what follows from that is in the table of `states`, and this
-module carries it out. Admission, placement, tickets and connections take time: each runs as a task that ends with an event.
-Bytes of an answer pass from the worker's connection to the client's in an `Attempt`, without this module.
+An `Exchange` is one request. Everything that happens to it is an event; the table in `states` maps events to actions, and
+this module performs them. Admission, placement, tickets and connections run as tasks that end with an event. The bytes of
+an answer pass from the worker's connection to the client's in an `Attempt`, not through this module.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ from headgate.router.fleet.worker import Worker
 log = logging.getLogger(__name__)
 
 RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
-DEADLINE_GRACE_S = 0.5  # after a deadline, for a worker to end the request itself; servers take 0.3 s of it
-LONGEST_MS = 1e12  # of a deadline
+DEADLINE_GRACE_S = 0.5  # after a deadline, for the worker to end the request itself; servers use up to 0.3 s of it
+LONGEST_MS = 1e12  # a longer deadline is left to the worker to refuse
 RENDER_S = 2.0  # for workers to turn the token ids of an aborted answer into text
 
 
@@ -73,7 +73,7 @@ class NoWorker(Unavailable):
 
 
 class Services(Protocol):
-    """What an exchange asks of its router."""
+    """What an exchange needs from the router."""
 
     loop: asyncio.AbstractEventLoop
     config: RouteConfig
@@ -85,17 +85,17 @@ class Services(Protocol):
     worker_calls: WorkerCalls
     counters: RouterCounters
     read_whole: ReadWhole
-    holding: bool  # the whole fleet is paused, or being paused
+    holding: bool  # the whole fleet is paused or pausing
     draining: bool
 
     def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
-        """On workers that are ready."""
+        """A placement on a worker that is ready now; None if there is none."""
 
     async def place(self, exchange: Exchange, retry_state: RetryState) -> Placement | None:
-        """As soon as a worker is ready; None if waiting for one is no use."""
+        """A placement as soon as a worker is ready; None if no worker can become ready."""
 
     async def admit(self, exchange: Exchange) -> None:
-        """Wait for a place in flight."""
+        """Wait for admission."""
 
     def no_worker(self) -> RequestError:
         """Why no worker can take a request."""
@@ -110,34 +110,34 @@ class Services(Protocol):
 
 
 class Exchange:
-    """One request."""
+    """One routed request."""
 
-    # How every request begins; in the class, because there are thousands a second.
+    # Initial values. They are class attributes because setting them per request would cost more.
     id = ""
     key = "", "", 0  # in `Router.live`
     state = QUEUED
     attempt: Attempt | None = None
-    prefill_request: PrefillRequest | None = None  # while another worker computes its prompt
-    retry_state: RetryState | None = None  # once something has gone wrong, or had to be waited for
-    moves = 0  # attempts that another one had to follow
-    departures: tuple[Departure, ...] = ()  # of those
+    prefill_request: PrefillRequest | None = None  # while another worker computes the prompt
+    retry_state: RetryState | None = None  # once an attempt has failed, or placement has to wait
+    moves = 0  # attempts that were followed by another one
+    departures: tuple[Departure, ...] = ()  # why each of those ended
     full = False  # the client reads too slowly
-    slow = False  # it has done so at some time
-    told_raw = False  # the client has a part of an answer that has no journal
-    cause: str | None = None  # of its end, once that was requested
-    held: PauseMode | None = None  # the pause of the fleet that has found it here
-    overtaken = False  # that pause came while a worker had it
-    kept = False  # such a pause has kept it, and is over
+    slow = False  # the client has been full at least once
+    unresumable = False  # the client has received part of an answer without a journal
+    cause: str | None = None  # why the request was asked to end
+    held: PauseMode | None = None  # the mode of the fleet pause that found the request in flight
+    overtaken = False  # a worker had the request when that pause began
+    kept = False  # the request has survived such a pause
     end_report: EndReport | None = None
-    graces = 0  # given to workers since the deadline
-    _timer: asyncio.TimerHandle | None = None  # of its deadline
-    _work: asyncio.Task[None] | None = None  # what it waits for, unless that is an attempt
+    graces = 0  # granted to workers since the deadline
+    _timer: asyncio.TimerHandle | None = None  # for the deadline
+    _work: asyncio.Task[None] | None = None  # admission, placement, a ticket or a connection
     _placement: Placement | None = None
-    _upstream: Upstream | None = None  # a connection, until it is used
+    _upstream: Upstream | None = None  # a connection that is not used yet
     _ticket: bytes | None = None
     last_attempt: tuple[Worker, Outcome] | None = None
-    refusal: RequestError | None = None  # of admission
-    _ends: tuple[asyncio.Future[None], ...] = ()  # of callers that wait for its end
+    refusal: RequestError | None = None  # an error of admission
+    _ends: tuple[asyncio.Future[None], ...] = ()  # callers that wait for the end
     answer: ClientAnswer
 
     def __init__(
@@ -163,43 +163,43 @@ class Exchange:
 
     @property
     def began(self) -> float:
-        """In seconds since 1970, for people."""
+        """Seconds since 1970."""
         return time.time() - (self.router.loop.time() - self.began_s)
 
     @property
     def ending(self) -> bool:
-        """Its end was requested: no other worker goes on with it."""
+        """The end was requested: no other worker resumes the answer."""
         return self.cause is not None
 
     @property
     def cut(self) -> bool:
-        """The router ended it itself, before it was complete."""
+        """The router ended the answer before it was complete."""
         return self.state is State.RENDERING or (self.end_report is not None and self.end_report.cut)
 
     @property
     def ended_by_pause(self) -> bool:
-        """The router ended it because of a pause, and no worker counts it."""
+        """The router ended the request because of a pause; no worker counts it as ended."""
         return self.end_report is not None and self.end_report.paused
 
     @property
     def worker(self) -> Worker | None:
-        """The worker that has it; None while it waits, or is between two workers."""
+        """The worker that has the request; None while it waits or is between workers."""
         return None if self.attempt is None else self.attempt.worker
 
     @property
     def is_untouched(self) -> bool:
-        """The worker that has it has made nothing of it: it may be in that worker's queue."""
+        """The current worker has produced nothing yet; the request may be in its queue."""
         moved = self.retry_state is not None and self.journal.extent == self.retry_state.extent
         return moved or not self.journal.choices
 
     @property
     def end_pending(self) -> bool:
-        """Its end was requested, and its client has not been sent it."""
+        """The end was requested and has not been sent to the client."""
         return self.ending and not self.over
 
     @property
     def is_unread(self) -> bool:
-        """Its end waits here for a client that does not read."""
+        """The end waits for a client that does not read."""
         return self.end_pending and self.full
 
     @property
@@ -216,7 +216,7 @@ class Exchange:
     # -- events from outside ------------------------------------------------------------
 
     def begin(self) -> None:
-        """Ask a worker at once if nothing has to be waited for."""
+        """Start; the request is sent at once if no step has to wait."""
         if self.ask.deadline_ms is not None and (left_s := self.left_s) is not None:
             self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)
         self.answer = ClientAnswer(self.client, self.id, self.request.head.version)
@@ -238,7 +238,7 @@ class Exchange:
         upstream = router.fleet.pool(placement.worker).take()
         if upstream is None:
             return self._on(Event.PLACED)
-        # As the table has it in three steps; nearly every request begins like this.
+        # The same as three transitions of the table; nearly every request starts this way.
         self.state = ASKING
         return self._send_over(upstream, placement)
 
@@ -252,26 +252,26 @@ class Exchange:
             (self.attempt.upstream.hold if full else self.attempt.upstream.release)()
 
     def hold(self, mode: PauseMode) -> None:
-        """The fleet is being paused."""
+        """A pause of the fleet begins."""
         self.held, self.overtaken = mode, self.worker is not None
         self._on(Event.HELD)
 
     def release(self) -> None:
-        """The pause of the fleet is over."""
+        """The pause of the fleet has ended."""
         self.held, self.kept = None, True
 
     def ask_end(self, cause: str) -> None:
-        """The worker that has it is being asked to end it; without one it ends here. The first cause counts."""
+        """A worker that has the request was asked to end it; without one the router ends it. The first cause counts."""
         self._set_cause(cause)
         self._on(Event.END_ASKED)
 
     def end(self, cause: str = CAUSE) -> None:
-        """End it here and now. A worker that has it notices that its connection is closed."""
+        """End the request now. A worker that has it sees its connection close."""
         self._set_cause(cause)
         self._on(Event.END_NOW)
 
     def cancel(self) -> None:
-        """The router closes."""
+        """The router is shutting down."""
         self._on(Event.CLOSING)
 
     def when_over(self) -> asyncio.Future[None]:
@@ -283,12 +283,12 @@ class Exchange:
         return end
 
     def keep_alive(self) -> None:
-        """Show life while there is nothing to send."""
-        if self.ask.stream and not self.told_raw:
+        """Send a keep-alive comment on a stream."""
+        if self.ask.stream and not self.unresumable:
             self.answer.keep_alive()
 
     def waits_out_a_pause(self, retry_state: RetryState, *, queueing: bool) -> bool:
-        """Whether it is kept until the fleet is resumed: it was accepted before the pause, or new requests are queued."""
+        """Whether the request waits for the fleet to resume: it came before the pause, or the pause queues requests."""
         last = retry_state.last
         ended = last is not None and isinstance(last[1], Withheld) and last[1].cause == PAUSE
         return not ended and (queueing or self.held is not None)
@@ -296,13 +296,13 @@ class Exchange:
     # -- events of its attempts ---------------------------------------------------------
 
     def begin_stream(self, worker: Worker, headers: Headers) -> None:
-        """An attempt has the head of a streamed answer."""
+        """The head of a streamed response has arrived."""
         self.answer.begin_stream(worker, headers)
         if self.state is ASKING:
             self.state = STREAMING
 
     def pipe(self) -> EventPipe | None:
-        """Takes plain events to the client without the attempt; None if the client does not read chunks."""
+        """A pipe that bypasses the attempt for ordinary events; None if the client does not accept chunks."""
         return self.client.pipe(self.journal) if self.answer.chunked else None
 
     def write_events(self, events: bytes) -> None:
@@ -322,7 +322,7 @@ class Exchange:
         return self._attempt_ended(outcome)
 
     def _answered(self, outcome: Outcome) -> None:
-        """The first attempt has the answer: what `_attempt_ended` does, for nearly every request."""
+        """A shortcut of `_attempt_ended` for a first attempt with a final answer, as nearly always."""
         placement, self._placement = self._placement, None
         before, self.state, self.attempt = self.state, CLOSED, None
         assert placement is not None
@@ -347,7 +347,7 @@ class Exchange:
     def _judged(self, worker: Worker, outcome: Outcome) -> Event:
         if self.overtaken and refused_as_paused(outcome):
             return Event.OVERTAKEN
-        resumable = not (self.told_raw or self.journal.unreadable)
+        resumable = not (self.unresumable or self.journal.unreadable)
         return self._retry_state.judge(worker, outcome, Progress(self.journal.extent, resumable))
 
     @property
@@ -387,7 +387,7 @@ class Exchange:
         )
 
     def _is_text_missing(self) -> bool:
-        """Whether the client of a whole answer would get token ids that only a worker can turn into text."""
+        """Whether a whole answer would have token ids without text, which only a worker can render."""
         if self.ask.stream or self.ask.logprobs or self.cause == DEADLINE or self.client.gone:
             return False
         if self.router.holding or self.router.draining:
@@ -395,21 +395,21 @@ class Exchange:
         return bool(self.journal.choices) and reports.withheld_end(self) is None
 
     def _has_others(self) -> bool:
-        """Whether another worker could end it: it can make usage and text from the journal."""
+        """Whether another worker could end the request: it can compute usage and text from the journal."""
         ours = (worker for worker in self.router.fleet if worker.available and worker.kind == "headgate")
         if self.ending or self.full or self.router.holding:
             return False
         return any(worker is not self.worker for worker in ours)
 
     def _report_bug(self) -> None:
-        log.exception("%s: the router made a mistake", self.id)
+        log.exception("%s: internal error", self.id)
         before, self.state = self.state, CLOSED
         if before is not CLOSED:
             self._give_back(before)
-        self.answer.send_error(WorkersFailed("the router made a mistake; its log says more", code="internal_error"))
+        self.answer.send_error(WorkersFailed("internal error of the router; see its log", code="internal_error"))
 
     def _give_back(self, before: State) -> None:
-        """Everything that it owned in the state before it was closed."""
+        """Release everything that the request owned in state `before`."""
         if self._timer is not None:
             self._timer.cancel()
         if self._work is not None:
@@ -426,18 +426,18 @@ class Exchange:
     # -- waiting --------------------------------------------------------------------------
 
     def _wait_for(self, work: Callable[[], Awaitable[Callable[[], None]]]) -> None:
-        """Run `work` beside everything else, and call what it returns; it is cancelled when the request closes."""
+        """Run `work` as a task, then call what it returns. The task is cancelled when the request closes."""
         self._work = self.router.loop.create_task(self._run(work))
 
     async def _run(self, work: Callable[[], Awaitable[Callable[[], None]]]) -> None:
         try:
-            go_on = await work()
+            proceed = await work()
         except RequestError as error:
-            self.refusal, go_on = error, partial(self._on, Event.REFUSED)
+            self.refusal, proceed = error, partial(self._on, Event.REFUSED)
         except Exception:
-            go_on = self._report_bug
+            proceed = self._report_bug
         self._work = None
-        go_on()
+        proceed()
 
     def _admit(self) -> None:
         self._wait_for(self._admitted)
@@ -467,10 +467,10 @@ class Exchange:
             request, timeout_s = self._prefill_request_to(worker), router.config.ticket_timeout_s
             self._ticket = await request_ticket(prefill, router.fleet.pool(worker), request, timeout_s)
         except (NoTicket, WorkerLost) as error:
-            self._leave_prefill()  # now, not when the answer ends: the prompt may be waiting for its turn
+            self._leave_prefill()  # at once: the prefill request may still be queued
             if isinstance(error, WorkerLost) and worker.state != "down":
                 router.fleet.failed(worker, str(error))
-            log.info("%s: %s computes no prompt for it (%s)", self.id, worker.name, error)
+            log.info("%s: no KV from prefill worker %s (%s)", self.id, worker.name, error)
             router.counters.prefills_lost += 1
         return partial(self._on, Event.TICKET)
 
@@ -497,10 +497,10 @@ class Exchange:
         upstream, worker = self._upstream, self._placed_at.worker
         if worker.kind != "unknown" or upstream is None:
             return self._on(Event.CONNECTED)
-        # The worker was given up since it was chosen: what answers at its address now may keep no journal.
+        # The worker was removed since it was chosen: another kind of server may answer at its address now.
         self._upstream = None
         upstream.drop()
-        return self._attempt_ended(Lost("it does not answer any more"))
+        return self._attempt_ended(Lost("the worker was removed"))
 
     def _end_former(self) -> None:
         retry_state = self._retry_state
@@ -548,11 +548,11 @@ class Exchange:
         return forward(worker, self.request, self.tenant, self.id, body, more, part=part)
 
     def _from_where_it_is(self, body: bytes) -> bytes:
-        """The request, from where its answer has come to."""
+        """The body that resumes the answer."""
         if not self.journal.choices:
             return body
         if not self.ask.stream and self.ask.logprobs:
-            # It has no log-probabilities: the answer is made anew, and no client has seen it.
+            # The journal has no log-probabilities. The answer starts anew; the client has received none of it.
             self.journal = Journal()
             return body
         return splice(body, "resume", self.journal.resume(streamed=self.ask.stream))
@@ -563,7 +563,7 @@ class Exchange:
             prefill.leave()
 
     def _drop(self) -> None:
-        """Give up the attempt, or what was to become one."""
+        """Abandon the attempt, or the preparation of one."""
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.leave()
@@ -578,7 +578,7 @@ class Exchange:
         placement.give_back()
 
     def _undo(self) -> None:
-        """The fleet was held before a worker was asked."""
+        """Revoke the placement: the fleet was held before the request was sent."""
         self._stop_waiting()
         placement = self._placed_at
         self._drop()
@@ -599,7 +599,7 @@ class Exchange:
 
     @property
     def left_s(self) -> float | None:
-        """Until its deadline; negative after it. None also for one that workers refuse."""
+        """Seconds until the deadline, negative after it; None without a deadline, or with one that workers refuse."""
         due_ms = self.ask.deadline_ms
         if due_ms is None or not 0 < due_ms <= LONGEST_MS:
             return None
@@ -611,7 +611,7 @@ class Exchange:
 
     def _give_up(self) -> None:
         assert self.attempt is not None
-        self.attempt.fail("it has not ended a request at its deadline")
+        self.attempt.fail("it did not end a request at its deadline")
 
     def _set_cause(self, cause: str) -> None:
         if self.cause is None and not self.over:
@@ -626,7 +626,7 @@ class Exchange:
             self.cause = PAUSE
 
     def _render(self) -> None:
-        """Have a worker turn the token ids of the answer into text: in the journal it gets, all choices have ended."""
+        """Have a worker turn the token ids of the answer into text: it resumes a journal whose choices have all ended."""
         self._stop_waiting()
         self._drop()
         self.moves = max(self.moves, 1)

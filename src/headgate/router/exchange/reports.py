@@ -16,7 +16,7 @@ from headgate.router.data_path.downstream import Downstream, HttpRequest
 from headgate.router.data_path.request_info import RequestInfo
 from headgate.router.exchange.attempt import JSON, Answered, Lost, Outcome, Streamed, Withheld, whole_answer
 from headgate.router.exchange.client_answer import ClientAnswer
-from headgate.router.exchange.ending import DEADLINE, PAUSE, End, as_aborted, last_words, usage_told, wants_usage
+from headgate.router.exchange.ending import DEADLINE, PAUSE, End, as_aborted, final_answer, usage_of, wants_usage
 from headgate.router.exchange.journal import Journal
 from headgate.router.exchange.retry_state import RetryState
 from headgate.router.fleet.worker import Worker
@@ -168,9 +168,9 @@ def report_end(exchange: Reported) -> None:
 
 def _send_end(exchange: Reported, cause: str, ends: list[End]) -> None:
     stream = exchange.ask.stream
-    usage = usage_told(exchange.journal) if not stream or wants_usage(exchange.request.body) else None
+    usage = usage_of(exchange.journal) if not stream or wants_usage(exchange.request.body) else None
     about = exchange.request.path, exchange.id, exchange.created, exchange.model, ends
-    body = last_words(*about, stream=stream, usage=usage, cause=cause, strict=_is_strict(exchange.request))
+    body = final_answer(*about, stream=stream, usage=usage, cause=cause, strict=_is_strict(exchange.request))
     if stream:
         exchange.answer.send_stream(None, body)
     else:

@@ -1,4 +1,4 @@
-"""The attempts at one request so far: which workers were tried, how that ended, and whether another attempt follows."""
+"""The attempts at one request so far: which workers were tried, with which outcome, and whether another attempt follows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from headgate.router.exchange.ending import PAUSE
 from headgate.router.exchange.states import Event
 from headgate.router.fleet.worker import Worker
 
-ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may do better
-PASSING = frozenset((409, 500, 502, 504))  # the same worker may do better the next time
-ENGINE_LOST = b'"code":"engine_lost"'  # in a 503: not a pause, which the client should hear of
+ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may succeed
+PASSING = frozenset((409, 500, 502, 504))  # the same worker may succeed later
+ENGINE_LOST = b'"code":"engine_lost"'  # in a 503; a pause, which is reported to the client, has another code
 
 
 def is_final(outcome: Outcome) -> bool:
-    """Whether it is what the client should have, though nobody else was asked."""
+    """Whether the outcome goes to the client without another attempt."""
     return isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and outcome.status not in ELSEWHERE)
 
 
 def _may_pass(outcome: Outcome) -> bool:
-    """Whether what failed may succeed at the same worker."""
+    """Whether the same worker may succeed later."""
     match outcome:
         case Lost():
             return True
@@ -36,7 +36,7 @@ def _may_pass(outcome: Outcome) -> bool:
 
 
 def _lacks_an_engine(outcome: Outcome) -> bool:
-    """Whether the worker has no engine for the request, which its next probe may not show any more."""
+    """Whether the worker lost its engine; it may have another one by its next probe."""
     match outcome:
         case Withheld(_, ending):
             return ENGINE_LOST in ending
@@ -46,21 +46,21 @@ def _lacks_an_engine(outcome: Outcome) -> bool:
 
 
 def _is_refusal(outcome: Outcome) -> bool:
-    """Whether the worker would answer the same until its state changes."""
+    """Whether the worker would give the same answer until its state changes."""
     match outcome:
         case Withheld(rescheduled):
             return not rescheduled
         case Answered(status):
-            return status == 503  # the queue of a 429 empties by itself
+            return status == 503  # after a 429 the queue drains without a change of state
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the client has of the answer when an attempt ends."""
+    """What the client has received when an attempt ends."""
 
-    extent: tuple[int, int, int] = (0, 0, 0)  # tokens, characters and ends
-    resumable: bool = True  # by another worker; an answer without a journal is not
+    extent: tuple[int, int, int] = (0, 0, 0)  # tokens, characters, ended choices
+    resumable: bool = True  # another worker can continue; false for an answer without a journal
 
     @property
     def tokens(self) -> int:
@@ -69,31 +69,31 @@ class Progress:
 
 class RetryState:
     def __init__(self, config: RouteConfig, take_retry: Callable[[], bool], random: Random) -> None:
-        """`take_retry` takes one retry from the budget of all requests, and returns False if there is none."""
+        """`take_retry` takes one retry from the shared budget; False if none is left."""
         self._config = config
         self._take_retry = take_retry
         self._random = random
         self.excluded: set[Worker] = set()
-        # Workers that ended or refused it themselves, in which state, and after how many probes if a probe may tell more.
+        # Workers that ended or refused the request: the state they were in, and the probe count if a probe may change that.
         self._unwilling: dict[Worker, tuple[int, int | None]] = {}
-        self._failed: set[Worker] = set()  # workers whose failure may pass
+        self._failed: set[Worker] = set()  # workers whose failure may be temporary
         self._paused: set[Worker] = set()  # workers that refused it because they were paused
-        self.fruitless = 0  # attempts in a row that brought no token
-        self.last: tuple[Worker, Outcome] | None = None  # what the client is told if nobody does better
-        self.extent = (0, 0, 0)  # of what it had been told by then
-        self.looked = False  # whether the workers were asked how they are, since the last refusal
-        self.left_behind: Worker | None = None  # who still has an earlier attempt, and therefore refuses this one
+        self.fruitless = 0  # consecutive attempts without a new token
+        self.last: tuple[Worker, Outcome] | None = None  # what the client receives if no later attempt is better
+        self.extent = (0, 0, 0)  # what the client had received by then
+        self.probed = False  # the workers were probed since the last refusal
+        self.left_behind: Worker | None = None  # the worker that refuses because it still has an earlier attempt
         self._tried: set[Worker] = set()
         self._reschedules = 0
         self._full: set[Worker] = set()  # workers that had no room for it
         self._tokens = 0
 
     def judge(self, worker: Worker, outcome: Outcome, progress: Progress) -> Event:
-        """Note how an attempt ended. FINAL and EXHAUSTED: no other follows, and the client gets what is `last`."""
+        """Record an outcome. FINAL and EXHAUSTED: no attempt follows, and the client receives `last`."""
         if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(worker, outcome)):
             self.last = worker, outcome
             return Event.FINAL
-        if not self._tells_less(outcome, progress):
+        if not self._says_less(outcome, progress):
             self.last = worker, outcome
         self.extent = progress.extent
         self._count(worker, outcome, progress.tokens)
@@ -109,24 +109,24 @@ class RetryState:
         return self.fruitless <= self._config.retries and self._take_retry()
 
     def _waits_for_room(self, outcome: Outcome) -> bool:
-        """Whether an answer that was given back finds a queue full: it asks again, with backoff, up to its deadline."""
+        """Whether a rescheduled answer met a full queue: it retries with backoff until its deadline."""
         return bool(self._full) and isinstance(outcome, Answered) and outcome.status == 429
 
     def recomputes(self, worker: Worker) -> bool:
-        """Whether `worker` is to keep it when there is no room: it was there before, or this is its last move."""
+        """Whether `worker` must keep the request even without room: it rescheduled it before, or no move is left."""
         return worker in self._full or 0 < self._config.preempt_retry_count <= self._reschedules
 
     def asked_again(self, worker: Worker) -> None:
-        """Its connection broke before a word came, and it is asked once more: it may have the first one nevertheless."""
+        """The connection broke before a response and the request is sent again: the worker may have received both."""
         self._tried.add(worker)
 
     def _elsewhere(self, worker: Worker, answer: Answered) -> bool:
-        """Another worker may do better, or the same one when it has noticed that an earlier attempt is over."""
+        """Another worker may succeed, or the same one once it has noticed that an earlier attempt is over."""
         asked_before = self.last is not None or worker in self._tried
         return answer.status in ELSEWHERE or (answer.status == 409 and asked_before)
 
-    def _tells_less(self, outcome: Outcome, progress: Progress) -> bool:
-        """Whether the client is better told what came before: its part of the answer, or that a worker was full."""
+    def _says_less(self, outcome: Outcome, progress: Progress) -> bool:
+        """Whether the previous outcome says more: it has part of the answer, or reports a full worker."""
         if self.was_full:
             return isinstance(outcome, Answered) and outcome.status == 503
         unchanged = progress.extent == self.extent
@@ -140,7 +140,7 @@ class RetryState:
             self._unwilling.clear()
             self._failed.clear()
         self.fruitless += 1
-        self.looked = False
+        self.probed = False
         refused = isinstance(outcome, Answered) and outcome.status == 409
         self.left_behind = worker if refused and worker in self._tried else None
         self._tried.add(worker)
@@ -157,12 +157,12 @@ class RetryState:
 
     @property
     def rescheduled(self) -> bool:
-        """Whether the last worker had no room for it."""
+        """Whether the last worker had no room for the request."""
         return self.last is not None and isinstance(self.last[1], Withheld) and self.last[1].rescheduled
 
     @property
     def unwilling(self) -> set[Worker]:
-        """Workers that ended or refused it, and have not been in another state since, nor found ready by a probe."""
+        """Workers that ended or refused the request, and have neither changed state nor been probed ready since."""
         return {
             worker
             for worker, (changes, probes) in self._unwilling.items()
@@ -171,12 +171,12 @@ class RetryState:
 
     @property
     def was_full(self) -> bool:
-        """Whether a worker had too much to do: that is the reason, and not who else is paused."""
+        """Whether a worker was full; this takes precedence over paused workers."""
         return self.last is not None and isinstance(self.last[1], Answered) and self.last[1].status == 429
 
     @property
-    def is_told_of_a_pause(self) -> bool:
-        """Whether its client would hear that workers are paused, and nothing else."""
+    def would_report_a_pause(self) -> bool:
+        """Whether the client would receive nothing but the report of a pause."""
         if self.last is None or refused_as_paused(self.last[1]):
             return True
         return isinstance(self.last[1], Withheld) and self.last[1].cause == PAUSE
@@ -186,7 +186,7 @@ class RetryState:
         return self.last is not None and refused_as_paused(self.last[1])
 
     def ask_again(self, worker: Worker) -> None:
-        """It has been seen to run since it was known as paused."""
+        """The worker runs again after a pause."""
         if worker in self._paused:
             self._paused.remove(worker)
             self.excluded.discard(worker)
@@ -198,24 +198,24 @@ class RetryState:
 
     @property
     def was_lost(self) -> bool:
-        """Whether the last worker, or its engine, was lost with the answer."""
+        """Whether the last worker, or its engine, was lost."""
         return self.last is not None and (isinstance(self.last[1], Lost) or _lacks_an_engine(self.last[1]))
 
     @property
     def may_return(self) -> bool:
-        """Whether a worker that failed may be asked again, if there is no other."""
+        """Whether a worker that failed may be tried again if there is no other."""
         return bool(self._failed)
 
     @property
     def backoff_s(self) -> float:
-        """Before an attempt that follows fruitless ones; with jitter, so that clients of a dead worker come one by one."""
+        """Delay before the next attempt; with jitter, so that requests of a dead worker do not move all at once."""
         if self.fruitless < 2:
             return 0.0
         return min(0.05 * 2.0 ** (self.fruitless - 2), 1.0) * self._random.uniform(0.5, 1.5)
 
 
 class RetryBudget:
-    """How many attempts may be second ones: a share of all requests, so that a broken fleet is not hammered."""
+    """Limits retries to a share of all requests, so that retries do not overload a failing fleet."""
 
     SHARE, MOST = 0.2, 1000.0
 

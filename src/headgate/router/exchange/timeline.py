@@ -1,8 +1,8 @@
-"""What happened to a request on its way through the fleet: one stage for each worker that has had it.
+"""The timeline of a request in the fleet: one stage per worker that has had it.
 
-Workers tell their own part, also when it is over. What the router alone knows, it notes when it happens: who has left an
-answer unfinished, and why. Nothing is noted of requests that do not move, which are nearly all. Times are seconds after
-the request came in; those that workers tell are by their clocks.
+Each worker reports its own stage, also after it has ended. The router records which workers left an answer unfinished, and
+why; nothing is recorded for requests that do not move, which are nearly all. Times are seconds since the request arrived;
+those reported by workers come from the workers' clocks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 from headgate.router.exchange.attempt import Answered, Lost, Outcome, Withheld
 from headgate.router.fleet.worker import Worker
 
-KEPT = 1000  # requests that have moved, and ended
+KEPT = 1000  # most ended requests that are remembered
 
 
 class Departure(msgspec.Struct, frozen=True):
-    """A worker's try that another worker had to go on with."""
+    """An attempt that another worker had to continue."""
 
     worker: str
     role: str
@@ -30,7 +30,7 @@ class Departure(msgspec.Struct, frozen=True):
 
 
 class MovedRequest(msgspec.Struct, frozen=True):
-    """What is remembered of a request that has moved, and ended."""
+    """A request that has moved and ended."""
 
     began: float  # seconds since 1970
     departures: tuple[Departure, ...]
@@ -41,14 +41,16 @@ class Stage(msgspec.Struct, kw_only=True):
 
     worker: str
     role: str
-    part: Literal["prompt", "answer"]  # prompt: its KV was computed here for another worker
+    part: Literal["prompt", "answer"]  # prompt: its KV was computed for another worker
     began_s: float
     first_token_s: float | None = None
-    ended_s: float | None = None  # None: it has it now
-    left: str | None = None  # why another worker had to go on
+    ended_s: float | None = None  # None: the stage is in progress
+    left: str | None = None  # why another worker had to continue
 
 
-Word = tuple[Worker, Literal["prompt", "answer"], Mapping[str, Any]]  # a worker's answer to GET /v1/requests/{id}
+WorkerReport = tuple[
+    Worker, Literal["prompt", "answer"], Mapping[str, Any]
+]  # a worker's answer to GET /v1/requests/{id}
 
 
 def departure(worker: Worker, outcome: Outcome, at_s: float) -> Departure:
@@ -60,14 +62,14 @@ def _why(outcome: Outcome) -> str:
         case Lost(why):
             return why
         case Withheld(rescheduled):
-            return "it had no room for it" if rescheduled else "it was pausing or shutting down"
+            return "it had no room for the request" if rescheduled else "it was pausing or shutting down"
         case Answered(status):
             return f"it answered {status}"
     return "its answer was not complete"
 
 
 class MovedRequests:
-    """Requests that have moved, for those who ask later."""
+    """Ended requests that have moved, for later queries."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], MovedRequest] = OrderedDict()  # by tenant and id
@@ -78,30 +80,32 @@ class MovedRequests:
             self._kept.popitem(last=False)
 
     def get(self, id: str, tenant: str | None) -> MovedRequest | None:
-        """One tenant's request of that id; without a tenant, the latest of all tenants'."""
+        """The request of a tenant with that id; without a tenant, the latest one of any tenant."""
         if tenant is not None:
             return self._kept.get((tenant, id))
         return next((moved for key, moved in reversed(self._kept.items()) if key[1] == id), None)
 
 
-def stages(words: Iterable[Word], departures: Sequence[Departure] = (), began: float | None = None) -> list[Stage]:
-    """In the order in which they began; without `began`, that is when the first of them did."""
-    told = [_stage(*word) for word in words]
-    origin = min([stage.began_s for stage in told] if began is None else [began], default=0.0)
-    for stage in told:
+def stages(
+    reports: Iterable[WorkerReport], departures: Sequence[Departure] = (), began: float | None = None
+) -> list[Stage]:
+    """Stages in order of their start. Times count from `began`, or from the first stage."""
+    found = [_stage(*report) for report in reports]
+    origin = min([stage.began_s for stage in found] if began is None else [began], default=0.0)
+    for stage in found:
         _shift(stage, -origin)
     before_s = 0.0
     for leaving in departures:
-        _leave(told, leaving, before_s)
+        _leave(found, leaving, before_s)
         before_s = leaving.at_s
-    return sorted(told, key=lambda stage: (stage.began_s, stage.part != "prompt"))
+    return sorted(found, key=lambda stage: (stage.began_s, stage.part != "prompt"))
 
 
-def _stage(worker: Worker, part: Literal["prompt", "answer"], word: Mapping[str, Any]) -> Stage:
-    """In seconds since 1970."""
-    usage = word.get("usage")
-    arrived = usage["arrived"] if usage else time.time() - word["request"]["age_s"]
-    happened = {event["event"]: arrived + event["at_s"] for event in reversed(word["events"])}  # the first of each
+def _stage(worker: Worker, part: Literal["prompt", "answer"], report: Mapping[str, Any]) -> Stage:
+    """A stage with times in seconds since 1970."""
+    usage = report.get("usage")
+    arrived = usage["arrived"] if usage else time.time() - report["request"]["age_s"]
+    happened = {event["event"]: arrived + event["at_s"] for event in reversed(report["events"])}  # the first of each
     return Stage(
         worker=worker.url,
         role=worker.role,
@@ -119,9 +123,9 @@ def _shift(stage: Stage, by_s: float) -> None:
             setattr(stage, name, max(round(at_s + by_s, 6), stage.began_s))
 
 
-def _leave(told: list[Stage], leaving: Departure, before_s: float) -> None:
-    """Note on a stage how it ended; the worker may have died with all it could have told."""
-    for stage in told:
+def _leave(stages: list[Stage], leaving: Departure, before_s: float) -> None:
+    """Record why a stage ended. A stage is added for a worker that can no longer report its own."""
+    for stage in stages:
         if (stage.worker, stage.part, stage.left) == (
             leaving.worker,
             "answer",
@@ -130,5 +134,5 @@ def _leave(told: list[Stage], leaving: Departure, before_s: float) -> None:
             break
     else:
         stage = Stage(worker=leaving.worker, role=leaving.role, part="answer", began_s=before_s)
-        told.append(stage)
+        stages.append(stage)
     stage.ended_s, stage.left = max(leaving.at_s, stage.began_s), leaving.why
