@@ -1,4 +1,4 @@
-"""Who may import whom, as absences."""
+"""Which package may import which, where libraries may appear, and that no imports form a cycle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -161,6 +163,37 @@ def test_imports_point_one_way(path):
         if package in STDLIB_ONLY and top != "headgate":
             known = top in sys.stdlib_module_names or top in ALLOWED_THIRD_PARTY[package]
             assert known and top not in CLOCKS, f"{relative} imports {name}"
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, known: set[str]) -> Iterator[str]:
+    """Modules of this project that `path` imports anywhere, also for type checking or inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            yield from (
+                name if (name := f"{node.module}.{alias.name}") in known else node.module for alias in node.names
+            )
+
+
+def test_no_imports_form_a_cycle():
+    known = {module_name(path) for path in modules()}
+    graph = {module_name(path): set(imported_modules(path, known)) - {module_name(path)} for path in modules()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+def test_no_class_name_is_used_twice():
+    names = Counter(
+        node.name
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, times in names.items() if times > 1]
 
 
 # The table of sampling parameters, which every process loads, and the form of its declarations.
