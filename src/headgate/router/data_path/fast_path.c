@@ -1,5 +1,5 @@
-// The fast path of a request through the router, in C. `fast_path.py` has the same functions in Python, says what they do, and
-// is used where there is no compiler. What is out of the ordinary is None here, and left to the long way round.
+// The router's fast path in C. `fast_path.py` has the same functions in Python with their documentation, and is used where
+// there is no compiler. Functions return None for unusual input, which takes the general path.
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
 #include <Python.h>
@@ -8,7 +8,7 @@
 #include <string.h>
 #include <structmember.h>
 
-// The grammar of the journal, as far as it is read here. `contract/journal.py` declares it, and a test compares the two.
+// The part of the journal's grammar that is read here. `contract/journal.py` declares it; a test compares the two.
 #define JOURNAL_PROMPT ":p "
 #define JOURNAL_TOKENS ":j "
 #define JOURNAL_FINISH ":f "
@@ -47,7 +47,7 @@ static int ends(Span data, const char *with, size_t size) {
 #define STARTS(at, end, with) starts(at, end, with, sizeof(with) - 1)
 #define ENDS(data, with) ends(data, with, sizeof(with) - 1)
 
-// Whether there are so many, and that one is bytes.
+// Whether there are `wanted` arguments and the given one is bytes.
 static int arguments(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int bytes) {
     if (given == wanted && PyBytes_CheckExact(args[bytes])) return 1;
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, and bytes among them", name, wanted);
@@ -56,7 +56,7 @@ static int arguments(const char *name, PyObject *const *args, Py_ssize_t given, 
 
 static PyObject *bytes_of(const char *at, const char *end) { return PyBytes_FromStringAndSize(at, end - at); }
 
-// Both, whose references it takes; NULL if there is no second.
+// A tuple of both; steals the references. NULL if the second is NULL.
 static PyObject *pair(PyObject *known, PyObject *made) {
     PyObject *both = made == NULL ? NULL : PyTuple_Pack(2, known, made);
     Py_DECREF(known);
@@ -64,8 +64,8 @@ static PyObject *pair(PyObject *known, PyObject *made) {
     return both;
 }
 
-// What `heads` has under these bytes without what is between `from` and `to`, as a new reference: whatever is allocated after
-// this may run other code, which may empty `heads`. NULL without an error if nothing is there.
+// The value in `heads` for these bytes without those between `from` and `to`. A new reference, because a later allocation
+// may run other code that empties `heads`. NULL without an error if there is none.
 static PyObject *known_head(PyObject *heads, const char *at, const char *from, const char *to, const char *end) {
     PyObject *key = PyBytes_FromStringAndSize(NULL, (from - at) + (end - to));
     if (key == NULL) return NULL;
@@ -79,7 +79,7 @@ static PyObject *known_head(PyObject *heads, const char *at, const char *from, c
 
 // ------------------------------------------------------------------------------------------------------ HTTP
 
-// The line of the length, with the line break before it, and its number; 0 if there is none.
+// Finds the content-length line, with the line break before it, and its number; 0 if there is none.
 static int length_line(const char *at, const char *end, Span *line, Py_ssize_t *length) {
     for (const char *gap = at; (gap = FIND(gap, end, "\r\n")) != NULL; gap += 2) {
         const char *name = gap + 2;
@@ -113,7 +113,7 @@ static PyObject *request(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return pair(head, bytes_of(body, data.end));
 }
 
-// The chunk that begins at `at`, and where the next one does; 0 unless it is whole and has something in it.
+// The chunk that begins at `at`, and the start of the next one; 0 if the chunk is incomplete or empty.
 static int chunk(const char *at, const char *end, Span *content, const char **next) {
     Py_ssize_t size = 0;
     const char *first = at;
@@ -131,7 +131,7 @@ static int chunk(const char *at, const char *end, Span *content, const char **ne
     return 1;
 }
 
-// What is in the chunks that fill the span; a new reference, None if it is anything else.
+// The content of the chunks that fill the span, as a new reference; None if the span is anything else.
 static PyObject *unchunked(const char *at, const char *end) {
     Span content;
     Py_ssize_t size = 0;
@@ -147,7 +147,7 @@ static PyObject *unchunked(const char *at, const char *end) {
     return all;
 }
 
-// Whether these are whole events, none of them bound to the next, or veiled.
+// Whether these are whole events, none of them bound to the next or withheld.
 static int are_plain(Span events) {
     if (!ENDS(events, JOURNAL_GAP) || FIND(events.at, events.end, JOURNAL_BOUND)) return 0;
     return !FIND(events.at, events.end, JOURNAL_WITHHELD);
@@ -173,7 +173,7 @@ static PyObject *answer(PyObject *module, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
-// Behind a number of 1 to `most` digits; NULL if there is none, or `at` is.
+// The position after a number of 1 to `most` digits; NULL if there is none, or `at` is NULL.
 static const char *digits(const char *at, const char *end, int most, long long *number) {
     const char *first = at;
     if (at == NULL) return NULL;
@@ -181,7 +181,7 @@ static const char *digits(const char *at, const char *end, int most, long long *
     return at > first ? at : NULL;
 }
 
-// Behind one or more letters, digits and underscores; NULL if there are none, or `at` is.
+// The position after one or more letters, digits and underscores; NULL if there are none, or `at` is NULL.
 static const char *word_of(const char *at, const char *end) {
     const char *first = at;
     if (at == NULL) return NULL;
@@ -193,14 +193,14 @@ static const char *space(const char *at, const char *end) {
     return at != NULL && at < end && *at == ' ' ? at + 1 : NULL;
 }
 
-// Whether this is a whole line of the length of the prompt: `:p TOKENS`.
+// Whether this is a complete prompt line: `:p TOKENS`.
 static int prompt_line(const char *at, const char *end) {
     long long other;
     if (!STARTS(at, end, JOURNAL_PROMPT)) return 0;
     return digits(at + sizeof(JOURNAL_PROMPT) - 1, end, JOURNAL_COUNT_DIGITS, &other) == end;
 }
 
-// Whether this is a whole line of tokens of the first choice: `:j 0 VERSION CHARS ID,ID`.
+// Whether this is a complete tokens line of the first choice: `:j 0 VERSION CHARS ID,ID`.
 static int tokens_line(const char *at, const char *end, long long *version) {
     long long other;
     if (!STARTS(at, end, JOURNAL_TOKENS "0 ")) return 0;
@@ -213,7 +213,7 @@ static int tokens_line(const char *at, const char *end, long long *version) {
     return at == end;
 }
 
-// Whether this is a whole line of the end of the first choice: `:f 0 REASON CAUSE PROMPT CACHED OUTPUT`.
+// Whether this is a complete finish line of the first choice: `:f 0 REASON CAUSE PROMPT CACHED OUTPUT`.
 static int finish_line(const char *at, const char *end, long long *prompt, long long *cached) {
     long long other;
     if (!STARTS(at, end, JOURNAL_FINISH "0 ")) return 0;
@@ -288,7 +288,7 @@ static Py_ssize_t number_of(PyObject *owner, const char *name) {
     return size;
 }
 
-// What a pipe leads to; -1, with an error, if that is no pipe's business. The fields are the caller's to clear in any case.
+// Reads the ends of a pipe; -1 with an error if an argument is invalid. The caller clears the fields in any case.
 static int pipe_find(Pipe *found, PyObject *journal, PyObject *outbox, PyObject *transport) {
     found->transport = Py_NewRef(transport);
     if ((found->raw = PyObject_GetAttrString(journal, "raw")) == NULL) return -1;
@@ -303,7 +303,7 @@ static int pipe_find(Pipe *found, PyObject *journal, PyObject *outbox, PyObject 
     return -1;
 }
 
-// Once, and all at once: a pipe leads nowhere, or to something that stays as long as the pipe does.
+// Fields are set once, all together: a pipe has either no ends, or ends that live as long as the pipe.
 static int pipe_init(Pipe *self, PyObject *args, PyObject *named) {
     static char *names[] = {"journal", "outbox", "transport", NULL};
     PyObject *journal, *outbox, *transport;
@@ -384,7 +384,7 @@ static const char *blank(const char *at, const char *end) {
     return at;
 }
 
-// From an opening quote to behind the closing one; NULL if there is none.
+// From an opening quote to the position after the closing one; NULL if there is none.
 static const char *string(const char *at, const char *end) {
     const char *first = ++at;
     while (at < end && (at = memchr(at, '"', (size_t)(end - at))) != NULL) {
@@ -398,9 +398,9 @@ static const char *string(const char *at, const char *end) {
 
 #define DEEPEST 63
 
-// From the beginning of a value to behind its end; NULL if it does not end, or is nested too deeply, or wrongly.
+// From the start of a value to the position after its end; NULL if it is incomplete, malformed or nested too deeply.
 static const char *value(const char *at, const char *end) {
-    uint64_t objects = 0;  // one bit for each that is open: an object, or a list
+    uint64_t objects = 0;  // one bit per open bracket: 1 for an object, 0 for a list
     int depth = 0;
     const char *first = at;
     while (at < end) {
@@ -451,7 +451,7 @@ static const struct {
     {"user", RARE},         {"tools", RARE},          {"instructions", RARE},
 };
 
-// RARE also for a name that is not written plainly.
+// RARE also for a name with escapes.
 static Field field(Span name) {
     if (memchr(name.at, '\\', (size_t)(name.end - name.at))) return RARE;
     for (size_t i = 0; i < sizeof(FIELDS) / sizeof(*FIELDS); i++)
@@ -459,7 +459,7 @@ static Field field(Span name) {
     return OTHER;
 }
 
-// The values of a flat look at an object; 0 if there is more to it than this.
+// The top-level values of an object; 0 if it has fields other than these.
 static int fields(Span body, Span found[3]) {
     const char *at = blank(body.at, body.end), *end = body.end;
     if (at == end || *at != '{') return 0;
@@ -491,7 +491,7 @@ static PyObject *name_in(Span value) {
     return PyUnicode_DecodeASCII(value.at + 1, value.end - value.at - 2, NULL);
 }
 
-// What the first thing in a list begins with; 0 if it is no list.
+// The first byte of the first item of a list; 0 if it is no list.
 static char first_in(Span prompt) {
     if (prompt.at == prompt.end || *prompt.at != '[') return 0;
     const char *end = prompt.end - prompt.at > 64 ? prompt.at + 64 : prompt.end;
@@ -529,7 +529,8 @@ static PyObject *peek(PyObject *module, PyObject *body) {
 
 // ------------------------------------------------------------------------------------------------- prefix keys
 
-// Multiply and fold, in four lanes. Keys are guesses about caches: who forges one harms the placement of his own requests.
+// Multiply and fold, in four lanes. Keys only predict cache contents: a forged key harms the placement of the forger's own
+// requests.
 static uint64_t fold(uint64_t a, uint64_t b) {
     __uint128_t product = (__uint128_t)a * b;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
@@ -595,15 +596,15 @@ static PyObject *tail_key(PyObject *module, PyObject *const *args, Py_ssize_t co
 
 // ------------------------------------------------------------------------------------------------ the index
 
-// Whether there are so many, and the first are two dicts and a list of keys.
+// Whether there are `wanted` arguments, and the first are two dicts and a list of keys.
 static int index_arguments(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted) {
     if (given == wanted && PyDict_CheckExact(args[0]) && PyDict_CheckExact(args[1]) && PyList_CheckExact(args[2])) return 1;
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, and first two dicts and a list of keys", name, wanted);
     return 0;
 }
 
-// What is at that key of the list; a new reference, since a comparison of keys may run other code. NULL without an error if
-// nothing is there.
+// The value for that key of the list; a new reference, because a comparison of keys may run other code. NULL without an error
+// if there is none.
 static PyObject *node_at(PyObject *young, PyObject *old, PyObject *keys, Py_ssize_t at) {
     if (at >= PyList_GET_SIZE(keys)) return NULL;
     PyObject *key = Py_NewRef(PyList_GET_ITEM(keys, at)), *node = PyDict_GetItemWithError(young, key);
@@ -618,7 +619,7 @@ static const char *skipped(const char *at, const char *end, char wanted) {
     return at < end && *at == wanted ? at + 1 : NULL;
 }
 
-// Whether a message follows: inside a text its quotes would be escaped.
+// Whether another message starts here: inside a text these quotes would be escaped.
 static int message_follows(const char *at, const char *end) {
     if ((at = skipped(at, end, ',')) == NULL || (at = skipped(at, end, '{')) == NULL) return 0;
     return (at = skipped(at, end, '"')) != NULL && (STARTS(at, end, "role\"") || STARTS(at, end, "content\""));
@@ -633,7 +634,7 @@ static PyObject *message_end(PyObject *module, PyObject *const *args, Py_ssize_t
     const char *brace = before > 0 ? memrchr(text.at, '}', (size_t)before) : NULL;
     if (brace == NULL) return PyLong_FromLong(0);
     if (message_follows(brace + 1, text.end)) return PyLong_FromSsize_t(brace + 1 - text.at);
-    // This one is part of a text. A bare "role" is a key.
+    // This brace is inside a text: only a key is an unescaped "role".
     const char *role = brace;
     do role = memrchr(text.at, '"', (size_t)(role - text.at));
     while (role != NULL && !STARTS(role, brace, "\"role\""));
@@ -658,7 +659,7 @@ static PyObject *runs(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return found;
 }
 
-// What is at the key, taken out of `old` if it is there; a new reference, an empty tuple if nothing is.
+// The value for the key, removed from `old` if it is there; a new reference, an empty tuple if there is none.
 static PyObject *taken(PyObject *young, PyObject *old, PyObject *key) {
     PyObject *node = PyDict_GetItemWithError(young, key);
     if (node != NULL) return Py_NewRef(node);
