@@ -1,7 +1,6 @@
-"""Makes the site out of this folder: pages that are generated from the program itself, and those that live at the root of
-the repository because people look for them there.
+"""Build hooks of the documentation site: they add pages generated from the code and pages from the repository root.
 
-Generated pages are written nowhere: what they say is as new as the code. `tests/test_docs.py` reads them as the site does.
+Generated pages are not stored, so they always match the code. `tests/test_docs.py` checks the same pages.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ FROM_ROOT = {
 
 
 def on_config(config: Any) -> Any:
-    """Pages that the navigation does not name are guides."""
+    """Add pages that the navigation does not name to the guides."""
     named = set(re.findall(r"[\w./-]+\.md", repr(config.nav)))
     guides = next(section["Guides"] for section in config.nav if "Guides" in section)
     guides += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in named]
-    inside = next(section["Inside"] for section in config.nav if "Inside" in section)
+    internals = next(section["Internals"] for section in config.nav if "Internals" in section)
     decisions = sorted((ROOT / "docs/decisions").glob("*.md"))
-    inside.append({"Decisions": [f"decisions/{page.name}" for page in decisions]})
+    internals.append({"Decisions": [f"decisions/{page.name}" for page in decisions]})
     return config
 
 
@@ -69,7 +68,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def made_pages() -> dict[str, str]:
-    """Every page that is not a file in this folder, by its place in the site."""
+    """Every page that is not a file in this folder, by its path in the site."""
     return {path: (ROOT / source).read_text("utf-8") for path, source in FROM_ROOT.items()} | {
         "reference/http.md": http_page(),
         "reference/sampling.md": sampling_page(),
@@ -83,7 +82,7 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^()\s]+)\)"
 
 
 def relinked(markdown: str, page: str) -> str:
-    """Links between files of the repository as links between pages; what is no page is named and not linked."""
+    """Turn links between files of the repository into links between pages; a target that is no page loses its link."""
     source = PurePosixPath(FROM_ROOT.get(page, f"docs/{page}"))
     pages = {name: path for path, name in FROM_ROOT.items()}
 
@@ -104,16 +103,16 @@ def relinked(markdown: str, page: str) -> str:
 
 
 INTRODUCTION = (
-    "As `GET /openapi.json` of servers and routers describes it. Any call to a router may also be answered with 502 or "
-    "503, because it finds no worker or loses it. More about calls that only routers have: "
-    "[who is in the fleet](../router.md#who-is-in-the-fleet), [scaling](../ray.md#scaling)."
+    "Generated from the same declarations as `GET /openapi.json` of servers and routers. Any call to a router can also "
+    "return 502 or 503, when no worker is available or the worker is lost. Calls that only routers have: "
+    "[workers](../router.md#workers), [scaling](../ray.md#scaling)."
 )
 
 
 def http_page() -> str:
     server = msgspec.json.decode(server_description(__version__))
     router = msgspec.json.decode(router_description(__version__))
-    lines = ["# HTTP API, every call", "", INTRODUCTION, "", "## Errors", ""]
+    lines = ["# HTTP API reference", "", INTRODUCTION, "", "## Errors", ""]
     lines += [f"Their body is {type_of({'$ref': 'ErrorBody'})}.", "", "| status | means |", "|---|---|"]
     lines += [f"| {status} | {meaning} |" for status, meaning in ERRORS.items()]
     lines += ["", "## Calls", ""]
@@ -169,7 +168,7 @@ TABLE = re.compile(r"(?<=<!-- begin: python docs/hooks.py writes this table -->\
 
 
 def with_table(page: str) -> str:
-    """docs/api.md, with the table of all operations as it should be."""
+    """docs/api.md with the table of all operations brought up to date."""
     rows = ["| operation | summary | access | on a router |", "|---|---|---|---|"]
     rows += [
         f"| `{operation}` | {operation.summary} | {operation.access.value} | {routed(operation)} |"
@@ -202,7 +201,7 @@ def _default(field: str, schema: dict[str, Any], owner: dict[str, Any]) -> str:
 
 
 def type_of(schema: dict[str, Any]) -> str:
-    """A JSON schema in words."""
+    """A JSON schema as text."""
     match schema:
         case {"$ref": str(reference)}:
             name = reference.rpartition("/")[2]
@@ -222,7 +221,7 @@ def type_of(schema: dict[str, Any]) -> str:
     return "anything"
 
 
-WIDE = 2**31 - 1  # a bound that only says which integers there are
+WIDE = 2**31 - 1  # the bound of the integer type itself, not worth showing
 
 
 def _bounds(schema: dict[str, Any]) -> str:
@@ -284,9 +283,9 @@ def _defaults(parameter: SamplingParameter) -> str:
 
 
 def command_page() -> str:
-    lines = ["# Command line", "", f"What `--help` says, of version {__version__}.", ""]
+    lines = ["# Command line", "", f"The output of `--help`, version {__version__}.", ""]
     for command in _parsers(cli.parser()):
-        # Python versions differ in how they fill lines; a page should not.
+        # Python versions wrap help texts differently; the page must not depend on the version.
         command.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100, max_help_position=28)
         lines += [f"## `{command.prog}`", "", "```", command.format_help().rstrip(), "```", ""]
     return "\n".join(lines)
@@ -310,8 +309,8 @@ def configuration_page() -> str:
     lines = [
         "# Configuration",
         "",
-        "What an engine, a server and a router are set up with (`headgate.config`). Flags of the command line set fields",
-        "of the same name; `LLM(path, field=value, ...)` takes those of `EngineConfig`.",
+        "The settings of an engine, a server and a router (`headgate.config`). Command-line flags set the fields of the",
+        "same name; `LLM(path, field=value, ...)` accepts the fields of `EngineConfig`.",
         "",
     ]
     for each in configurations():
@@ -331,7 +330,7 @@ def _value(field: Field[Any]) -> str:
 
 
 def _comments(owner: type) -> dict[str, str]:
-    """What is written behind the fields of a dataclass."""
+    """The comments that follow the fields of a dataclass."""
     found = re.findall(r"^ {4}(\w+): [^#\n]*?(?:\(\n[^#\n]*?)?#\s*(.*)$", inspect.getsource(owner), re.MULTILINE)
     return {name: comment.replace("|", "\\|") for name, comment in found}
 
@@ -344,7 +343,7 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "On `GET /metrics`, for Prometheus; beside them those of the process (`process_…`).",
+        "`GET /metrics` returns these in Prometheus format, along with metrics of the process (`process_…`).",
         "",
     ]
     lines += ["| metric | kind | labels | |", "|---|---|---|---|"]
