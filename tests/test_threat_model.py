@@ -31,7 +31,7 @@ def test_the_tests_that_show_a_promise_are_there(path: str):
 def test_every_promise_is_shown_by_a_test():
     rows = [
         row
-        for table in re.findall(r"^\| promise .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+        for table in re.findall(r"^\| guarantee .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
         for row in table.splitlines()
     ]
     assert len(rows) > 25
