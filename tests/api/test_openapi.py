@@ -77,7 +77,7 @@ def test_the_description_is_served_and_its_references_resolve(server: LiveServer
             {"messages": [{"role": "user", "content": "a"}], "logprobs": True},
             "ChatCompletion",
         ),
-        ("/v1/completions", {"prompt": "a", "logprobs": 1, "echo": True}, "Completion"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 1, "echo": True}, "TextCompletion"),
         ("/v1/responses", {"input": "a", "max_output_tokens": 4}, "ResponseObject"),
         ("/tokenize", {"prompt": "a"}, "Tokenized"),
         ("/detokenize", {"tokens": [1]}, "Detokenized"),

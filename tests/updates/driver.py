@@ -87,13 +87,13 @@ def driving(model: Path, **options: object) -> Iterator[Driver]:
 TRAINER = """
 import sys
 from headgate.weights import send_weights
-from headgate.device.weights.broadcast import Circle
+from headgate.device.weights.broadcast import BroadcastGroup
 from headgate.device.weights.loading import SafetensorsFolder
 from headgate.errors import HeadgateError
 
 folder, address, world_size, dies = sys.argv[1:]
 if dies == "in the middle":
-    class Circle(Circle):
+    class BroadcastGroup(BroadcastGroup):
         left = 3  # broadcasts: the length of the header, the header, and one bucket
         def broadcast(self, data):
             if not self.left:
@@ -102,7 +102,7 @@ if dies == "in the middle":
             self.left -= 1
             super().broadcast(data)
     import headgate.weights
-    headgate.weights.Circle = Circle
+    headgate.weights.BroadcastGroup = BroadcastGroup
 try:
     send_weights(dict(SafetensorsFolder(folder)), address, int(world_size), timeout_s=60, bucket_bytes=8192)
     print("sent")
