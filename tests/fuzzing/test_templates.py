@@ -258,11 +258,11 @@ def test_a_hostile_template_takes_little_memory() -> None:
     program = """
         import resource, time
         from tests.fuzzing.test_templates import HOSTILE, rendered
-        from headgate.text.sandbox import Limits
+        from headgate.text.sandbox import TemplateLimits
         rendered("{{ 1 }}")
         for name, source in HOSTILE.items():
             began_s = time.thread_time()
-            assert len(rendered(source, limits=Limits(chars=400_000, chars_in_all=20_000_000))) <= 410_000, name
+            assert len(rendered(source, limits=TemplateLimits(chars=400_000, chars_in_all=20_000_000))) <= 410_000, name
             assert time.thread_time() - began_s < 20, name
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     """
