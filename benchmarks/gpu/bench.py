@@ -24,7 +24,7 @@ START_S = time.perf_counter()
 import torch  # noqa: E402
 from benchmarks.checkpoint import SHAPES  # noqa: E402
 
-import headgate.device.tensor_parallel.team as team  # noqa: E402
+import headgate.device.tensor_parallel.parallelism as parallelism  # noqa: E402
 from headgate.config import FP8, EngineConfig  # noqa: E402
 from headgate.contract.sampling import SamplingParams  # noqa: E402
 from headgate.device.weights.loading import TensorInfo  # noqa: E402
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    team.open_source = open_random  # type: ignore[assignment]
+    parallelism.open_source = open_random  # type: ignore[assignment]
     how = {"deterministic": arguments.deterministic, "fp8": arguments.fp8}
     kind = ("-deterministic" if how["deterministic"] else "") + (f"-fp8-{how['fp8']}" if how["fp8"] != "none" else "")
     rows: list[Row] = []

@@ -34,11 +34,11 @@ import torch
 from benchmarks.checkpoint import SHAPES
 from benchmarks.gpu import bench
 
-import headgate.device.tensor_parallel.team as team
+import headgate.device.tensor_parallel.parallelism as parallelism
 from headgate.collector import spare_the_collector
 from headgate.config import EngineConfig
 from headgate.device.weights.loading import WeightSource
-from headgate.device.weights.supply import open_source
+from headgate.device.weights.resources import open_source
 from headgate.engine.build import Engine, build_engine
 from headgate.models import read_spec
 from headgate.protocol.command import (
@@ -449,7 +449,7 @@ def main() -> None:
     if options.train:
         train(options.train, torch.device(options.device))
         return
-    team.open_source = open_random  # type: ignore[assignment]
+    parallelism.open_source = open_random  # type: ignore[assignment]
     found = json.dumps(measure(options.shape, options.device, options.trials, run_ahead=options.run_ahead), indent=1)
     print(found)
     if options.out:

@@ -26,7 +26,7 @@ from benchmarks.checkpoint import SHAPES, family_of
 from benchmarks.gpu.bench import BANDWIDTH, Clients, open_random, params, random_prompts
 from torch.profiler import ProfilerActivity, profile
 
-import headgate.device.tensor_parallel.team as team
+import headgate.device.tensor_parallel.parallelism as parallelism
 from headgate.config import FP8, EngineConfig
 from headgate.engine.build import build_engine
 from headgate.layers.backend import Fp8
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--max-batch-tokens", type=int)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    team.open_source = open_random  # type: ignore[assignment]
+    parallelism.open_source = open_random  # type: ignore[assignment]
     results: list[dict[str, Any]] = []
     how = {"max_running": arguments.max_running, "max_batch_tokens": arguments.max_batch_tokens}
 

@@ -219,7 +219,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy():
 
 
 def test_a_sequence_that_samples_must_have_a_seed():
-    with pytest.raises(AssertionError, match="without a seed"):
+    with pytest.raises(AssertionError, match="must have a seed"):
         sampler_with([[1]], [SamplingParams()], 40)
 
 

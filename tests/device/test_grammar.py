@@ -96,7 +96,7 @@ def test_without_an_end_or_a_known_kind_of_tokenizer_there_are_no_grammars(token
     assert read_vocabulary(tokenizer.to_str(), vocab_size=VOCAB, eos_ids=()) is None
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     assert read_vocabulary(words.to_str(), vocab_size=2, eos_ids=(1,)) is None
-    assert json.loads(words.to_str())["model"]["type"] == "WordLevel" and "takes no grammars" in caplog.text
+    assert json.loads(words.to_str())["model"]["type"] == "WordLevel" and "grammars are not supported" in caplog.text
 
 
 def bits(device: str) -> torch.Tensor:

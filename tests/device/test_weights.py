@@ -151,14 +151,14 @@ def test_a_corrupt_file_is_named(model, folder, content, sentence):
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ({"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}, "in a way we do not know: KeyError('F4')"),
-        ({"dtype": "F32", "shape": [2]}, "in a way we do not know: KeyError('data_offsets')"),
+        ({"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}, "in an unknown format: KeyError('F4')"),
+        ({"dtype": "F32", "shape": [2]}, "in an unknown format: KeyError('data_offsets')"),
         ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "bytes 0 to 8 for tensor x, [3] of float32"),
         (
             {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},
-            "in a way we do not know: ValueError('-8 is not a size')",
+            "in an unknown format: ValueError('-8 is not a size')",
         ),
-        (7, "in a way we do not know: TypeError"),
+        (7, "in an unknown format: TypeError"),
     ],
 )
 def test_a_header_that_makes_no_sense_is_refused(model, folder, entry, sentence):

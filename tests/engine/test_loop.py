@@ -46,7 +46,7 @@ class Harness:
             self.scheduler,
             self.executor,
             self.hear,
-            supply=self.executor,
+            resources=self.executor,
             transport=transport,
             recorder=StepRecorder(Path(tempfile.mkdtemp(prefix="headgate-test-"))),
             run_ahead=run_ahead,

@@ -15,7 +15,7 @@ from headgate import LLM, SamplingParams
 from headgate.cli import parser
 from headgate.cli.serve import engine_config
 from headgate.config import EngineConfig
-from headgate.device.tensor_parallel import followers, team
+from headgate.device.tensor_parallel import followers, parallelism
 from headgate.engine.replicas import Replica, Replicas, started
 from headgate.errors import EngineDead, RankLost, RequestError
 from headgate.protocol.command import EngineState, FileSource, Pause, Resume, UpdateWeights
@@ -83,7 +83,7 @@ def test_a_rank_that_cannot_start_is_an_error_and_leaves_nothing(folder, monkeyp
 
 
 def test_heads_that_cannot_be_divided_are_refused_before_anything_is_started(folder, monkeypatch):
-    monkeypatch.setattr(team, "Followers", None)
+    monkeypatch.setattr(parallelism, "Followers", None)
     with pytest.raises(RequestError, match="tensor_parallel is 3"):
         LLM(folder, tensor_parallel=3)
 
@@ -177,13 +177,13 @@ def test_55_an_update_by_path_outlives_a_rank(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_its_engine_at_the_deadline(folder, monkeypatch):
-    monkeypatch.setattr(team, "STEP_S", 3.0)
+    monkeypatch.setattr(parallelism, "STEP_S", 3.0)
     with LLM(folder, dtype="float32", device="cpu", max_running=4, tensor_parallel=2) as llm:
         tokens_of(llm)
         (pid,) = ranks_of(os.getpid())
         os.kill(pid, signal.SIGSTOP)
         began_s = time.monotonic()
-        with pytest.raises(EngineDead, match="another rank of this engine is gone, or late"):
+        with pytest.raises(EngineDead, match="another rank of this engine is gone or does not respond"):
             tokens_of(llm)
         assert time.monotonic() - began_s > 2.5
     assert not alive(pid)

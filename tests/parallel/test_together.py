@@ -12,9 +12,9 @@ from headgate import LLM, SamplingParams
 from headgate.config import EngineConfig
 from headgate.device import sleeping_memory as sleep_module
 from headgate.device.build import build_device
-from headgate.device.tensor_parallel import team
+from headgate.device.tensor_parallel import parallelism
 from headgate.device.tensor_parallel.executors import AgreedWeights, RunStep
-from headgate.device.tensor_parallel.team import WantedWeights
+from headgate.device.tensor_parallel.parallelism import WantedWeights
 from headgate.device.weights.loading import SafetensorsFolder
 from headgate.errors import SourceLost
 from headgate.protocol.command import (
@@ -41,7 +41,7 @@ from tests.updates.test_updates import IDS, answers_of, frozen
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch):
-    monkeypatch.setattr(team, "Followers", ThreadFollowers)
+    monkeypatch.setattr(parallelism, "Followers", ThreadFollowers)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -103,7 +103,7 @@ def test_a_plan_reaches_followers_without_what_only_rank_0_needs(folder):
     """The choice is rank 0's alone: followers get no tokens but those that join, and answer nothing."""
     with LLM(folder, dtype="float32", tensor_parallel=2, max_running=4) as llm:
         llm.generate([[1, 2, 3]], GREEDY, progress=False)
-        followers = llm.engine.executor._tell.__self__
+        followers = llm.engine.executor._send_order.__self__
         assert isinstance(followers, ThreadFollowers)
         steps = [order.plan for order in followers.orders if isinstance(order, RunStep)]
     assert len(steps) == 16 and [len(plan.joins) for plan in steps] == [1] + [0] * 15
@@ -239,7 +239,7 @@ def test_55_wanted_weights_that_one_rank_lacks_are_had_by_none(folder, other, mo
     worker.executor.close()
     forget_on_rank_1(monkeypatch, lacking)
     worker = build_device(folder, config, WantedWeights(FileSource(str(lacking)), 7))
-    assert worker.version == 0 and "weights of version 7 cannot be had again" in caplog.text
+    assert worker.version == 0 and "weights of version 7 cannot be loaded" in caplog.text
     worker.executor.close()
 
 

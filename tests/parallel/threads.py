@@ -65,7 +65,7 @@ class ThreadFollowers:
     def await_all(self) -> None:
         pass
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         self.orders.append(order)
         for mail in self.mails:
             mail.letters.put(msgspec.msgpack.encode(order))

@@ -7,19 +7,19 @@ import pytest
 
 from headgate.device.weights import ipc
 from headgate.testing.tiny import tiny_model
-from tests.transfer.peers import OneCard
+from tests.transfer.peers import OneGpu
 
 collect_ignore = [] if find_spec("nixl") else ["test_nixl.py"]
 
 
 @pytest.fixture(autouse=True)
-def card(request, monkeypatch) -> OneCard:
+def gpu(request, monkeypatch) -> OneGpu:
     """Instead of a GPU, where there need not be one."""
-    card = OneCard()
+    gpu = OneGpu()
     if request.node.get_closest_marker("gpu") is None:
         for name in ("gpu_of", "export_storage", "open_storage"):
-            monkeypatch.setattr(ipc, name, getattr(card, name))
-    return card
+            monkeypatch.setattr(ipc, name, getattr(gpu, name))
+    return gpu
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from headgate.device.kv_blocks import HostBlocks
-from headgate.device.same_gpu import card_of
+from headgate.device.same_gpu import same_gpu_cache
 from headgate.protocol.command import SharedStorage
 from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
@@ -28,7 +28,7 @@ DEADLINE_S = 60.0
 BLOCKS, PART_BYTES, PARTS = 40, 4096, 6
 GENERATION, VERSION = 77, 3
 TRANSPORTS = ["tcp", "nixl"] if find_spec("nixl") else ["tcp"]  # those that can be tried here, between engines
-KINDS = [*TRANSPORTS, "card"]  # and by themselves: see `OneCard`
+KINDS = [*TRANSPORTS, "same_gpu"]  # and by themselves: see `OneGpu`
 
 
 @dataclass(eq=False)
@@ -50,8 +50,8 @@ class Peer:
         else:
             self.tensors = [torch.full(shape, self.fill, dtype=torch.uint8) for _ in range(PARTS)]
         memory = HostBlocks(self.tensors, self.layout)
-        if self.kind == "card":
-            memory.near = card_of(self.tensors)
+        if self.kind == "same_gpu":
+            memory.same_gpu = same_gpu_cache(self.tensors)
         self.transport = transport_kind(self.kind)(
             memory,
             parse_address("127.0.0.1:0"),
@@ -100,8 +100,8 @@ class Peer:
         return self.transport.counts().failures
 
 
-class OneCard:
-    """Stands for the device in `headgate.device.weights.ipc`: all caches of this process are on one card."""
+class OneGpu:
+    """Stands for the device in `headgate.device.weights.ipc`: all caches of this process are on one GPU."""
 
     def __init__(self) -> None:
         self.shared: dict[bytes, torch.UntypedStorage] = {}
@@ -125,7 +125,7 @@ class OneCard:
 def transport_kind(name: str) -> type[TcpTransport]:
     if name == "tcp":
         return TcpTransport
-    if name == "card":
+    if name == "same_gpu":
         return SameGpuTransport
     from headgate.transfer.nixl import NixlTransport
 

@@ -1,4 +1,4 @@
-"""KV of a GPU: from memory to memory between processes on one card, and by way of pinned memory."""
+"""KV of a GPU: from memory to memory between processes on one GPU, and by way of pinned memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from headgate.contract.sampling import SamplingParams
 from headgate.device.kv_blocks import DeviceBlocks, HostBlocks
-from headgate.device.same_gpu import SameGpuCache, card_of
+from headgate.device.same_gpu import SameGpuCache, same_gpu_cache
 from headgate.protocol.request import GenerateRequest
 from tests.transfer.engines import DEADLINE_S, Side, config, export, two_engines
 from tests.transfer.peers import counted
@@ -67,17 +67,17 @@ def assert_stored(tensors: list[torch.Tensor], other: list[torch.Tensor]) -> Non
         assert not found[untouched].any()
 
 
-# -- two processes, one card -------------------------------------------------------------
+# -- two processes, one GPU -------------------------------------------------------------
 
 # Shows its shelf with some blocks in slot 0, and fills the others again and again until it ends.
 NEIGHBOUR = """
 import sys, threading
-from headgate.device.same_gpu import card_of
+from headgate.device.same_gpu import same_gpu_cache
 from tests.transfer.test_gpu import THEIRS, drawn
 
-card = card_of([tensor.cuda() for tensor in drawn()])
-shelf = card.shelf()
-print(shelf.put(0, THEIRS).hex(), shelf.shown.hex(), flush=True)
+cache = same_gpu_cache([tensor.cuda() for tensor in drawn()])
+shelf = cache.shelf()
+print(shelf.put(0, THEIRS).hex(), shelf.descriptor.hex(), flush=True)
 asked = threading.Thread(target=sys.stdin.read)
 asked.start()
 while asked.is_alive():
@@ -88,7 +88,7 @@ while asked.is_alive():
 
 @contextmanager
 def neighbour() -> Iterator[tuple[subprocess.Popen[str], bytes, bytes]]:
-    """A process on our card: itself, the checksum of what it has in slot 0, and where its shelf is."""
+    """A process on our GPU: itself, the checksum of what it has in slot 0, and where its shelf is."""
     process = subprocess.Popen(
         [sys.executable, "-c", NEIGHBOUR],
         stdin=subprocess.PIPE,
@@ -98,42 +98,42 @@ def neighbour() -> Iterator[tuple[subprocess.Popen[str], bytes, bytes]]:
     )
     try:
         assert process.stdout is not None
-        digest, shown = map(bytes.fromhex, process.stdout.readline().split())
-        yield process, digest, shown
+        digest, descriptor = map(bytes.fromhex, process.stdout.readline().split())
+        yield process, digest, descriptor
     finally:
         process.kill()
         process.communicate()
 
 
-def empty_card() -> tuple[SameGpuCache, list[torch.Tensor]]:
+def empty_cache() -> tuple[SameGpuCache, list[torch.Tensor]]:
     empty = [torch.zeros(BLOCKS, *PART, dtype=torch.bfloat16, device="cuda") for _ in range(PARTS)]
-    card = card_of(empty)
-    assert card is not None
-    return card, empty
+    cache = same_gpu_cache(empty)
+    assert cache is not None
+    return cache, empty
 
 
 def test_what_another_process_puts_in_a_slot_is_taken_out_of_it_where_it_lies(tensors):
-    with neighbour() as (_, digest, shown):
-        card, empty = empty_card()
+    with neighbour() as (_, digest, descriptor):
+        cache, empty = empty_cache()
         assert digest == checksum(HostBlocks(tensors, "same").lend(THEIRS))
-        assert card.open(shown).take(0, OURS) == digest
+        assert cache.open(descriptor).take(0, OURS) == digest
         assert_stored(tensors, empty)
 
 
 def test_a_shelf_of_our_own_process_cannot_be_opened_and_nothing_breaks():
     """CUDA maps the memory of others only; such a fetch goes over the connection."""
-    card, _ = empty_card()
-    shelf = card.shelf()
+    cache, _ = empty_cache()
+    shelf = cache.shelf()
     assert shelf is not None
     with suppress(OSError):  # or it works, and that is as good
-        assert len(card.open(shelf.shown).take(0, (1,))) == 8
+        assert len(cache.open(shelf.descriptor).take(0, (1,))) == 8
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 def test_37_a_process_that_dies_while_we_read_its_memory_breaks_nothing_of_ours(tensors):
-    with neighbour() as (process, digest, shown):
-        card, empty = empty_card()
-        opened = card.open(shown)
+    with neighbour() as (process, digest, descriptor):
+        cache, empty = empty_cache()
+        opened = cache.open(descriptor)
         assert opened.take(0, OURS) == digest
         threading.Timer(0.3, process.kill).start()
         ended_s = time.monotonic() + 1.5
@@ -145,20 +145,20 @@ def test_37_a_process_that_dies_while_we_read_its_memory_breaks_nothing_of_ours(
         assert process.wait(10) == -signal.SIGKILL
         del opened
         assert torch.ones(3, device="cuda").sum().item() == 3
-    with neighbour() as (_, digest, shown):
-        assert card.open(shown).take(0, OURS) == digest, "and the next one is read"
+    with neighbour() as (_, digest, descriptor):
+        assert cache.open(descriptor).take(0, OURS) == digest, "and the next one is read"
 
 
 def test_handles_of_a_process_that_is_gone_are_refused_and_nothing_breaks():
-    card, _ = empty_card()
-    with neighbour() as (_, _, shown):
+    cache, _ = empty_cache()
+    with neighbour() as (_, _, descriptor):
         pass
     with pytest.raises(OSError, match=r"."):
-        card.open(shown)
+        cache.open(descriptor)
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
-# -- two engines, one card ---------------------------------------------------------------
+# -- two engines, one GPU ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

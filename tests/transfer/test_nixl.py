@@ -100,12 +100,12 @@ def test_39_a_byte_that_changes_in_a_slot_is_noticed():
 @contextmanager
 def stalled(p: Peer) -> Iterator[None]:
     """Nothing can be read from P, which answers otherwise: its NIXL stands still, as in a process that is stopped."""
-    get_on = agent(p).get_on
-    agent(p).get_on = lambda: None  # type: ignore[method-assign]
+    make_progress = agent(p).make_progress
+    agent(p).make_progress = lambda: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        agent(p).get_on = get_on  # type: ignore[method-assign]
+        agent(p).make_progress = make_progress  # type: ignore[method-assign]
 
 
 def test_32_38_blocks_are_free_at_once_and_a_read_that_lands_late_touches_none():

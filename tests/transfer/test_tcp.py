@@ -179,7 +179,7 @@ def test_nothing_is_read_from_blocks_once_they_are_withdrawn_however_full_the_li
     with near, far:
         server = LeaseServer(near, memory, {1: offer}.get, lambda _: None, 30.0, time.monotonic)
         server._attach(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))
-        server.heard(FrameHeader(FrameKind.FETCH, 0, len(SOME)))
+        server.received(FrameHeader(FrameKind.FETCH, 0, len(SOME)))
         server.more()  # what it says stays where it is, as on a line that takes no more
         offer.withdrawn = True
         for _ in range(100):
@@ -227,7 +227,7 @@ def test_37_who_leaves_before_it_is_connected_still_gives_the_lease_back_at_once
                 d.fetched(id)  # or not, if it was quick
             assert p.next(Released).lease == id
         assert not d.failures()
-        until(lambda: not d.transport._parting and not d.transport._clients)
+        until(lambda: not d.transport._detaching and not d.transport._clients)
 
 
 def test_who_leaves_somebody_who_does_not_answer_is_not_there_for_ever(kind):
@@ -239,7 +239,7 @@ def test_who_leaves_somebody_who_does_not_answer_is_not_there_for_ever(kind):
             sock.settimeout(30)
             while sock.recv(4096):
                 pass
-        until(lambda: not d.transport._parting and not d.transport._clients)
+        until(lambda: not d.transport._detaching and not d.transport._clients)
         assert not d.failures()
 
 
@@ -417,7 +417,7 @@ def test_a_connection_goes_on_after_its_share_of_a_turn(monkeypatch, kind):
 
 
 def test_whoever_says_nothing_is_hung_up_on(monkeypatch, kind):
-    monkeypatch.setattr(tcp, "STRANGER_S", 0.2)
+    monkeypatch.setattr(tcp, "UNATTACHED_S", 0.2)
     with peers(kind=kind) as (p, _):
         address = parse_address(p.transport.address)
         with socket.create_connection((address.host, address.port), timeout=60) as stranger:

@@ -139,7 +139,9 @@ def test_nccl_without_a_gpu_is_refused_at_once_and_everyone_hears_why(old, new, 
         trainer.join(30)
         assert isinstance(denied, Denied) and (denied.status, denied.code) == (400, "bad_weights")
         for told in (denied.message, str(refusal[0])):
-            assert "rank 0: nccl needs a GPU, and cpu is none; rank 1: nccl needs a GPU, and cpu is none" in told
+            assert (
+                "rank 0: nccl needs a GPU, and cpu is not one; rank 1: nccl needs a GPU, and cpu is not one" in told
+            )
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -147,7 +149,9 @@ def test_nccl_without_a_gpu_is_refused_at_once_and_everyone_hears_why(old, new, 
 def test_an_engine_and_a_trainer_that_were_told_different_things_do_not_wait_for_each_other(old, new):
     place = address()
     engine = Engine(old, BroadcastSource(place, 2, 1, 60, "nccl"))
-    with pytest.raises(BrokenCheckpoint, match="rank 1: the trainer sends by gloo, and this engine was told nccl"):
+    with pytest.raises(
+        BrokenCheckpoint, match="rank 1: the trainer sends by gloo, and this engine is configured for nccl"
+    ):
         send_weights(tensors_of(new), place, 2, timeout_s=60)
     engine.join(30)
     assert isinstance(engine.outcome, BrokenCheckpoint)
@@ -222,12 +226,12 @@ def test_25_handles_are_verified_before_any_is_opened(old, new, undisturbed, car
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"start": 4}, "does not lie within the storage that it names"),
-        ({"start": -4}, "does not lie within the storage that it names"),
-        ({"start": 2}, "does not lie within the storage that it names"),
-        ({"storage": 999}, "lies in no storage that is shared"),
-        ({"storage": -1}, "lies in no storage that is shared"),
-        ({"shape": (-64,)}, "lies in no storage that is shared"),
+        ({"start": 4}, "is not within its storage"),
+        ({"start": -4}, "is not within its storage"),
+        ({"start": 2}, "is not within its storage"),
+        ({"storage": 999}, "is not in a shared storage"),
+        ({"storage": -1}, "is not in a shared storage"),
+        ({"shape": (-64,)}, "is not in a shared storage"),
         ({"dtype": "complex"}, "has the unknown dtype 'complex'"),
     ],
 )
@@ -267,11 +271,11 @@ def test_25_memory_of_another_card_is_refused(old, new, card, monkeypatch):
             driver.call(Pause("abort"))
             denied = driver.call(UpdateWeights(sent(shared)))
     assert isinstance(denied, Denied) and denied.code == "bad_weights"
-    assert "the tensors lie on the GPU 'GPU-1' and this engine is on 'a CPU'" in denied.message
+    assert "the tensors are on the GPU 'GPU-1' and this engine is on 'a CPU'" in denied.message
 
 
 def test_what_cannot_be_shared_is_said_to_the_trainer(card):
     with pytest.raises(RequestError, match="tensor a is not contiguous"), share({"a": torch.ones(2, 3).t()}):
         pass
-    with pytest.raises(RequestError, match="must lie on one GPU"), share({}):
+    with pytest.raises(RequestError, match="must be on one GPU"), share({}):
         pass

@@ -151,7 +151,7 @@ def test_a_file_that_was_replaced_meanwhile_does_not_pass_for_the_old_weights(tm
         driver.call(Sleep(("weights",)))
         shutil.copytree(tiny_model(tmp_path / "other", seed=1, tokenizer=False), folder, dirs_exist_ok=True)
         denied = driver.call(Wake())
-        assert isinstance(denied, Denied) and "is not what was loaded from it any more" in denied.message
+        assert isinstance(denied, Denied) and "has changed since it was loaded" in denied.message
 
 
 def test_weights_that_do_not_fit_leave_sleeping_ones_asleep(model, undisturbed, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headgate.device.weights import supply
+from headgate.device.weights import resources
 from headgate.device.weights.broadcast import BroadcastWeights
 from headgate.device.weights.loading import SafetensorsFolder, load_weights
 from headgate.errors import RequestError, SourceLost
@@ -124,7 +124,7 @@ def one_bit(path: Path) -> None:
     ("spoil", "reason"),
     [
         (cut_short, "but tensor model.norm.weight ends at"),
-        (garbage_header, "describes tensor model.embed_tokens.weight in a way we do not know"),
+        (garbage_header, "describes tensor model.embed_tokens.weight in an unknown format"),
         (one_bit, "has SHA-256"),
         (Path.unlink, "cannot be opened: No such file"),
     ],
@@ -144,7 +144,7 @@ def test_25_a_broken_file_is_named_and_the_old_weights_go_on(old, new, undisturb
 def test_25_a_file_cut_short_while_it_is_read_quarantines_the_engine_until_a_full_update(
     old, new, undisturbed, monkeypatch
 ):
-    read = supply.SafetensorsFiles.__iter__
+    read = resources.SafetensorsFiles.__iter__
 
     def read_and_cut(self):
         for name, tensor in read(self):
@@ -153,7 +153,7 @@ def test_25_a_file_cut_short_while_it_is_read_quarantines_the_engine_until_a_ful
 
     with driving(old) as driver, publish(tensors_of(new)) as files:
         with monkeypatch.context() as patch:
-            patch.setattr(supply.SafetensorsFiles, "__iter__", read_and_cut)
+            patch.setattr(resources.SafetensorsFiles, "__iter__", read_and_cut)
             denied = frozen(driver).call(UpdateWeights(files))
         assert isinstance(denied, Denied) and denied.code == "quarantined"
         assert "was cut short while tensor model.layers.0.self_attn.q_proj.weight was read" in denied.message
@@ -197,14 +197,14 @@ def open_files_of(files: FileSource) -> list[str]:
 
 def test_25_what_was_published_may_go_as_soon_as_it_is_open(old, new, renewed, monkeypatch):
     with driving(old) as driver, publish(tensors_of(new)) as files:
-        verify = supply.SafetensorsFiles.metadata
+        verify = resources.SafetensorsFiles.metadata
 
         def metadata(self):
             found = verify(self)
             Path(files.path).unlink()
             return found
 
-        monkeypatch.setattr(supply.SafetensorsFiles, "metadata", metadata)
+        monkeypatch.setattr(resources.SafetensorsFiles, "metadata", metadata)
         driver.call(Pause("abort"))
         told = driver.call(UpdateWeights(files))
         assert isinstance(told, EngineState)
@@ -271,7 +271,7 @@ def test_25_weights_from_a_trainer_process_answer_like_their_checkpoint(old, new
 def test_25_a_trainer_killed_in_the_middle_leaves_a_serving_or_a_quarantined_engine(
     old, new, undisturbed, monkeypatch, room, code
 ):
-    monkeypatch.setattr(supply, "free_bytes", lambda _: room)
+    monkeypatch.setattr(resources, "free_bytes", lambda _: room)
     place = address()
     with driving(old) as driver, trainer(new, place, dies="in the middle") as process:
         number = frozen(driver).begin(UpdateWeights(BroadcastSource(place, 2, timeout_s=60)))

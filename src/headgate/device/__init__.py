@@ -1,1 +1,1 @@
-"""Plans in, tokens out: owns the device, its rows, its KV tensors and its weights. Decides nothing."""
+"""Runs plans and returns tokens. Owns the device, its rows, its KV tensors and its weights. Decides nothing."""

@@ -1,4 +1,4 @@
-"""Putting a worker together: from model files and a config to an executor, and what it turned out to hold."""
+"""Builds a `Device` from model files and a config: the executor, and the sizes that were chosen for it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from headgate.device.sampling.draw import draw, fastest_draw
 from headgate.device.sampling.grammar import Grammars, read_vocabulary
 from headgate.device.tensor_parallel.executors import KvSizes, RankExecutor
 from headgate.device.tensor_parallel.followers import Followers, FollowerStart
-from headgate.device.tensor_parallel.team import Parallelism, WantedWeights, gather_crew, join_crew
+from headgate.device.tensor_parallel.parallelism import Parallelism, WantedWeights, join_ranks, start_ranks
 from headgate.device.weights.loading import Loadable, load_weights
-from headgate.device.weights.supply import ModelResources, Open, Origin, open_source, origin_of
+from headgate.device.weights.resources import ModelResources, Open, Origin, open_source, origin_of
 from headgate.errors import BrokenCheckpoint, ModelError, OutOfMemory, RequestError
 from headgate.layers.backend import KV, Fp8
 from headgate.model_store.gguf import hub_config, read_gguf
@@ -36,13 +36,13 @@ from headgate.transfer.transport import BlockMemory
 if TYPE_CHECKING:
     from headgate.device.graphs import StepGraphs
 
-# A step of a CPU is long: fewer tokens keep running streams flowing, and there is nothing to hide behind it.
+# A CPU step is long. Smaller batches keep running streams flowing, and there is no host work to hide behind a step.
 CPU_BATCH_TOKENS, CPU_RUN_AHEAD = 512, 1
 GPU_BATCH_TOKENS, GPU_RUN_AHEAD = 8192, 2
 
-LEAST_BITS = 8  # parameters that a byte of a file may hold: one bit for each, fewer than any format takes
-USUAL_POSITIONS = 2**18  # whose tables are small beside any weights
-ROTARY_TABLES = 4  # of float32 that exist at once while they are computed
+LEAST_BITS = 8  # upper bound on the parameters in one byte of a file: one bit each, fewer bits than any format uses
+USUAL_POSITIONS = 2**18  # rotary tables up to this length are small compared with any weights
+ROTARY_TABLES = 4  # float32 tables that exist at the same time while they are computed
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Device:
     executor: Executor
-    supply: ModelResources
-    followers: Followers | None  # if there are other ranks
+    resources: ModelResources
+    followers: Followers | None  # None if this is the only rank
     blocks: BlockMemory
-    version: int  # of the weights
+    version: int  # version of the weights
     spec: ModelSpec
     device: str
     backend: str
@@ -67,50 +67,48 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model with its weights."""
-
     model: Network
     origin: Origin
     version: int
 
 
 def build_device(path: Path, config: EngineConfig, wanted: WantedWeights | None = None) -> Device:
-    """A worker for the model in `path`, a folder or a GGUF file, with its weights or the wanted ones loaded."""
+    """Build the device for the model in `path`, a folder or a GGUF file. Loads the model's own weights, or `wanted`."""
     spec = read_model_spec(path)
     refuse_oversized(spec, path, free_bytes(torch.device("cpu")))
     refuse_uneven(spec, config.tensor_parallel)
     with ExitStack() as undo:
-        crew = gather_crew(path, config, wanted)
-        undo.callback(crew.close)
-        with current(crew.device):
-            worker = build_first(path, spec, config, wanted, crew)
+        parallelism = start_ranks(path, config, wanted)
+        undo.callback(parallelism.close)
+        with current(parallelism.device):
+            device = build_rank_zero(path, spec, config, wanted, parallelism)
         undo.pop_all()
-    return worker
+    return device
 
 
-def build_first(
-    path: Path, spec: ModelSpec, config: EngineConfig, wanted: WantedWeights | None, crew: Parallelism
+def build_rank_zero(
+    path: Path, spec: ModelSpec, config: EngineConfig, wanted: WantedWeights | None, parallelism: Parallelism
 ) -> Device:
-    """The worker of rank 0, or of the only one."""
+    """Build the device of rank 0, or of the only rank."""
     with ThreadPoolExecutor(1) as aside:
-        # A second for a large vocabulary, hidden behind the weights.
+        # Takes about a second for a large vocabulary, so it runs while the weights load.
         grammars = aside.submit(read_grammars, path, spec)
-        loaded = load_model(path, spec, config, wanted, crew, progress=True)
+        loaded = load_model(path, spec, config, wanted, parallelism, progress=True)
     model = loaded.model
-    num_blocks, max_context = size_kv(model, crew.least(free_bytes(crew.device)), config)
-    on_gpu = crew.device.type == "cuda"
+    num_blocks, max_context = size_kv(model, parallelism.least(free_bytes(parallelism.device)), config)
+    on_gpu = parallelism.device.type == "cuda"
     max_batch_tokens = config.max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
-    rooms = KvSizes(num_blocks, max_context, max_batch_tokens)
-    runner = build_runner(loaded, config, rooms, crew, grammars.result())
-    executor = crew.executor(runner, rooms)
+    sizes = KvSizes(num_blocks, max_context, max_batch_tokens)
+    runner = build_runner(loaded, config, sizes, parallelism, grammars.result())
+    executor = parallelism.executor(runner, sizes)
     return Device(
         executor=executor,
-        supply=ModelResources(executor, loaded.origin, crew.open),
-        followers=crew.followers,
+        resources=ModelResources(executor, loaded.origin, parallelism.open),
+        followers=parallelism.followers,
         blocks=block_memory(runner.kv, model.backend, fingerprint(weight_files(path))),
         version=loaded.version,
         spec=spec,
-        device=str(crew.device),
+        device=str(parallelism.device),
         backend=model.backend.name,
         dtype=str(model.backend.dtype).removeprefix("torch."),
         num_blocks=num_blocks,
@@ -121,15 +119,15 @@ def build_first(
     )
 
 
-def build_follower(start: FollowerStart, hear_rooms: Callable[[], KvSizes]) -> RankExecutor:
-    """The executor of a rank above 0, built side by side with rank 0's worker; `hear_rooms` waits for its word."""
+def build_follower(start: FollowerStart, receive_sizes: Callable[[], KvSizes]) -> RankExecutor:
+    """Build the executor of a rank above 0, in parallel with rank 0. `receive_sizes` waits for rank 0's sizes."""
     path, config = Path(start.model), start.config
     wanted = None if start.weights is None else WantedWeights(start.weights, start.version)
-    crew = join_crew(start)
-    loaded = load_model(path, read_model_spec(path), config, wanted, crew)
-    crew.least(free_bytes(crew.device))
-    rooms = hear_rooms()
-    return crew.executor(build_runner(loaded, config, rooms, crew), rooms)
+    parallelism = join_ranks(start)
+    loaded = load_model(path, read_model_spec(path), config, wanted, parallelism)
+    parallelism.least(free_bytes(parallelism.device))
+    sizes = receive_sizes()
+    return parallelism.executor(build_runner(loaded, config, sizes, parallelism), sizes)
 
 
 def load_model(
@@ -137,51 +135,51 @@ def load_model(
     spec: ModelSpec,
     config: EngineConfig,
     wanted: WantedWeights | None,
-    crew: Parallelism,
+    parallelism: Parallelism,
     *,
     progress: bool = False,
 ) -> Loaded:
     model = build_model(
         spec,
-        device=crew.device,
+        device=parallelism.device,
         dtype=spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         backend=config.backend,
         deterministic=config.deterministic,
         fp8=Fp8(weights=config.fp8 in ("weights", "both"), kv=config.fp8 in ("kv", "both")),
-        ranks=crew.ranks,
+        ranks=parallelism.ranks,
     )
-    origin, version = load_first_weights(model, FileSource(str(path)), wanted, crew.open, progress=progress)
+    origin, version = load_first_weights(model, FileSource(str(path)), wanted, parallelism.open, progress=progress)
     return Loaded(model, origin, version)
 
 
 def build_runner(
-    loaded: Loaded, config: EngineConfig, rooms: KvSizes, crew: Parallelism, grammars: Grammars | None = None
+    loaded: Loaded, config: EngineConfig, sizes: KvSizes, parallelism: Parallelism, grammars: Grammars | None = None
 ) -> ModelRunner:
     model, spec = loaded.model, loaded.model.spec
     rows = Rows(
         max_rows=config.max_running,
-        max_context=rooms.max_context,
+        max_context=sizes.max_context,
         block_size=config.block_size,
         vocab_size=spec.vocab,
         eos_ids=spec.eos_ids,
-        device=crew.device,
+        device=parallelism.device,
     )
-    kv = model.allocate_kv(rooms.num_blocks, config.block_size)
-    # A graph draws by itself; among ranks, the first one draws for all.
-    captured = config.graphs and crew.ranks.size == 1 and model.backend.name.startswith("triton")
+    kv = model.allocate_kv(sizes.num_blocks, config.block_size)
+    # A graph draws tokens itself; with several ranks, rank 0 draws for all.
+    captured = config.graphs and parallelism.ranks.size == 1 and model.backend.name.startswith("triton")
     return ModelRunner(
         model,
         kv,
         rows,
-        max_tokens=rooms.max_batch_tokens,
-        draw=crew.draw_with(draw if config.backend == "torch" else fastest_draw(crew.device)),
+        max_tokens=sizes.max_batch_tokens,
+        draw=parallelism.draw_with(draw if config.backend == "torch" else fastest_draw(parallelism.device)),
         grammars=grammars,
-        graphs=capture_graphs(model, kv, rows, rooms.max_batch_tokens, config.prompt_graphs) if captured else None,
+        graphs=capture_graphs(model, kv, rows, sizes.max_batch_tokens, config.prompt_graphs) if captured else None,
     )
 
 
 def capture_graphs(model: Network, kv: list[KV], rows: Rows, max_tokens: int, prompts: bool) -> StepGraphs:
-    # Only here: a machine without a GPU need not have Triton.
+    # Imported here because a machine without a GPU need not have Triton.
     from headgate.device.graphs import StepGraphs
 
     graphs = StepGraphs(model, kv, rows, max_tokens=max_tokens, prompts=prompts)
@@ -194,7 +192,7 @@ def read_model_spec(path: Path) -> ModelSpec:
 
 
 def refuse_oversized(spec: ModelSpec, path: Path, free: int) -> None:
-    """A config may claim any size; nothing is allocated for a claim that the files or the memory do not bear out."""
+    """Refuse a config that claims a size that the weight files or free memory cannot support."""
     held = sum(file.stat().st_size for file in weight_files(path)) * LEAST_BITS
     if held and spec.num_parameters > held:
         raise BrokenCheckpoint(
@@ -222,25 +220,25 @@ def load_first_weights(
     *,
     progress: bool = False,
 ) -> tuple[Origin, int]:
-    """Where the weights came from and their version: the wanted ones if they can be had, or the checkpoint's own."""
+    """Load `wanted` if possible, otherwise the checkpoint. Returns the origin and the version of the weights."""
     if wanted is not None:
         try:
             origin = origin_of(wanted.files)
             load_weights(model, open(wanted.files))
             return origin, wanted.version
         except ModelError as error:
-            log.warning("weights of version %d cannot be had again, starting without: %s", wanted.version, error)
+            log.warning("weights of version %d cannot be loaded; using the checkpoint: %s", wanted.version, error)
     origin = origin_of(checkpoint)
     load_weights(model, open(checkpoint), progress=progress)
     return origin, 0
 
 
 def read_grammars(path: Path, spec: ModelSpec) -> Grammars | None:
-    """What holds answers to a grammar; None without a tokenizer that says which bytes each token stands for."""
+    """The grammar matchers, or None if no tokenizer defines the bytes of each token."""
     try:
         tokenizer = load_tokenizer(path)
     except ModelError as error:
-        log.warning("this model takes no grammars: %s", error)
+        log.warning("grammars are not supported for this model: %s", error)
         return None
     if tokenizer is None:
         return None
@@ -249,7 +247,7 @@ def read_grammars(path: Path, spec: ModelSpec) -> Grammars | None:
 
 
 def size_kv(model: Network, free: int, config: EngineConfig) -> tuple[int, int]:
-    """How many blocks to allocate where `free` bytes are, and the longest context that fits in them."""
+    """Return how many blocks to allocate when `free` bytes are available, and the longest context that fits in them."""
     most = model.spec.max_positions
     wanted = config.max_context or most
     if wanted > most:
@@ -264,12 +262,12 @@ def size_kv(model: Network, free: int, config: EngineConfig) -> tuple[int, int]:
             f"lower kv_blocks"
         )
     fits = num_blocks * config.block_size
-    # A context that nobody asked for is cut to what fits; one that was asked for is promised or refused.
+    # A default context is reduced to what fits; a configured one is guaranteed or refused.
     if fits < (wanted if config.max_context else config.block_size):
         need = -(-wanted // config.block_size) * block_bytes
         raise OutOfMemory(
             f"a context of {wanted} tokens needs {need / GIB:.2f} GiB of KV cache, and there is room for {fits} tokens "
             f"({num_blocks * block_bytes / GIB:.2f} GiB); lower max_context, or raise kv_blocks or memory_fraction"
         )
-    rows_fit = usable // (4 * config.max_running)  # the ids of all rows, four bytes each
+    rows_fit = usable // (4 * config.max_running)  # token ids of all rows, four bytes each
     return num_blocks, wanted if config.max_context else min(wanted, fits, max(rows_fit, config.block_size))

@@ -1,7 +1,7 @@
-"""Who carries plans to the device: in one process a thread, elsewhere whatever keeps the same promises.
+"""Executors run plans on the device. `LocalExecutor` uses one thread of this process.
 
-`launch` never blocks and results land in launch order. The first step that fails takes all later ones with it: its
-rows and KV are in an unknown state, and a wrong token is worse than none.
+`launch` never blocks, and results land in launch order. When a step fails, every later step fails too: the rows and
+KV are in an unknown state, and a wrong token is worse than none.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ T = TypeVar("T")
 
 class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Future[StepResult]:
-        """Have the device run `plan` after all plans launched before. Never blocks."""
+        """Run `plan` on the device after all plans launched before it. Never blocks."""
 
     def load_weights(self, source: WeightSource) -> Future[None]:
-        """Replace the weights after all plans launched before, and wake them if they sleep.
+        """Replace the weights after all plans launched before, and wake the weights if they are asleep.
 
-        A checkpoint that does not fit changes nothing. One that breaks off after the first write raises HalfWritten,
+        A checkpoint that does not fit changes nothing. A source that fails after the first write raises HalfWritten,
         and every step fails until another load succeeds.
         """
 
     @property
     def asleep(self) -> tuple[Tag, ...]:
-        """What has given its memory back. No step can run meanwhile."""
+        """The tags whose memory has been released. No step can run while there are any."""
 
     def sleep(self, tags: Collection[Tag]) -> Future[None]:
-        """Give memory back, and lose what was in it."""
+        """Release the memory of `tags`; its content is lost."""
 
     def wake_kv(self) -> Future[None]:
-        """Take the memory of the KV cache again, all zero; OutOfMemory if it cannot be had."""
+        """Allocate the memory of the KV cache again, zeroed. Raises OutOfMemory if there is too little."""
 
     def close(self) -> None:
-        """Finish the step that runs, fail those that wait, and let go of the device."""
+        """Finish the running step, fail the waiting ones, and release the device."""
 
 
 class LocalExecutor:
-    """One thread of this process, which alone touches the runner."""
+    """Runs everything on one thread, the only one that uses the runner."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._failed_step: BaseException | None = None  # nothing runs after it
-        self._failed_load: BaseException | None = None  # nothing runs until another load succeeds
+        self._failed_step: BaseException | None = None  # no step runs after this
+        self._failed_load: BaseException | None = None  # no step runs until another load succeeds
         self._asleep: dict[Tag, Sleeper] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="headgate-device", daemon=True)
@@ -86,11 +86,11 @@ class LocalExecutor:
         self._jobs.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("the device thread is still in a step after %g s; leaving it behind", timeout_s)
+            log.warning("the device thread is still in a step after %g s; abandoning it", timeout_s)
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        # A step cannot be taken back, for the next one builds on its rows. This makes cancel() answer False.
+        # A step cannot be cancelled, because the next one depends on its rows. This makes cancel() return False.
         future.set_running_or_notify_cancel()
         if self._closed:
             self._settle(future, work)
@@ -99,10 +99,10 @@ class LocalExecutor:
         return future
 
     def _serve(self) -> None:
-        with current(self._runner.rows.tokens.device):  # a thread begins with the first GPU
+        with current(self._runner.rows.tokens.device):  # a new thread uses the first GPU by default
             while job := self._jobs.get():
                 job()
-                del job  # and what it holds, before a long wait for the next
+                del job  # releases what the job references before a long wait for the next
 
     def _settle(self, future: Future[T], work: Callable[[], T]) -> None:
         try:
@@ -118,7 +118,7 @@ class LocalExecutor:
         return self._guard(plan.step, self._obstacle(), lambda: self._runner.run(plan))
 
     def _guard(self, step: int, failure: BaseException | None, work: Callable[[], T]) -> T:
-        """Do a part of a step, unless something before it has failed."""
+        """Run a part of a step, unless something before it has failed."""
         if failure is not None:
             raise EngineDead(f"step {step} cannot run after {failure!r}") from failure
         try:
@@ -128,7 +128,7 @@ class LocalExecutor:
             raise
 
     def _obstacle(self) -> BaseException | None:
-        """Why no step can run."""
+        """The reason why no step can run, or None."""
         asleep = EngineDead(f"{' and '.join(self.asleep)} went to sleep") if self._asleep else None
         return self._failed_step or self._failed_load or asleep
 
@@ -162,14 +162,14 @@ class LocalExecutor:
 
 
 class PipelinedExecutor(LocalExecutor):
-    """For a device that works by itself: one thread gives it steps, another waits for them to land.
+    """For a device that runs asynchronously: one thread launches steps, another waits for them to land.
 
-    So the next step is on the device before this one has landed. What was begun is settled by the second thread, in
-    launch order, however it ends.
+    The next step is therefore on the device before the current one has landed. The second thread settles every
+    launched step, in launch order, whether it succeeded or failed.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._failed_landing: BaseException | None = None  # nothing lands after it
+        self._failed_landing: BaseException | None = None  # no step lands after this
         self._landing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lander = threading.Thread(target=self._land, name="headgate-landing", daemon=True)
         self._lander.start()
@@ -208,7 +208,7 @@ class PipelinedExecutor(LocalExecutor):
 
     def _finish(self, launched: Launched, future: Future[StepResult]) -> None:
         try:
-            # Not what has failed to launch since: that comes later in launch order.
+            # Ignores later launch failures: those steps come later in launch order.
             result = self._guard(launched.step, self._failed_landing, launched.result)
         except BaseException as error:
             self._failed_landing = error

@@ -1,14 +1,14 @@
-"""Whole steps as CUDA graphs: from device rows to sampled tokens, in one call of the host.
+"""Runs whole steps as CUDA graphs: from device rows to sampled tokens, with one call by the host.
 
-A step whose slices each compute one token and sample one runs as a graph, captured once for each size of batch and
-class of context. Other steps are mixed. They can run as a graph for each number of tokens, unless there is so much to
-compute that the device is busy while the host launches one kernel after another; that is an option, because beside such
-graphs those of decode steps are slower, for a reason that is not known (see docs/performance.md).
+A step whose slices each compute and sample one token (a decode step) runs as a graph, captured once per batch size
+and context class. Other steps are mixed. They can run as graphs too, one per number of tokens, unless a step has so
+much to compute that the device stays busy while the host launches its kernels one by one. Mixed graphs are optional
+because decode graphs run slower next to them, for an unknown reason (see docs/performance.md).
 
-The host uploads a few numbers per slice and replays; all else (tokens, block tables, positions) the graph reads from the
-rows. Every address in a graph is fixed: rows, cache, weights, and the buffers below. Batches between two sizes are padded
-with slices of row -1, which read nothing and are written nowhere. A graph draws greedily or with Gumbel noise; what else
-a row may want done to its logits is done to them afterwards, by the runner.
+The host uploads a few numbers per slice and replays the graph, which reads everything else (tokens, block tables,
+positions) from the rows. Every address in a graph is fixed: rows, cache, weights, and the buffers below. Batches
+between two sizes are padded with slices of row -1, which read nothing and write nothing. A graph draws greedily or
+with Gumbel noise; the runner applies all other changes to the logits afterwards.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from headgate.protocol.plan import StepPlan
 
 log = logging.getLogger(__name__)
 
-# Longest contexts that graphs are captured for: how attention is cut depends on the class alone.
+# Longest context of each class that graphs are captured for. How attention is split depends on the class alone.
 FIRST_CONTEXT, NEXT_CONTEXT = 1024, 4
-# What is captured before the first request; the others when they are met.
+# Captured before the first request; the others are captured on first use.
 READY_CONTEXT, READY_TOKENS = 4096, 512
 # Operations that take the device about as long as the host takes to launch the kernels of a step.
 HIDDEN_WORK = 9e12
@@ -63,23 +63,23 @@ Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A step that can be captured. As long as all its slices are padding, it changes nothing."""
+    """A step that can be captured. It changes nothing while all of its slices are padding."""
 
     step: Callable[[], torch.Tensor]
-    columns: torch.Tensor  # [columns, size]: what it is told
-    tokens: torch.Tensor  # [size]: what it answers
+    columns: torch.Tensor  # [columns, size]: the step's inputs
+    tokens: torch.Tensor  # [size]: the step's output
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
     replay: Replay
     columns: torch.Tensor  # [columns, size]
-    logits: torch.Tensor  # [size, vocab], good until the next replay of any graph
+    logits: torch.Tensor  # [size, vocab], valid until the next replay of any graph
     tokens: torch.Tensor  # [size]
 
 
 class StepGraphs:
-    """Graphs of `model` over `rows`, captured when they are first needed."""
+    """The graphs of `model` over `rows`, captured on first use."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_usual(self) -> None:
-        """Capture what nearly every load needs."""
+        """Capture the graphs that nearly every workload needs."""
         start = time.perf_counter()
         all_graphs: list[Graphs[Any]] = [self.decode] if self.mixed is None else [self.decode, self.mixed]
         with compiled_at_once():
-            # Steps that are no graphs shall find their kernels too.
+            # Compile the kernels of steps that do not run as graphs, too.
             for singles in (False, True):
                 self._model(replace(self._largest, singles=singles), self._kv)
             count = sum(graphs.rehearse_usual() for graphs in all_graphs)
@@ -115,14 +115,14 @@ class StepGraphs:
         log.info("compiled kernels in %.1f s, captured %d graphs in %.1f s", compiled - start, count, captured_s)
 
     def forget(self) -> None:
-        """The weights or the cache are about to move: capture anew what is needed next."""
+        """Drop all graphs, because the weights or the cache are about to move. They are captured again when needed."""
         self.decode.forget()
         if self.mixed is not None:
             self.mixed.forget()
 
 
 class Graphs(ABC, Generic[Kind]):
-    """Graphs of some kinds, each captured when it is first needed."""
+    """Graphs of one type, each captured on first use."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -130,13 +130,13 @@ class Graphs(ABC, Generic[Kind]):
 
     @abstractmethod
     def usual(self) -> list[Kind]:
-        """What is captured before the first request, largest first, so that the others find memory in the pool."""
+        """The kinds captured before the first request, largest first, so that the others find memory in the pool."""
 
     @abstractmethod
     def prepare(self, kind: Kind) -> Prepared: ...
 
     def rehearse_usual(self) -> int:
-        """Run the usual steps once, so that whatever they need is there; returns how many there are."""
+        """Run the usual steps once, so that their kernels are compiled. Returns the number of steps."""
         for kind in self.usual():
             self.prepare(kind).step()
         return len(self.usual())
@@ -152,7 +152,7 @@ class Graphs(ABC, Generic[Kind]):
         if found := self._captured.get(kind):
             return found
         prepared = self.prepare(kind)
-        prepared.step()  # compiles what is new
+        prepared.step()  # compiles any new kernels
         return self._capture(kind, prepared)
 
     def _capture(self, kind: Kind, prepared: Prepared) -> Captured:
@@ -162,7 +162,7 @@ class Graphs(ABC, Generic[Kind]):
 
 
 class DecodeGraphs(Graphs[tuple[int, int]]):
-    """Steps whose slices each compute one token and sample one, by size of batch and class of context."""
+    """Steps whose slices each compute and sample one token, by batch size and context class."""
 
     def __init__(self, model: Model, kv: list[KV], rows: Rows, record: Record) -> None:
         super().__init__(record)
@@ -179,7 +179,7 @@ class DecodeGraphs(Graphs[tuple[int, int]]):
         return len(counts) == sum(counts) and all(plan.samples) and bool(counts)
 
     def replay(self, plan: StepPlan) -> Captured:
-        """Run `plan`; its first `len(plan.rows)` logits and tokens are its slices'."""
+        """Run `plan`. The first `len(plan.rows)` logits and tokens of the result belong to its slices."""
         size = self._sizes[bisect_left(self._sizes, len(plan.rows))]
         context = self._contexts[bisect_left(self._contexts, max(plan.starts) + 1)]
         captured = self.find((size, context))
@@ -194,21 +194,21 @@ class DecodeGraphs(Graphs[tuple[int, int]]):
     def prepare(self, kind: tuple[int, int]) -> Prepared:
         size, context = kind
         buffers, paging = self._buffers, self._buffers.paging
-        batch, told = buffers.batch(size, context), buffers.told(size)
+        batch, draw_inputs = buffers.batch(size, context), buffers.draw_inputs(size)
         columns, tokens = buffers.columns[: COLUMNS * size].view(COLUMNS, size), buffers.tokens[:size]
         columns.fill_(-1)
         columns[-1].copy_(torch.arange(size))
 
         def step() -> torch.Tensor:
-            open_step(columns, paging, batch, told)
+            open_step(columns, paging, batch, draw_inputs)
             logits = self._model.logits(self._model(batch, self._kv))
-            close_step(columns, paging, logits, told, buffers.finalists, tokens)
+            close_step(columns, paging, logits, draw_inputs, buffers.finalists, tokens)
             return logits
 
         return Prepared(step, columns, tokens)
 
     def _columns(self, plan: StepPlan, size: int) -> npt.NDArray[np.int64]:
-        """What `open_step` is told of each slice."""
+        """The inputs of `open_step`, one column per slice."""
         used = len(plan.rows)
         columns = np.full((COLUMNS, size), -1, dtype=np.int64)
         columns[0, :used] = plan.rows
@@ -222,7 +222,7 @@ class DecodeGraphs(Graphs[tuple[int, int]]):
 
 
 class MixedGraphs(Graphs[int]):
-    """Steps of at most `most` tokens whose slices may have any number of them, and may or may not sample."""
+    """Steps of at most `most` tokens. Each slice may have any number of them, and may or may not sample."""
 
     def __init__(self, model: Model, kv: list[KV], rows: Rows, most: int, record: Record) -> None:
         super().__init__(record)
@@ -236,7 +236,7 @@ class MixedGraphs(Graphs[int]):
         return 0 < sum(plan.counts) <= self._sizes[-1]
 
     def replay(self, plan: StepPlan) -> Captured:
-        """Run `plan`, which the rows know of; its first `len(plan.rows)` logits and tokens are its slices'."""
+        """Run `plan`, once the rows have it. The first `len(plan.rows)` logits and tokens belong to its slices."""
         captured = self.find(self._sizes[bisect_left(self._sizes, sum(plan.counts))])
         upload(self._columns(plan, captured.columns.shape[1]), captured.columns)
         captured.replay()
@@ -247,7 +247,7 @@ class MixedGraphs(Graphs[int]):
 
     def prepare(self, kind: int) -> Prepared:
         buffers, slices = self._buffers, min(kind, self._rows.max_rows)
-        batch, told = buffers.batch(kind, slices), buffers.told(slices)
+        batch, draw_inputs = buffers.batch(kind, slices), buffers.draw_inputs(slices)
         columns = buffers.columns[: MIXED_COLUMNS * slices].view(MIXED_COLUMNS, slices)
         last, tokens = buffers.last[:slices], buffers.tokens[:slices]
         columns.fill_(-1)
@@ -255,15 +255,15 @@ class MixedGraphs(Graphs[int]):
         columns[-1].copy_(torch.arange(slices))
 
         def step() -> torch.Tensor:
-            open_mixed_step(columns, buffers.paging, batch, told, last)
+            open_mixed_step(columns, buffers.paging, batch, draw_inputs, last)
             logits = self._model.logits(self._model(batch, self._kv).index_select(0, last))
-            close_step(columns[CLOSING_COLUMN:], buffers.paging, logits, told, buffers.finalists, tokens)
+            close_step(columns[CLOSING_COLUMN:], buffers.paging, logits, draw_inputs, buffers.finalists, tokens)
             return logits
 
         return Prepared(step, columns, tokens)
 
     def _columns(self, plan: StepPlan, slices: int) -> npt.NDArray[np.int64]:
-        """What `open_mixed_step` is told of each slice."""
+        """The inputs of `open_mixed_step`, one column per slice."""
         used, counts, starts = len(plan.rows), np.array(plan.counts), np.array(plan.starts)
         ends, first = starts + counts, np.cumsum(counts)
         columns = np.full((MIXED_COLUMNS, slices), -1, dtype=np.int64)
@@ -282,23 +282,23 @@ class MixedGraphs(Graphs[int]):
 
 
 class GraphRecorder:
-    """Makes graphs that share their memory, for only one of them runs at a time."""
+    """Records graphs that share memory, because only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        """How to run `step` again, and the tensor that its result will be in."""
+        """Record `step`. Returns a function that replays it, and the tensor that will hold its result."""
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another may wait for a step that has been launched. And nothing of an engine that is gone
-        # may be given back to the device in the middle, which would spoil the graph.
+        # Thread-local capture, because another thread may wait for a launched step. The collector is off, because
+        # freeing device memory of a closed engine during the capture would invalidate the graph.
         with collector_off(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = step()
         return graph.replay, result
 
 
 class Buffers:
-    """What graphs of all sizes share: only one of them runs at a time."""
+    """Buffers shared by graphs of all sizes, because only one of them runs at a time."""
 
     def __init__(self, rows: Rows) -> None:
         self.paging = Paging(rows.tokens, rows.tables, rows.block_size)
@@ -327,7 +327,7 @@ class Buffers:
             order=self._order[:size],
         )
 
-    def told(self, size: int) -> DrawInputs:
+    def draw_inputs(self, size: int) -> DrawInputs:
         return DrawInputs(self._temperatures[:size], self._keys[:size])
 
 
@@ -359,12 +359,12 @@ class MixedBuffers:
             singles=True,
         )
 
-    def told(self, slices: int) -> DrawInputs:
+    def draw_inputs(self, slices: int) -> DrawInputs:
         return DrawInputs(self._temperatures[:slices], self._keys[:slices])
 
 
 def padding(rows: Rows, tokens: int) -> Batch:
-    """A step of so many tokens that are nobody's."""
+    """A batch of `tokens` padding tokens, which belong to no sequence."""
     device, slices = rows.tokens.device, min(tokens, rows.max_rows)
     nothing = torch.zeros(tokens, dtype=torch.int64, device=device)
     return Batch(
@@ -380,7 +380,7 @@ def padding(rows: Rows, tokens: int) -> Batch:
 
 
 def work_per_token(model: Model) -> int:
-    """Operations: two for each number in the matrices of the layers."""
+    """Operations per token: two for each number in the matrices of the layers."""
     return max(1, sum(2 * math.prod(parameter.shape) for name, parameter in model.parameters() if "layers" in name))
 
 
@@ -389,7 +389,7 @@ def token_sizes(most: int) -> list[int]:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Ever coarser: a padded slice costs little in a large batch."""
+    """Sizes get coarser as they grow: a padded slice costs little in a large batch."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, most, 64)]
     return [size for size in steps if size < most] + [most]
 

@@ -1,10 +1,10 @@
-"""From a plan to the tensors of one step: first columns on the host, then a gather on the device.
+"""Turns a plan into the tensors of one step: index columns on the host, then a gather on the device.
 
-`Inputs.lay_out` knows only the plan: it turns lists into indices, in staging memory that is allocated once.
-`Inputs.gather` knows only indices: it reads tokens and tables out of the device rows with a fixed, short
-sequence of operations into buffers that are allocated once, so that it can be captured in a CUDA graph.
+`Inputs.lay_out` uses only the plan: it turns lists into indices, in staging memory that is allocated once.
+`Inputs.gather` uses only indices: it reads tokens and tables from the device rows into buffers that are allocated
+once, with a fixed, short sequence of operations, so that it can be captured in a CUDA graph.
 
-What both return is a view of those buffers, good until the next step is laid out.
+Both return views of those buffers, valid until the next step is laid out.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Layout:
     num_tokens: int
     max_query: int
     max_context: int
-    singles: bool  # slices of one token lie among longer ones
+    singles: bool  # there are slices of one token among longer ones
 
 
 class Inputs:
-    """Builds the `Batch` of one plan after another, for plans of at most `max_tokens` tokens."""
+    """Builds the `Batch` of each plan, for plans of at most `max_tokens` tokens."""
 
     def __init__(self, rows: Rows, *, max_tokens: int) -> None:
         self._rows = rows
@@ -53,7 +53,7 @@ class Inputs:
         self._counting: Ints = np.arange(max_tokens, dtype=np.int64)
 
     def lay_out(self, plan: StepPlan) -> Layout:
-        """The host's half: every index that the device will need, from the plan alone."""
+        """The host's part: compute every index the device will need, from the plan alone."""
         rows = np.array(plan.rows, dtype=np.int64)
         starts = np.array(plan.starts, dtype=np.int64)
         counts = np.array(plan.counts, dtype=np.int64)
@@ -78,7 +78,7 @@ class Inputs:
         return layout
 
     def gather(self, layout: Layout) -> Batch:
-        """The device's half: tokens and tables, read from the rows as they are when the device gets here."""
+        """The device's part: read tokens and tables from the rows, as they are when the device runs this."""
         T, S, block_size = layout.num_tokens, len(layout.rows), self._rows.block_size
         positions, token_index, table_index, offsets = self._per_token.upload(T)
         query_starts, context_lens = self._per_slice.upload(S + 1)
@@ -122,13 +122,13 @@ class Inputs:
 
 
 class _Staging:
-    """`columns` equally long columns that the host fills and the device reads, moved in one copy."""
+    """`columns` columns of equal length, written by the host, read by the device and moved in one copy."""
 
     def __init__(self, columns: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self._columns = columns
         self._host = torch.zeros(columns * length, dtype=dtype)
         self._numpy: npt.NDArray[np.int64] = self._host.numpy()
-        # On the CPU both sides are the same memory, and an upload costs nothing.
+        # On the CPU both are the same memory, and an upload costs nothing.
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
 
     def host(self, length: int) -> npt.NDArray[np.int64]:
@@ -137,6 +137,6 @@ class _Staging:
     def upload(self, length: int) -> torch.Tensor:
         size = self._columns * length
         if self._device is not self._host:
-            # The next step is laid out before this one has run: what it reads must be its own.
+            # The next step is laid out before this one has run, so this step needs its own copy.
             self._device[:size].copy_(pinned(self._host[:size]), non_blocking=True)
         return self._device[:size].view(self._columns, length)

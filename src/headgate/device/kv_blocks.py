@@ -1,6 +1,7 @@
-"""KV blocks as bytes, for transfers: straight from the cache on a CPU, through pinned memory on a GPU (or see `card.py`).
+"""KV blocks as bytes, for transfers: read directly from the cache on a CPU, through pinned memory on a GPU.
 
-What is inside a block is its backend's business; engines exchange blocks only if the names of their layouts are equal.
+The backend defines what is inside a block. Engines exchange blocks only if the names of their layouts are equal. For
+transfers between engines on the same GPU see `same_gpu.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headgate.device.same_gpu import card_of
+from headgate.device.same_gpu import same_gpu_cache
 from headgate.layers.backend import KV, Backend
 from headgate.transfer.transport import BlockMemory, Portion, SameGpuMemory, Words
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-SMALL_BYTES = 32 * 2**10  # of a piece: what is done once for each costs more than copying it
-PORTION_BYTES = 512 * 2**10  # stays in a core's own cache from one end of the work on it to the other
+SMALL_BYTES = 32 * 2**10  # pieces below this size: the fixed cost per piece exceeds the cost of copying it
+PORTION_BYTES = 512 * 2**10  # small enough to stay in a core's cache while it is processed
 
 
 def block_memory(kv: list[KV], backend: Backend, model: str) -> BlockMemory:
-    """The cache of all layers; `model` tells checkpoints apart whose caches look alike."""
+    """The cache of all layers. `model` distinguishes checkpoints whose caches have the same shape."""
     layout = layout_name(kv, backend, model)
     tensors = [cache for layer in kv for cache in layer]
     return HostBlocks(tensors, layout) if backend.device.type == "cpu" else DeviceBlocks(tensors, layout)
@@ -35,9 +36,9 @@ def layout_name(kv: list[KV], backend: Backend, model: str) -> str:
 
 
 class HostBlocks:
-    """A cache in the memory of this process. Nothing is copied, but what lies in so many small pieces that it pays."""
+    """A cache in host memory. Blocks are read in place, or copied if they are scattered in many small pieces."""
 
-    near: SameGpuMemory | None = None
+    same_gpu: SameGpuMemory | None = None
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: str) -> None:
         self.layout = layout
@@ -52,7 +53,7 @@ class HostBlocks:
         for parts in self._together(len(blocks)):
             portion = _places(parts, stage, len(blocks))
             for part, words in zip(parts, portion, strict=True):
-                np.take(part, index, axis=0, out=words, mode="clip")  # which needs no buffer of its own
+                np.take(part, index, axis=0, out=words, mode="clip")  # mode="clip" needs no temporary buffer
             yield portion
 
     def room(self, blocks: Sequence[int]) -> Iterator[Portion]:
@@ -71,13 +72,13 @@ class HostBlocks:
             yield [part[span] for part in parts for span in spans]
 
     def _together(self, count: int) -> Iterator[list[Words]]:
-        """Parts that are a portion, of so many blocks."""
+        """Groups of parts that form one portion each, for `count` blocks."""
         step = self._at_once(count)
         for start in range(0, len(self._parts), step):
             yield self._parts[start : start + step]
 
     def _stage(self, count: int) -> Words:
-        """Room for a portion. One piece for all of them: fresh pages would cost as much as copying to them."""
+        """Staging memory for a portion, reused for all of them: fresh pages would cost as much as copying to them."""
         return np.empty((self._at_once(count), count * max(part.shape[1] for part in self._parts)), np.uint64)
 
     def _at_once(self, count: int) -> int:
@@ -90,23 +91,23 @@ class HostBlocks:
 
 
 def _places(parts: list[Words], stage: Words, count: int) -> Portion:
-    """Where in a stage so many blocks of each part lie."""
+    """Views of `stage` for `count` blocks of each part."""
     rows = zip(parts, stage, strict=False)
     return [row[: count * part.shape[1]].reshape(count, part.shape[1]) for part, row in rows]
 
 
 class DeviceBlocks:
-    """A cache on a GPU. Copies have a stream of their own, so that they wait for no step and no step for them.
+    """A cache on a GPU. Copies run on a separate stream, so that copies and steps do not wait for each other.
 
-    A block is lent once the step that filled it has landed, and stored to before any step knows of it.
+    A block is lent after the step that filled it has landed, and written before any step uses it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: str) -> None:
         self.layout = layout
-        # As words: torch neither picks out nor stores numbers of eight bits.
+        # As 64-bit words, because torch can neither gather nor scatter 8-bit numbers.
         self._parts = [tensor.flatten(1).view(torch.int64) for tensor in tensors]
         self.block_bytes = sum(part[0].nbytes for part in self._parts)
-        self.near: SameGpuMemory | None = card_of(tensors)
+        self.same_gpu: SameGpuMemory | None = same_gpu_cache(tensors)
         self._stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
 
@@ -145,7 +146,7 @@ def words_of(tensor: torch.Tensor) -> Words:
 
 
 def runs(blocks: Sequence[int]) -> Iterator[slice]:
-    """Neighbours together: most sequences get blocks that follow each other."""
+    """Ranges of consecutive blocks. Most sequences get consecutive blocks."""
     start = stop = blocks[0]
     for block in blocks:
         if block != stop:
@@ -156,7 +157,7 @@ def runs(blocks: Sequence[int]) -> Iterator[slice]:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """Tells checkpoints apart by samples of their bytes; the same files anywhere have the same."""
+    """A digest of samples of the files' bytes, which distinguishes checkpoints. It is the same on every machine."""
     digest = blake2b(digest_size=8)
     for path in sorted(files):
         size = path.stat().st_size

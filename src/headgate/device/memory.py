@@ -1,4 +1,4 @@
-"""How much memory is left, on a device, a machine or in a container; which one is used; when copies have landed."""
+"""Free memory of a device, a machine or a container; selecting the current device; waiting for copies."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ GIB = 2**30
 
 
 def free_bytes(device: torch.device) -> int:
-    """What this process could still allocate on `device`."""
+    """The bytes that this process can still allocate on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(free_on_machine(), free_in_cgroup())
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels and graphs of this thread are for `device`: they do not ask where their tensors lie."""
+    """Make `device` current for this thread. Kernels and graphs run there, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def finish_copies(device: torch.device) -> None:
-    """Wait until everything that was asked of `device` is done."""
+    """Wait until all work submitted to `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -34,7 +34,7 @@ def free_on_machine(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def free_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """What a container's limit leaves; page cache counts as free, because the kernel drops it when asked."""
+    """The bytes left within a container's limit. Page cache counts as free, because the kernel drops it when needed."""
     try:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())

@@ -1,11 +1,12 @@
-"""Device rows: what the device remembers of each running sequence between two steps.
+"""Device rows: the state of each running sequence on the device between steps.
 
-Token ids and block tables live on the device. A sampled token is written into its row there, so the next step can
-be launched before the host has seen it. All else is known when a sequence joins and stays on the host as columns:
-whether a step is greedy, penalised or wants log-probabilities is decided without waiting for the device.
+Token ids and block tables are on the device. A sampled token is written to its row there, so the next step can be
+launched before the host has seen the token. Everything else is known when a sequence joins and stays on the host as
+columns, so whether a step is greedy, penalised or returns log-probabilities is decided without waiting for the
+device.
 
-A row is never cleared; the next `Join` overwrites it. The scheduler reuses a row only when no launched step
-touches it (invariant 4).
+A row is never cleared; the next `Join` overwrites it. The scheduler reuses a row only when no launched step uses it
+(invariant 4).
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ GREEDY_BELOW = 1e-5
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`values` on `device`, without waiting for what runs there."""
+    """Copy `values` to `device` without waiting for running work."""
     host = torch.from_numpy(np.ascontiguousarray(values))
     return host if device.type == "cpu" else pinned(host).to(device, non_blocking=True)
 
 
 def upload(values: npt.NDArray[Any], out: torch.Tensor) -> None:
-    """Copy `values` to where they are wanted on a device, without waiting for what runs there."""
+    """Copy `values` to `out` on a device without waiting for running work."""
     host = torch.from_numpy(values)
     out.copy_(pinned(host) if out.is_cuda else host, non_blocking=True)
 
 
 def pinned(host: torch.Tensor) -> torch.Tensor:
-    """A copy that the device can read by itself. Torch gives its memory to nobody else before the device has."""
+    """A pinned copy that the device reads asynchronously. Torch does not reuse its memory before that."""
     return host.pin_memory()
 
 
 class Rows:
-    """`max_rows` rows of up to `max_context` tokens, whose KV lies in blocks of `block_size`."""
+    """`max_rows` rows of up to `max_context` tokens, whose KV is in blocks of `block_size`."""
 
     def __init__(
         self,
@@ -83,10 +84,10 @@ class Rows:
         self.sampling: Records = np.zeros(max_rows, dtype=RECORD)
         self.stop_ids: list[Ints] = [_NO_IDS] * max_rows
         self.bias: list[tuple[Ints, npt.NDArray[np.float32]]] = [(_NO_IDS, _NO_BIAS)] * max_rows
-        self._blocks = [0] * max_rows  # how many entries of each table are set
+        self._blocks = [0] * max_rows  # number of entries set in each table
 
     def apply(self, plan: StepPlan) -> None:
-        """Seat the sequences that join with this plan, and lengthen the tables that grow."""
+        """Set up the rows of sequences that join with this plan, and extend the tables that grow."""
         for join in plan.joins:
             self._seat(join)
         if plan.joins:
@@ -96,9 +97,10 @@ class Rows:
             self._extend_tables(added)
 
     def grow_in_place(self, plan: StepPlan) -> Ints:
-        """Apply the plan of a decode step, but for blocks that the device can add: see `layers.triton.step`.
+        """Apply the plan of a decode step, except for blocks that the device can add itself (see
+        `layers.triton.step`).
 
-        Returns for each slice the block that its table must grow by at the slice's own position, or -1.
+        Returns, for each slice, the block that its table must grow by at the slice's own position, or -1.
         """
         grown = np.full(len(plan.rows), -1, dtype=np.int64)
         place = {row: i for i, row in enumerate(plan.rows)} if plan.grown else {}
@@ -127,7 +129,7 @@ class Rows:
         self._blocks[row] = 0
 
     def _write_texts(self, plan: StepPlan) -> None:
-        """What a step computes and what comes after it; tokens whose KV is there already are read by penalties alone."""
+        """Write the tokens to compute; those whose KV exists already only if penalties read them."""
         computed = dict(zip(plan.rows, plan.starts, strict=True))
         where, texts = [], []
         for join in plan.joins:
@@ -141,7 +143,7 @@ class Rows:
         self.tokens.view(-1).index_copy_(0, index, values)
 
     def _known(self, ids: tuple[int, ...]) -> Ints:
-        """Those of `ids` that the model can produce; to forbid or favour any other changes nothing."""
+        """The `ids` within the vocabulary. Forbidding or biasing any other id has no effect."""
         return np.array(sorted({token for token in ids if token < self.vocab_size}), dtype=np.int64)
 
     def _known_bias(self, bias: dict[int, float]) -> tuple[Ints, npt.NDArray[np.float32]]:
@@ -157,7 +159,7 @@ class Rows:
         for row, new in added:
             first = self._blocks[row]
             self._blocks[row] = last = first + len(new)
-            # Past its end, a table would go on in the next row.
+            # Writing past the end of a table would overwrite the next row.
             assert last <= width, f"row {row} has {last} blocks; its table holds {width}"
             where.extend(range(row * width + first, row * width + last))
             blocks.extend(new)
@@ -173,7 +175,7 @@ _NO_BIAS: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
 def _record(params: SamplingParams, prompt_len: int, vocab_size: int) -> tuple[float, ...]:
     """One row of `RECORD`, in its order."""
     greedy = params.temperature < GREEDY_BELOW
-    assert greedy or params.seed is not None, "a sequence that samples joins without a seed"
+    assert greedy or params.seed is not None, "a sequence that samples must have a seed"
     record = [*_VALUES(params), prompt_len, bool(params.logit_bias), params.penalised]
     for place, absent in _ABSENT:
         if record[place] is None:

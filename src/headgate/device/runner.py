@@ -1,7 +1,9 @@
-"""One plan in, one result out. The runner decides nothing: all it does is in the plan and in the rows.
+"""Runs one plan and returns one result. The runner decides nothing: everything is determined by the plan and the
+rows.
 
-A step, read aloud: seat who joins, lay out the inputs, run the model, score prompts, compute logits where a token is
-wanted, sample, write the tokens into their rows. `launch` does all of it; `Launched.result` waits for the device.
+A step sets up the rows that join, lays out the inputs, runs the model, scores prompts, computes logits where a token
+is needed, samples, and writes the tokens to their rows. `launch` does all of this; `Launched.result` waits for the
+device.
 """
 
 from __future__ import annotations
@@ -28,26 +30,27 @@ if TYPE_CHECKING:  # a machine without a GPU need not have Triton
     from headgate.device.graphs import Captured, StepGraphs
 
 
-def nobody_asks(tokens: list[int]) -> tuple[int, ...]:
+def accept_all(tokens: list[int]) -> tuple[int, ...]:
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the device has been given. Its tokens may still be on their way."""
+    """A launched step. Its tokens may not have arrived on the host yet."""
 
     step: int
     tokens: torch.Tensor  # on the host
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = field(default_factory=dict)
-    tell: Callable[[list[int]], tuple[int, ...]] = nobody_asks  # which tokens came; returns which are lost
-    landed: torch.cuda.Event | None = None  # when `tokens` are there
+    # takes the sampled tokens and returns the indices that must not be used
+    find_rejected: Callable[[list[int]], tuple[int, ...]] = accept_all
+    landed: torch.cuda.Event | None = None  # set once `tokens` have arrived
 
     def result(self) -> StepResult:
         if self.landed is not None:
             self.landed.synchronize()
         tokens = self.tokens.tolist()
-        return StepResult(self.step, tokens, self.logprobs, self.prompt_logprobs, self.tell(tokens))
+        return StepResult(self.step, tokens, self.logprobs, self.prompt_logprobs, self.find_rejected(tokens))
 
 
 class ModelRunner:
@@ -74,7 +77,7 @@ class ModelRunner:
         return self.launch(plan).result()
 
     def forget_graphs(self) -> None:
-        """The weights or the cache are about to move."""
+        """Must be called before the weights or the cache move."""
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -98,7 +101,7 @@ class ModelRunner:
         return self._launched(plan.step, sampled, tokens, logprobs, prompt_logprobs)
 
     def _replayed(self, plan: StepPlan, done: Captured) -> Launched:
-        """What a graph has left to do: that which it does not know to do to its logits."""
+        """Complete a replayed step with the changes to logits that a graph does not support."""
         sampling = np.flatnonzero(plan.samples)
         rows = np.array(plan.rows, dtype=np.int64)[sampling]
         positions = (np.array(plan.starts, dtype=np.int64) + plan.counts)[sampling]
@@ -115,17 +118,17 @@ class ModelRunner:
         logprobs: dict[int, Logprobs],
         prompt_logprobs: dict[int, tuple[Logprobs, ...]],
     ) -> Launched:
-        tell = nobody_asks if self._grammars is None else partial(self._grammars.advance, rows)
+        find_rejected = accept_all if self._grammars is None else partial(self._grammars.advance, rows)
         landed = None
         if self.rows.tokens.is_cuda:
-            # A thread that waits must not spin: it would slow the one that launches.
+            # The waiting thread must not spin, which would slow down the launching thread.
             landed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             tokens = tokens.to("cpu", non_blocking=True)
             landed.record()
-        return Launched(step, tokens, logprobs, prompt_logprobs, tell, landed)
+        return Launched(step, tokens, logprobs, prompt_logprobs, find_rejected, landed)
 
     def _sample(self, layout: Layout, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[int, Logprobs]]:
-        """A token after each slice that samples, written into its row; and what was asked about it."""
+        """Sample a token for each slice that samples. Returns the tokens and the requested log-probabilities."""
         if not layout.sampling.size:
             return torch.empty(0, dtype=torch.int64), {}
         rows, positions = layout.rows[layout.sampling], layout.ends[layout.sampling]
@@ -134,7 +137,7 @@ class ModelRunner:
     def _choose(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> tuple[torch.Tensor, dict[int, Logprobs]]:
         wanted = self.rows.sampling["logprobs"][rows]
         scored = np.flatnonzero(wanted >= 0)
-        # Before sampling, which spoils the logits.
+        # Before sampling, which overwrites the logits.
         logprobs = [logits[i].log_softmax(-1) for i in scored]
         tokens = self._sampler.sample(logits, rows, positions)
         self.rows.write_tokens(rows, positions, tokens)
@@ -144,7 +147,7 @@ class ModelRunner:
 
     def _last_logits(self, layout: Layout, hidden: torch.Tensor) -> torch.Tensor:
         last = layout.query_starts[1:][layout.sampling] - 1
-        # In steady decode every token samples, and there is nothing to pick.
+        # In steady decode every token samples, and no selection is needed.
         if len(last) < layout.num_tokens:
             hidden = hidden.index_select(0, to_device(last, hidden.device))
         return self.model.logits(hidden)
@@ -154,7 +157,7 @@ class ModelRunner:
         return bool(np.any((records["prompt_logprobs"] >= 0) & (np.array(plan.starts) + 1 < records["prompt_len"])))
 
     def _score_prompts(self, layout: Layout, hidden: torch.Tensor) -> dict[int, tuple[Logprobs, ...]]:
-        """For slices that ask, each position's view of the prompt token after it."""
+        """For slices that request it, the log-probability of each prompt token given the tokens before it."""
         records = self.rows.sampling[layout.rows]
         asking = (records["prompt_logprobs"] >= 0) & (layout.starts + 1 < records["prompt_len"])
         return {int(s): self._score_prompt(layout, int(s), hidden) for s in np.flatnonzero(asking)}
@@ -174,5 +177,5 @@ class ModelRunner:
 
 
 def picked(results: torch.Tensor, slices: Ints, among: int) -> torch.Tensor:
-    """Those of some `slices`, of which there were `among`."""
+    """The results of `slices`, out of `among` slices in all."""
     return results[:among] if len(slices) == among else results.index_select(0, to_device(slices, results.device))

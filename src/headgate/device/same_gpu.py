@@ -1,11 +1,11 @@
-"""KV between engines on one GPU: slots of device memory that the other process reads where they lie.
+"""KV transfer between engines on one GPU, through slots of device memory that the other process can read.
 
-What is shared are slots of our own, never the cache: sleep gives the memory of the cache back, which no other process may
-hold on to then, and whoever may read a slot shall not be able to read all the KV there is. Blocks are copied into a slot by
-one engine and out of it by the other, at the speed of the device; a copy is over when its method returns. What was copied
-is added up while it is, so a slot that changed in between is noticed.
+The engine shares a *shelf*: a few slots of extra device memory, never the cache itself. Sleep releases the memory of
+the cache, so no other process may have it mapped; and a process that may read a slot must not be able to read all KV.
+One engine copies blocks into a slot and the other copies them out, at the speed of the device; a copy is complete
+when its method returns. Both compute a checksum while they copy, which detects a slot that changed in between.
 
-Everything here belongs to the transport's thread. Besides the copies themselves, only `ipc` touches a device.
+Everything here runs on the transport's thread. Apart from the copies, only `ipc` uses a device.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Copy = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], torch.Tens
 
 
 class SharedSlots(msgspec.Struct, frozen=True, array_like=True):
-    """What another process must know to read our slots."""
+    """What another process needs in order to read our slots."""
 
-    card: str
+    gpu_id: str
     storage: SharedStorage
     slots: int
-    blocks: int  # in each
+    blocks: int  # per slot
 
 
 class SameGpuCache:
-    """The cache `tensors` of this engine on a GPU that other engines may be on too."""
+    """The KV cache `tensors` of this engine, on a GPU that other engines may share."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._device = tensors[0].device
@@ -52,42 +52,42 @@ class SameGpuCache:
         self._has_room = True
         self._copying: Callable[[], AbstractContextManager[object]] = nullcontext
         if self._device.type == "cuda":
-            # Of its own, and before others: copies are short, and would wait behind every kernel of a long step.
+            # A separate, high-priority stream: copies are short, and would wait behind every kernel of a long step.
             stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             self._copying = lambda: torch.cuda.stream(stream)
-        self.name = ipc.gpu_of(self._device)
+        self.gpu_id = ipc.gpu_of(self._device)
 
     @property
     def block_bytes(self) -> int:
         return len(self._parts) * self._words * 8
 
     def shelf(self) -> Shelf | None:
-        """Laid out when it is first asked for, and kept; None if the device had no room for it then."""
+        """Our shelf, allocated on first use and kept. None if the device had no room for it then."""
         if self._shelf is None and self._has_room:
             shape = self._shape(SLOTS, max(1, SLOT_BYTES // self.block_bytes))
             try:
                 with self._copying():
                     memory = torch.empty(shape, dtype=torch.int64, device=self._device)
                     self._shelf = SameGpuShelf(self, memory)
-            except RuntimeError as error:  # out of memory is one too
+            except RuntimeError as error:  # out of memory is a RuntimeError too
                 self._has_room = False
-                log.warning("engines on this GPU fetch KV by way of the host: %s", error)
+                log.warning("engines on this GPU fetch KV through host memory: %s", error)
         return self._shelf
 
-    def open(self, shown: bytes) -> ShelfReader:
-        """Another engine's slots; OSError if they are not for us."""
+    def open(self, descriptor: bytes) -> ShelfReader:
+        """Open another engine's slots. Raises OSError if this engine cannot read them."""
         try:
-            theirs = msgspec.msgpack.decode(shown, type=SharedSlots)
+            theirs = msgspec.msgpack.decode(descriptor, type=SharedSlots)
         except msgspec.DecodeError as error:
             raise OSError(str(error)) from error
-        if not self.name or theirs.card != self.name:
-            raise OSError(f"they are on the GPU {theirs.card!r}, and we on {self.name!r}")
+        if not self.gpu_id or theirs.gpu_id != self.gpu_id:
+            raise OSError(f"the slots are on GPU {theirs.gpu_id!r}; this engine is on {self.gpu_id!r}")
         return SameGpuReader(self, self._mapped(theirs), theirs.slots, theirs.blocks)
 
     def _mapped(self, theirs: SharedSlots) -> torch.Tensor:
         shape = self._shape(theirs.slots, theirs.blocks)
         if min(shape) < 1 or theirs.storage.size != 8 * torch.Size(shape).numel():
-            raise OSError(f"{theirs.slots} slots of {theirs.blocks} blocks are not what is shared")
+            raise OSError(f"{theirs.slots} slots of {theirs.blocks} blocks do not match the shared memory")
         try:
             storage = ipc.open_storage(theirs.storage, self._device.index or 0)
         except RuntimeError as error:
@@ -107,44 +107,44 @@ class SameGpuCache:
     def _copy(self, copy: Copy, blocks: Sequence[int], slot: torch.Tensor) -> bytes:
         with self._copying():
             index = torch.tensor(blocks, dtype=torch.int64).to(self._device)
-            sums = copy(self._parts, index, slot[:, : len(blocks)]).cpu()  # which waits for it
+            sums = copy(self._parts, index, slot[:, : len(blocks)]).cpu()  # waits for the copy
         return blake2b(sums.numpy().tobytes(), digest_size=CHECKSUM_BYTES).digest()
 
 
-def card_of(tensors: Sequence[torch.Tensor]) -> SameGpuCache | None:
-    """None for a cache whose blocks are not of one size in all layers."""
+def same_gpu_cache(tensors: Sequence[torch.Tensor]) -> SameGpuCache | None:
+    """The shareable cache, or None if blocks do not have the same size in all layers."""
     sizes = {tensor[0].nbytes for tensor in tensors}
     return SameGpuCache(tensors) if len(sizes) == 1 and not sizes.pop() % 8 else None
 
 
 class SameGpuShelf:
-    def __init__(self, card: SameGpuCache, memory: torch.Tensor) -> None:
-        self._card = card
+    def __init__(self, cache: SameGpuCache, memory: torch.Tensor) -> None:
+        self._cache = cache
         self._memory = memory
         self.slots, self.blocks = memory.shape[0], memory.shape[2]
-        self.shown = msgspec.msgpack.encode(
-            SharedSlots(card.name, ipc.export_storage(memory.untyped_storage()), self.slots, self.blocks)
+        self.descriptor = msgspec.msgpack.encode(
+            SharedSlots(cache.gpu_id, ipc.export_storage(memory.untyped_storage()), self.slots, self.blocks)
         )
 
     def put(self, slot: int, blocks: Sequence[int]) -> bytes:
-        return self._card.put(blocks, self._memory[slot])
+        return self._cache.put(blocks, self._memory[slot])
 
 
 class SameGpuReader:
-    def __init__(self, card: SameGpuCache, memory: torch.Tensor, slots: int, blocks: int) -> None:
-        self._card = card
+    def __init__(self, cache: SameGpuCache, memory: torch.Tensor, slots: int, blocks: int) -> None:
+        self._cache = cache
         self._memory = memory
         self.slots, self.blocks = slots, blocks
 
     def take(self, slot: int, blocks: Sequence[int]) -> bytes:
-        return self._card.take(blocks, self._memory[slot])
+        return self._cache.take(blocks, self._memory[slot])
 
 
 # -- the copies --------------------------------------------------------------------------
 
 
 def copies(device: torch.device) -> tuple[Copy, Copy]:
-    """How blocks are gathered and scattered on `device`."""
+    """The functions that gather and scatter blocks on `device`."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return gather, scatter
     from headgate.layers.triton.blocks import gather_blocks, scatter_blocks
@@ -159,7 +159,7 @@ def gather(parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tens
 
 
 def scatter(parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    taken = place.clone()  # what is added up is what is stored, whatever becomes of the slot meanwhile
+    taken = place.clone()  # the sum covers exactly what is stored, even if the slot changes meanwhile
     for part, words in zip(parts, taken, strict=True):
         part.index_copy_(0, index, words)
     return taken.sum(-1)

@@ -1,7 +1,8 @@
-"""Sleeping memory: tensors that keep their shape and place in the model while their pages go back to the machine.
+"""Sleeping memory: tensors keep their shape and their place in the model while their pages are returned to the
+system.
 
-What was in them is lost; awake again they are all zero. On the CPU their addresses stay valid all the time. On a GPU they
-change, so whatever has remembered one (a graph) must forget it.
+Their content is lost; after waking they are zero. On the CPU their addresses stay valid. On a GPU addresses change,
+so anything that stores one (a graph) must drop it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MADV_DONTNEED = 4
 
 
 class Sleeper:
-    """The memory of some tensors."""
+    """The memory of a set of tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
@@ -39,30 +40,31 @@ class Sleeper:
             torch.cuda.empty_cache()
 
     def take_again(self) -> None:
-        """OutOfMemory, and nothing taken, if someone else has it now."""
+        """Raises OutOfMemory, with nothing allocated, if the memory is no longer available."""
         devices = {storage.device for storage, _ in self._storages}
         for device in devices:
             if self.size > (free := free_bytes(device)):
                 need = f"{self.size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free"
-                raise OutOfMemory(f"waking needs {need}; free some and wake again")
+                raise OutOfMemory(f"waking needs {need}; free some memory and wake again")
         try:
             for storage, size in self._storages:
-                if storage.device.type != "cpu":  # pages of the machine come by themselves when they are touched
+                if storage.device.type != "cpu":  # host pages are allocated by the system when they are touched
                     storage.resize_(size)
                     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         except torch.OutOfMemoryError as error:
             self.give_back()
             raise OutOfMemory(f"the device has no room to wake: {error}") from error
         for device in devices:
-            finish_copies(device)  # the zeros are there: transfers have streams of their own, and would be wiped out
+            # so that the zeros land now and do not overwrite a transfer, which runs on its own stream
+            finish_copies(device)
 
 
 def drop_pages(address: int, size: int) -> None:
-    """Give whole pages of private memory back to the machine; they read as zeros until someone writes."""
+    """Return whole pages of private memory to the system; they read as zeros until written."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     whole = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
-    # The ends of the range share their pages with others, so they are only cleared.
+    # The pages at both ends of the range are shared with other data, so they are only cleared.
     if first >= last or _libc.madvise(*whole, MADV_DONTNEED):
         ctypes.memset(address, 0, size)
     else:

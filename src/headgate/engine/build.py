@@ -13,7 +13,7 @@ from headgate.core.blocks import BlockPool
 from headgate.core.scheduler import Scheduler, SchedulerLimits
 from headgate.device.build import build_device
 from headgate.device.executor import Executor
-from headgate.device.tensor_parallel.team import WantedWeights
+from headgate.device.tensor_parallel.parallelism import WantedWeights
 from headgate.engine.evidence import StepRecorder
 from headgate.engine.loop import EngineLoop
 from headgate.protocol.message import CommandAnswer, EngineInfo, StepOutputs
@@ -88,7 +88,7 @@ def build_engine(
         scheduler,
         worker.executor,
         send,
-        supply=worker.supply,
+        resources=worker.resources,
         transport=transport,
         recorder=StepRecorder(None if config.crash_folder is None else Path(config.crash_folder)),
         run_ahead=worker.run_ahead,
@@ -116,4 +116,4 @@ def _transport_kind(name: str, blocks: BlockMemory) -> type[TcpTransport]:
         from headgate.transfer.nixl import NixlTransport
 
         return NixlTransport
-    return SameGpuTransport if name == "auto" and blocks.near is not None else TcpTransport
+    return SameGpuTransport if name == "auto" and blocks.same_gpu is not None else TcpTransport

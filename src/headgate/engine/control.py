@@ -63,7 +63,7 @@ class ControlJob:
 
 
 class DeviceResources(Protocol):
-    """Weights and memory for the device; `headgate.device.weights.supply.Supply` is one. One thing at a time."""
+    """Weights and memory for the device; implemented by `ModelResources`. One operation at a time."""
 
     @property
     def asleep(self) -> tuple[Tag, ...]: ...
@@ -82,7 +82,7 @@ class Control:
         self,
         scheduler: Scheduler,
         *,
-        supply: DeviceResources,
+        resources: DeviceResources,
         settle_transfers: Callable[[], Future[None]],
         tell: Callable[[], None],
         wake: Callable[[], None],
@@ -91,7 +91,7 @@ class Control:
         self.mode: PauseMode | None = None
         self.rejecting = False
         self._scheduler = scheduler
-        self._supply = supply
+        self._resources = resources
         self._settle_transfers = settle_transfers
         self._tell = tell
         self._wake = wake
@@ -110,7 +110,7 @@ class Control:
 
     @property
     def asleep(self) -> tuple[Tag, ...]:
-        return self._supply.asleep
+        return self._resources.asleep
 
     @property
     def next_deadline_s(self) -> float:
@@ -251,7 +251,7 @@ class Control:
             # Keys are rooted in the version: KV of other weights could be hit under a number that comes back.
             message = f"version {update.version} is not above {current}; give new weights a new number"
             raise RequestError(message, param="version", code="stale_version")
-        yield from self._loaded(lambda: self._supply.load_weights(update.source))
+        yield from self._loaded(lambda: self._resources.load_weights(update.source))
         self._change_weights(update)
         self._given = given
         return self._told(began_s)
@@ -299,22 +299,22 @@ class Control:
                 raise _conflict("KV is on lease to another engine; try again when that has fetched it")
             self._scheduler.kv_lost()
             yield from self._moved(self._settle_transfers)
-        yield from self._moved(lambda: self._supply.sleep(sleep.tags))
-        log.info("asleep: %s", ", ".join(self._supply.asleep))
+        yield from self._moved(lambda: self._resources.sleep(sleep.tags))
+        log.info("asleep: %s", ", ".join(self._resources.asleep))
         return self._told(began_s)
 
     def _wake_up(self, wake: Wake) -> Program:
         began_s = self._scheduler.now_s
         self._refuse_unless_paused("waking it")
-        sleeping = set(wake.tags) & set(self._supply.asleep)
+        sleeping = set(wake.tags) & set(self._resources.asleep)
         if "weights" in sleeping:
-            yield from self._loaded(self._supply.wake_weights)
+            yield from self._loaded(self._resources.wake_weights)
         if "kv_cache" in sleeping:
-            yield from self._moved(self._supply.wake_kv)
+            yield from self._moved(self._resources.wake_kv)
         return self._told(began_s)
 
     def _refuse_if_asleep(self) -> None:
-        if asleep := self._supply.asleep:
+        if asleep := self._resources.asleep:
             raise _conflict(f"asleep: {', '.join(asleep)}; wake the engine first", code="asleep")
 
     def _refuse_unless_paused(self, what: str) -> None:
@@ -342,7 +342,7 @@ class Control:
             forced or [],
             self._holding(),
             scheduler.now_s - began_s,
-            self._supply.asleep,
+            self._resources.asleep,
         )
 
     def _holding(self, ids: Collection[int] | None = None) -> list[int]:

@@ -54,7 +54,7 @@ class EngineLoop:
         executor: Executor,
         send: Callable[[int, StepOutputs | CommandAnswer], None],
         *,
-        supply: DeviceResources,
+        resources: DeviceResources,
         transport: Transport | None = None,
         recorder: StepRecorder | None = None,
         run_ahead: int = 1,
@@ -74,7 +74,7 @@ class EngineLoop:
         self._failure: RankLost | None = None
         self._abort_messages = 0
         self.control = Control(
-            scheduler, supply=supply, settle_transfers=self._settle_transfers, tell=self._tell, wake=self.wake
+            scheduler, resources=resources, settle_transfers=self._settle_transfers, tell=self._tell, wake=self.wake
         )
         scheduler.tick(clock())
         scheduler.pool.move_horizon()  # nothing is older than the engine

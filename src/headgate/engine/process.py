@@ -17,7 +17,7 @@ import msgspec
 
 from headgate import logs
 from headgate.collector import spare_the_collector
-from headgate.device.tensor_parallel.team import WantedWeights
+from headgate.device.tensor_parallel.parallelism import WantedWeights
 from headgate.engine.build import Engine, build_engine
 from headgate.engine.channel import EngineChannel
 from headgate.engine.start import CANNOT_START, LOST_RANK, EngineStart

@@ -20,7 +20,7 @@ class ManualClock:
 
 
 class FakeExecutor:
-    """Executor and supply. Runs plans on a `FakeDevice`: each at once, or, with `by_hand`, when `land` is called."""
+    """Executor and resources. Runs plans on a `FakeDevice`: each at once, or, with `by_hand`, when `land` is called."""
 
     def __init__(self, device: FakeDevice, *, by_hand: bool = False) -> None:
         self.device = device

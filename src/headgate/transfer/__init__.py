@@ -1,1 +1,1 @@
-"""How KV moves from one engine to another. Knows blocks, leases and bytes; never sequences, tokens or words."""
+"""KV transfer between engines. Handles blocks, leases and bytes; has no notion of sequences."""

@@ -1,4 +1,4 @@
-"""The side that needs the KV: one connection to the engine that has it, for one sequence."""
+"""The fetching side: one connection to the engine that has the KV, for one sequence."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from headgate.transfer.transport import BlockMemory
 
 
 class Dropped(Exception):
-    """The other engine will not send it, and says why."""
+    """The other engine refuses to send the KV; the message is its reason."""
 
 
 class FetchClient(Link):
-    """Holds what a ticket names: attached from the start, fetching once it is told where to."""
+    """Attaches to the lease of a ticket at once, and fetches when `begin` names the blocks to fill."""
 
     protocol = PROTOCOL
 
@@ -45,25 +45,25 @@ class FetchClient(Link):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(sock)
-        self.events = EVENT_WRITE  # as soon as it is connected
+        self.events = EVENT_WRITE  # writable once connected
         self.id = id
         self.fetch: Fetch | None = None
         self.connected = False
         self.fetched = False
-        self.began_s = self.heard_s = clock()  # the fetch; the last thing that got us on
+        self.began_s = self.last_progress_s = clock()  # when the fetch began; the last progress
         self._ticket, self._memory, self._wait_s, self._clock = ticket, memory, wait_s, clock
         self._beat_s, self._next_beat_s = 0.0, inf
         self.attached = False
-        self._said = bytearray()
-        self._told = 0  # blocks that were announced
+        self._payload = bytearray()
+        self._announced = 0  # blocks that BLOCKS or READY frames have covered
 
     def connect(self) -> None:
-        """The socket can be written for the first time: either we are through or we never will be."""
+        """Called when the socket first becomes writable: the connection has either succeeded or failed."""
         if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise PeerGone(f"no connection ({error})")
         self.connected = True
         body = msgspec.msgpack.encode(self._attachment())
-        self.say(encode(FrameHeader(FrameKind.ATTACH, length=len(body)), body))
+        self.queue(encode(FrameHeader(FrameKind.ATTACH, length=len(body)), body))
         self._ask()
 
     def _attachment(self) -> Attach:
@@ -72,20 +72,20 @@ class FetchClient(Link):
 
     def begin(self, fetch: Fetch) -> None:
         self.fetch = fetch
-        self.began_s = self.heard_s = self._clock()
+        self.began_s = self.last_progress_s = self._clock()
         self._ask()
 
     def _ask(self) -> None:
         if self.fetch is not None and self.connected:
-            self.say(encode(FrameHeader(FrameKind.FETCH, self.fetch.skip, len(self.fetch.blocks))))
+            self.queue(encode(FrameHeader(FrameKind.FETCH, self.fetch.skip, len(self.fetch.blocks))))
 
     def body_for(self, header: FrameHeader) -> Body:
         if header.kind is FrameKind.BLOCKS:
             yield from self._room_for(self._next_blocks(header))
             return
-        self._said = bytearray(header.length)
+        self._payload = bytearray(header.length)
         if header.length:
-            yield [memoryview(self._said)]
+            yield [memoryview(self._payload)]
 
     def _room_for(self, blocks: tuple[int, ...]) -> Body:
         checksum, told = Checksum(), bytearray(CHECKSUM_BYTES)
@@ -97,45 +97,45 @@ class FetchClient(Link):
             raise BadFrame("wrong checksum")
 
     def _next_blocks(self, header: FrameHeader) -> tuple[int, ...]:
-        """Where the blocks go that this frame tells of."""
+        """The blocks that the content of this frame belongs to."""
         fetch = self.fetch
-        if fetch is None or header.a != fetch.skip + self._told or not header.b:
-            raise BadFrame("blocks that were not asked for")
-        if header.b > len(fetch.blocks) - self._told:
-            raise BadFrame("more blocks than were asked for")
-        start, self._told = self._told, self._told + header.b
-        return fetch.blocks[start : self._told]
+        if fetch is None or header.a != fetch.skip + self._announced or not header.b:
+            raise BadFrame("blocks that were not requested")
+        if header.b > len(fetch.blocks) - self._announced:
+            raise BadFrame("more blocks than were requested")
+        start, self._announced = self._announced, self._announced + header.b
+        return fetch.blocks[start : self._announced]
 
-    def heard(self, header: FrameHeader) -> None:
-        self.heard_s = self._clock()
+    def received(self, header: FrameHeader) -> None:
+        self.last_progress_s = self._clock()
         match header.kind:
             case FrameKind.TAKEN:
                 self.attached = True
                 self._beat_s = header.a / 3000
-                self._next_beat_s = self.heard_s + self._beat_s
+                self._next_beat_s = self.last_progress_s + self._beat_s
             case FrameKind.BLOCKS:
-                pass  # they are where they belong
+                pass  # already written to their place
             case FrameKind.END:
-                if self.fetch is None or self._told != len(self.fetch.blocks):
+                if self.fetch is None or self._announced != len(self.fetch.blocks):
                     raise BadFrame("an end before the last block")
-                self._hear_end()
+                self._on_end()
             case FrameKind.DROP:
-                raise Dropped(self._said.decode(errors="replace"))
+                raise Dropped(self._payload.decode(errors="replace"))
             case _:
                 raise BadFrame(f"{header.kind.name} from the engine that serves")
 
-    def _hear_end(self) -> None:
+    def _on_end(self) -> None:
         self.fetched = True
-        self.say(encode(FrameHeader(FrameKind.DONE)))
+        self.queue(encode(FrameHeader(FrameKind.DONE)))
 
-    def hang_up(self) -> None:
-        """The connection is over."""
+    def release(self) -> None:
+        """Release what this client holds. Called when the connection has ended."""
 
     def tick(self, now_s: float) -> None:
-        """Say that we are alive, and notice when the other side is not."""
+        """Send heartbeats, and detect a peer that has stopped responding."""
         waiting = self.fetch is not None or not self.attached
-        if waiting and now_s - self.heard_s >= self._wait_s:
+        if waiting and now_s - self.last_progress_s >= self._wait_s:
             raise PeerGone("timeout")
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self._beat_s
-            self.say(encode(FrameHeader(FrameKind.BEAT)))
+            self.queue(encode(FrameHeader(FrameKind.BEAT)))

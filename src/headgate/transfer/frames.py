@@ -1,21 +1,22 @@
-"""Frames on a transfer connection: a header of 32 bytes and a body, and how blocks become one.
+"""The frames of a transfer connection: a header of 32 bytes and a body, and how blocks are encoded.
 
-The fetching engine (D) says ATTACH, FETCH, BEAT and DONE; the one that has the KV (P) says TAKEN, BLOCKS, END and DROP.
+The fetching engine (D) sends ATTACH, FETCH, BEAT and DONE; the engine that has the KV (P) sends TAKEN, BLOCKS, END
+and DROP.
 
-    D  ATTACH ─────────────► P      which lease, of which engine's life, weights and layout
-       ◄───────────── TAKEN         a: how long the lease lasts without a word from D, in milliseconds
+    D  ATTACH ─────────────► P      names the lease, the engine's generation, the weights version and the layout
+       ◄───────────── TAKEN         a: how long the lease lasts without a frame from D, in milliseconds
        BEAT ... FETCH ─────►        a: blocks to skip, b: blocks to send
        ◄──── BLOCKS, BLOCKS ...     a: first block, b: how many; sent as they are filled
-       ◄─────────────── END         all of it was still under lease after the last byte had been read
-       DONE ───────────────►        and both sides hang up
+       ◄─────────────── END         all blocks were still leased after the last byte had been read
+       DONE ───────────────►        then both sides close the connection
 
-P may say DROP and a reason at any time. The body of BLOCKS is the first part of each block, then the second of each, and
-so on, and at its end a checksum: each side adds up what it is about to send or has just received, and neither waits for the
-other to do so. It is a digest of the sums of each part of each block: it finds what was damaged, cut or put in the wrong
-place, at the speed of memory. It is no defence against somebody who changes bytes on purpose.
+P may send DROP with a reason at any time. The body of BLOCKS is the first part of each block, then the second part of
+each, and so on, followed by a checksum. Each side adds up what it is about to send or has just received, and neither
+waits for the other to do so. The checksum is a digest of the sums of each part of each block: it detects damaged,
+truncated or misplaced data at the speed of memory. It does not protect against deliberate changes.
 
-Where bytes travel by NIXL (`nixl.py`) or on one card (`card.py`), P says AGENT after TAKEN and READY, with a checksum,
-instead of BLOCKS, and D says TOOK.
+When bytes travel by NIXL (`nixl.py`) or within one GPU (`same_gpu.py`), P sends AGENT after TAKEN, and READY, with a
+checksum, instead of BLOCKS; D replies TOOK.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ import numpy as np
 from headgate.transfer.transport import Portion
 
 PROTOCOL = 3
-NIXL_PROTOCOL = 4  # the same, and bytes may travel beside the connection
+NIXL_PROTOCOL = 4  # the same protocol, but block data may bypass the connection
 MAGIC = b"HGKV"
 _HEADER = struct.Struct("<4sBxxxIIQ8s")
 HEADER_BYTES = _HEADER.size
 CHECKSUM_BYTES = 8
-MOST_BODY_BYTES = 1024  # of every frame but BLOCKS and AGENT
+MOST_BODY_BYTES = 1024  # limit for every frame except BLOCKS and AGENT
 MOST_AGENT_BYTES = 2**18
 MOST_PIECES = 64
 
@@ -58,7 +59,7 @@ class FrameKind(IntEnum):
 
 
 class BadFrame(Exception):
-    """The peer says something that makes no sense; the connection ends."""
+    """The peer violated the protocol; the connection is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def decode_header(data: bytes | bytearray) -> FrameHeader:
     if magic != MAGIC or kind not in FrameKind._value2member_map_:
         raise BadFrame("not a frame")
     if kind != FrameKind.BLOCKS and length > (MOST_AGENT_BYTES if kind == FrameKind.AGENT else MOST_BODY_BYTES):
-        raise BadFrame(f"a body of {length} bytes")
+        raise BadFrame(f"a body of {length} bytes is too long")
     return FrameHeader(FrameKind(kind), a, b, length, checksum)
 
 
@@ -88,11 +89,11 @@ class Attach(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     version: int
     layout: str
-    card: str = ""  # the GPU that D is on, if KV may go from memory to memory there
+    gpu_id: str = ""  # D's GPU, if KV may be copied from memory to memory there
 
 
 class Checksum:
-    """Of blocks; how they are divided into portions makes no difference."""
+    """A checksum of blocks. It does not depend on how they are divided into portions."""
 
     def __init__(self) -> None:
         self._digest = blake2b(digest_size=CHECKSUM_BYTES)
@@ -106,12 +107,12 @@ class Checksum:
 
 
 def pieces(portion: Portion) -> list[memoryview]:
-    """The bytes of a portion, in the order in which they travel."""
+    """The bytes of a portion, in transmission order."""
     return [run.data.cast("B") for run in portion]
 
 
 class Cursor:
-    """Buffers that are sent or filled bit by bit."""
+    """A list of buffers that are sent or filled incrementally."""
 
     __slots__ = ("_buffers", "_next")
 

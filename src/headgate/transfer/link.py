@@ -1,4 +1,4 @@
-"""One connection: frames in and out, as far as the socket goes without waiting."""
+"""One connection: sends and receives frames without blocking."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from selectors import EVENT_READ
 
 from headgate.transfer.frames import HEADER_BYTES, BadFrame, Cursor, FrameHeader, decode_header
 
-Body = Iterator[list[memoryview]]  # the next portion is asked for when the last has been sent or filled
+Body = Iterator[list[memoryview]]  # the next portion is requested when the last has been sent or filled
 
-MOST_BYTES_PER_TURN = 8 * 2**20  # before other connections have theirs
+MOST_BYTES_PER_TURN = 8 * 2**20  # per connection, so that other connections get their turn
 
 
 class PeerGone(Exception):
-    """The other side is gone."""
+    """The peer has closed the connection or does not respond."""
 
 
 class Link:
-    """Subclasses say where a body goes (`body_for`), what a frame means (`heard`) and what to send next (`more`)."""
+    """Subclasses define where a body is stored (`body_for`), what a frame does (`received`) and what to send
+    (`more`).
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self.events = EVENT_READ  # what its selector waits for
-        self.closing = False  # everything to be said has been
+        self.events = EVENT_READ  # what the selector waits for
+        self.closing = False  # nothing more will be queued
         self._out = Cursor()
         self._head = bytearray(HEADER_BYTES)
         self._header: FrameHeader | None = None
         self._body: Body = iter(())
-        self._left = 0  # bytes of the body
+        self._left = 0  # remaining bytes of the body
         self._into = Cursor([memoryview(self._head)])
 
     def body_for(self, header: FrameHeader) -> Body:
         raise NotImplementedError
 
-    def heard(self, header: FrameHeader) -> None:
+    def received(self, header: FrameHeader) -> None:
         raise NotImplementedError
 
     def more(self) -> None:
-        """Queue what there is to send, if anything."""
+        """Queue more data to send, if there is any."""
 
-    def say(self, buffers: Iterable[memoryview]) -> None:
+    def queue(self, buffers: Iterable[memoryview]) -> None:
         self._out.add(buffers)
 
     @property
@@ -50,7 +52,7 @@ class Link:
         return bool(self._out)
 
     def send(self) -> int:
-        """Returns how many bytes went."""
+        """Returns the number of bytes sent."""
         sent = 0
         while self._has_more() and sent < MOST_BYTES_PER_TURN:
             try:
@@ -69,7 +71,7 @@ class Link:
         return bool(self._out)
 
     def receive(self) -> int:
-        """Returns how many bytes came."""
+        """Returns the number of bytes received."""
         came = 0
         while came < MOST_BYTES_PER_TURN:
             try:
@@ -87,20 +89,20 @@ class Link:
         return came
 
     def _step(self) -> None:
-        """A header, or a portion of the body that belongs to it, is complete."""
+        """Handle a complete header, or a complete portion of its body."""
         if self._header is None:
             self._header = decode_header(self._head)
             self._body, self._left = self.body_for(self._header), self._header.length
         portion = next(self._body, None)
         self._left -= sum(map(len, portion or ()))
         if self._left < 0 or (portion is None and self._left):
-            raise BadFrame(f"{self._header.kind.name} with {self._header.length} bytes")
+            raise BadFrame(f"{self._header.kind.name} has a wrong length of {self._header.length} bytes")
         if portion is not None:
             self._into = Cursor(portion)
             return
         header, self._header = self._header, None
         self._into = Cursor([memoryview(self._head)])
-        self.heard(header)
+        self.received(header)
 
 
 def _why(error: OSError) -> str:

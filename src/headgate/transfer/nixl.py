@@ -1,15 +1,16 @@
-"""KV by NIXL: over RDMA, shared memory or whatever else UCX finds between two engines.
+"""KV transfer by NIXL: over RDMA, shared memory or any other connection that UCX finds between two engines.
 
-Leases, progress and the last word stay on the connection of `tcp.py`; only the bytes of blocks go another way. P copies
-what is filled into a slot and says READY, D reads the slot, compares the checksum and says TOOK:
+Leases, progress and the final confirmation stay on the connection of `tcp.py`; only block data takes another path. P
+copies filled blocks into a slot and sends READY; D reads the slot, compares the checksum and sends TOOK:
 
     ◄────────── TAKEN, AGENT         P's agent, and where its slots are
        FETCH ──────────────►
-    ◄─────────── READY, READY        a: first block, b: how many; a checksum; where in P's slots
+    ◄─────────── READY, READY        a: first block, b: how many; a checksum; the offset in P's slots
        TOOK ───────────────►         the first of them is free again
     ◄──────────────────── END        everything had been copied before the lease ended
 
-What finds no slot goes over the connection as BLOCKS, so nobody ever waits for somebody else's slot.
+Blocks that find no free slot are sent over the connection as BLOCKS, so no connection ever waits for another one's
+slot.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from headgate.transfer.transport import BlockMemory, Event
 
 
 class NixlSlots(msgspec.Struct, frozen=True, array_like=True):
-    """What D must know to read P's slots."""
+    """What D needs to read P's slots."""
 
     metadata: bytes
     address: int
@@ -71,16 +72,18 @@ class NixlTransport(TcpTransport):
         finally:
             self._agent.close()
 
-    def _turn(self, patience_s: float = TICK_S) -> None:
-        sooner_s = self._agent.patience_s
-        super()._turn(patience_s if sooner_s is None else sooner_s)
-        self._agent.get_on()
+    def _turn(self, poll_timeout_s: float = TICK_S) -> None:
+        agent_timeout_s = self._agent.poll_timeout_s
+        super()._turn(poll_timeout_s if agent_timeout_s is None else agent_timeout_s)
+        self._agent.make_progress()
         for client in list(self._clients.values()):
             if isinstance(client, NixlClient) and client.reading:
                 self._guard(client, 0)
 
     def _server(self, sock: socket.socket) -> LeaseServer:
-        return NixlServer(self._agent, sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock)
+        return NixlServer(
+            self._agent, sock, self._memory, self._offers.get, self._post_event, self._lease_s, self._clock
+        )
 
     def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> FetchClient:
         if self._agent.stuck:
@@ -97,31 +100,31 @@ class NixlServer(SlotServer):
         sock: socket.socket,
         memory: BlockMemory,
         find: Callable[[int], Offer | None],
-        tell: Callable[[Event], None],
+        post: Callable[[Event], None],
         lease_s: float,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(agent.out.give, sock, memory, find, tell, lease_s, clock)
+        super().__init__(agent.out.give, sock, memory, find, post, lease_s, clock)
         self._agent = agent
-        self._beside = False  # the connection
+        self._uses_slots = False  # whether D can read our slots
 
     def _attach(self, attach: Attach) -> None:
         super()._attach(attach)
         if self.offer is not None and attach.protocol == NIXL_PROTOCOL:
-            self._beside = True
+            self._uses_slots = True
             body = msgspec.msgpack.encode(NixlSlots(self._agent.metadata, *self._agent.out.region))
-            self.say(encode(FrameHeader(FrameKind.AGENT, length=len(body)), body))
+            self.queue(encode(FrameHeader(FrameKind.AGENT, length=len(body)), body))
 
     def _send_blocks(self, offer: Offer, stop: int) -> None:
         slots = self._agent.out
-        slot = slots.take() if self._beside else None
+        slot = slots.take() if self._uses_slots else None
         if slot is None:
             super()._send_blocks(offer, stop)
             return
         self._lent.append(slot)
         digest = slots.write(slot, self._memory.lend(offer.blocks[self._next : stop]))
-        self._agent.sent_bytes += self.say_ready(stop, slots.offset(slot), digest)
-        self._agent.stir()
+        self._agent.sent_bytes += self.queue_ready(stop, slots.offset(slot), digest)
+        self._agent.note_activity()
 
 
 class NixlClient(FetchClient):
@@ -139,64 +142,64 @@ class NixlClient(FetchClient):
     ) -> None:
         super().__init__(sock, id, ticket, memory, wait_s, clock)
         self._agent = agent
-        self._shown: NixlSlots | None = None
+        self._peer_slots: NixlSlots | None = None
         self._remote: Remote | None = None
         self._ready: deque[NixlReady] = deque()
         self._reads: deque[tuple[NixlReady, Read]] = deque()
-        self._end_heard = False
+        self._end_received = False
 
     @property
     def reading(self) -> bool:
         return bool(self._ready or self._reads)
 
-    def heard(self, header: FrameHeader) -> None:
+    def received(self, header: FrameHeader) -> None:
         match header.kind:
-            case FrameKind.AGENT if self._shown is None:
-                self._shown = msgspec.msgpack.decode(self._said, type=NixlSlots)
+            case FrameKind.AGENT if self._peer_slots is None:
+                self._peer_slots = msgspec.msgpack.decode(self._payload, type=NixlSlots)
             case FrameKind.READY:
                 self._ready.append(self._checked(header))
             case _:
-                super().heard(header)
+                super().received(header)
 
     def _checked(self, header: FrameHeader) -> NixlReady:
-        if self._shown is None or header.length != PLACE.size:
-            raise BadFrame("blocks that are nowhere")
-        blocks, (offset,) = self._next_blocks(header), PLACE.unpack(self._said)
+        if self._peer_slots is None or header.length != PLACE.size:
+            raise BadFrame("blocks without a location")
+        blocks, (offset,) = self._next_blocks(header), PLACE.unpack(self._payload)
         size = len(blocks) * self._memory.block_bytes
-        if offset + size > self._shown.length or size > self._agent.into.slot_bytes:
+        if offset + size > self._peer_slots.length or size > self._agent.into.slot_bytes:
             raise BadFrame("wrong size")
-        return NixlReady(blocks, header.checksum, self._shown.address + offset)
+        return NixlReady(blocks, header.checksum, self._peer_slots.address + offset)
 
     def more(self) -> None:
         while self._reads and self._agent.is_over(self._reads[0][1]):
             self._take_read(*self._reads.popleft())
         while self._ready and (read := self._begin(self._ready[0])) is not None:
             self._reads.append((self._ready.popleft(), read))
-        if self._end_heard and not self.reading and not self.fetched:
-            super()._hear_end()
+        if self._end_received and not self.reading and not self.fetched:
+            super()._on_end()
 
     def _begin(self, ready: NixlReady) -> Read | None:
         if self._remote is None:
-            # Not before something is ready: as long as that is so, the other side lets NIXL connect.
-            assert self._shown is not None
-            self._remote = self._agent.meet(self._shown.metadata)
+            # Only once something is ready: while it is, the other side lets NIXL connect.
+            assert self._peer_slots is not None
+            self._remote = self._agent.add_remote(self._peer_slots.metadata)
         return self._agent.read(self._remote, ready.address, len(ready.blocks) * self._memory.block_bytes)
 
     def _take_read(self, ready: NixlReady, read: Read) -> None:
-        self.heard_s = self._clock()
+        self.last_progress_s = self._clock()
         digest = self._agent.into.read(read.slot, self._memory.room(ready.blocks))
-        self._agent.put_away(read)
+        self._agent.finish(read)
         if digest != ready.digest:
             raise BadFrame("wrong checksum")
         self._agent.received_bytes += len(ready.blocks) * self._memory.block_bytes
-        self.say(encode(FrameHeader(FrameKind.TOOK)))
+        self.queue(encode(FrameHeader(FrameKind.TOOK)))
 
-    def _hear_end(self) -> None:
-        self._end_heard = True  # and `more` says DONE after the last read
+    def _on_end(self) -> None:
+        self._end_received = True  # `more` sends DONE after the last read
 
-    def hang_up(self) -> None:
+    def release(self) -> None:
         while self._reads:
-            self._agent.give_up(self._reads.popleft()[1])
+            self._agent.abandon(self._reads.popleft()[1])
         self._ready.clear()
         if self._remote is not None:
             self._agent.leave(self._remote)

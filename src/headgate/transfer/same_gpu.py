@@ -1,19 +1,19 @@
-"""KV between engines on one card: from one's memory to the other's, without a way through the host.
+"""KV transfer between engines on one GPU: copied within device memory, not through the host.
 
-Leases, progress and the last word stay on the connection of `tcp.py`; only the bytes of blocks go another way. D names its
-card when it attaches. If that is P's too, P shows its shelf, D opens it, and P copies what is filled into a slot for D to
-copy out of:
+Leases, progress and the final confirmation stay on the connection of `tcp.py`; only block data takes another path. D
+names its GPU when it attaches. If P is on the same GPU, P describes its *shelf*, a set of slots in device memory. D
+opens the shelf; P copies filled blocks into a slot, and D copies them out:
 
-       ATTACH ─────────────►         D's card
-    ◄────────── TAKEN, AGENT         P's shelf, if it is on that card
-       OPENED ─────────────►         a: 1, or 0 if it cannot be opened, and all goes over the connection
+       ATTACH ─────────────►         D's GPU
+    ◄────────── TAKEN, AGENT         P's shelf, if P is on that GPU
+       OPENED ─────────────►         a: 1, or 0 if it cannot be opened, and everything goes over the connection
        FETCH ──────────────►
-    ◄─────────── READY, READY        a: first block, b: how many; a checksum; in which slot
+    ◄─────────── READY, READY        a: first block, b: how many; a checksum; the slot
        TOOK ───────────────►         the first of them is free again
     ◄──────────────────── END        everything had been copied before the lease ended
 
-What finds no slot goes over the connection as BLOCKS, so nobody ever waits for somebody else's slot. Both copies are over
-when their calls return: nothing is written to a block after its fetch has ended, and nobody else need wait for that.
+Blocks that find no free slot are sent over the connection as BLOCKS, so no connection ever waits for another one's
+slot. Both copies are complete when their calls return: nothing is written to a block after its fetch has ended.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from headgate.transfer.transport import BlockMemory, Event, SameGpuMemory, Shelf
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 30.0  # how long another engine's shelf is kept open for the next fetch
+IDLE_S = 30.0  # how long an unused shelf of another engine stays open for the next fetch
 
 
 @dataclass(slots=True, eq=False)
 class OpenShelf:
     """Another engine's shelf, opened once for all connections to it."""
 
-    shown: bytes
+    descriptor: bytes
     shelf: ShelfReader
     users: int = 0
-    left_s: float = -inf  # by the last of them
+    left_s: float = -inf  # when the last user left
 
 
 class ShelfTable:
-    """What all connections of a transport share. Belongs to its thread."""
+    """State shared by all connections of a transport. Used only by the transport's thread."""
 
-    def __init__(self, near: SameGpuMemory) -> None:
-        self.near = near
+    def __init__(self, memory: SameGpuMemory) -> None:
+        self.memory = memory
         self.sent_bytes = self.received_bytes = 0
         self._shelf: Shelf | None = None
         self._free: deque[int] = deque()
-        self._doors: dict[bytes, OpenShelf] = {}
+        self._open_shelves: dict[bytes, OpenShelf] = {}
 
     # -- our slots ------------------------------------------------------------------
 
     def shelf(self) -> Shelf | None:
-        if self._shelf is None and (shelf := self.near.shelf()) is not None:
+        if self._shelf is None and (shelf := self.memory.shelf()) is not None:
             self._shelf = shelf
             self._free.extend(range(shelf.slots))
         return self._shelf
@@ -80,35 +80,35 @@ class ShelfTable:
     def give_slot(self, slot: int) -> None:
         self._free.append(slot)
 
-    # -- others' --------------------------------------------------------------------
+    # -- other engines' slots -------------------------------------------------------
 
-    def enter(self, shown: bytes) -> OpenShelf:
-        """`leave` must follow. OSError if it cannot be opened."""
-        door = self._doors.get(shown)
-        if door is None:
-            door = self._doors[shown] = OpenShelf(shown, self.near.open(shown))
-        door.users += 1
-        return door
+    def enter(self, descriptor: bytes) -> OpenShelf:
+        """Open a shelf, or share an open one. Must be paired with `leave`. Raises OSError if it cannot be opened."""
+        opened = self._open_shelves.get(descriptor)
+        if opened is None:
+            opened = self._open_shelves[descriptor] = OpenShelf(descriptor, self.memory.open(descriptor))
+        opened.users += 1
+        return opened
 
-    def leave(self, door: OpenShelf, now_s: float) -> None:
-        door.users -= 1
-        door.left_s = now_s
+    def leave(self, opened: OpenShelf, now_s: float) -> None:
+        opened.users -= 1
+        opened.left_s = now_s
 
     def tidy(self, now_s: float) -> None:
-        """Close what nobody has used for a while: its engine may be gone, and its memory is not while we have it."""
-        for door in list(self._doors.values()):
-            if not door.users and now_s - door.left_s >= IDLE_S:
-                del self._doors[door.shown]
+        """Close shelves unused for a while: their engine may be gone, and an open shelf keeps its memory allocated."""
+        for opened in list(self._open_shelves.values()):
+            if not opened.users and now_s - opened.left_s >= IDLE_S:
+                del self._open_shelves[opened.descriptor]
 
     def close(self) -> None:
-        self._doors.clear()
+        self._open_shelves.clear()
 
 
 class SameGpuTransport(TcpTransport):
     def __init__(self, memory: BlockMemory, listen: Address, **settings: Any) -> None:
         super().__init__(memory, listen, **settings)
-        assert memory.near is not None
-        self._table = ShelfTable(memory.near)
+        assert memory.same_gpu is not None
+        self._table = ShelfTable(memory.same_gpu)
 
     def counts(self) -> TransferCounts:
         counts, table = super().counts(), self._table
@@ -130,7 +130,7 @@ class SameGpuTransport(TcpTransport):
 
     def _server(self, sock: socket.socket) -> LeaseServer:
         return SameGpuServer(
-            self._table, sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock
+            self._table, sock, self._memory, self._offers.get, self._post_event, self._lease_s, self._clock
         )
 
     def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> FetchClient:
@@ -144,37 +144,37 @@ class SameGpuServer(SlotServer):
         sock: socket.socket,
         memory: BlockMemory,
         find: Callable[[int], Offer | None],
-        tell: Callable[[Event], None],
+        post: Callable[[Event], None],
         lease_s: float,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(table.give_slot, sock, memory, find, tell, lease_s, clock)
+        super().__init__(table.give_slot, sock, memory, find, post, lease_s, clock)
         self._table = table
-        self._asked = False  # whether our shelf can be opened, and not answered yet
-        self._shelf: Shelf | None = None  # by which blocks go
+        self._awaiting_opened = False  # D has not yet answered whether it can open our shelf
+        self._shelf: Shelf | None = None  # set if D can read it
 
     @property
     def must_wait(self) -> bool:
-        return self._asked or super().must_wait
+        return self._awaiting_opened or super().must_wait
 
-    def heard(self, header: FrameHeader) -> None:
+    def received(self, header: FrameHeader) -> None:
         if header.kind is FrameKind.OPENED:
-            self._hear_opened(bool(header.a))
+            self._on_opened(bool(header.a))
         else:
-            super().heard(header)
+            super().received(header)
 
     def _attach(self, attach: Attach) -> None:
         super()._attach(attach)
-        if self.offer is None or not attach.card or attach.card != self._table.near.name:
+        if self.offer is None or not attach.gpu_id or attach.gpu_id != self._table.memory.gpu_id:
             return
         if (shelf := self._table.shelf()) is not None:
-            self._asked = True
-            self.say(encode(FrameHeader(FrameKind.AGENT, length=len(shelf.shown)), shelf.shown))
+            self._awaiting_opened = True
+            self.queue(encode(FrameHeader(FrameKind.AGENT, length=len(shelf.descriptor)), shelf.descriptor))
 
-    def _hear_opened(self, opened: bool) -> None:
-        if not self._asked:
-            raise BadFrame("opened what it was not shown")
-        self._asked = False
+    def _on_opened(self, opened: bool) -> None:
+        if not self._awaiting_opened:
+            raise BadFrame("opened what it was not offered")
+        self._awaiting_opened = False
         self._shelf = self._table.shelf() if opened else None
 
     def _send_blocks(self, offer: Offer, stop: int) -> None:
@@ -186,7 +186,7 @@ class SameGpuServer(SlotServer):
         self._lent.append(slot)
         stop = min(offer.filled, self._end, self._next + shelf.blocks)
         digest = shelf.put(slot, offer.blocks[self._next : stop])
-        self._table.sent_bytes += self.say_ready(stop, slot, digest)
+        self._table.sent_bytes += self.queue_ready(stop, slot, digest)
 
 
 class SameGpuClient(FetchClient):
@@ -202,44 +202,44 @@ class SameGpuClient(FetchClient):
     ) -> None:
         super().__init__(sock, id, ticket, memory, wait_s, clock)
         self._table = table
-        self._shown = False
-        self._door: OpenShelf | None = None
+        self._descriptor_received = False
+        self._open_shelf: OpenShelf | None = None
 
     def _attachment(self) -> Attach:
-        return msgspec.structs.replace(super()._attachment(), card=self._table.near.name)
+        return msgspec.structs.replace(super()._attachment(), gpu_id=self._table.memory.gpu_id)
 
-    def heard(self, header: FrameHeader) -> None:
+    def received(self, header: FrameHeader) -> None:
         match header.kind:
-            case FrameKind.AGENT if not self._shown:
-                self._shown = True
-                self._open(bytes(self._said))
+            case FrameKind.AGENT if not self._descriptor_received:
+                self._descriptor_received = True
+                self._open(bytes(self._payload))
             case FrameKind.READY:
                 self._take(header)
             case _:
-                super().heard(header)
+                super().received(header)
 
-    def _open(self, shown: bytes) -> None:
+    def _open(self, descriptor: bytes) -> None:
         try:
-            self._door = self._table.enter(shown)
+            self._open_shelf = self._table.enter(descriptor)
         except OSError as error:
-            log.info("KV comes over the connection: the other engine's memory cannot be opened: %s", error)
-        self.say(encode(FrameHeader(FrameKind.OPENED, a=int(self._door is not None))))
+            log.info("fetching KV over the connection, because the other engine's memory cannot be opened: %s", error)
+        self.queue(encode(FrameHeader(FrameKind.OPENED, a=int(self._open_shelf is not None))))
 
     def _take(self, header: FrameHeader) -> None:
-        if self._door is None or header.length != PLACE.size:
-            raise BadFrame("blocks that are nowhere")
-        shelf, (slot,) = self._door.shelf, PLACE.unpack(self._said)
+        if self._open_shelf is None or header.length != PLACE.size:
+            raise BadFrame("blocks without a location")
+        shelf, (slot,) = self._open_shelf.shelf, PLACE.unpack(self._payload)
         if slot >= shelf.slots or header.b > shelf.blocks:
-            raise BadFrame("a slot that is not there")
+            raise BadFrame("a slot that does not exist")
         blocks = self._next_blocks(header)
         if shelf.take(slot, blocks) != header.checksum:
             raise BadFrame("wrong checksum")
-        self.heard_s = self._clock()
+        self.last_progress_s = self._clock()
         self._table.received_bytes += len(blocks) * self._memory.block_bytes
-        self.say(encode(FrameHeader(FrameKind.TOOK)))
+        self.queue(encode(FrameHeader(FrameKind.TOOK)))
 
-    def hang_up(self) -> None:
-        super().hang_up()
-        if self._door is not None:
-            self._table.leave(self._door, self._clock())
-            self._door = None
+    def release(self) -> None:
+        super().release()
+        if self._open_shelf is not None:
+            self._table.leave(self._open_shelf, self._clock())
+            self._open_shelf = None

@@ -1,11 +1,12 @@
-"""Memory that NIXL moves: slots of our own, never the cache.
+"""Memory that NIXL transfers: separate slots, never the cache.
 
-A read that was begun may land until NIXL says that it is over: also when its fetch was given up, or the other engine was
-stopped. So reads land in slots, and a slot is kept until its read is over, while the blocks are free at once. What others
-read are slots too: pages of a cache come and go with sleep, which a network card would not notice, and whoever may read one
-slot shall not be able to read all the KV there is.
+A read that was started may write until NIXL reports its end, even if its fetch was abandoned or the other engine was
+stopped. So reads land in slots, and a slot is kept until its read has ended, while the blocks are free at once. Peers
+also read slots only: pages of a cache are released and allocated again by sleep, which a network adapter would not
+notice, and a peer that may read one slot must not be able to read all KV.
 
-Everything here belongs to the transport's thread. NIXL has no thread of its own: that would turn all day.
+Everything here is used by the transport's thread only. NIXL's own progress thread is disabled, because it would spin
+constantly.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from headgate.transfer.transport import Portion, Words
 
 log = logging.getLogger(__name__)
 
-SLOTS = 16  # for others to read, and as many to read into
+SLOTS = 16  # for peers to read, and as many to read into
 MOST_REMOTES = 64
-KEEN_S, SLOW_S = 0.1, 0.002  # after the last sign of life of a read; how long to sleep between looks from then on
+# The thread polls without sleeping until BUSY_POLL_S after the last activity of a read, and then every POLL_S.
+BUSY_POLL_S, POLL_S = 0.1, 0.002
 
 
 class Slots:
-    """Equal parts of one piece of memory."""
+    """Equal parts of one buffer."""
 
     def __init__(self, count: int, slot_bytes: int) -> None:
         self._words = np.empty((count, slot_bytes // 8), np.uint64)
@@ -44,7 +46,7 @@ class Slots:
 
     @property
     def region(self) -> tuple[int, int]:
-        """Address and length."""
+        """Address and length of the buffer."""
         return self._words.ctypes.data, self._words.nbytes
 
     @property
@@ -77,7 +79,7 @@ class Slots:
         return checksum.digest()
 
     def _places(self, slot: int, portions: Iterable[Portion]) -> Iterator[tuple[Words, Words]]:
-        """Each run and where in the slot it lies."""
+        """Each run with its place in the slot."""
         start = 0
         for run in (run for portion in portions for run in portion):
             yield run, self._words[slot, start : start + run.size].reshape(run.shape)
@@ -86,7 +88,7 @@ class Slots:
 
 @dataclass(slots=True, eq=False)
 class Remote:
-    """Another engine's agent. It is forgotten when it has failed and nobody uses it any more."""
+    """Another engine's agent. It is removed when it has failed and has no users left."""
 
     metadata: bytes
     name: Any
@@ -106,12 +108,12 @@ class Agent:
         self.out, self.into = Slots(SLOTS, slot_bytes), Slots(SLOTS, slot_bytes)
         self._agent = _open_agent()
         self._registered = [self._register(slots) for slots in (self.out, self.into)]
-        # What we read into is nobody else's business.
+        # Peers need not know the slots that we read into.
         self.metadata: bytes = self._agent.get_partial_agent_metadata(self._registered[0], True, ["UCX"])
         self._remotes: dict[bytes, Remote] = {}
         self._reads: set[Read] = set()
-        self._given_up: set[Read] = set()
-        self._stirred_s = -inf
+        self._abandoned: set[Read] = set()
+        self._last_activity_s = -inf
         self.sent_bytes = self.received_bytes = 0
 
     def _register(self, slots: Slots) -> Any:
@@ -119,8 +121,8 @@ class Agent:
 
     # -- other agents ---------------------------------------------------------------
 
-    def meet(self, metadata: bytes) -> Remote:
-        """`leave` must follow."""
+    def add_remote(self, metadata: bytes) -> Remote:
+        """Add the agent with this metadata, or share an existing one. Must be paired with `leave`."""
         remote = self._remotes.get(metadata)
         if remote is not None and remote.failed:
             raise PeerGone("read failed")  # its last users are about to leave
@@ -143,25 +145,25 @@ class Agent:
 
     def _forget(self, remote: Remote) -> None:
         del self._remotes[remote.metadata]
-        with suppress(Exception):  # it may be gone already
+        with suppress(Exception):  # it may already be gone
             self._agent.remove_remote_agent(remote.name)
 
     # -- reads ----------------------------------------------------------------------
 
     def read(self, remote: Remote, address: int, length: int) -> Read | None:
-        """Begin to read; None if there is no slot to read into."""
+        """Start a read; None if there is no free slot to read into."""
         if (slot := self.into.take()) is None:
             return None
         try:
             with _failing(remote):
                 handle = self._begin(remote, address, length, slot)
         except PeerGone:
-            self.into.give(slot)  # nothing was begun
+            self.into.give(slot)  # no read was started
             raise
         read = Read(remote, handle, slot)
         remote.users += 1
         self._reads.add(read)
-        self.stir()
+        self.note_activity()
         return read
 
     def _begin(self, remote: Remote, address: int, length: int, slot: int) -> Any:
@@ -173,57 +175,57 @@ class Agent:
         return handle
 
     def is_over(self, read: Read) -> bool:
-        """Whether all of it is here; Hung if it never will be."""
+        """Whether the read is complete. Raises PeerGone if it has failed."""
         with _failing(read.remote):
             state = self._agent.check_xfer_state(read.handle)
             if state not in ("DONE", "PROC"):
                 raise RuntimeError(f"a read has ended as {state}")
         return bool(state == "DONE")
 
-    def put_away(self, read: Read) -> None:
-        """A read that is over: its slot is free."""
+    def finish(self, read: Read) -> None:
+        """Release a completed read and its slot."""
         self._reads.discard(read)
-        with suppress(Exception):  # what cannot be released now is when the agent is
+        with suppress(Exception):  # a handle that cannot be released now is released with the agent
             self._agent.release_xfer_handle(read.handle)
         self.into.give(read.slot)
         self.leave(read.remote)
-        self.stir()
+        self.note_activity()
 
-    def give_up(self, read: Read) -> None:
-        """Nobody waits for it any more; its slot is kept until it is over."""
-        self._given_up.add(read)
+    def abandon(self, read: Read) -> None:
+        """Stop waiting for a read. Its slot is kept until the read has ended."""
+        self._abandoned.add(read)
 
     @property
     def stuck(self) -> bool:
-        """Whether reads that nobody waits for have taken half of our slots: better use another way."""
-        return len(self._given_up) >= self.into.count // 2
+        """Whether abandoned reads occupy half of our slots, so that another path should be used."""
+        return len(self._abandoned) >= self.into.count // 2
 
-    # -- getting on -----------------------------------------------------------------
+    # -- progress ---------------------------------------------------------------------
 
-    def stir(self) -> None:
-        self._stirred_s = time.monotonic()
+    def note_activity(self) -> None:
+        self._last_activity_s = time.monotonic()
 
-    def get_on(self) -> None:
-        """Let NIXL work for whoever reads from us, and see which given-up reads are over."""
-        with suppress(Exception):  # a peer that is gone is told of where it is used
+    def make_progress(self) -> None:
+        """Let NIXL serve the reads of peers, and release abandoned reads that have ended."""
+        with suppress(Exception):  # a lost peer is reported where it is used
             self._agent.get_new_notifs()
-        for read in list(self._given_up):
-            if self._given_up_is_over(read):
-                self._given_up.discard(read)
-                self.put_away(read)
+        for read in list(self._abandoned):
+            if self._is_abandoned_read_over(read):
+                self._abandoned.discard(read)
+                self.finish(read)
 
-    def _given_up_is_over(self, read: Read) -> bool:
+    def _is_abandoned_read_over(self, read: Read) -> bool:
         try:
             return self.is_over(read)
         except PeerGone:
             return True
 
     @property
-    def patience_s(self) -> float | None:
-        """How long the thread may sleep; None if nothing is on its way."""
+    def poll_timeout_s(self) -> float | None:
+        """How long the transport's thread may sleep; None if nothing is in progress."""
         if not self._reads and not self.out.taken:
             return None
-        return 0.0 if time.monotonic() - self._stirred_s < KEEN_S else SLOW_S
+        return 0.0 if time.monotonic() - self._last_activity_s < BUSY_POLL_S else POLL_S
 
     def close(self) -> None:
         for read in list(self._reads):
@@ -239,7 +241,7 @@ class Agent:
 
 @contextmanager
 def _failing(remote: Remote | None = None) -> Iterator[None]:
-    """NIXL has an exception for each thing that can go wrong; to us they are all one."""
+    """Raise PeerGone for any of NIXL's exceptions, and mark `remote` as failed."""
     try:
         yield
     except Exception as error:
@@ -257,5 +259,5 @@ def _open_agent() -> Any:
     logging.getLogger("nixl").setLevel(logging.WARNING)
     agent = nixl_agent(uuid4().hex, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     if "UCX" not in agent.backends:
-        raise RequestError("KV over NIXL needs its UCX backend, and that does not start here; use --kv-transport tcp")
+        raise RequestError("KV over NIXL needs its UCX backend, which does not start here; use --kv-transport tcp")
     return agent

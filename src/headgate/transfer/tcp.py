@@ -1,7 +1,8 @@
-"""KV over TCP: one thread per engine, sockets that never wait, bytes straight from and to the memory of the cache.
+"""KV transfer over TCP: one thread per engine, non-blocking sockets, bytes sent directly from and to the cache
+memory.
 
-The thread owns all sockets. The engine's loop hands it commands through a queue and wakes it through a socket; what is on
-offer lies in a table that both may touch. A connection that misbehaves is closed, and nobody else notices.
+The thread owns all sockets. The engine's loop passes commands to it through a queue and wakes it through a socket;
+the table of offers is shared by both. A connection that misbehaves is closed without affecting others.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 TICK_S = 0.05
-STRANGER_S = 5.0  # how long somebody may be connected without having shown a lease
+UNATTACHED_S = 5.0  # how long a peer may be connected without having attached to a lease
 MOST_CONNECTIONS = 4096
 BUFFER_BYTES = 2 * 2**20
 
@@ -56,11 +57,11 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT` with an IP address that others can reach; ValueError says what is wrong."""
+    """Parse `HOST:PORT` with an IP address. Raises ValueError if it is malformed."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{text!r} is not HOST:PORT")
-    ip = ipaddress.ip_address(host.strip("[]"))  # no names: looking one up would wait
+    ip = ipaddress.ip_address(host.strip("[]"))  # IP addresses only, because a DNS lookup would block
     return Address(str(ip), int(port))
 
 
@@ -82,8 +83,8 @@ class TcpTransport:
         self._offers: dict[int, Offer] = {}
         self._offers_lock = threading.Lock()
         self._servers: set[LeaseServer] = set()
-        self._clients: dict[int, FetchClient | None] = {}  # by sequence; None: lost before it was asked to fetch
-        self._parting: dict[FetchClient, None] = {}  # nobody wants them, and P has not heard yet of which lease
+        self._clients: dict[int, FetchClient | None] = {}  # by sequence; None: lost before the fetch was requested
+        self._detaching: dict[FetchClient, None] = {}  # abandoned, but P does not know the lease yet
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._post: Post = lambda _: None
@@ -147,7 +148,7 @@ class TcpTransport:
         self._wake()
 
     def _wake(self) -> None:
-        # A full socket has woken the thread already; a closed one has nobody to wake.
+        # A full socket has already woken the thread; a closed one has no thread to wake.
         with suppress(BlockingIOError, OSError):
             self._waker.send(b".")
 
@@ -158,28 +159,28 @@ class TcpTransport:
             while not self._closed:
                 self._turn()
         finally:
-            self._hear_commands()
+            self._run_commands()
             for id in list(self._clients):
                 self._leave(id)
-            for client in list(self._parting):
-                self._part(client)
+            for client in list(self._detaching):
+                self._detach(client)
             for server in list(self._servers):
-                self._hang_up(server)
+                self._close_server(server)
             self._selector.close()
 
-    def _turn(self, patience_s: float = TICK_S) -> None:
-        for key, mask in self._selector.select(patience_s):
+    def _turn(self, poll_timeout_s: float = TICK_S) -> None:
+        for key, mask in self._selector.select(poll_timeout_s):
             if key.fileobj is self._woken:
-                self._hear_commands()
+                self._run_commands()
             elif key.fileobj is self._listener:
                 self._accept()
-            elif key.data.sock.fileno() >= 0:  # not closed by what came before it in this turn
+            elif key.data.sock.fileno() >= 0:  # not closed earlier in this turn
                 self._guard(key.data, mask)
         if (now_s := self._clock()) >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
             self._tick(now_s)
 
-    def _hear_commands(self) -> None:
+    def _run_commands(self) -> None:
         with suppress(BlockingIOError):
             self._woken.recv(4096)
         with suppress(Empty):
@@ -195,8 +196,8 @@ class TcpTransport:
         except BlockingIOError:
             return
         except OSError as error:
-            log.warning("a transfer connection cannot be taken: %s", error)
-            time.sleep(TICK_S)  # no descriptors left, most likely; it would be offered again at once
+            log.warning("a transfer connection cannot be accepted: %s", error)
+            time.sleep(TICK_S)  # most likely out of descriptors; accept would fail again at once
             return
         if len(self._servers) >= MOST_CONNECTIONS:
             sock.close()
@@ -207,36 +208,36 @@ class TcpTransport:
         self._selector.register(sock, server.events, server)
 
     def _server(self, sock: socket.socket) -> LeaseServer:
-        return LeaseServer(sock, self._memory, self._offers.get, self._tell, self._lease_s, self._clock)
+        return LeaseServer(sock, self._memory, self._offers.get, self._post_event, self._lease_s, self._clock)
 
     def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> FetchClient:
         return FetchClient(sock, id, ticket, self._memory, self._wait_s, self._clock)
 
-    def _tell(self, event: Event) -> None:
+    def _post_event(self, event: Event) -> None:
         self._post(event)
 
     def _tick(self, now_s: float) -> None:
-        for client in [*self._clients.values(), *self._parting]:
+        for client in [*self._clients.values(), *self._detaching]:
             if client is not None:
                 self._guard(client, 0, now_s)
         for server in list(self._servers):
-            if (server.offer is None or server.closing) and now_s - server.since_s >= STRANGER_S:
-                self._hang_up(server)
+            if (server.offer is None or server.closing) and now_s - server.since_s >= UNATTACHED_S:
+                self._close_server(server)
 
     def _guard(self, link: Link, mask: int, tick_s: float | None = None) -> None:
-        """Let a connection get on; whatever goes wrong is its own end and nobody else's."""
+        """Advance a connection. Any error closes that connection only."""
         try:
-            self._get_on(link, mask, tick_s)
+            self._advance(link, mask, tick_s)
         except (PeerGone, Dropped) as error:
             self._lose(link, str(error))
         except (BadFrame, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("a transfer connection is closed: %s", error)
             self._lose(link, "corrupt")
         except Exception:
-            log.exception("a transfer connection is closed after a mistake of ours")
+            log.exception("a transfer connection is closed after an internal error")
             self._lose(link, "internal")
 
-    def _get_on(self, link: Link, mask: int, tick_s: float | None) -> None:
+    def _advance(self, link: Link, mask: int, tick_s: float | None) -> None:
         if isinstance(link, FetchClient):
             if tick_s is not None:
                 link.tick(tick_s)
@@ -247,12 +248,12 @@ class TcpTransport:
         if mask & selectors.EVENT_READ and (came := link.receive()):
             self._received += came
             if isinstance(link, FetchClient):
-                link.heard_s = self._clock()
+                link.last_progress_s = self._clock()
         self._sent += link.send()
         if isinstance(link, FetchClient) and link.fetched:
             self._end(link, ok=True)
-        elif isinstance(link, FetchClient) and link in self._parting and link.attached:
-            self._part(link)
+        elif isinstance(link, FetchClient) and link in self._detaching and link.attached:
+            self._detach(link)
         else:
             if link.closing and not link.wants_to_send:
                 with suppress(OSError):
@@ -264,23 +265,23 @@ class TcpTransport:
 
     def _lose(self, link: Link, why: str) -> None:
         if isinstance(link, LeaseServer):
-            self._hang_up(link)
-        elif link in self._parting:
-            self._part(link)
+            self._close_server(link)
+        elif link in self._detaching:
+            self._detach(link)
         elif isinstance(link, FetchClient):
             self._failures[why] += 1
             log.info("KV for sequence %d is lost: %s", link.id, why)
             self._end(link, ok=False)
 
-    def _hang_up(self, server: LeaseServer) -> None:
+    def _close_server(self, server: LeaseServer) -> None:
         self._servers.discard(server)
         self._close(server)
-        server.hang_up()
+        server.release()
 
     def _settle(self, settled: Future[None]) -> None:
-        # What is on its way to others is sent from where it lies.
+        # Data in flight to peers is sent directly from the cache.
         for server in list(self._servers):
-            self._hang_up(server)
+            self._close_server(server)
         settled.set_result(None)
 
     def _close(self, link: Link) -> None:
@@ -305,7 +306,7 @@ class TcpTransport:
         address = parse_address(ticket.engine)
         ip = ipaddress.ip_address(address.host)
         if not any(ip in network for network in self._peers):
-            raise ValueError(f"{ip} is not among the engines that we may fetch from (kv_peers)")
+            raise ValueError(f"{ip} is not an engine that this one may fetch from (kv_peers)")
         sock = socket.socket(address.family)
         try:
             _tune(sock)
@@ -332,27 +333,27 @@ class TcpTransport:
             return
         if client.attached or (client.connected and client.fetch is not None):
             self._close(client)
-            client.hang_up()
+            client.release()
         else:
-            # It hangs up when P knows of which lease: that would be kept until it expires otherwise.
-            self._parting[client] = None
-        self._tell_end(client, ok=False)
+            # Closed once P knows the lease, which would otherwise be kept until it expires.
+            self._detaching[client] = None
+        self._post_end(client, ok=False)
 
-    def _part(self, client: FetchClient) -> None:
-        del self._parting[client]
+    def _detach(self, client: FetchClient) -> None:
+        del self._detaching[client]
         self._close(client)
-        client.hang_up()
+        client.release()
 
     def _end(self, client: FetchClient, *, ok: bool) -> None:
         self._close(client)
-        client.hang_up()
+        client.release()
         del self._clients[client.id]
         if client.fetch is None:
-            self._clients[client.id] = None  # so that a fetch that comes yet fails at once
-        self._tell_end(client, ok=ok)
+            self._clients[client.id] = None  # so that a later fetch fails at once
+        self._post_end(client, ok=ok)
 
-    def _tell_end(self, client: FetchClient, *, ok: bool) -> None:
-        """If there was a fetch, its end is told, once."""
+    def _post_end(self, client: FetchClient, *, ok: bool) -> None:
+        """Report the end of the fetch, if there was one, exactly once."""
         fetch, client.fetch = client.fetch, None
         if fetch is not None:
             self._seconds += self._clock() - client.began_s

@@ -1,11 +1,13 @@
-"""What a transport is: fetches KV for us, and lets others fetch ours.
+"""The interface of a transport: fetches KV from other engines, and lets them fetch ours.
 
-Fetching: `attach` takes hold of what a ticket names and keeps its lease alive, `fetch` fills blocks with it, `leave` lets
-go. Every fetch ends in exactly one `Fetched`, also one that was left. Serving: what was offered can be fetched by whoever
-knows its lease, as far as it is filled. After `withdraw` has returned, nothing that is read from those blocks is passed off
-as KV. `settle` is over when nobody's fetch reads the memory of the cache any more, and it can be given back.
+Fetching: `attach` attaches to the lease of a ticket and keeps it alive, `fetch` fills blocks from it, `leave`
+detaches. Every fetch ends with exactly one `Fetched`, even after `leave`. Serving: an offer can be fetched by any
+peer that knows its lease, as far as it is filled. After `withdraw` has returned, nothing read from those blocks is
+delivered as KV. `settle` completes when no fetch by a peer reads the cache memory any more, and the memory can be
+released.
 
-All methods may be called from any thread and never wait for a peer. Events are posted from a thread of the transport's own.
+All methods may be called from any thread and never wait for a peer. Events are posted from the transport's own
+thread.
 """
 
 from __future__ import annotations
@@ -23,63 +25,64 @@ from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
 
 Words = npt.NDArray[np.uint64]
-Portion = list[Words]  # runs [blocks, words] of one part of some blocks each
+Portion = list[Words]  # runs [blocks, words], each of one part of some blocks
 
 
 class Shelf(Protocol):
-    """Slots of our memory that other engines on the same card can read."""
+    """A set of slots in our device memory that other engines on the same GPU can read."""
 
-    shown: bytes  # tells them where it is
+    descriptor: bytes  # tells other engines how to open it
     slots: int
-    blocks: int  # that a slot has room for
+    blocks: int  # capacity of a slot, in blocks
 
     def put(self, slot: int, blocks: Sequence[int]) -> bytes:
-        """Copy blocks of our cache into a slot; returns their checksum, when it is done."""
+        """Copy blocks of our cache into a slot. Returns their checksum once the copy is complete."""
 
 
 class ShelfReader(Protocol):
-    """Another engine's shelf. It is closed when it is dropped."""
+    """Another engine's shelf. It is closed when this object is dropped."""
 
     slots: int
     blocks: int
 
     def take(self, slot: int, blocks: Sequence[int]) -> bytes:
-        """Copy what is in a slot to blocks of our cache; returns the checksum of what was copied, when it is done."""
+        """Copy a slot into blocks of our cache. Returns the checksum of the copied data once the copy is complete."""
 
 
 class SameGpuMemory(Protocol):
-    """What engines whose caches are on one card can do that others cannot."""
+    """Memory operations between engines whose caches are on the same GPU."""
 
-    name: str  # of the card
+    gpu_id: str
 
     def shelf(self) -> Shelf | None:
-        """Ours, if there is room for one."""
+        """Our shelf, or None if there is no memory for one."""
 
-    def open(self, shown: bytes) -> ShelfReader:
-        """Another engine's; OSError says why it cannot be."""
+    def open(self, descriptor: bytes) -> ShelfReader:
+        """Open another engine's shelf. Raises OSError, with the reason, if it cannot be opened."""
 
 
 class BlockMemory(Protocol):
     """The KV blocks of this engine as bytes. A block has several parts (keys and values of each layer).
 
-    They are had portion by portion, small enough that what is done to one finds it in a processor's cache: the first part
-    of each block, then the second of each, and so on. A portion is good until the next is asked for.
+    Blocks are accessed in portions that are small enough to stay in a processor's cache while they are processed: the
+    first part of each block, then the second part of each, and so on. A portion is valid until the next one is
+    requested.
     """
 
     layout: str  # KV moves only between engines whose layouts have the same name
     block_bytes: int
-    near: SameGpuMemory | None  # None: nobody is on the same card
+    same_gpu: SameGpuMemory | None  # None: the cache cannot be shared on a GPU
 
     def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
-        """What these blocks hold, to be read."""
+        """The content of these blocks, for reading."""
 
     def room(self, blocks: Sequence[int]) -> Iterator[Portion]:
-        """Where to write what these blocks shall hold; whoever asks for the next portion has filled the last one."""
+        """Memory for the content of these blocks. Requesting the next portion means that the last one is filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The fetch for a sequence has filled its blocks, or never will."""
+    """The fetch for a sequence has filled its blocks, or has failed."""
 
     id: int
     ok: bool
@@ -87,7 +90,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Whoever holds a lease of ours is alive."""
+    """The holder of one of our leases is alive."""
 
     lease: int
     generation: int
@@ -96,7 +99,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A lease of ours is of no use any more."""
+    """One of our leases is no longer needed."""
 
     lease: int
     generation: int
@@ -108,7 +111,7 @@ Post = Callable[[Any], None]
 
 
 class Transport(Protocol):
-    address: str  # where others fetch from us; "" if they cannot
+    address: str  # where other engines fetch from us; "" if they cannot
 
     def start(self, post: Post) -> None: ...
 
@@ -132,7 +135,7 @@ class Transport(Protocol):
 
 
 class NoTransport:
-    """Fetches nothing and serves nothing: every ticket becomes a local prefill."""
+    """Fetches nothing and serves nothing: every ticket leads to a local prefill."""
 
     address = ""
 

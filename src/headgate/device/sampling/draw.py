@@ -1,11 +1,11 @@
-"""The choice of one token from one row of logits, which nothing but the row's own knobs can sway.
+"""Chooses one token from one row of logits. The choice depends on that row's sampling parameters alone.
 
-The random stream of a row is a function of (seed, position) alone, position being the index in the sequence of the
-token to sample: not of call order, batch, engine or how often the sequence was resumed (invariant 10). Every sum is
-exact or per element, so a row chooses the same, to the bit, alone and in any batch.
+The random stream of a row is a function of (seed, position) alone, where position is the index in the sequence of the
+token to sample. It does not depend on call order, batch, engine or how often the sequence was resumed (invariant 10).
+Every sum is exact or per element, so a row gives the same token, bit for bit, alone and in any batch.
 
-`draw` is the definition, in torch, for any device. The CPU and the Triton kernels do the same; `fastest_draw` is where one
-of them is taken. They may differ where two sums lie within the rounding of a logarithm or a quotient.
+`draw` is the definition, in torch, for any device. The CPU and Triton kernels implement the same; `fastest_draw`
+selects one. They may differ where two sums lie within the rounding of a logarithm or a quotient.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 from headgate.device.rows import Ints, to_device
 from headgate.layers.cpu import Kernels, load_kernels
 
-# How many logits a temporary may cover: small enough to stay near the processor, large enough for every row of a
+# Maximum number of logits in a temporary: small enough for the processor's cache, large enough for every row of a
 # small vocabulary.
 CHUNK = 2**21
 
-# Probabilities are added up as integers of this unit. Integer sums are exact in any order, and so the same in any batch.
+# Probabilities are added as integers of this unit. Integer sums are exact in any order, and so the same in any batch.
 # 2**21 tokens of the largest weight still fit.
 MASS_UNIT = 2.0**41
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """How each row chooses. All arrays are [R] and on the host."""
+    """The sampling parameters of each row. All arrays are [R] and on the host."""
 
     temperature: npt.NDArray[np.float32]  # 0: the largest logit
     top_k: npt.NDArray[np.int32]  # 0: off
@@ -41,8 +41,8 @@ class Knobs:
     key: npt.NDArray[np.uint64]
 
     @property
-    def choosy(self) -> npt.NDArray[np.bool_]:
-        """Rows that do not consider every token."""
+    def filtered(self) -> npt.NDArray[np.bool_]:
+        """Rows whose top_k, top_p or min_p excludes tokens."""
         return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
 
     def __getitem__(self, rows: slice | Ints) -> Knobs:
@@ -53,7 +53,7 @@ Draw = Callable[[torch.Tensor, Knobs], torch.Tensor]
 
 
 def fastest_draw(device: torch.device) -> Draw:
-    """What draws on `device`; compiles the CPU kernels if this is their first use."""
+    """The fastest draw function for `device`. Compiles the CPU kernels on first use."""
     if device.type == "cpu" and isinstance(kernels := load_kernels(), Kernels):
         return draw_with(kernels)
     return draw_on_gpu if device.type == "cuda" else draw
@@ -68,23 +68,23 @@ def draw_with(kernels: Kernels) -> Draw:
 
 
 def draw_on_gpu(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
-    """As `draw`; `logits` are spoiled."""
-    # Only here: a machine without a GPU need not have Triton.
+    """Like `draw`, but overwrites `logits`."""
+    # Imported here because a machine without a GPU need not have Triton.
     from headgate.layers.triton.draw import draw_tokens
 
     device = logits.device
-    choosy = np.flatnonzero((knobs.temperature > 0) & knobs.choosy)
-    if choosy.size:
-        which = to_device(choosy, device)
+    filtered = np.flatnonzero((knobs.temperature > 0) & knobs.filtered)
+    if filtered.size:
+        which = to_device(filtered, device)
         some = logits.index_select(0, which)
-        scaled = some / to_device(knobs.temperature[choosy], device)[:, None]
-        some.masked_fill_(scaled < _lowest_kept(scaled, knobs[choosy]), -torch.inf)
+        scaled = some / to_device(knobs.temperature[filtered], device)[:, None]
+        some.masked_fill_(scaled < _lowest_kept(scaled, knobs[filtered]), -torch.inf)
         logits.index_copy_(0, which, some)
     return draw_tokens(logits, to_device(knobs.temperature, device), to_device(knobs.key.view(np.int64), device))
 
 
 def stream_keys(seeds: npt.NDArray[np.uint64], positions: Ints) -> npt.NDArray[np.uint64]:
-    """The key of the random stream at each (seed, position): the finaliser of splitmix64."""
+    """The key of the random stream at each (seed, position), computed with the finaliser of splitmix64."""
     x: npt.NDArray[np.uint64] = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -94,10 +94,11 @@ def stream_keys(seeds: npt.NDArray[np.uint64], positions: Ints) -> npt.NDArray[n
 def draw(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
     """One token per row of `logits` [R, V], as [R] int64.
 
-    With temperature 0, the largest logit; the lowest id wins a tie. Otherwise logits are divided by the temperature;
-    of the `top_k` largest, and those tied with the last of them, are kept the likeliest whose mass reaches `top_p`, a
-    token being kept if all strictly likelier ones together fall short of it; of those, the ones with at least `min_p`
-    of the best one's probability. The winner is the largest sum of scaled logit and Gumbel noise.
+    With temperature 0, the largest logit wins; ties go to the lowest id. Otherwise logits are divided by the
+    temperature, and filters apply in this order. `top_k` keeps the k largest logits and those tied with the last of
+    them. `top_p` keeps a token if all strictly likelier ones together have less mass than `top_p`. `min_p` keeps
+    tokens with at least `min_p` of the probability of the most likely one. The winner is the largest sum of scaled
+    logit and Gumbel noise.
     """
     if not knobs.temperature.any():
         return logits.argmax(-1)
@@ -110,11 +111,11 @@ def _draw(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
     device = logits.device
     greedy = knobs.temperature == 0
     scaled = logits / to_device(np.where(greedy, np.float32(1), knobs.temperature), device)[:, None]
-    choosy = np.flatnonzero(~greedy & knobs.choosy)
-    if choosy.size:
-        which = to_device(choosy, device)
+    filtered = np.flatnonzero(~greedy & knobs.filtered)
+    if filtered.size:
+        which = to_device(filtered, device)
         some = scaled.index_select(0, which)
-        some.masked_fill_(some < _lowest_kept(some, knobs[choosy]), -torch.inf)
+        some.masked_fill_(some < _lowest_kept(some, knobs[filtered]), -torch.inf)
         scaled.index_copy_(0, which, some)
     noise = gumbel(to_device(knobs.key.view(np.int64), device), logits.shape[1])
     noise.masked_fill_(to_device(greedy, device)[:, None], 0)
@@ -122,7 +123,7 @@ def _draw(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
 
 
 def _lowest_kept(scaled: torch.Tensor, knobs: Knobs) -> torch.Tensor:
-    """Per row, the smallest logit [R, 1] that survives all cuts. Equal logits stay or go together."""
+    """Per row, the smallest logit [R, 1] that all filters keep. Equal logits are kept or dropped together."""
     lowest = scaled.new_full((len(scaled), 1), -torch.inf)
     ranking = np.flatnonzero((knobs.top_k > 0) | (knobs.top_p < 1))
     if ranking.size:
@@ -142,10 +143,10 @@ def _last_by_rank(scaled: torch.Tensor, knobs: Knobs) -> torch.Tensor:
     weights = (ranked - ranked[:, :1]).exp_().masked_fill_(~kept, 0)
     mass = (weights * MASS_UNIT).long()
     before = mass.cumsum(-1).sub_(mass)
-    # With top_p 1 this drops only what weighs less than 2**-41, which no noise could make win.
+    # With top_p 1 this drops only tokens of a weight below 2**-41, which no noise could make win.
     wanted = mass.sum(-1, keepdim=True) * to_device(knobs.top_p.astype(np.float64), device)[:, None]
     kept &= before < wanted
-    # Of a row that has logits which are no numbers nothing is kept; it must not harm the others.
+    # A row with NaN logits keeps nothing; it must not affect the others.
     return ranked.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
 
 
@@ -160,7 +161,7 @@ def gumbel(keys: torch.Tensor, vocab: int) -> torch.Tensor:
     """Standard Gumbel noise [R, vocab] float32 that depends on (key, token id) alone; `keys` [R] hold 64 bits."""
     low, high = keys.to(torch.int32)[:, None], (keys >> 32).to(torch.int32)[:, None]
     x = (_strides(vocab, keys.device) + low).bitwise_xor_(high)
-    x ^= (x >> 16) & 0xFFFF  # torch shifts copies of the sign in; the mask makes it a logical shift
+    x ^= (x >> 16) & 0xFFFF  # torch shifts arithmetically; the mask makes it a logical shift
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
     x *= _signed(0x846CA68B)
@@ -171,8 +172,8 @@ def gumbel(keys: torch.Tensor, vocab: int) -> torch.Tensor:
 def log_uniform(n: torch.Tensor) -> torch.Tensor:
     """log((n + 1/2) / 2**24) for 24-bit `n`.
 
-    Near 1 the quotient does not fit float32: the largest would round to 1, and its noise to infinity, which wins over
-    every logit. What it lacks to 1 does fit.
+    Near 1 the quotient does not fit float32: the largest would round to 1, and its noise to infinity, which exceeds
+    every logit. The difference from 1 does fit.
     """
     lacking = (2**24 - n).float().sub_(0.5).mul_(2.0**-24)
     quotient = n.float().add_(0.5).mul_(2.0**-24)

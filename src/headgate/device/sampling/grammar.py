@@ -1,12 +1,12 @@
-"""Answers that must match a grammar: one matcher for each row that has one, asked before and told after each token.
+"""Constrains answers to a grammar: one matcher per constrained row, queried before each token and advanced after it.
 
-A matcher is a function of the grammar and the tokens of the answer alone. It is built when its sequence joins and replays
-the tokens that are already there, so it survives preemption, resuming and moving to another engine like everything else.
-It reads sampled tokens on the host, which is why such a sequence runs in lockstep: never two steps in flight.
+A matcher is a function of the grammar and the answer's tokens alone. It is built when its sequence joins, and replays
+the tokens that exist already, so it survives preemption, resuming and moving to another engine. It reads sampled
+tokens on the host, so such a sequence runs in lockstep: it never has two steps in flight.
 
-A matcher that cannot go on (the grammar is broken, its limits are used up, or a token does not fit) stays in its error and
-refuses every token. Its row's token is then reported as lost, and the scheduler ends the request; nothing that breaks the
-grammar ever leaves the worker, and nobody else in the batch notices.
+A matcher that cannot continue (the grammar is broken, its limits are exceeded, or a token does not fit) stays in
+error and refuses every token. Its row's token is then reported as lost, and the scheduler ends the request. No token
+that violates the grammar leaves the device, and the rest of the batch is unaffected.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ Masks = npt.NDArray[np.int32]  # one bit per token, set if the token may come ne
 
 
 def read_vocabulary(tokenizer_json: str, *, vocab_size: int, eos_ids: tuple[int, ...]) -> LLTokenizer | None:
-    """What matchers must know of the tokens, or None if this tokenizer is of a kind that they do not understand.
+    """The token vocabulary for matchers, or None if the tokenizer type is not supported.
 
     Takes about a second for 150,000 tokens.
     """
     ends = [token for token in eos_ids if token < vocab_size]
     if not ends:
-        return None  # nothing could ever end an answer
-    # Models pad their vocabularies; a few know fewer tokens than their tokenizers.
+        return None  # no token could ever end an answer
+    # Models pad their vocabularies; a few have fewer tokens than their tokenizers.
     for size in (vocab_size, None):
         try:
             return LLTokenizer(tokenizer_json, n_vocab=size, eos_token=ends)
         except ValueError as error:
             complaint = error
-    log.warning("this model takes no grammars: %s", complaint)
+    log.warning("grammars are not supported for this model: %s", complaint)
     return None
 
 
 class Grammars:
-    """The matchers of some rows.
+    """The matchers of constrained rows.
 
     `apply` and `forbid` are called by the thread that launches steps, `advance` by the one that lands them. Lockstep
-    keeps the two from touching the same matcher at once.
+    keeps the two from using the same matcher at once.
     """
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
@@ -63,21 +63,21 @@ class Grammars:
 
     @cached_property
     def _executor(self) -> LLExecutor:
-        return LLExecutor()  # threads, which most workers never need
+        return LLExecutor()  # starts threads, which most engines never need
 
     def apply(self, plan: StepPlan) -> None:
-        """Give the sequences that join their matchers, and forget those of the rows they take."""
+        """Create matchers for the sequences that join, and drop the previous matchers of their rows."""
         for join in plan.joins:
             self._matchers.pop(join.row, None)
             if join.sampling.grammar is not None:
                 self._matchers[join.row] = self._matcher(join, join.sampling.grammar)
 
     def hold_any(self, rows: Ints) -> bool:
-        """Whether one of these rows has a matcher."""
+        """Whether any of these rows has a matcher."""
         return bool(self._matchers) and any(row in self._matchers for row in rows.tolist())
 
     def forbid(self, logits: torch.Tensor, rows: Ints) -> None:
-        """Set to -inf what the grammars of `rows` do not allow next in `logits` [R, V]."""
+        """Set the tokens that the grammars of `rows` do not allow next to -inf in `logits` [R, V]."""
         held = [(i, matcher) for i, row in enumerate(rows.tolist()) if (matcher := self._matchers.get(row))]
         if not held:
             return
@@ -86,7 +86,7 @@ class Grammars:
         logits.index_copy_(0, which, torch.where(allowed, logits.index_select(0, which), -torch.inf))
 
     def advance(self, rows: Ints, tokens: list[int]) -> tuple[int, ...]:
-        """Take note of the tokens sampled for `rows`; returns the indices of those that may not be used."""
+        """Advance the matchers of `rows` by their tokens. Returns the indices of tokens that must not be used."""
         if not self._matchers:
             return ()
         matchers = map(self._matchers.get, rows.tolist())
@@ -101,7 +101,7 @@ class Grammars:
         return LLMatcher(self._vocabulary, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
 
     def _masks(self, matchers: list[LLMatcher]) -> Masks:
-        """What each may be told next; of one in error, nonsense, which `advance` will not take."""
+        """The tokens that each matcher allows next; meaningless for one in error, whose token `advance` rejects."""
         masks = np.zeros((len(matchers), -(-self._vocabulary.vocab_size // 32)), dtype=np.int32)
         size = masks.shape[1] * 4
         if len(matchers) == 1:
@@ -112,10 +112,10 @@ class Grammars:
         return masks
 
     def _consume(self, matcher: LLMatcher, token: int) -> bool:
-        # In its error a matcher still takes an EOS, which would make a broken answer look complete.
+        # A matcher in error still accepts an EOS, which would make a broken answer look complete.
         if matcher.consume_token(token) and not matcher.is_error():
             return True
-        log.info("an answer was ended by its grammar: %s", matcher.get_error())
+        log.info("the grammar ended an answer: %s", matcher.get_error())
         return False
 
 
@@ -125,7 +125,7 @@ def unpack(masks: Masks, vocab_size: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         bits = np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
-    # Bits travel packed: an eighth of the bytes.
+    # Bits are sent packed: an eighth of the bytes.
     powers = 1 << torch.arange(8, device=device, dtype=torch.uint8)
     bits_of = to_device(octets, device)[:, :, None].bitwise_and(powers)
     return bits_of.ne(0).view(len(masks), -1)[:, :vocab_size]

@@ -1,8 +1,8 @@
-"""From logits to tokens. Every row is judged by itself: its token never depends on who else is in the batch.
+"""Turns logits into tokens. A row's token never depends on other rows in the batch.
 
-The order of things, per row: logit bias; stop tokens forbidden while the answer is shorter than `min_tokens`;
-repetition penalty (prompt and answer), frequency and presence penalties (answer); what the row's grammar does not allow is
-forbidden; then the choice, which `draw` spells out.
+The order of operations, per row: logit bias; stop tokens forbidden while the answer is shorter than `min_tokens`;
+repetition penalty (prompt and answer), frequency and presence penalties (answer); tokens forbidden by the row's
+grammar; then the choice, which `draw` defines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headgate.device.sampling.grammar import Grammars
 
 
 class Sampler:
-    """Samples one token for each of some rows. Keeps nothing of them between calls."""
+    """Samples one token for each of some rows. Keeps no state of rows between calls."""
 
     def __init__(self, rows: Rows, draw: Draw = draw, grammars: Grammars | None = None) -> None:
         self._rows = rows
@@ -25,7 +25,7 @@ class Sampler:
         self._counts = torch.zeros(0, device=rows.tokens.device)  # see _penalise; zero between calls
 
     def sample(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> torch.Tensor:
-        """The tokens [R] that go to `positions` of `rows`; `logits` [R, V] float32 are spoiled on the way."""
+        """The tokens [R] for `positions` of `rows`. Overwrites `logits` [R, V] float32."""
         logits, records = logits.contiguous(), self._rows.sampling[rows]
         self._add_bias(logits, rows, records)
         self._forbid_stops(logits, rows, records, positions)
@@ -35,12 +35,12 @@ class Sampler:
         return self._draw(logits, knobs_of(records, positions))
 
     def adjusts(self, rows: Ints, positions: Ints) -> bool:
-        """Whether any of these rows wants more than the largest logit, or the largest with noise."""
+        """Whether any of these rows needs more than the largest logit, or the largest with noise."""
         records = self._rows.sampling[rows]
         return bool(
             np.any(records["biased"] | records["penalised"])
             or np.any(positions - records["prompt_len"] < records["min_tokens"])
-            or np.any(knobs_of(records, positions).choosy)
+            or np.any(knobs_of(records, positions).filtered)
             or (self._grammars is not None and self._grammars.hold_any(rows))
         )
 
@@ -61,7 +61,7 @@ class Sampler:
         logits.view(-1).index_fill_(0, to_device(np.concatenate(ids), logits.device), -torch.inf)
 
     def _penalise(self, logits: torch.Tensor, rows: Ints, records: Records, positions: Ints) -> None:
-        """Lower the logits of tokens already seen, touching only those: work in the length of the text."""
+        """Lower the logits of tokens already seen, and touch only those: the cost is linear in the text."""
         penalised = np.flatnonzero(records["penalised"])
         if not penalised.size:
             return
@@ -78,11 +78,11 @@ class Sampler:
         values = torch.where(values > 0, values / repetition, values * repetition)
         values -= counts * column("frequency_penalty")
         values -= (counts > 0) * column("presence_penalty")
-        # A token seen twice is written twice, the same value both times.
+        # A token seen twice is written twice, with the same value.
         logits.view(-1).index_copy_(0, where, values.view(-1))
 
     def _history(self, rows: Ints, lengths: Ints, prompt_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of some rows [P, longest], and which of them are answer. Past its end a row repeats its first."""
+        """The tokens of some rows [P, longest], and which are the answer. A row repeats its first token past its end."""
         tokens, ends = self._rows.tokens, to_device(lengths, prompt_lens.device)[:, None]
         index = torch.arange(int(lengths.max()), device=tokens.device)
         seen = tokens[:, : len(index)].index_select(0, to_device(rows, tokens.device)).long()
@@ -95,7 +95,7 @@ class Sampler:
         where = (torch.arange(len(ids), device=ids.device)[:, None] * vocab + ids).view(-1)
         self._counts.index_add_(0, where, which.float().view(-1))
         counts = self._counts.index_select(0, where).view_as(ids)
-        # Clearing what was touched costs the length of the texts; a new buffer would cost the vocabulary.
+        # Clearing the touched entries costs the length of the texts; a new buffer would cost the vocabulary.
         self._counts.index_fill_(0, where, 0)
         return counts
 

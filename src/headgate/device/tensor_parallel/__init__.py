@@ -1,1 +1,1 @@
-"""One model on several ranks: the processes, their group, and the executors that keep them in step."""
+"""Tensor parallelism: one model on several ranks. The processes, their communication, and their executors."""

@@ -1,8 +1,9 @@
-"""What the ranks of one engine do together: rank 0's executor passes on what it is asked, and the others follow.
+"""Executors of the ranks of one engine: rank 0 forwards every order to the followers, and all ranks carry it out.
 
-Orders are given from rank 0's device thread, in the order in which it carries them out itself, so every rank does the same
-things in the same order. A step needs no answer: its collectives are one. What may fail on one rank alone (reading weights,
-taking memory again) ends with everyone's word; then it has been done by all ranks, or counts as done by none.
+Rank 0's device thread sends orders in the order in which it carries them out itself, so every rank does the same
+things in the same order. A step needs no reply, because its collectives synchronise the ranks. An operation that can
+fail on one rank alone (reading weights, allocating memory) ends with a vote: either all ranks have done it, or none
+counts as having done it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from headgate.device.executor import LocalExecutor
 from headgate.device.runner import ModelRunner
 from headgate.device.tensor_parallel.ranks import RankGroup
 from headgate.device.weights.loading import TensorInfo, WeightSource
-from headgate.device.weights.supply import open_files
+from headgate.device.weights.resources import open_files
 from headgate.errors import OutOfMemory, RequestError, SourceLost
 from headgate.protocol.command import BroadcastSource, FileSource, Sleep, Source, Tag, Wake
 from headgate.protocol.plan import StepPlan, StepResult
@@ -29,36 +30,36 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     plan: StepPlan
 
 
-class KvSizes(msgspec.Struct, frozen=True, array_like=True, tag="rooms"):
-    """How much every rank has room for; the first order of all."""
+class KvSizes(msgspec.Struct, frozen=True, array_like=True, tag="sizes"):
+    """The sizes that every rank allocates; the first order."""
 
     num_blocks: int
     max_context: int
     max_batch_tokens: int
 
 
-# Files: read the weights from there. Wake: of the KV cache alone.
+# FileSource: read the weights from there. Wake: wake the KV cache only.
 Order = KvSizes | RunStep | FileSource | Sleep | Wake
-Tell = Callable[[Order], None]
+SendOrder = Callable[[Order], None]
 KV_CACHE: tuple[Tag, ...] = ("kv_cache",)
 
 
-def to_nobody(order: Order) -> None:
+def discard_order(order: Order) -> None:
     pass
 
 
 class RankExecutor(LocalExecutor):
-    """The executor of one rank. `tell` gives an order to all followers, who themselves have nobody to tell."""
+    """The executor of one rank. `send_order` sends an order to all followers; a follower's own discards it."""
 
     def __init__(
         self,
         runner: ModelRunner,
         ranks: RankGroup,
-        tell: Tell | None = None,
+        send_order: SendOrder | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._ranks = ranks
-        self._tell = tell or to_nobody
+        self._send_order = send_order or discard_order
         self._on_close = on_close
         super().__init__(runner)
 
@@ -67,7 +68,7 @@ class RankExecutor(LocalExecutor):
         self._on_close()
 
     def carry_out(self, order: Order) -> None:
-        """Do as rank 0 has been asked; what could not be done is raised here as there."""
+        """Carry out an order from rank 0. Raises what it raises on rank 0."""
         match order:
             case RunStep(plan):
                 self.launch(plan).result()
@@ -78,16 +79,16 @@ class RankExecutor(LocalExecutor):
             case Wake():
                 self.wake_kv().result()
             case KvSizes():
-                raise AssertionError("rooms are given once, before there is an executor")
+                raise AssertionError("sizes are sent once, before the executor exists")
 
     def _run(self, plan: StepPlan) -> StepResult:
         if self._obstacle() is None:
-            self._tell(RunStep(plan))
+            self._send_order(RunStep(plan))
         return super()._run(plan)
 
     def _load(self, source: WeightSource) -> None:
-        assert isinstance(source, AgreedWeights), "ranks read weights by themselves"
-        self._tell(source.files)
+        assert isinstance(source, AgreedWeights), "each rank reads weights itself"
+        self._send_order(source.files)
         try:
             super()._load(source)
         except BaseException as error:
@@ -95,12 +96,12 @@ class RankExecutor(LocalExecutor):
             raise
 
     def _sleep(self, tags: Collection[Tag]) -> None:
-        self._tell(Sleep(tuple(tags)))
+        self._send_order(Sleep(tuple(tags)))
         super()._sleep(tags)
-        self._ranks.poll()  # whoever hears that we sleep finds the memory of all
+        self._ranks.poll()  # all ranks have released their memory before sleep returns
 
     def _wake_kv(self) -> None:
-        self._tell(Wake(KV_CACHE))
+        self._send_order(Wake(KV_CACHE))
         objection = ""
         try:
             super()._wake_kv()
@@ -108,14 +109,14 @@ class RankExecutor(LocalExecutor):
             objection = str(error)
         if objections := self._ranks.poll(objection):
             super()._sleep(KV_CACHE)
-            raise OutOfMemory(told(objections))
+            raise OutOfMemory(describe_objections(objections))
 
 
 class AgreedWeights:
-    """A `WeightSource`: files that every rank reads by itself.
+    """A `WeightSource`: files that every rank reads itself.
 
-    Nobody writes before all have found that they fit, and nobody believes its weights before all have theirs. Every rank
-    says its word twice, or once, if that is an objection of anyone.
+    No rank writes before all have verified that the weights fit, and no rank uses its weights before all have theirs.
+    Every rank votes twice, or once if any rank objects in the first vote.
     """
 
     def __init__(self, files: FileSource, ranks: RankGroup) -> None:
@@ -123,7 +124,7 @@ class AgreedWeights:
         self._ranks = ranks
         self._source: WeightSource | None = None
         self._opened = ExitStack()
-        self._owes = True  # the others wait for our word
+        self._vote_due = True  # other ranks are waiting for our vote
 
     def __repr__(self) -> str:
         return f"<AgreedWeights {self.files.path}, rank {self._ranks.rank} of {self._ranks.size}>"
@@ -139,9 +140,9 @@ class AgreedWeights:
             self.refuse(error)
 
     def refuse(self, error: BaseException) -> None:
-        """Tell those who wait for our word that it went wrong here, if they do."""
-        if self._owes:
-            self._owes = False
+        """Vote against, if the other ranks are waiting for our vote."""
+        if self._vote_due:
+            self._vote_due = False
             self._ranks.poll(str(error) or repr(error))
 
     def metadata(self) -> Mapping[str, TensorInfo]:
@@ -151,13 +152,13 @@ class AgreedWeights:
         self._agree()
         yield from self._files()
         self._agree()
-        self._owes = False
+        self._vote_due = False
 
     def _agree(self) -> None:
-        self._owes = False
+        self._vote_due = False
         if objections := self._ranks.poll():
-            raise SourceLost(told(objections))
-        self._owes = True
+            raise SourceLost(describe_objections(objections))
+        self._vote_due = True
 
     def _files(self) -> WeightSource:
         if self._source is None:
@@ -168,16 +169,16 @@ class AgreedWeights:
 
 
 def open_together(source: Source, ranks: RankGroup) -> WeightSource:
-    """What an update names, if ranks can read it."""
+    """Open the source of an update, if ranks can read it."""
     if not isinstance(source, FileSource):
         kind = "broadcasts to a group" if isinstance(source, BroadcastSource) else "shares its GPU memory"
         raise RequestError(
-            f"this engine has {ranks.size} ranks, and a trainer that {kind} cannot reach them; give the weights as files "
-            f"(path), which may lie in shared memory",
+            f"this engine has {ranks.size} ranks, and a trainer that {kind} cannot reach them; give them as files "
+            f"(path), which may be in shared memory",
             param="source",
         )
     return AgreedWeights(source, ranks)
 
 
-def told(objections: Mapping[int, str]) -> str:
+def describe_objections(objections: Mapping[int, str]) -> str:
     return "; ".join(f"rank {rank}: {objection}" for rank, objection in objections.items())

@@ -1,8 +1,8 @@
-"""Rank 0's side of its followers, the processes of ranks 1 and up: started, given orders, watched, ended.
+"""Rank 0's handle on its followers, the processes of ranks 1 and up: starts, commands, watches and ends them.
 
-Each follower has one end of a socket as its standard input, and ends when the other closes, however we end. It sends one
-byte when it runs; all that comes after is the end of it. A follower that ends when it should not takes the others with it,
-for they would only wait for it, and is told to whoever watches.
+Each follower has one end of a socket as its standard input, and ends when the other end closes, however rank 0 ends.
+It sends one byte when it is running; the next event on the socket is its end. A follower that ends unexpectedly ends
+the others, which could only wait for it, and is reported to the `on_lost` callback.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from headgate.protocol.command import FileSource
 
 log = logging.getLogger(__name__)
 
-START_S = 300.0  # for a follower to run: it imports torch, perhaps from a slow disk
-ORDER_S = 60.0  # for a follower to take an order in; it always reads
-END_S = 5.0  # for a follower to end by itself
+START_S = 300.0  # until a follower runs: it imports torch, perhaps from a slow disk
+ORDER_S = 60.0  # until a follower has received an order; it always reads
+END_S = 5.0  # until a follower exits after a request
 
 Lost = Callable[[RankLost], None]
 
 
 class FollowerStart(msgspec.Struct, frozen=True):
-    """What rank 0 tells a follower it starts, before all orders."""
+    """The first message to a follower, before all orders."""
 
     model: str  # a folder or a GGUF file
     config: EngineConfig
     rank: int
-    store: str  # where ranks meet
-    step_s: float  # how long a rank waits for another in the middle of a step
-    threads: int  # on a CPU
-    weights: FileSource | None = None  # instead of the model's own
-    version: int = 0  # of `weights`
+    store: str  # file through which ranks connect
+    step_s: float  # how long a rank waits for another within a step
+    threads: int  # number of CPU threads
+    weights: FileSource | None = None  # instead of the model's own weights
+    version: int = 0  # version of `weights`
     log_format: LogFormat = "text"
     log_level: str = "INFO"
     name: str = "rank"
@@ -58,41 +58,41 @@ class Follower:
         self.runs: Future[None] = Future()
         ours, theirs = socket.socketpair()
         self._socket = ours
-        # By the kernel: a timeout of Python's would make the socket non-blocking for whoever reads from it, too.
+        # A kernel timeout: a Python timeout would make the socket non-blocking for the reading thread, too.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(ORDER_S), 0))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "headgate.device.tensor_parallel.follower"],
                 stdin=theirs.fileno(),
-                start_new_session=True,  # a Ctrl-C in the terminal is for us alone
+                start_new_session=True,  # Ctrl-C in the terminal is for the parent only
             )
 
     def send(self, data: bytes) -> None:
         try:
             self._socket.sendall(len(data).to_bytes(4, "little") + data)
         except OSError as error:
-            raise RankLost(f"rank {self.rank} takes no orders: {error}") from error
+            raise RankLost(f"rank {self.rank} does not accept orders: {error}") from error
 
     def watch(self) -> str:
-        """Returns when the process has ended, with its last words."""
+        """Wait until the process has ended. Returns a description of how it ended."""
         with suppress(OSError):
             if self._socket.recv(1):
                 self.runs.set_result(None)
                 self._socket.recv(1)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
-        return obituary(self.rank, self.process)
+        return describe_exit(self.rank, self.process)
 
     def kill(self) -> None:
         self.process.kill()
 
-    def dismiss(self) -> None:
-        """Ask it to end."""
+    def request_exit(self) -> None:
+        """Ask the process to exit."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def await_end(self) -> None:
-        """See it gone, by force if need be."""
+    def await_exit(self) -> None:
+        """Wait until the process has exited; kill it if necessary."""
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -103,7 +103,7 @@ class Follower:
 
 
 class Followers:
-    """Whoever starts them closes them."""
+    """All followers of this engine. The owner must call `close`."""
 
     def __init__(self, starts: list[FollowerStart]) -> None:
         self._lock = threading.Lock()
@@ -115,7 +115,7 @@ class Followers:
             for start in starts:
                 self._all.append(follower := Follower(start))
                 self._watch(follower)
-                with suppress(RankLost):  # whoever waits for it is told why
+                with suppress(RankLost):  # reported by `await_all`
                     follower.send(msgspec.msgpack.encode(start))
         except BaseException:
             self.close()
@@ -126,20 +126,20 @@ class Followers:
         return [follower.process.pid for follower in self._all]
 
     def await_all(self) -> None:
-        """Wait until all of them run."""
+        """Wait until all followers are running."""
         for follower in self._all:
             try:
                 follower.runs.result(START_S)
             except TimeoutError:
-                raise RankLost(f"rank {follower.rank} does not run after {START_S:g} s") from None
+                raise RankLost(f"rank {follower.rank} is not running after {START_S:g} s") from None
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         data = msgspec.msgpack.encode(order)
         for follower in self._all:
             follower.send(data)
 
     def watch(self, on_lost: Lost) -> None:
-        """Have `on_lost` called, from another thread, when a follower ends that was not asked to."""
+        """Call `on_lost`, from another thread, when a follower ends without being asked to."""
         with self._lock:
             self._on_lost = on_lost
             lost = self._lost
@@ -150,9 +150,9 @@ class Followers:
         with self._lock:
             self._closing = True
         for follower in self._all:
-            follower.dismiss()
+            follower.request_exit()
         for follower in self._all:
-            follower.await_end()
+            follower.await_exit()
 
     def _watch(self, follower: Follower) -> None:
         name = f"headgate-rank-{follower.rank}"
@@ -166,17 +166,17 @@ class Followers:
             if self._closing or self._lost is not None:
                 return
             self._lost, on_lost = error, self._on_lost
-        log.error("%s; its engine cannot go on", error)
+        log.error("%s; its engine cannot continue", error)
         for other in self._all:
             other.kill()
         if on_lost is not None:
             on_lost(error)
 
 
-def obituary(rank: int, process: subprocess.Popen[bytes]) -> str:
+def describe_exit(rank: int, process: subprocess.Popen[bytes]) -> str:
     code = process.poll()
     if code is None:
-        return f"rank {rank} (pid {process.pid}) has hung up"
+        return f"rank {rank} (pid {process.pid}) has closed its connection"
     if code < 0:
         return f"rank {rank} (pid {process.pid}) was killed by signal {-code}"
     return f"rank {rank} (pid {process.pid}) ended with exit code {code}"

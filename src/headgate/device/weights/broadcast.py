@@ -1,17 +1,17 @@
 """Weights over the network: a trainer (rank 0) broadcasts, engines receive. Both sides of the exchange are here.
 
-Every part of it is a collective of all ranks:
+Every part of the exchange is a collective of all ranks:
 
-1. the trainer broadcasts a header, JSON: which tensors will come, in their order, and how large a bucket is
-2. everyone tells everyone whether it takes them; one objection ends the exchange for all, with its reason
-3. the trainer broadcasts the tensors as raw bytes, packed in buckets that both sides work out from the header
-4. everyone tells everyone that it has them all
+1. the trainer broadcasts a JSON header: the tensors in the order in which they follow, and the bucket size
+2. every rank votes on whether it accepts them; one objection ends the exchange for all, with its reason
+3. the trainer broadcasts the tensors as raw bytes, packed in buckets that both sides derive from the header
+4. every rank confirms that it has received everything
 
-A group of our own is made for each exchange, beside any default group there may be. All waits end at one deadline, and a
-rank that dies is noticed at once, by its connections. Nothing is pickled.
+Each exchange creates its own group, independent of any default group. All waits end at one deadline, and a rank that
+exits is detected at once by its connections. Nothing is pickled.
 
-Words (header, verdicts) always travel through the host. Buckets may travel by NCCL instead, from device memory to device
-memory; a rank that dies in the middle of one is then noticed at the deadline.
+The header and the votes always travel through host memory. Buckets may travel by NCCL instead, from device memory to
+device memory; a rank that exits during a bucket is then detected only at the deadline.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from headgate.device.weights.loading import TensorInfo, type_name
 from headgate.errors import BrokenCheckpoint, SourceLost
 from headgate.protocol.command import Backend, BroadcastSource
 
-dist: Any = torch.distributed  # whose stubs leave out half of it
+dist: Any = torch.distributed  # its type stubs are incomplete
 
 FORMAT = 1
-BUCKET = 64 * 2**20  # bytes; a larger tensor has a bucket of its own
+BUCKET = 64 * 2**20  # bytes; a larger tensor gets its own bucket
 ALIGN = 16  # bytes; any dtype can be viewed at such an offset
-VERDICT = 1024  # bytes of UTF-8; none is consent
-LEAVE_S = 5.0  # how long the trainer waits for engines to hear of the end
+VERDICT = 1024  # bytes of UTF-8; all zero means consent
+LEAVE_S = 5.0  # how long the trainer waits for engines to leave the group
 MARGIN = 256 * 2**20  # bytes that staging leaves free
-LOOK_S = 0.0005  # how often a bucket that travels by NCCL is looked after
+POLL_S = 0.0005  # how often a bucket that travels by NCCL is checked
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     size: int
-    starts: dict[str, int]  # by tensor
+    starts: dict[str, int]  # offsets by tensor name
 
 
 def pack_buckets(tensors: Mapping[str, TensorInfo], most: int) -> list[Bucket]:
-    """Which tensors travel together, and where in the bucket each begins."""
+    """Assign tensors to buckets, with the offset of each in its bucket."""
     buckets = [Bucket(0, {})]
     for name, info in tensors.items():
         start = -(-buckets[-1].size // ALIGN) * ALIGN
@@ -99,7 +99,7 @@ def decode_header(data: bytes) -> BroadcastHeader:
             dict(decode_entry(entry) for entry in content["tensors"]), int(content["bucket_bytes"])
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpoint(f"the trainer's header is not one that we know: {error!r}") from error
+        raise BrokenCheckpoint(f"the trainer's header has an unknown format: {error!r}") from error
 
 
 def decode_entry(entry: dict[str, Any]) -> tuple[str, TensorInfo]:
@@ -113,7 +113,7 @@ def decode_entry(entry: dict[str, Any]) -> tuple[str, TensorInfo]:
 
 
 class BroadcastGroup:
-    """All ranks of one exchange, from joining to leaving. Raises SourceLost when one is gone or time is up."""
+    """All ranks of one exchange, from joining to leaving. Raises SourceLost when a rank is gone or time is up."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class BroadcastGroup:
         device: torch.device = CPU,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.device = device if backend == "nccl" else CPU  # of buckets
+        self.device = device if backend == "nccl" else CPU  # where buckets are
         self._nccl: Any = None
         self._deadline_s = time.monotonic() + timeout_s
         with lost("the group could not be joined"):
@@ -143,22 +143,22 @@ class BroadcastGroup:
             raise
 
     def _agree_on(self, backend: Backend) -> None:
-        """Before anything else, or those who can would wait for the one who cannot."""
+        """Must come first: otherwise ranks that support the backend would wait for one that does not."""
         with lost("another rank of the group is gone"):
             if self.rank == 0:
                 self._store.set("backend", backend)
             trainers = self._store.get("backend").decode()
         objection = ""
         if trainers != backend:
-            objection = f"the trainer sends by {trainers}, and this engine was told {backend}"
+            objection = f"the trainer sends by {trainers}, and this engine is configured for {backend}"
         elif backend == "nccl" and not takes_nccl(self.device):
-            objection = f"nccl needs a GPU, and {self.device} is none"
+            objection = f"nccl needs a GPU, and {self.device} is not one"
         if objections := self.poll(objection):
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in objections.items())
-            raise BrokenCheckpoint(f"the group cannot be: {reasons}")
+            raise BrokenCheckpoint(f"the group cannot be formed: {reasons}")
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """From rank 0 into the `data` of all others."""
+        """Broadcast from rank 0 into `data` of all others."""
         if not data.numel():
             return
         options = dist.BroadcastOptions()
@@ -167,7 +167,7 @@ class BroadcastGroup:
             self._group.broadcast([data], options).wait()
 
     def broadcast_bucket(self, data: torch.Tensor) -> None:
-        """The same for the bytes of tensors, which lie on `device`."""
+        """The same for the bytes of tensors, which are on `device`."""
         if self._nccl is None or not data.numel():
             return self.broadcast(data)
         options = dist.BroadcastOptions()
@@ -178,15 +178,15 @@ class BroadcastGroup:
         return None
 
     def _await(self, work: Any) -> None:
-        """By looking: NCCL's own way to end a wait in time is to end the process."""
+        """Polls, because NCCL enforces a timeout by ending the process."""
         while not work.is_completed():
             self._left()
-            time.sleep(LOOK_S)
-        work.wait()  # which does not wait, but raises what went wrong
+            time.sleep(POLL_S)
+        work.wait()  # does not wait here; raises the error, if any
         finish_copies(self.device)
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
-        """What rank 0 gives, whose length the others do not know."""
+        """Broadcast rank 0's bytes, whose length the others do not know."""
         length = torch.tensor([len(data)])
         self.broadcast(length)
         buffer = torch.zeros(int(length), dtype=torch.uint8)
@@ -196,18 +196,18 @@ class BroadcastGroup:
         return buffer.numpy().tobytes()
 
     def poll(self, objection: str = "") -> dict[int, str]:
-        """Tell all what we object to, if anything, and hear their objections, by rank."""
+        """Send our objection, if any, to all ranks. Returns all objections by rank."""
         mine = as_bytes(objection.encode()[:VERDICT].ljust(VERDICT, b"\0"))
-        heard = [torch.empty_like(mine) for _ in range(self.world_size)]
+        received = [torch.empty_like(mine) for _ in range(self.world_size)]
         options = dist.distributed_c10d.AllgatherOptions()
         options.timeout = self._left()
         with lost("another rank of the group is gone"):
-            self._group.allgather([heard], [mine], options).wait()
-        told = (each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in heard)
-        return {rank: objection for rank, objection in enumerate(told) if objection}
+            self._group.allgather([received], [mine], options).wait()
+        texts = (each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in received)
+        return {rank: objection for rank, objection in enumerate(texts) if objection}
 
     def leave(self, *, last: bool = False) -> None:
-        """Go. The trainer keeps the meeting place, so when all is well it goes last."""
+        """Leave the group. The trainer hosts the store, so it leaves last when the exchange succeeded."""
         with suppress(Exception):
             if last:
                 self._store.wait([f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_S))
@@ -216,7 +216,7 @@ class BroadcastGroup:
         if self._nccl is not None:
             with suppress(Exception):
                 self._nccl.abort()
-        self.__dict__.clear()  # closes the connections, whoever still looks at us
+        self.__dict__.clear()  # closes the connections, even if others still reference this object
 
     def _left(self) -> timedelta:
         left_s = self._deadline_s - time.monotonic()
@@ -236,7 +236,7 @@ def takes_nccl(device: torch.device) -> bool:
 
 
 def nccl_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    # Its watchdog would end the process when a broadcast fails or takes too long; we look after that ourselves.
+    # NCCL's watchdog would end the process when a broadcast fails or takes too long; `_await` handles both.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout_s + 600)
@@ -244,7 +244,7 @@ def nccl_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def own_address(peer: tuple[str, int]) -> str:
-    """The address under which `peer` sees us. Sends nothing."""
+    """Our address as seen from `peer`. Sends nothing."""
     family = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer)
@@ -257,7 +257,7 @@ def as_bytes(data: bytes) -> torch.Tensor:
 
 @contextmanager
 def lost(what: str) -> Iterator[None]:
-    """What torch says of a broken connection, as SourceLost."""
+    """Raise SourceLost for torch's errors about broken connections."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -269,27 +269,27 @@ def lost(what: str) -> Iterator[None]:
 
 
 class BroadcastWeights:
-    """A `WeightSource`. Tensors are given out when all have arrived, if memory allows; otherwise as they arrive."""
+    """A `WeightSource`. Yields tensors after all have arrived if memory allows, otherwise as they arrive."""
 
     def __init__(
-        self, group: BroadcastSource, room: Callable[[torch.device], int], device: torch.device = CPU
+        self, source: BroadcastSource, room: Callable[[torch.device], int], device: torch.device = CPU
     ) -> None:
-        """`room` says how many bytes could be allocated now; `device` is the model's."""
-        self._group = group
+        """`room` returns the bytes that can be allocated now; `device` is the model's."""
+        self._source = source
         self._room = room
         self._device = device
-        self._circle: BroadcastGroup | None = None
+        self._joined_group: BroadcastGroup | None = None
         self._header: BroadcastHeader | None = None
         self._accepted = False
 
     def __repr__(self) -> str:
-        return f"<GroupWeights {self._group.init_method}, rank {self._group.rank} of {self._group.world_size}>"
+        return f"<BroadcastWeights {self._source.init_method}, rank {self._source.rank} of {self._source.world_size}>"
 
     def __enter__(self) -> BroadcastWeights:
-        group = self._group
-        self._circle = BroadcastGroup(
-            *(group.address, group.world_size, group.rank, group.timeout_s),
-            backend=group.backend,
+        source = self._source
+        self._joined_group = BroadcastGroup(
+            *(source.address, source.world_size, source.rank, source.timeout_s),
+            backend=source.backend,
             device=self._device,
         )
         return self
@@ -297,23 +297,23 @@ class BroadcastWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        circle, self._circle = self._joined, None
+        group, self._joined_group = self._joined, None
         if not self._accepted:
-            # The trainer waits for our verdict, and learns from it what it should have sent.
+            # The trainer waits for our vote, which tells it what it should have sent.
             with suppress(SourceLost):
-                circle.poll(str(error) or repr(error))
-        circle.leave()
+                group.poll(str(error) or repr(error))
+        group.leave()
 
     @property
     def _joined(self) -> BroadcastGroup:
-        assert self._circle is not None, "tensors come only while the source is entered"
-        return self._circle
+        assert self._joined_group is not None, "tensors can be read only while the source is entered"
+        return self._joined_group
 
     def metadata(self) -> Mapping[str, TensorInfo]:
-        return self._heard.tensors
+        return self._received_header.tensors
 
     @property
-    def _heard(self) -> BroadcastHeader:
+    def _received_header(self) -> BroadcastHeader:
         if self._header is None:
             self._header = decode_header(self._joined.broadcast_bytes())
         return self._header
@@ -321,7 +321,7 @@ class BroadcastWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._accepted = True
         self._agree()
-        buckets = self._heard.buckets
+        buckets = self._received_header.buckets
         incoming = self._receive(buckets)
         if sum(bucket.size for bucket in buckets) * 1.05 + MARGIN <= self._room(self._joined.device):
             staged = deque(incoming)
@@ -337,7 +337,7 @@ class BroadcastWeights:
             data = torch.empty(bucket.size, dtype=torch.uint8, device=self._joined.device)
             self._joined.broadcast_bucket(data)
             for name, start in bucket.starts.items():
-                info = self._heard.tensors[name]
+                info = self._received_header.tensors[name]
                 yield name, data[start : start + size_of(info)].view(info.dtype).view(info.shape)
 
     def _agree(self) -> None:
@@ -348,22 +348,22 @@ class BroadcastWeights:
 # -- the trainer's side ----------------------------------------------------------------
 
 
-def offer(circle: BroadcastGroup, tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET) -> dict[int, str]:
-    """Send `tensors` to all engines; says who objects, by rank. Without objections all have all of them."""
+def offer(group: BroadcastGroup, tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET) -> dict[int, str]:
+    """Send `tensors` to all engines. Returns objections by rank; if there are none, all engines have all tensors."""
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     header = BroadcastHeader(infos, bucket_bytes)
-    circle.broadcast_bytes(encode_header(header))
-    if objections := circle.poll():
+    group.broadcast_bytes(encode_header(header))
+    if objections := group.poll():
         return objections
     room = min(bucket_bytes, sum(map(size_of, infos.values())) + ALIGN * len(infos))
-    scratch = torch.empty(room, dtype=torch.uint8, device=circle.device)
+    scratch = torch.empty(room, dtype=torch.uint8, device=group.device)
     for bucket in header.buckets:
-        circle.broadcast_bucket(fill_bucket(bucket, tensors, scratch))
-    return circle.poll()
+        group.broadcast_bucket(fill_bucket(bucket, tensors, scratch))
+    return group.poll()
 
 
 def fill_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
-    """The bytes of `bucket`: those of its only tensor where they lie, or of several in `scratch`."""
+    """The bytes of `bucket`: those of its only tensor in place, or of several tensors packed in `scratch`."""
     if len(bucket.starts) == 1:
         return raw(tensors[next(iter(bucket.starts))], scratch.device)
     data = scratch[: bucket.size]
@@ -374,5 +374,5 @@ def fill_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor], scratch: to
 
 
 def raw(tensor: torch.Tensor, device: torch.device = CPU) -> torch.Tensor:
-    """The bytes of `tensor` on `device`, without a copy if it lies there in one piece."""
+    """The bytes of `tensor` on `device`, without a copy if it is contiguous there."""
     return tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Whether files are still those that they were: told by their inode, size and time of change. No torch."""
+"""Detects whether files have changed, by their inode, size and modification time. No torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Stamps = dict[str, tuple[int, int, int]]
 
 
 def stamps(path: str | Path) -> Stamps:
-    """Of a file, or of the weights in a folder, by name; nothing where there is nothing that can be read."""
+    """The stamps of a file, or of the weights in a folder, by name; empty if nothing can be read."""
     path = Path(path)
     try:
         files = [*path.glob("*.safetensors"), *path.glob("*.index.json")] if path.is_dir() else [path]
         return {file.name: stamp(file.stat()) for file in files if file.is_file()}
-    except (OSError, ValueError):  # a name that no file can have, among others; whoever reads it says why
+    except (OSError, ValueError):  # for example an invalid file name; reading the file reports the reason
         return {}
 
 

@@ -1,6 +1,6 @@
-"""Weights from a GGUF file: a `WeightSource` that dequantises one tensor at a time, when it is asked for.
+"""Weights from a GGUF file: a `WeightSource` that dequantises one tensor at a time, on demand.
 
-Tensors come out under their hub names and in the hub's layout, so a model never knows where its weights came from.
+Tensors have their Hugging Face names and layout, so a model does not depend on where its weights come from.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from headgate.device.weights.loading import OpenFile, TensorInfo, refuse_checksums
 from headgate.model_store.gguf import NamedTensor, StoredTensor, hub_tensors, read_gguf
 
-# Stored as torch has them; anything else is unpacked to float32 first.
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Types that torch can read directly; all others are dequantised to float32 first.
+UNQUANTISED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFWeights:
-    """The weights of one GGUF file. Quantised tensors come as `dtype`, the others as they are stored."""
+    """The weights of one GGUF file. Quantised tensors are returned as `dtype`, the others as stored."""
 
     def __init__(
         self, path: str | Path, checksum: Mapping[str, str] | None = None, *, dtype: torch.dtype = torch.float32
@@ -36,7 +36,7 @@ class GGUFWeights:
     def metadata(self) -> Mapping[str, TensorInfo]:
         refuse_checksums([OpenFile(self.path)], self.checksum)
         return {
-            tensor.name: TensorInfo(PLAIN.get(tensor.stored.kind, self.dtype), tensor.stored.shape)
+            tensor.name: TensorInfo(UNQUANTISED.get(tensor.stored.kind, self.dtype), tensor.stored.shape)
             for tensor in self._tensors
         }
 
@@ -49,10 +49,10 @@ class GGUFWeights:
         return values if tensor.rotary_heads is None else halves_from_pairs(values, tensor.rotary_heads)
 
     def _unpack(self, stored: StoredTensor) -> torch.Tensor:
-        # Copied out of the file: a mapped one would be read-only, and its pages would outlive the tensor.
+        # Copied from the file: a memory map would be read-only, and its pages would outlive the tensor.
         data = np.fromfile(self.path, dtype=np.uint8, count=stored.size, offset=stored.start)
-        if stored.kind in PLAIN:
-            return torch.from_numpy(data).view(PLAIN[stored.kind]).reshape(stored.shape)
+        if stored.kind in UNQUANTISED:
+            return torch.from_numpy(data).view(UNQUANTISED[stored.kind]).reshape(stored.shape)
         rows = data.reshape(*stored.shape[:-1], -1)
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType[stored.kind])
         return torch.from_numpy(values).to(self.dtype)

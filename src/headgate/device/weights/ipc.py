@@ -1,10 +1,10 @@
-"""Weights in the GPU memory of another process: what a trainer shares, an engine on the same card reads where it lies.
+"""Weights in the GPU memory of a trainer process, read in place by an engine on the same GPU.
 
-Only handles travel, as plain values. What they are said to hold is verified before any is opened, all are opened before
-anything is written, and all are closed before the trainer hears that it is done. The trainer keeps its tensors alive and
-unchanged until then.
+Only handles are sent, as plain values. Their declared content is verified before any is opened, all are opened before
+anything is written, and all are closed before the trainer is notified of completion. The trainer must keep its
+tensors allocated and unchanged until then.
 
-`export_storage`, `open_storage` and `gpu_of` are all that touches a device.
+Only `export_storage`, `open_storage` and `gpu_of` use a device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def export_storage(storage: torch.UntypedStorage) -> SharedStorage:
 
 
 def open_storage(shared: SharedStorage, device: int) -> torch.UntypedStorage:
-    """The memory of the other process, mapped into ours until this is dropped."""
+    """The memory of the other process, mapped into this one until the result is dropped."""
     opening: Any = torch.UntypedStorage._new_shared_cuda
     opened: torch.UntypedStorage = opening(
         device,
@@ -49,7 +49,7 @@ def open_storage(shared: SharedStorage, device: int) -> torch.UntypedStorage:
 
 
 def gpu_of(device: torch.device) -> str:
-    """The UUID of a card, or nothing if `device` is none."""
+    """The UUID of a GPU, or "" if `device` is not one."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
@@ -57,10 +57,10 @@ def gpu_of(device: torch.device) -> str:
 
 
 def shared(tensors: Mapping[str, torch.Tensor]) -> SharedMemorySource:
-    """Handles of `tensors`, which must lie on one GPU, each in one piece."""
+    """Handles of `tensors`, which must be on one GPU and contiguous."""
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1:
-        raise ValueError(f"the tensors must lie on one GPU, not on {sorted(map(str, devices))}")
+        raise ValueError(f"the tensors must be on one GPU, not on {sorted(map(str, devices))}")
     finish_copies(device := devices.pop())
     storages: dict[int, SharedStorage] = {}
     for name, tensor in tensors.items():
@@ -96,15 +96,15 @@ class SharedWeights:
         ours = gpu_of(self._device)
         if ours != self._source.gpu:
             raise BrokenCheckpoint(
-                f"the tensors lie on the GPU {self._source.gpu!r} and this engine is on {ours or 'a CPU'!r}; "
-                "memory is shared on one card only"
+                f"the tensors are on the GPU {self._source.gpu!r} and this engine is on {ours or 'a CPU'!r}; "
+                "memory can be shared only on one GPU"
             )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        finish_copies(self._device)  # they read memory that is about to be unmapped
+        finish_copies(self._device)  # copies read memory that is about to be unmapped
         self._opened.clear()
 
     def metadata(self) -> Mapping[str, TensorInfo]:
@@ -114,10 +114,10 @@ class SharedWeights:
         if (dtype := NAMED.get(tensor.dtype)) is None:
             raise BrokenCheckpoint(f"tensor {tensor.name} has the unknown dtype {tensor.dtype!r}")
         if not 0 <= tensor.storage < len(self._source.storages) or min(tensor.shape, default=0) < 0:
-            raise BrokenCheckpoint(f"tensor {tensor.name} lies in no storage that is shared")
+            raise BrokenCheckpoint(f"tensor {tensor.name} is not in a shared storage")
         room = self._source.storages[tensor.storage].size - tensor.start
         if tensor.start < 0 or tensor.start % dtype.itemsize or math.prod(tensor.shape) * dtype.itemsize > room:
-            raise BrokenCheckpoint(f"tensor {tensor.name} does not lie within the storage that it names")
+            raise BrokenCheckpoint(f"tensor {tensor.name} is not within its storage")
         return TensorInfo(dtype, tensor.shape)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,11 +1,11 @@
-"""Weights in: from where tensors come to where the model keeps them, at start-up and at every live update alike.
+"""Loads weights into a model, at start-up and at every live update.
 
-`load_weights` verifies all that a source declares before it writes anything, so a checkpoint that does not fit is
-refused with the model untouched. Tensors are then written one at a time; at no moment does a second copy of the model
-exist, unless the source keeps one. A source that breaks *while* it delivers leaves the model half written (HalfWritten):
-the caller must load again before computing anything.
+`load_weights` verifies everything that a source declares before it writes anything, so a checkpoint that does not fit
+is refused and the model is unchanged. Tensors are then written one at a time; there is never a second copy of the
+model, unless the source keeps one. A source that fails while it delivers leaves the model partly written
+(HalfWritten): the caller must load again before computing anything.
 
-Files are read, never mapped: someone who cuts a mapped file short while we look at it would end the process.
+Files are read, never memory-mapped: truncating a mapped file while it is read would end the process.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-LONGEST_HEADER = 100_000_000  # bytes, as the format has it
-CHUNK = 4 * 2**20  # bytes that a file is read in to be hashed
+LONGEST_HEADER = 100_000_000  # bytes, as the format defines
+CHUNK = 4 * 2**20  # bytes per read while hashing a file
 CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -55,16 +55,17 @@ class TensorInfo(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a folder, shared memory, a process group.
+    """A source of weights: a folder, shared memory, a process group.
 
-    One that is a context manager is entered for as long as it is loaded from, and hears at its exit what went wrong.
+    A source that is a context manager is entered while weights are loaded from it, and its exit receives the error,
+    if any.
     """
 
     def metadata(self) -> Mapping[str, TensorInfo]:
-        """Every tensor that iteration will give."""
+        """Every tensor that iteration will yield."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor once, in any order, on any device; it need only live until the next one is asked for."""
+        """Each tensor once, in any order, on any device. A tensor is valid until the next one is requested."""
 
 
 class Loadable(Protocol):
@@ -74,9 +75,9 @@ class Loadable(Protocol):
 def load_weights(
     model: Loadable, source: WeightSource, *, before_write: Callable[[], None] | None = None, progress: bool = False
 ) -> None:
-    """Fill `model` from `source`: all of it, or a ModelError before the first write, or HalfWritten after it.
+    """Fill `model` from `source` completely, or raise a ModelError before the first write, or HalfWritten after it.
 
-    `before_write` is called when the source is there and fits; it hears what goes wrong there.
+    `before_write` is called once the source is verified; errors it raises are passed on.
     """
     try:
         with ExitStack() as opened:
@@ -89,12 +90,12 @@ def load_weights(
             write(parameters, watched(source, len(parameters), progress))
     except (ModelError, RankLost, OutOfMemory):
         raise
-    except Exception as error:  # whatever it is, it came before the first write
+    except Exception as error:  # any other error, which occurred before the first write
         raise SourceLost(f"the weights cannot be read: {error}") from error
 
 
 def write(parameters: Mapping[str, WeightParameter], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Fill all of `parameters`. What fails before anything is written is passed on as it is."""
+    """Fill all of `parameters`. Errors before the first write are passed on unchanged."""
     missing = set(parameters)
     try:
         for name, tensor in tensors:
@@ -117,7 +118,7 @@ def verify(parameters: Mapping[str, WeightParameter], found: Mapping[str, Tensor
 
 
 def harmless(name: str) -> bool:
-    """Old checkpoints carry rotary tables, and some that tie embeddings store them twice."""
+    """Old checkpoints contain rotary tables, and some with tied embeddings store them twice."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
@@ -152,13 +153,13 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def watched(source: WeightSource, total: int, progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `source`, with a bar on a terminal."""
+    """The tensors of `source`, with a progress bar on a terminal."""
     hidden = not (progress and sys.stderr.isatty())
     return iter(tqdm(source, desc="loading weights", total=total, unit="tensor", disable=hidden, leave=False))
 
 
 class OpenFile:
-    """A file that stays the same file while we have it, whoever renames or removes it meanwhile."""
+    """An open file. It stays the same file even if the path is renamed or removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -184,7 +185,7 @@ class OpenFile:
         return os.pread(self._descriptor, count, start)
 
     def fill(self, buffer: memoryview, start: int) -> bool:
-        """Read into all of `buffer`; False if the file ends before."""
+        """Read into all of `buffer`; False if the file ends before that."""
         done = 0
         while done < len(buffer):
             if not (count := os.preadv(self._descriptor, [buffer[done:]], start + done)):
@@ -202,7 +203,7 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file: what it is, and where its bytes lie."""
+    """A tensor in a file: its type and shape, and the position of its bytes."""
 
     info: TensorInfo
     file: OpenFile
@@ -217,7 +218,7 @@ class Stored:
 
 
 class SafetensorsFiles:
-    """The tensors of some safetensors files, whose SHA-256 is checked first where `checksum` names one."""
+    """The tensors of some safetensors files. Verifies the SHA-256 of files named in `checksum` first."""
 
     def __init__(self, files: list[Path], checksum: Mapping[str, str] | None = None) -> None:
         self.files = files
@@ -231,7 +232,7 @@ class SafetensorsFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        # At once: removed files in shared memory take room until the last one closes them.
+        # Immediately, because removed files in shared memory use memory until they are closed.
         while self._opened:
             self._opened.pop().close()
         self._stored = None
@@ -256,7 +257,7 @@ class SafetensorsFiles:
 
 
 class SafetensorsFolder(SafetensorsFiles):
-    """The weights of a Hugging Face folder: `model.safetensors`, or the files that its index names."""
+    """The weights of a Hugging Face folder: `model.safetensors`, or the files named in its index."""
 
     def __init__(self, folder: str | Path, checksum: Mapping[str, str] | None = None) -> None:
         super().__init__(weight_files(Path(folder)), checksum)
@@ -293,7 +294,7 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def read_header(file: OpenFile) -> dict[str, Stored]:
-    """What a safetensors file says it holds, checked against the size of the file."""
+    """Parse the header of a safetensors file and check it against the size of the file."""
     path, size = file.path, file.size
     length = int.from_bytes(file.read(0, 8), "little")
     if size < 8 + length:
@@ -311,7 +312,7 @@ def read_header(file: OpenFile) -> dict[str, Stored]:
 
 
 def refuse_overlaps(path: Path, stored: Mapping[str, Stored]) -> None:
-    """Two tensors never share bytes, or a small file could stand for a huge model."""
+    """Tensors must not share bytes; otherwise a small file could describe a huge model."""
     ordered = sorted((tensor.start, tensor.end, name) for name, tensor in stored.items() if tensor.start < tensor.end)
     for (_, end, one), (start, _, other) in pairwise(ordered):
         if start < end:
@@ -335,7 +336,7 @@ def locate(file: OpenFile, name: str, entry: dict[str, Any], data: int) -> Store
         info = TensorInfo(DTYPES[entry["dtype"]], tuple(map(size_of, entry["shape"])))
         start, end = map(size_of, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
-        raise BrokenCheckpoint(f"{path} describes tensor {name} in a way we do not know: {error!r}") from error
+        raise BrokenCheckpoint(f"{path} describes tensor {name} in an unknown format: {error!r}") from error
     if end - start != math.prod(info.shape) * info.dtype.itemsize:
         kind = f"{list(info.shape)} of {type_name(info.dtype)}"
         raise BrokenCheckpoint(f"{path} has a corrupt header: bytes {start} to {end} for tensor {name}, {kind}")

@@ -89,7 +89,7 @@ class Pace:
 
 
 class SimExecutor(FakeExecutor):
-    """Executor and supply: steps take time, one after another; weights are a file whose name says what they are."""
+    """Executor and resources: steps take time, one after another; weights are a file whose name says what they are."""
 
     def __init__(
         self, device: SimDevice, pace: Pace, host: SimProcess, rng: random.Random, breaks: Callable[[], float]
@@ -347,7 +347,7 @@ class EngineProcess(asyncio.SubprocessTransport):
             scheduler,
             executor,
             lambda client, message: channel.send(client, message),
-            supply=executor,
+            resources=executor,
             transport=self.kv,
             recorder=StepRecorder(self._processes.crash_folder),
             run_ahead=pace.run_ahead,

@@ -66,7 +66,7 @@ class SimBlocks:
     """The blocks of a fake device as bytes."""
 
     layout = "simulated"
-    near: SameGpuMemory | None = None
+    same_gpu: SameGpuMemory | None = None
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -374,14 +374,14 @@ class SimKv(TcpTransport):
 
     @property
     def at_work(self) -> bool:
-        return bool(self._servers or any(self._clients.values()) or self._parting)
+        return bool(self._servers or any(self._clients.values()) or self._detaching)
 
     def left_behind(self) -> list[str]:
         """What it still has, though nobody wants anything of it."""
         things = {
             "offers": len(self._offers),
             "connections of others": len(self._servers),
-            "connections": len(self._clients) + len(self._parting),
+            "connections": len(self._clients) + len(self._detaching),
         }
         return [f"{kept} {name}" for name, kept in things.items() if kept]
 

@@ -1,6 +1,6 @@
-"""What is different between engines on one card. What is the same for every transport is in `test_tcp.py`.
+"""What is different between engines on one gpu. What is the same for every transport is in `test_tcp.py`.
 
-The card is `OneCard`: memory of this process that the other side opens by its handle. The copies are real.
+The gpu is `OneGpu`: memory of this process that the other side opens by its handle. The copies are real.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from headgate.config import EngineConfig
 from headgate.device import same_gpu
 from headgate.device.kv_blocks import HostBlocks
-from headgate.device.same_gpu import SameGpuCache, SharedSlots, card_of
+from headgate.device.same_gpu import SameGpuCache, SharedSlots, same_gpu_cache
 from headgate.engine.build import open_transport
 from headgate.transfer import same_gpu as transfer_card
 from headgate.transfer.frames import PROTOCOL, Attach, FrameHeader, FrameKind
@@ -31,8 +31,8 @@ def table(peer: Peer) -> ShelfTable:
     return peer.transport._table  # type: ignore[attr-defined, no-any-return]
 
 
-def near(peer: Peer) -> SameGpuCache:
-    return table(peer).near  # type: ignore[return-value]
+def cache(peer: Peer) -> SameGpuCache:
+    return table(peer).memory  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def one_block_a_slot(monkeypatch) -> None:
 
 
 def test_blocks_go_beside_the_connection_and_count_as_moved():
-    with peers(kind="card") as (p, d), counted(p.transport.address) as (address, came):
+    with peers(kind="same_gpu") as (p, d), counted(p.transport.address) as (address, came):
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1, address), OURS)
         assert d.fetched(1) and same(p, SOME, d, OURS) and p.released(1)
@@ -51,23 +51,23 @@ def test_blocks_go_beside_the_connection_and_count_as_moved():
         until(lambda: not table(p).lent)
 
 
-def test_another_engines_shelf_is_opened_once_and_closed_when_nobody_has_used_it_for_a_while(card, monkeypatch):
-    with peers(kind="card") as (p, d):
-        assert not card.shared, "nothing is laid out for nobody"
+def test_another_engines_shelf_is_opened_once_and_closed_when_nobody_has_used_it_for_a_while(gpu, monkeypatch):
+    with peers(kind="same_gpu") as (p, d):
+        assert not gpu.shared, "nothing is laid out for nobody"
         for id in range(1, 6):
             p.offer(id, SOME)
             d.fetch(id, p.ticket(id), OURS)
             assert d.fetched(id)
-        assert len(card.shared) == card.opened == 1
+        assert len(gpu.shared) == gpu.opened == 1
         monkeypatch.setattr(transfer_card, "IDLE_S", 0.05)
-        until(lambda: not table(d)._doors)
+        until(lambda: not table(d)._open_shelves)
         p.offer(9, SOME)
         d.fetch(9, p.ticket(9), OURS)
-        assert d.fetched(9) and card.opened == 2
+        assert d.fetched(9) and gpu.opened == 2
 
 
 def test_what_finds_no_slot_goes_over_the_connection():
-    with peers(kind="card") as (p, d), counted(p.transport.address) as (address, came):
+    with peers(kind="same_gpu") as (p, d), counted(p.transport.address) as (address, came):
         table(p).shelf()
         while table(p).take_slot() is not None:
             pass
@@ -80,22 +80,22 @@ def cannot_be_opened(p: Peer, d: Peer) -> None:
     def fail(shared, device):  # type: ignore[no-untyped-def]
         raise RuntimeError("CUDA error: invalid resource handle")
 
-    same_gpu.ipc.open_storage = fail  # until `card` puts back what was there before the test
+    same_gpu.ipc.open_storage = fail  # until `gpu` puts back what was there before the test
 
 
 def is_on_another_card(p: Peer, d: Peer) -> None:
-    near(d).name = "GPU-2"
+    cache(d).gpu_id = "GPU-2"
 
 
 def is_on_no_card(p: Peer, d: Peer) -> None:
-    near(p).name = near(d).name = ""
+    cache(p).gpu_id = cache(d).gpu_id = ""
 
 
 def says_that_it_is_on_another(p: Peer, d: Peer) -> None:
-    shelf = near(p).shelf()
+    shelf = cache(p).shelf()
     assert shelf is not None
-    shelf.shown = msgspec.msgpack.encode(
-        msgspec.structs.replace(msgspec.msgpack.decode(shelf.shown, type=SharedSlots), card="GPU-2")
+    shelf.descriptor = msgspec.msgpack.encode(
+        msgspec.structs.replace(msgspec.msgpack.decode(shelf.descriptor, type=SharedSlots), gpu_id="GPU-2")
     )
 
 
@@ -109,18 +109,18 @@ def has_no_room(p: Peer, d: Peer) -> None:
 @pytest.mark.parametrize(
     "engine", [cannot_be_opened, is_on_another_card, is_on_no_card, says_that_it_is_on_another, has_no_room]
 )
-def test_kv_of_an_engine_that_is_not_near_comes_over_the_connection(engine, card):
-    with peers(kind="card") as (p, d), counted(p.transport.address) as (address, came):
+def test_kv_of_an_engine_that_is_not_near_comes_over_the_connection(engine, gpu):
+    with peers(kind="same_gpu") as (p, d), counted(p.transport.address) as (address, came):
         engine(p, d)
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1, address), OURS)
         assert d.fetched(1) and same(p, SOME, d, OURS) and sum(came) > len(SOME) * BLOCK_BYTES
         assert not d.failures() and p.released(1)
         if engine in (is_on_another_card, is_on_no_card):
-            assert not card.shared, "nothing is laid out for whoever cannot read it"
+            assert not gpu.shared, "nothing is laid out for whoever cannot read it"
 
 
-@pytest.mark.parametrize("kinds", [("card", "tcp"), ("tcp", "card")])
+@pytest.mark.parametrize("kinds", [("same_gpu", "tcp"), ("tcp", "same_gpu")])
 def test_engines_of_both_kinds_fetch_from_each_other(kinds):
     p, d = (Peer(kind=kind) for kind in kinds)
     try:
@@ -133,7 +133,7 @@ def test_engines_of_both_kinds_fetch_from_each_other(kinds):
 
 
 def test_one_connection_never_has_more_slots_than_its_share(one_block_a_slot):
-    with peers(kind="card") as (p, d):
+    with peers(kind="same_gpu") as (p, d):
         take, taken = table(p).take_slot, []
 
         def noted() -> int | None:
@@ -150,7 +150,7 @@ def test_one_connection_never_has_more_slots_than_its_share(one_block_a_slot):
 
 def after_each_copy(p, do):  # type: ignore[no-untyped-def]
     """Have `do` done to each slot that P has copied blocks into, before D hears of it; returns P's shelf."""
-    shelf = near(p).shelf()
+    shelf = cache(p).shelf()
     assert shelf is not None
     put = shelf.put
 
@@ -164,7 +164,7 @@ def after_each_copy(p, do):  # type: ignore[no-untyped-def]
 
 
 def test_39_a_slot_that_changes_before_it_is_read_is_noticed():
-    with peers(kind="card") as (p, d):
+    with peers(kind="same_gpu") as (p, d):
         shelf = after_each_copy(p, lambda slot: shelf._memory[slot, 3, 2, 100].bitwise_xor_(1))
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1), OURS)
@@ -173,7 +173,7 @@ def test_39_a_slot_that_changes_before_it_is_read_is_noticed():
 
 
 def test_37_what_was_withdrawn_while_it_was_copied_is_not_passed_off_as_kv():
-    with peers(kind="card") as (p, d):
+    with peers(kind="same_gpu") as (p, d):
         after_each_copy(p, lambda _: p.transport.withdraw(1))  # as the loop's thread would
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1), OURS)
@@ -184,15 +184,15 @@ def test_37_what_was_withdrawn_while_it_was_copied_is_not_passed_off_as_kv():
 def test_32_38_nothing_is_written_to_blocks_after_their_fetch_has_ended():
     """A copy that has begun is waited for, so whoever is told of the end can give the blocks to somebody else."""
     begun, go_on = threading.Event(), threading.Event()
-    with peers(kind="card") as (p, d):
-        take = near(d).take
+    with peers(kind="same_gpu") as (p, d):
+        take = cache(d).take
 
         def slow(blocks, slot):  # type: ignore[no-untyped-def]
             begun.set()
             assert go_on.wait(30)
             return take(blocks, slot)
 
-        near(d).take = slow  # type: ignore[method-assign]
+        cache(d).take = slow  # type: ignore[method-assign]
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1), OURS)
         assert begun.wait(30)
@@ -202,7 +202,7 @@ def test_32_38_nothing_is_written_to_blocks_after_their_fetch_has_ended():
         after = [part for i in OURS for part in d.block(i)]
         assert p.released(1) is ended
         p.offer(2, SOME)
-        near(d).take = take  # type: ignore[method-assign]
+        cache(d).take = take  # type: ignore[method-assign]
         d.fetch(2, p.ticket(2), (30, 31, 32, 36, 37, 38, 25, 26))
         assert d.fetched(2)
         now = [part for i in OURS for part in d.block(i)]
@@ -212,9 +212,9 @@ def test_32_38_nothing_is_written_to_blocks_after_their_fetch_has_ended():
 # -- peers that lie ----------------------------------------------------------------------
 
 
-def agent(card, slots: int = 4, blocks: int = 8, size: int | None = None) -> bytes:
+def agent(gpu, slots: int = 4, blocks: int = 8, size: int | None = None) -> bytes:
     """What an engine says that shows a shelf."""
-    storage = card.export_storage(torch.UntypedStorage(slots * blocks * BLOCK_BYTES if size is None else size))
+    storage = gpu.export_storage(torch.UntypedStorage(slots * blocks * BLOCK_BYTES if size is None else size))
     body = msgspec.msgpack.encode(SharedSlots("GPU-1", storage, slots, blocks))
     return FrameHeader(FrameKind.AGENT, length=len(body)).encode() + body
 
@@ -225,27 +225,27 @@ def ready(slot: int = 0, count: int = 8, size: int = 8) -> bytes:
 
 LIES = {
     "no shelf": lambda _: ready(),
-    "wrong bytes": lambda card: agent(card) + ready(),
-    "no such slot": lambda card: agent(card) + ready(slot=4),
-    "no such slot, far": lambda card: agent(card) + ready(slot=2**63),
-    "too many blocks": lambda card: agent(card, blocks=4) + ready(),
-    "half a number": lambda card: agent(card) + ready(size=4),
-    "two shelves": lambda card: agent(card) * 2,
+    "wrong bytes": lambda gpu: agent(gpu) + ready(),
+    "no such slot": lambda gpu: agent(gpu) + ready(slot=4),
+    "no such slot, far": lambda gpu: agent(gpu) + ready(slot=2**63),
+    "too many blocks": lambda gpu: agent(gpu, blocks=4) + ready(),
+    "half a number": lambda gpu: agent(gpu) + ready(size=4),
+    "two shelves": lambda gpu: agent(gpu) * 2,
     "rubbish": lambda _: FrameHeader(FrameKind.AGENT, length=8).encode() + b"\xff" * 8 + ready(),
-    "another size": lambda card: agent(card, size=64) + ready(),
-    "no slots": lambda card: agent(card, slots=0, size=0) + ready(),
-    "fewer than none": lambda card: agent(card, slots=-1, blocks=-1, size=BLOCK_BYTES) + ready(),
+    "another size": lambda gpu: agent(gpu, size=64) + ready(),
+    "no slots": lambda gpu: agent(gpu, slots=0, size=0) + ready(),
+    "fewer than none": lambda gpu: agent(gpu, slots=-1, blocks=-1, size=BLOCK_BYTES) + ready(),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_39_an_engine_that_shows_something_else_is_not_believed(lie, card):
-    with socket.create_server(("127.0.0.1", 0)) as server, peers(kind="card") as (p, d):
+def test_39_an_engine_that_shows_something_else_is_not_believed(lie, gpu):
+    with socket.create_server(("127.0.0.1", 0)) as server, peers(kind="same_gpu") as (p, d):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
-        sock.sendall(FrameHeader(FrameKind.TAKEN, a=30_000).encode() + LIES[lie](card))
+        sock.sendall(FrameHeader(FrameKind.TAKEN, a=30_000).encode() + LIES[lie](gpu))
         assert not d.fetched(1) and d.failures() == {"corrupt": 1}
-        assert not any(door.users for door in table(d)._doors.values())
+        assert not any(opened.users for opened in table(d)._open_shelves.values())
         sock.close()
 
 
@@ -263,15 +263,15 @@ def read_to_the_end(sock: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("kind", [FrameKind.OPENED, FrameKind.TOOK])
 def test_54_who_answers_what_it_was_not_asked_is_hung_up_on(kind):
-    with peers(kind="card") as (p, _), connected(p) as stranger:
+    with peers(kind="same_gpu") as (p, _), connected(p) as stranger:
         stranger.sendall(FrameHeader(kind, 1).encode())
         assert hung_up(stranger)
 
 
 def test_37_slots_of_an_engine_that_never_takes_what_is_in_them_come_back_when_it_is_gone(one_block_a_slot):
-    with peers(kind="card") as (p, d):
+    with peers(kind="same_gpu") as (p, d):
         p.offer(1, SOME)
-        body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test", card="GPU-1"))
+        body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test", gpu_id="GPU-1"))
         with connected(p) as other:
             other.sendall(FrameHeader(FrameKind.ATTACH, length=len(body)).encode() + body)
             other.sendall(FrameHeader(FrameKind.OPENED, 1).encode() + FrameHeader(FrameKind.FETCH, 0, 8).encode())
@@ -284,17 +284,17 @@ def test_37_slots_of_an_engine_that_never_takes_what_is_in_them_come_back_when_i
         until(lambda: not table(p).lent)
 
 
-# -- the card itself ---------------------------------------------------------------------
+# -- the gpu itself ---------------------------------------------------------------------
 
 
 def test_what_is_put_and_taken_is_what_the_host_would_lend_and_has_its_checksum():
     rng = random.Random(5)
     tensors = [torch.randn(20, 2, 16, 8).bfloat16() for _ in range(6)]
-    theirs, ours = card_of(tensors), card_of(empty := [torch.zeros_like(tensor) for tensor in tensors])
+    theirs, ours = same_gpu_cache(tensors), same_gpu_cache(empty := [torch.zeros_like(tensor) for tensor in tensors])
     assert theirs is not None and ours is not None
     shelf = theirs.shelf()
     assert shelf is not None
-    opened = ours.open(shelf.shown)
+    opened = ours.open(shelf.descriptor)
     assert (opened.slots, opened.blocks) == (shelf.slots, shelf.blocks) and shelf.blocks >= 4
     for slot in range(shelf.slots):
         count = rng.randrange(1, 5)
@@ -308,14 +308,14 @@ def test_what_is_put_and_taken_is_what_the_host_would_lend_and_has_its_checksum(
 
 
 def test_a_cache_whose_layers_differ_has_no_shelf():
-    assert card_of([torch.zeros(4, 8), torch.zeros(4, 16)]) is None
-    assert card_of([torch.zeros(4, 3), torch.zeros(4, 3)]) is None
+    assert same_gpu_cache([torch.zeros(4, 8), torch.zeros(4, 16)]) is None
+    assert same_gpu_cache([torch.zeros(4, 3), torch.zeros(4, 3)]) is None
 
 
 @pytest.mark.parametrize(("name", "kind"), [("auto", SameGpuTransport), ("tcp", TcpTransport)])
 def test_engines_on_a_card_use_it_unless_they_are_told_otherwise(name, kind):
     memory = HostBlocks(tensors := [torch.zeros(4, 8)], "test")
-    memory.near = card_of(tensors)
+    memory.same_gpu = same_gpu_cache(tensors)
     transport = open_transport(EngineConfig(kv_transport=name), memory)
     assert type(transport) is kind
     transport.close()

@@ -1,4 +1,4 @@
-"""Who computes a model: one process alone, or a team of ranks. What putting a worker together needs to know of it."""
+"""How many processes compute a model: one, or several ranks. `Parallelism` is what `build.py` needs to know of it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from headgate.device.tensor_parallel.executors import KvSizes, RankExecutor, ope
 from headgate.device.tensor_parallel.followers import Followers, FollowerStart
 from headgate.device.tensor_parallel.ranks import RankGroup
 from headgate.device.weights.loading import WeightSource
-from headgate.device.weights.supply import open_source
+from headgate.device.weights.resources import open_source
 from headgate.errors import RequestError
 from headgate.layers.ranks import ALONE, Ranks
 from headgate.protocol.command import FileSource, Source
 
-STEP_S = 60.0  # how long a rank waits for another in the middle of a step
+STEP_S = 60.0  # how long a rank waits for another within a step
 
 
 @dataclass(frozen=True, slots=True)
 class WantedWeights:
-    """Weights that the model is to hold instead of its own."""
+    """Weights to load instead of the model's own."""
 
     files: FileSource
     version: int
 
 
 class Parallelism(Protocol):
-    device: torch.device  # this process's
+    device: torch.device  # of this process
 
     @property
     def ranks(self) -> Ranks: ...
@@ -44,19 +44,19 @@ class Parallelism(Protocol):
     def followers(self) -> Followers | None: ...
 
     def open(self, source: Source) -> WeightSource:
-        """As everyone can read it."""
+        """Open `source` in a way that every rank can read."""
 
     def least(self, free: int) -> int:
-        """What each can have if this process finds `free` bytes."""
+        """The bytes that each rank may use, if this process has `free` bytes."""
 
     def draw_with(self, draw: Draw) -> Draw:
-        """So that all have the same token."""
+        """A draw function that gives all ranks the same token."""
 
-    def executor(self, runner: ModelRunner, rooms: KvSizes) -> Executor:
-        """Who owns the crew from now on, and lets it go when it is closed."""
+    def executor(self, runner: ModelRunner, sizes: KvSizes) -> Executor:
+        """Create the executor. It owns this object from now on, and closes it when it is closed."""
 
     def close(self) -> None:
-        """Let go of what there is besides this process."""
+        """Release everything outside this process."""
 
 
 class SingleRank:
@@ -75,7 +75,7 @@ class SingleRank:
     def draw_with(self, draw: Draw) -> Draw:
         return draw
 
-    def executor(self, runner: ModelRunner, rooms: KvSizes) -> Executor:
+    def executor(self, runner: ModelRunner, sizes: KvSizes) -> Executor:
         return PipelinedExecutor(runner) if self.device.type == "cuda" else LocalExecutor(runner)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class SingleRank:
 
 
 class RankTeam:
-    """A rank and the group that it is in. Rank 0 has followers; `undo` is what its end does."""
+    """One rank and its group. Rank 0 has followers; `undo` is run by `close`."""
 
     def __init__(
         self,
@@ -107,18 +107,18 @@ class RankTeam:
     def draw_with(self, draw: Draw) -> Draw:
         return self.ranks.share_choice(draw)
 
-    def executor(self, runner: ModelRunner, rooms: KvSizes) -> RankExecutor:
+    def executor(self, runner: ModelRunner, sizes: KvSizes) -> RankExecutor:
         if self.followers is None:
             return RankExecutor(runner, self.ranks)
-        self.followers.tell(rooms)
-        return RankExecutor(runner, self.ranks, self.followers.tell, self._undo.close)
+        self.followers.send(sizes)
+        return RankExecutor(runner, self.ranks, self.followers.send, self._undo.close)
 
     def close(self) -> None:
         self._undo.close()
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """Of one rank: GPUs are taken one after another."""
+    """The device of one rank. Ranks use consecutive GPUs."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not name.startswith("cuda"):
@@ -131,7 +131,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     return torch.device(name) if rank == 0 else torch.device("cuda", index)
 
 
-def gather_crew(model: Path, config: EngineConfig, wanted: WantedWeights | None) -> Parallelism:
+def start_ranks(model: Path, config: EngineConfig, wanted: WantedWeights | None) -> Parallelism:
     device, size = choose_device(config.device), config.tensor_parallel
     if size == 1:
         return SingleRank(device)
@@ -149,7 +149,7 @@ def gather_crew(model: Path, config: EngineConfig, wanted: WantedWeights | None)
 
 
 def share_threads(ranks: int, undo: ExitStack) -> int:
-    """The threads of this process, divided among `ranks`: more would only wait for each other."""
+    """Divide the threads of this process among `ranks`; more threads would only wait for each other."""
     before = torch.get_num_threads()
     undo.callback(torch.set_num_threads, before)
     torch.set_num_threads(max(1, before // ranks))
@@ -159,7 +159,7 @@ def share_threads(ranks: int, undo: ExitStack) -> int:
 def follower_start(
     model: Path, config: EngineConfig, wanted: WantedWeights | None, rank: int, store: Path, threads: int
 ) -> FollowerStart:
-    voice = logs.own_voice()
+    settings = logs.own_voice()
     return FollowerStart(
         model=str(model),
         config=config,
@@ -169,14 +169,14 @@ def follower_start(
         threads=threads,
         weights=None if wanted is None else wanted.files,
         version=0 if wanted is None else wanted.version,
-        log_format=voice.format,
-        log_level=voice.level,
-        name=f"{voice.who}, rank {rank}",
+        log_format=settings.format,
+        log_level=settings.level,
+        name=f"{settings.who}, rank {rank}",
     )
 
 
-def join_crew(start: FollowerStart) -> RankTeam:
-    """A follower's side of `gather_crew`."""
+def join_ranks(start: FollowerStart) -> RankTeam:
+    """The follower's counterpart of `start_ranks`."""
     torch.set_num_threads(start.threads)
     config = start.config
     device = choose_device(config.device, start.rank)

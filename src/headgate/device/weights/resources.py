@@ -1,6 +1,6 @@
-"""Where a worker's weights come from: opens what an update names, and reads the last of it again after a sleep.
+"""The weights and memory of a device: opens the source of an update, and reloads weights after a sleep.
 
-Weights can be read again if they lie in files that have not changed since; what came over the network is gone with it.
+Weights can be reloaded if they came from files that have not changed since. Weights received over the network cannot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headgate.protocol.command import BroadcastSource, FileSource, SharedMemoryS
 
 
 def open_source(source: Source, device: torch.device = CPU) -> WeightSource:
-    """Not a tensor is read yet; `device` is the model's. SourceLost or NotAModel if there is nothing to read."""
+    """Open `source` for a model on `device`, without reading tensors yet. May raise SourceLost or NotAModel."""
     match source:
         case FileSource(path, checksum):
             return open_files(Path(path), checksum)
@@ -47,18 +47,18 @@ def open_files(path: Path, checksum: dict[str, str] | None = None) -> WeightSour
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What was loaded, and how to know it again."""
+    """What was loaded, and how to recognise it."""
 
     source: Source
     stamps: Stamps
 
     def again(self) -> FileSource:
-        """What to read once more; SourceLost if it is not there, or not the same."""
+        """The source to reload. Raises SourceLost if it is missing or has changed."""
         if not isinstance(self.source, FileSource):
             raise SourceLost("the weights came from a trainer and cannot be read again; send them with an update")
         path = Path(self.source.path)
         if not self.stamps or stamps(path) != self.stamps:
-            raise SourceLost(f"{path} is not what was loaded from it any more; send the weights with an update")
+            raise SourceLost(f"{path} has changed since it was loaded; send the weights with an update")
         return FileSource(self.source.path)
 
 
@@ -70,13 +70,13 @@ Open = Callable[[Source], WeightSource]
 
 
 class ModelResources:
-    """One update, sleep or wake at a time; the caller sees to that."""
+    """The caller must run only one update, sleep or wake at a time."""
 
     def __init__(self, executor: Executor, origin: Origin, open: Open = open_source) -> None:
         self._executor = executor
         self._open = open
-        self._origin = origin  # of the weights that the model holds, or held before it went to sleep
-        self._update: tuple[Origin, Future[None]] | None = None  # the last one begun
+        self._origin = origin  # of the weights that the model holds, or held before it slept
+        self._update: tuple[Origin, Future[None]] | None = None  # the last one started
 
     @property
     def asleep(self) -> tuple[Tag, ...]:
@@ -84,7 +84,7 @@ class ModelResources:
 
     def load_weights(self, source: Source) -> Future[None]:
         self._origin = self._last_origin()
-        # Stamped before it is read: what changes meanwhile is then not taken for the same.
+        # Stamped before it is read, so that a change during the read is detected later.
         origin = origin_of(source)
         loading = self._executor.load_weights(self._open(source))
         self._update = origin, loading
@@ -97,7 +97,7 @@ class ModelResources:
         return self._executor.wake_kv()
 
     def wake_weights(self) -> Future[None]:
-        """Read the weights again from where they last came from; SourceLost if they are not there any more."""
+        """Reload the weights from their last source. Raises SourceLost if it is missing or has changed."""
         self._origin = self._last_origin()
         self._update = None
         return self._executor.load_weights(self._open(self._origin.again()))
