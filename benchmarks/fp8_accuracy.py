@@ -20,14 +20,14 @@ import torch.nn.functional as F
 
 import headgate.models.registry as registry
 from headgate.contract.sampling import SamplingParams
-from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Matrix, Rotary
+from headgate.layers.backend import KV, NO_FP8, Fp8, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.formats import FP8, Weight, floating, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
 from headgate.offline import LLM
 
 WINDOW = 1024
-KINDS = {"none": PLAIN, "weights": Fp8(weights=True), "kv": Fp8(kv=True), "both": Fp8(weights=True, kv=True)}
+KINDS = {"none": NO_FP8, "weights": Fp8(weights=True), "kv": Fp8(kv=True), "both": Fp8(weights=True, kv=True)}
 
 
 class RoundedBackend(TorchBackend):

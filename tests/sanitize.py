@@ -31,7 +31,7 @@ OPTIONS = {
 LIBRARIES = ("libasan.so", "libubsan.so", "libstdc++.so")  # the last one has what the first looks for when it starts
 EXAMPLES = 300
 ROUTER = ("tests/router/test_fast_path.py",)
-KERNELS = tuple(f"tests/layers/test_cpu_{name}.py" for name in ("attention", "crew", "linear", "sample"))
+KERNELS = tuple(f"tests/layers/test_cpu_{name}.py" for name in ("attention", "linear", "sample", "thread_team"))
 
 
 def use_sanitizers() -> None:

@@ -54,5 +54,5 @@ def test_a_machine_without_kernels_computes_in_torch(caplog, monkeypatch):
 
 
 def test_an_unknown_name_is_a_mistake():
-    with pytest.raises(ValueError, match="backend 'cuda' is not known; auto, torch, cpu, triton are"):
+    with pytest.raises(ValueError, match="backend 'cuda' is unknown; choose from auto, torch, cpu, triton"):
         choose_backend("cuda", CPU, torch.float32, HEADS)

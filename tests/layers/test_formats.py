@@ -105,5 +105,5 @@ def test_a_matrix_of_floats_takes_no_other_format(name):
     backend = choose_backend(name, torch.device("cpu"), torch.float32, HEADS)
     matrix = backend.matrix(8, 16)
     assert matrix.format == Floating(torch.float32)
-    with pytest.raises(AssertionError, match="cannot be kept as floating-point numbers"):
+    with pytest.raises(AssertionError, match="cannot be stored as floating-point numbers"):
         backend.pack(matrix, fp8_rows(floating(weight_of(8, 16))), 0)

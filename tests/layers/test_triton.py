@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from headgate.device.sampling.draw import Knobs, draw, stream_keys
-from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Rotary
+from headgate.layers.backend import KV, NO_FP8, Fp8, Heads, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.formats import floating
 from headgate.layers.rotary import Rope
@@ -48,7 +48,7 @@ def dtypes(device):
     return [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16, torch.float32]
 
 
-def triton_backend(device, dtype, heads, fp8=PLAIN):
+def triton_backend(device, dtype, heads, fp8=NO_FP8):
     from headgate.layers.triton_backend import TritonBackend
 
     return TritonBackend(device, dtype, heads, fp8)
@@ -64,7 +64,7 @@ def assert_close(found, expected, dtype):
 class Case:
     """Slices of (queries, context) over a scattered cache, for both backends."""
 
-    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=True, fp8=PLAIN):
+    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=True, fp8=NO_FP8):
         self.heads, self.dtype = heads, dtype
         self.plain, self.fast = TorchBackend(device, dtype, heads), triton_backend(device, dtype, heads, fp8)
         blocks = [-(-context // block_size) for _, context in slices]
@@ -406,8 +406,8 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
     tables = torch.full((3, 4), nowhere, dtype=torch.int32, device=device)
     starts, order = torch.arange(4, dtype=torch.int32, device=device), torch.zeros_like(contexts)
     batch = Batch(*longs[:3], starts, contexts, tables, 1, 64, order)
-    told = DrawInputs(torch.full((3,), -1.0, device=device), longs[3])
-    open_step(columns, paging, batch, told)
+    draw_inputs = DrawInputs(torch.full((3,), -1.0, device=device), longs[3])
+    open_step(columns, paging, batch, draw_inputs)
 
     assert paging.tables[1, 2] == 77
     assert batch.tokens[:2].tolist() == [int(paging.tokens[4, 20]), int(paging.tokens[1, 32])]
@@ -417,12 +417,12 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
     assert tables[0, :2].tolist() == paging.tables[4, :2].tolist()
     assert tables[1, :3].tolist() == paging.tables[1, :3].tolist()
     assert order.tolist() == [1, 0, 2]
-    assert told.keys.tolist() == [5, 6, 7]
-    assert told.temperatures[:2].tolist() == [0.0, pytest.approx(0.7)]
+    assert draw_inputs.keys.tolist() == [5, 6, 7]
+    assert draw_inputs.temperatures[:2].tolist() == [0.0, pytest.approx(0.7)]
 
     logits = torch.randn(3, 60, device=device)
     drawn = torch.full((3,), nowhere, device=device)
-    greedy = DrawInputs(torch.zeros(3, device=device), told.keys)
+    greedy = DrawInputs(torch.zeros(3, device=device), draw_inputs.keys)
     close_step(columns, paging, logits, greedy, Finalists(3, 60, device), drawn)
     assert torch.equal(drawn, logits.argmax(-1))
     tokens_before[4, 21], tokens_before[1, 33] = drawn[0], drawn[1]

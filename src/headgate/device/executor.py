@@ -150,9 +150,9 @@ class LocalExecutor:
         runner = self._runner
         runner.forget_graphs()
         for tag in set(tags) - self._asleep.keys():
-            homes = (parameter.home for _, parameter in runner.model.parameters())
+            weights = (parameter.tensor for _, parameter in runner.model.parameters())
             caches = (cache for layer in runner.kv for cache in layer)
-            self._asleep[tag] = Sleeper(homes if tag == "weights" else caches)
+            self._asleep[tag] = Sleeper(weights if tag == "weights" else caches)
             self._asleep[tag].give_back()
 
     def _wake_kv(self) -> None:

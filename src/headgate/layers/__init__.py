@@ -1,4 +1,4 @@
-"""How on the device, piece by piece: attention, linear, norm, rotary, and the backends that make them fast.
+"""Building blocks of models: attention, linear layers, norms, rotary embedding, and the backends that compute them.
 
-Layers know tensors and the paged cache; they know nothing of requests.
+Layers handle tensors and the paged cache; they have no notion of requests.
 """

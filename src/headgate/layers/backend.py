@@ -1,14 +1,14 @@
-"""The seam between what a model computes and how a device does it.
+"""The interface between what a model computes and how a device computes it.
 
-A model is written once, in terms of the handful of operations below; a backend owns the layout of matrices and of the
-KV cache, and nobody else looks inside either. Rules that every backend keeps:
+A model is written once, in terms of the operations below. A backend owns the layout of matrices and of the KV cache;
+no other code depends on either layout. Rules for every backend:
 
-- `add_rms_norm` adds into `residual`, and `rope_and_write` may answer in the memory of `qkv`; nothing else writes to
-  its arguments.
-- KV of all tokens is written before any token attends, so a slice may read what another slice of the step wrote.
-- Nothing depends on the *values* of a batch on the host (graphs replay it), but for the reference attention.
-- In deterministic mode the bits of a row depend on its own sequence only: not on the other rows, the chunks it came
-  in, or which of its blocks were found in the prefix cache.
+- `add_rms_norm` adds into `residual`, and `rope_and_write` may return its result in the memory of `qkv`; no other
+  operation writes to its arguments.
+- The KV of all tokens is written before any token attends, so a slice may read what another slice of the step wrote.
+- Nothing depends on the *values* of a batch on the host (graphs replay it), except in the reference attention.
+- In deterministic mode the bits of a row depend on its own sequence only: not on other rows, on how it was split into
+  chunks, or on which of its blocks were found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from headgate.layers.formats import Weight, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight of `rows` outputs by `columns` inputs, in whatever layout its backend likes."""
+    """A weight of `rows` outputs by `columns` inputs, in the backend's own layout."""
 
     data: torch.Tensor
     rows: int
     columns: int
     format: WeightFormat
-    scale: torch.Tensor | None = None  # [rows] float32: what the numbers of a rounded matrix are multiplied by
+    scale: torch.Tensor | None = None  # [rows] float32: multiplies the numbers of each row of a quantised matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """What is kept in eight bits; the rest has the dtype of the backend."""
+    """What is stored in eight bits; the rest has the dtype of the backend."""
 
-    weights: bool = False  # of the layers, each row with a scale of its own
+    weights: bool = False  # of the layers, with a scale per row
     kv: bool = False
 
 
-PLAIN = Fp8()
+NO_FP8 = Fp8()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Heads:
 
 
 class KV(NamedTuple):
-    """The cache of one layer; block `b` of the pool is `k[b]` and `v[b]`, contiguous, inside in the backend's layout."""
+    """The cache of one layer. Block `b` is `k[b]` and `v[b]`, each contiguous; the backend defines the layout inside."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -62,7 +62,7 @@ class KV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """What turns queries and keys: the tables, and the norms that some models apply before turning."""
+    """The rotation of queries and keys: the tables, and the norms that some models apply before it."""
 
     cos: torch.Tensor  # [positions, head size] float32; see `Rope.tables`
     sin: torch.Tensor
@@ -75,21 +75,21 @@ class Backend(Protocol):
     """Operations on `device` in `dtype`, for attention of one shape."""
 
     name: str
-    kv_layout: str  # names what is inside a KV block
+    kv_layout: str  # names the layout inside a KV block
     device: torch.device
     dtype: torch.dtype
     heads: Heads
 
     def matrix(self, rows: int, columns: int) -> Matrix:
-        """Room for a weight, to be filled by `pack`."""
+        """Allocate a weight, to be filled by `pack`."""
 
     def vocabulary(self, rows: int, columns: int) -> Matrix:
-        """As `matrix`, for `logits` and `embed`: never in fewer bits than the backend's dtype."""
+        """Like `matrix`, for `logits` and `embed`: never in fewer bits than the backend's dtype."""
 
     def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
         """Fill the rows of `matrix` from `row` on with a weight on any device, converted to the format of `matrix`.
 
-        Any floating-point type is taken for any format, and a format for itself.
+        A floating-point weight can be packed into any format; a weight of another format only into the same format.
         """
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -102,10 +102,10 @@ class Backend(Protocol):
         """The rows of `matrix` that `tokens` name."""
 
     def gate_up_matrix(self, intermediate: int, columns: int) -> Matrix:
-        """Room for two weights of `intermediate` rows, the gate and what it gates."""
+        """Allocate two weights of `intermediate` rows: gate and up."""
 
     def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
-        """As `pack`; the gate starts at row 0, what it gates at row `intermediate`."""
+        """Like `pack`; the gate starts at row 0, up at row `intermediate`."""
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         """`silu(gate) * up`, where `[gate, up] = x @ matrix.T + bias`"""
@@ -117,16 +117,16 @@ class Backend(Protocol):
         """The cache of one layer."""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Of one layer, keys and values together."""
+        """Bytes per block of one layer, keys and values together."""
 
     def read_blocks(self, kv: KV, blocks: torch.Tensor) -> KV:
         """Copies of blocks in the common layout, `[blocks, block_size, kv heads, head size]`."""
 
     def write_blocks(self, kv: KV, blocks: torch.Tensor, content: KV) -> None:
-        """The reverse of `read_blocks`, perhaps on another engine with another backend."""
+        """The inverse of `read_blocks`, possibly on another engine with another backend."""
 
     def rope_and_write(self, qkv: torch.Tensor, batch: Batch, rotary: Rotary, kv: KV) -> torch.Tensor:
-        """Norm and turn queries and keys, write keys and values to the cache, return queries `[T, heads, size]`."""
+        """Norm and rotate queries and keys, write keys and values to the cache, return queries `[T, heads, size]`."""
 
     def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        """Each token attends to its sequence up to itself, the last `window` tokens if given: `[T, heads * size]`."""
+        """Attend to the sequence up to each token, or its last `window` tokens. Returns `[T, heads * size]`."""

@@ -1,4 +1,4 @@
-"""How the tokens of one step lie in sequences and in the paged cache: the one argument that every layer shares."""
+"""The position of a step's tokens in their sequences and in the paged cache. Every layer takes this argument."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`T` tokens of `S` slices, slice after slice. All tensors are on the model's device.
+    """`T` tokens of `S` slices, one slice after another. All tensors are on the model's device.
 
     Slice `s` owns tokens `query_starts[s] : query_starts[s + 1]`, the last positions of a sequence whose KV length,
-    this step's tokens included, is `context_lens[s]`. Token `t` writes its KV to `slots[t]`, which is
-    `block * block_size + offset`.
+    including this step's tokens, is `context_lens[s]`. Token `t` writes its KV to `slots[t]`, which is `block *
+    block_size + offset`.
     """
 
     tokens: torch.Tensor  # [T] int64
@@ -24,7 +24,6 @@ class Batch:
     block_tables: torch.Tensor  # [S, W] int32; entries past a sequence's last block are undefined
     max_query: int  # longest slice
     max_context: int  # longest context
-    order: torch.Tensor | None = (
-        None  # [S] int32: slices by context, longest first, for kernels whose last one counts
-    )
-    singles: bool = False  # slices of one token may lie among longer ones
+    # [S] int32: slices by context, longest first, for kernels whose time is that of their last program
+    order: torch.Tensor | None = None
+    singles: bool = False  # there may be slices of one token among longer ones

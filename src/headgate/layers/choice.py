@@ -1,4 +1,4 @@
-"""Which backend a model gets: the fastest that can compute it, or the one that was asked for."""
+"""Chooses the backend of a model: the configured one, or the fastest one that supports the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import torch
 
 from headgate.errors import RequestError
-from headgate.layers.backend import PLAIN, Backend, Fp8, Heads
+from headgate.layers.backend import NO_FP8, Backend, Fp8, Heads
 from headgate.layers.cpu import Kernels, NotCompiled, load_kernels
 from headgate.layers.cpu.kernels import LANES, why_unsupported
 from headgate.layers.cpu_backend import CpuBackend
@@ -27,14 +27,14 @@ def choose_backend(
     heads: Heads,
     *,
     deterministic: bool = False,
-    fp8: Fp8 = PLAIN,
+    fp8: Fp8 = NO_FP8,
 ) -> Backend:
-    """Backend `name`, or plain torch, with a line in the log that says why, where the other cannot be had."""
+    """The backend `name`. If it is unavailable, the torch backend, with the reason in the log."""
     if name not in NAMES:
-        raise ValueError(f"backend {name!r} is not known; {', '.join(NAMES)} are")
+        raise ValueError(f"backend {name!r} is unknown; choose from {', '.join(NAMES)}")
     if device.type == "cuda" and name in ("auto", "triton"):
         return triton_backend(device, dtype, heads, deterministic, fp8)
-    if fp8 != PLAIN:
+    if fp8 != NO_FP8:
         raise RequestError(f"fp8 needs the Triton backend on a GPU, not backend {name} on {device.type}")
     avoid_hidden_tiles()
     if name == "torch":
@@ -51,9 +51,9 @@ def torch_backend(device: torch.device, dtype: torch.dtype, heads: Heads, determ
 
 
 def triton_backend(device: torch.device, dtype: torch.dtype, heads: Heads, deterministic: bool, fp8: Fp8) -> Backend:
-    if fp8 != PLAIN and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if fp8 != NO_FP8 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise RequestError(f"fp8 needs a GPU of compute capability 8.9 or more, which {device} is not")
-    # Only here: a machine without a GPU need not have Triton.
+    # Imported here because a machine without a GPU need not have Triton.
     from headgate.layers.triton_backend import DeterministicTritonBackend, TritonBackend
 
     return (DeterministicTritonBackend if deterministic else TritonBackend)(device, dtype, heads, fp8)
@@ -67,5 +67,5 @@ def cpu_kernels(device: torch.device, dtype: torch.dtype, heads: Heads) -> Kerne
 
 
 def available_backends() -> list[str]:
-    """What this machine can do, the reference first."""
+    """The backends that this machine supports, the reference first."""
     return ["torch", "cpu"] if isinstance(load_kernels(), Kernels) else ["torch"]

@@ -1,7 +1,7 @@
-"""How the numbers of a weight are stored: as a checkpoint or a trainer hands them over, and as a device holds them.
+"""The number formats of weights: as received from a checkpoint or a trainer, and as stored on a device.
 
-A `Weight` is a tensor together with its format. `Backend.pack` takes one in any format that its matrix can be filled
-from, and converts; start-up and updates both go through it, and nothing else converts matrices.
+A `Weight` is a tensor together with its format. `Backend.pack` accepts any format that its matrix can be filled from,
+and converts. Start-up and updates both use it, and no other code converts matrices.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
-FP8_LEAST_SCALE = 1e-12  # so that a row of zeros has a scale too
+FP8_LEAST_SCALE = 1e-12  # so that a row of zeros has a valid scale
 
 
 @dataclass(frozen=True, slots=True)
 class Floating:
-    """Numbers of a floating-point type, as they are."""
+    """Numbers of a floating-point type, unchanged."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """Eight-bit numbers (e4m3), and a float32 scale per row that makes its largest number the largest there is."""
+    """Eight-bit numbers (e4m3), with a float32 scale per row that maps its largest number to the largest e4m3 number."""
 
 
 WeightFormat = Floating | Fp8Rows
@@ -32,11 +32,11 @@ WeightFormat = Floating | Fp8Rows
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a model or a part of one, outputs by inputs where it is a matrix."""
+    """A tensor of a model or a part of one; a matrix is outputs by inputs."""
 
     numbers: torch.Tensor
     format: WeightFormat
-    scale: torch.Tensor | None = None  # [rows]: what the numbers of each row are multiplied by
+    scale: torch.Tensor | None = None  # [rows]: multiplies the numbers of each row
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -57,13 +57,13 @@ def floating(numbers: torch.Tensor) -> Weight:
 
 
 def floating_numbers(weight: Weight) -> torch.Tensor:
-    """The numbers of a weight that needs no more than a change of type, which copying does."""
-    assert isinstance(weight.format, Floating), f"{weight.format} cannot be kept as floating-point numbers"
+    """The numbers of a floating-point weight, which can be copied to another type directly."""
+    assert isinstance(weight.format, Floating), f"{weight.format} cannot be stored as floating-point numbers"
     return weight.numbers
 
 
 def fp8_rows(weight: Weight) -> Weight:
-    """The same weight as it is kept in eight bits; one that has this format already is not rounded twice."""
+    """The weight in eight bits. A weight that already has this format is not rounded again."""
     match weight.format:
         case Fp8Rows():
             return weight

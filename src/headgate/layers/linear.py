@@ -1,4 +1,4 @@
-"""Matrix products, whose rows may come from several tensors of the checkpoint, and of which a rank may have a part."""
+"""Matrix products. Their rows may come from several checkpoint tensors, and a rank may hold a part of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import Backend, Matrix
 from headgate.layers.formats import Weight
-from headgate.layers.parameter import WeightParameter, copied_to, plain
+from headgate.layers.parameter import WeightParameter, copied_to, tensor_parameter
 from headgate.layers.ranks import ALONE, Ranks, share
 
 
 class Linear:
-    """One product for all `parts` (name to number of rows), whose outputs lie side by side.
+    """One product for all `parts` (name to number of rows), whose outputs are adjacent.
 
-    Among several ranks, each has its share of the rows of every part, and computes that share of the outputs.
+    With several ranks, each has its share of the rows of every part, and computes that share of the outputs.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Linear:
 
 
 class GateUp(Linear):
-    """Two parts, the gate and what it gates: `silu(gate) * up`. Its matrix is a `gate_up_matrix`."""
+    """Two parts, gate and up: computes `silu(gate) * up`. Its matrix is a `gate_up_matrix`."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.backend.gate_up(x, self.matrix, self.bias)
@@ -62,7 +62,7 @@ class GateUp(Linear):
 
 
 class SummedLinear:
-    """A product over inputs that are spread among ranks as a `Linear` leaves them: each has the columns for its inputs."""
+    """A product whose inputs are distributed over ranks like the outputs of a `Linear`: each rank has its columns."""
 
     def __init__(
         self, backend: Backend, matrix: Matrix, name: str, *, bias: bool = False, ranks: Ranks = ALONE
@@ -74,7 +74,7 @@ class SummedLinear:
         self.bias = torch.empty(matrix.rows, dtype=backend.dtype, device=backend.device) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.ranks.rank == 0 else None  # of the sum, so it is added once
+        bias = self.bias if self.ranks.rank == 0 else None  # added once to the sum
         return self.ranks.sum(self.backend.linear(x, self.matrix, bias))
 
     def pack(self, weight: Weight) -> None:
@@ -84,11 +84,11 @@ class SummedLinear:
         whole = (self.matrix.rows, self.matrix.columns * self.ranks.size)
         yield f"{self.name}.weight", WeightParameter(whole, self.pack, self.matrix.data)
         if self.bias is not None:
-            yield f"{self.name}.bias", plain(self.bias)
+            yield f"{self.name}.bias", tensor_parameter(self.bias)
 
 
 class Embedding:
-    """Among several ranks, each has the rows of some tokens."""
+    """With several ranks, each has the rows of some tokens."""
 
     def __init__(self, backend: Backend, vocab: int, hidden: int, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
@@ -106,14 +106,14 @@ class Embedding:
 
 
 class Unembedding:
-    """From hidden states to logits. Its matrix can serve as the embedding too, for models that tie the two."""
+    """Computes logits from hidden states. With tied embeddings, its matrix is also the embedding."""
 
     def __init__(self, backend: Backend, vocab: int, hidden: int, ranks: Ranks = ALONE) -> None:
         self.backend = backend
         self.ranks = ranks
         self.vocab = vocab
         self.mine = share(ranks, vocab)
-        # Equally many on every rank, so that logits can be gathered; what the last one has too many is cut off.
+        # Equally many rows on every rank, so that logits can be gathered; excess rows of the last rank are cut off.
         self.matrix = backend.vocabulary(-(-vocab // ranks.size), hidden)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def cut(rows: slice, write: Callable[[Weight], object]) -> Callable[[Weight], ob
 def look_up(
     tokens: torch.Tensor, mine: slice, ranks: Ranks, embed: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The rows of `tokens`, of which this rank has those in `mine`."""
+    """The embeddings of `tokens`; this rank has those in `mine`."""
     if ranks.size == 1:
         return embed(tokens)
     known = (tokens >= mine.start) & (tokens < mine.stop)

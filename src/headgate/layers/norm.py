@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from headgate.layers.backend import Backend
-from headgate.layers.parameter import WeightParameter, plain
+from headgate.layers.parameter import WeightParameter, tensor_parameter
 
 
 class Norm:
@@ -21,4 +21,4 @@ class Norm:
         return self.backend.add_rms_norm(x, residual, self.weight, self.eps)
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        yield "weight", plain(self.weight)
+        yield "weight", tensor_parameter(self.weight)

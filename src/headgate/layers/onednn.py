@@ -1,7 +1,8 @@
-"""oneDNN, with which torch multiplies matrices on CPUs, on virtual machines that hide the tiles of AMX.
+"""Works around virtual machines that hide AMX tile information from oneDNN, torch's CPU matrix library.
 
-Some hypervisors pass on the CPU's AMX flags and answer the question for the sizes of its tiles (CPUID leaf 1Dh) with zeros.
-oneDNN believes both, and the first bf16 product ends the process with SIGILL. Our own kernels need no such answer.
+Some hypervisors pass on the CPU's AMX flags but answer the query for its tile sizes (CPUID leaf 1Dh) with zeros.
+oneDNN trusts both, and the first bf16 product ends the process with SIGILL. Our own kernels do not need this
+information.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CPUID = bytes.fromhex("53 89f8 89f1 0fa2 5b c3")  # eax of leaf edi, subleaf esi
 
 
 def avoid_hidden_tiles() -> None:
-    """Before the first product; a limit that the user has set stays."""
+    """Must be called before the first product. Keeps a limit that the user has set."""
     if LIMIT not in os.environ and _announces_amx() and _palettes() == 0:
         os.environ[LIMIT] = BELOW_AMX
 
@@ -32,7 +33,7 @@ def _announces_amx() -> bool:
 
 
 def _palettes() -> int | None:
-    """How many layouts of tiles the CPU has; None if that cannot be asked."""
+    """The number of tile layouts that the CPU reports; None if it cannot be queried."""
     try:
         with mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) as code:
             code.write(CPUID)
@@ -41,6 +42,6 @@ def _palettes() -> int | None:
                 ask = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)(ctypes.addressof(start))
                 return int(ask(TILE_LEAF, 0))
             finally:
-                del start  # which would keep the mapping
-    except OSError:  # memory that is both written and executed is forbidden
+                del start  # a reference would keep the mapping open
+    except OSError:  # writable and executable memory is forbidden
         return None

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go."""
+"""The places in a model that checkpoint tensors are written to."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from headgate.layers.formats import Weight, floating_numbers
 
 @dataclass(frozen=True, slots=True)
 class WeightParameter:
-    """A place in the model that one checkpoint tensor of `shape` fills; it may be a part of something fused."""
+    """A place in the model for one checkpoint tensor of `shape`; it may be a part of a fused matrix."""
 
     shape: tuple[int, ...]
     write: Callable[[Weight], object]
-    home: torch.Tensor  # what it lies in, perhaps with others
+    tensor: torch.Tensor  # the tensor that holds it, possibly with others
 
 
 class Layer(Protocol):
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        """By the names of the checkpoint."""
+        """Parameters by their checkpoint names."""
 
 
-def plain(tensor: torch.Tensor) -> WeightParameter:
+def tensor_parameter(tensor: torch.Tensor) -> WeightParameter:
     return WeightParameter(tuple(tensor.shape), copied_to(tensor), tensor)
 
 
 def copied_to(tensor: torch.Tensor) -> Callable[[Weight], object]:
-    """Writes a weight that is kept as floating-point numbers."""
+    """A function that writes a weight stored as floating-point numbers."""
     return lambda weight: tensor.copy_(floating_numbers(weight))
 
 

@@ -1,7 +1,7 @@
 """Ranks: processes that compute one model together, each with a part of every large matrix and of the KV heads.
 
-All ranks run the same steps on the same batches and hold the same residual stream. Where a layer needs what the others
-have, all of them ask at once, in the same order: that is what a `Ranks` is for.
+All ranks run the same steps on the same batches and hold the same residual stream. When a layer needs the other
+ranks' data, all ranks call the same method of `Ranks`, in the same order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Ranks(Protocol):
     size: int
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `x`, to the bit the same on all of them; `x` may be spoiled."""
+        """The sum of every rank's `x`, bitwise identical on all ranks. May overwrite `x`."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x` side by side: the last dimension grows."""
+        """Every rank's `x`, concatenated along the last dimension."""
 
 
 class Alone:
-    """One rank has everything."""
+    """A single rank, which has everything."""
 
     rank = 0
     size = 1
@@ -39,6 +39,6 @@ ALONE = Alone()
 
 
 def share(ranks: Ranks, whole: int) -> slice:
-    """Which of `whole` rows or columns are this rank's; where they cannot be divided evenly, the last ranks have fewer."""
+    """This rank's part of `whole` rows or columns. If they cannot be divided evenly, the last ranks get fewer."""
     each = -(-whole // ranks.size)
     return slice(min(each * ranks.rank, whole), min(each * (ranks.rank + 1), whole))

@@ -1,7 +1,8 @@
-"""Rotary position embedding: which angles a head turns by at each position.
+"""Rotary position embedding: the angle of each position and dimension of a head.
 
-A model states a base (`theta`) and perhaps a way to stretch the angles over a longer context. The tables are computed
-once, in float32 like those of `transformers`: angles of far positions are rounded, and models learnt them rounded so.
+A model states a base (`theta`) and possibly a way to scale the angles to a longer context. The tables are computed
+once, in float32 like those of `transformers`: angles of far positions are rounded, and models were trained with that
+rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every position counts for 1 / `factor`."""
+    """All positions are divided by `factor`."""
 
     factor: float
     magnitude: float = 1.0
@@ -25,7 +26,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Slow angles are stretched by `factor`, fast ones left alone, and those between blend from one to the other."""
+    """Slow angles are divided by `factor`, fast ones are unchanged, and those between are interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -42,7 +43,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """As llama3, but blends over dimensions instead of frequencies, and sharpens attention by `magnitude`."""
+    """Like llama3, but interpolates over dimensions instead of frequencies, and scales attention by `magnitude`."""
 
     factor: float
     original_positions: int
@@ -58,15 +59,15 @@ class YarnScaling:
         return (1 - blend) * frequencies / self.factor + blend * frequencies
 
     def _blended_dimensions(self, head_dim: int, theta: float) -> tuple[float, float]:
-        first = self._dimension_turning(self.beta_fast, head_dim, theta)
-        last = self._dimension_turning(self.beta_slow, head_dim, theta)
+        first = self._dimension_with_rotations(self.beta_fast, head_dim, theta)
+        last = self._dimension_with_rotations(self.beta_slow, head_dim, theta)
         if self.whole_dimensions:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
-        return first, last if last != first else last + 0.001  # never divide by zero
+        return first, last if last != first else last + 0.001  # avoids a division by zero
 
-    def _dimension_turning(self, times: float, head_dim: int, theta: float) -> float:
-        """The dimension whose angle turns around `times` times over the original context."""
+    def _dimension_with_rotations(self, times: float, head_dim: int, theta: float) -> float:
+        """The dimension whose angle completes `times` rotations over the original context."""
         return head_dim * math.log(self.original_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
 
 

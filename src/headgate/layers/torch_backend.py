@@ -1,7 +1,9 @@
-"""The reference backend: plain torch on any device, written to be compared with; it rounds where `transformers` does.
+"""The reference backend, in torch, for any device. Other backends are compared with it; it rounds where
+`transformers` does.
 
 Matrices are `[rows, columns]`, the cache is `[blocks, block_size, kv heads, head size]`. `DeterministicTorchBackend`
-buys batch invariance the slow way: every reduction is done for one row, in a shape that its position alone decides.
+achieves batch invariance the slow way: every reduction covers one row, with a shape that depends on its position
+alone.
 """
 
 from __future__ import annotations
@@ -78,9 +80,9 @@ class TorchBackend:
         if rotary.q_norm is not None and rotary.k_norm is not None:
             q, k = self.norm_heads(q, rotary.q_norm, rotary.eps), self.norm_heads(k, rotary.k_norm, rotary.eps)
         cos, sin = (table[batch.positions, None].to(qkv.dtype) for table in (rotary.cos, rotary.sin))
-        kv.k.flatten(0, 1)[batch.slots] = turn(k, cos, sin)
+        kv.k.flatten(0, 1)[batch.slots] = rotate(k, cos, sin)
         kv.v.flatten(0, 1)[batch.slots] = v
-        return turn(q, cos, sin)
+        return rotate(q, cos, sin)
 
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
@@ -94,7 +96,7 @@ class TorchBackend:
         return out.flatten(1)
 
     def spans(self, batch: Batch) -> Iterator[Span]:
-        """What is computed by one call: here a slice, all its queries against all its keys."""
+        """The units of one attention call: here a slice, all its queries against all its keys."""
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for i, end in enumerate(contexts):
             yield Span(slice(starts[i], starts[i + 1]), batch.block_tables[i], end)
@@ -117,7 +119,7 @@ class DeterministicTorchBackend(TorchBackend):
         return row_by_row(lambda row: rms_norm(row, weight, eps), x)
 
     def spans(self, batch: Batch) -> Iterator[Span]:
-        """One query at a time, against exactly the keys before it: its position alone decides the shape."""
+        """One query at a time, against exactly the keys up to it: the shape depends on its position alone."""
         for whole in super().spans(batch):
             count = whole.rows.stop - whole.rows.start
             for i in range(count):
@@ -127,7 +129,7 @@ class DeterministicTorchBackend(TorchBackend):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries `rows` of a batch are the last positions before `end` of the sequence that lies in `blocks`."""
+    """The queries `rows` of a batch: the last positions before `end` of the sequence in `blocks`."""
 
     rows: slice
     blocks: torch.Tensor
@@ -135,7 +137,7 @@ class Span:
 
 
 def row_by_row(operation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Each row in memory of its own: matrix libraries may sum in another order when the alignment differs."""
+    """Apply `operation` to each row separately: matrix libraries may sum in another order at another alignment."""
     if len(x) == 0:
         return operation(x)
     return torch.stack([operation(row.clone(memory_format=torch.contiguous_format)) for row in x])
@@ -147,7 +149,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return wide.to(x.dtype) * weight
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -1,11 +1,12 @@
-"""The backend for CUDA devices: cuBLAS for matrices, Triton for everything between them.
+"""The backend for CUDA devices: cuBLAS for matrices, Triton for everything else.
 
-Matrices are `[rows, columns]` as in plain torch; the cache is `[blocks, kv heads, block_size, head size]`, so that a
-head of a block is one run of memory. Works in bfloat16, float16 and float32, where products are never rounded to tf32.
+Matrices are `[rows, columns]` as in the torch backend; the cache is `[blocks, kv heads, block_size, head size]`, so
+that a head of a block is contiguous. Supports bfloat16, float16 and float32, where products are never rounded to
+tf32.
 
-With `Fp8.weights` the matrices of the layers are kept in eight bits, each row with a scale. A single row of activations
-meets them as it is, for there reading the weights is all the time; several are rounded to eight bits too, each row by
-itself, and multiplied in eight bits.
+With `Fp8.weights` the matrices of the layers are stored in eight bits with a scale per row. A single row of
+activations is multiplied as it is, because reading the weights takes all the time there. Several rows are rounded to
+eight bits too, each with its own scale, and multiplied in eight bits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, PLAIN, Fp8, Heads, Matrix, Rotary
+from headgate.layers.backend import KV, NO_FP8, Fp8, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.formats import FP8, Floating, Fp8Rows, Weight, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
@@ -37,7 +38,7 @@ class TritonBackend(TorchBackend):
     name = "triton"
     kv_layout = "heads, tokens"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, heads: Heads, fp8: Fp8 = PLAIN) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, heads: Heads, fp8: Fp8 = NO_FP8) -> None:
         super().__init__(device, dtype, heads)
         self.scratch = Scratch(device)
         self.fp8 = fp8
@@ -64,7 +65,7 @@ class TritonBackend(TorchBackend):
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         if self.dtype == torch.float32 or not x.is_cuda:
             return F.linear(x, matrix.data).float()
-        # The product is summed in float32 anyway; rounding it first would make ties.
+        # The product is summed in float32 anyway; rounding it first would create ties.
         return torch.mm(x, matrix.data.t(), out_dtype=torch.float32)
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -82,7 +83,7 @@ class TritonBackend(TorchBackend):
         return silu_mul(self.library_linear(x, matrix, bias))
 
     def beats_library(self, x: torch.Tensor, matrix: Matrix) -> bool:
-        """Whether our own product is the faster one."""
+        """Whether our own product is faster than cuBLAS."""
         if matrix.scale is not None:
             return not fits_scaled(x, matrix)
         most = MAX_ROWS_SMALL if matrix.rows * matrix.columns <= SMALL else MAX_ROWS
@@ -118,7 +119,7 @@ class TritonBackend(TorchBackend):
 
     def write_blocks(self, kv: KV, blocks: torch.Tensor, content: KV) -> None:
         for cache, new in zip(kv, content, strict=True):
-            # Torch picks out no numbers of eight bits, but any that are as long.
+            # Torch cannot index 8-bit floating-point numbers, but can index bytes.
             as_stored = new.transpose(1, 2).to(cache).contiguous()
             bytes_of(cache)[blocks] = bytes_of(as_stored)
 
@@ -133,9 +134,10 @@ class TritonBackend(TorchBackend):
 
 
 class DeterministicTritonBackend(TritonBackend):
-    """One order of summing for everything: no library, no splits, and one attention kernel for slices of any length.
+    """A fixed order of summation everywhere: no library, no splits, and one attention kernel for slices of any
+    length.
 
-    Norms, gates and turning are done row by row in any case.
+    Norms, gates and rotations are computed row by row in any case.
     """
 
     name = "triton, deterministic"
@@ -157,7 +159,7 @@ class DeterministicTritonBackend(TritonBackend):
 
 
 def fits_scaled(x: torch.Tensor, matrix: Matrix) -> bool:
-    """Whether the library multiplies matrices of this shape in eight bits."""
+    """Whether cuBLAS multiplies matrices of this shape in eight bits."""
     return x.is_cuda and x.dtype == torch.bfloat16 and matrix.rows % 16 == 0 and matrix.columns % 16 == 0
 
 

@@ -18,7 +18,7 @@ from headgate.layers.backend import KV, Backend, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.linear import Embedding, GateUp, Linear, SummedLinear, Unembedding
 from headgate.layers.norm import Norm
-from headgate.layers.parameter import Layer, WeightParameter, plain, under
+from headgate.layers.parameter import Layer, WeightParameter, tensor_parameter, under
 from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.spec import AttentionSpec, Dense, LayerSpec, ModelSpec
 
@@ -52,8 +52,8 @@ class Attention:
         yield from self.qkv.parameters()
         yield from self.out.parameters()
         if self.rotary.q_norm is not None and self.rotary.k_norm is not None:
-            yield "q_norm.weight", plain(self.rotary.q_norm)
-            yield "k_norm.weight", plain(self.rotary.k_norm)
+            yield "q_norm.weight", tensor_parameter(self.rotary.q_norm)
+            yield "k_norm.weight", tensor_parameter(self.rotary.k_norm)
 
 
 class MLP:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from headgate.errors import RequestError, UnsupportedModel
-from headgate.layers.backend import PLAIN, Backend, Fp8, Heads
+from headgate.layers.backend import NO_FP8, Backend, Fp8, Heads
 from headgate.layers.choice import choose_backend
 from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.config import Config, eos_ids, read_config, read_json
@@ -66,7 +66,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     backend: str = "auto",
     deterministic: bool = False,
-    fp8: Fp8 = PLAIN,
+    fp8: Fp8 = NO_FP8,
     ranks: Ranks = ALONE,
 ) -> Network:
     """The network of `spec`, or one rank's part of it; its parameters allocated but not filled."""

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance import regex_to_lark
 
 from headgate.contract.sampling import MAX_GRAMMAR_CHARS
 from headgate.errors import RequestError
-from headgate.protocol.grammar import GRAMMAR_LIMITS
+from headgate.text.grammar_check import complaint_about
+from headgate.text.trial import tried
 
 # Takes the place of what a schema may say under this key. A keyword that is not enforced is refused, never ignored.
 _OPTIONS = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False}}
@@ -87,11 +88,7 @@ def checked(grammar: str, *, param: str = "grammar") -> str:
 
 @lru_cache(maxsize=256)
 def _complaint(grammar: str) -> str:
-    if not _patterns_may_meet(grammar):
-        return complaint_about(grammar)
-    from headgate.text.trial import tried  # which imports us
-
-    return tried(grammar)
+    return tried(grammar) if _patterns_may_meet(grammar) else complaint_about(grammar)
 
 
 _PATTERN = re.compile(r'"(?:pattern|format)"\s*:')
@@ -103,34 +100,3 @@ def _patterns_may_meet(grammar: str) -> bool:
     """Whether several patterns could apply to one text, seen from afar: it need only be right when it says no."""
     patterns = len(_PATTERN.findall(grammar))
     return bool(_NAME_PATTERNS.search(grammar)) or (patterns > 1 and bool(_TOGETHER.search(grammar)))
-
-
-def complaint_about(grammar: str) -> str:
-    """What is wrong with `grammar`, in the words of the library that would enforce it."""
-    limits = LLParserLimits(**GRAMMAR_LIMITS)
-    matcher = LLMatcher(_any_bytes(), grammar, log_level=0, limits=limits)
-    # A grammar that compiles may still fail at once: one that only refers to itself has no first token, and one with
-    # thousands of ways to go on after the first brace is too much for a matcher.
-    matcher.consume_tokens(matcher.compute_ff_tokens())
-    matcher.compute_bitmask()
-    error = matcher.get_error().removesuffix("<non-verbose/>")
-    # The caller knows a schema and not the grammar around it, so where in the grammar is of no use.
-    error = re.sub(r"(?m)^(at )?\d+\(\d+\): |\n +\d+ \|.*(\n *\^)?", "", error).strip()
-    return "nothing can match it" if error.startswith("NoExtension") else error
-
-
-class _Bytes:
-    """A vocabulary of all bytes: whether a grammar makes sense does not depend on the model's tokens."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    special_token_ids = (256,)
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-@lru_cache(maxsize=1)
-def _any_bytes() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()))

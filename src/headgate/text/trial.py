@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 
-from headgate.text.constraints import complaint_about
+from headgate.text.grammar_check import complaint_about
 
 CPU_S = 2
 MEMORY_BYTES = 2**30

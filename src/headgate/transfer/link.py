@@ -19,9 +19,7 @@ class PeerGone(Exception):
 
 
 class Link:
-    """Subclasses define where a body is stored (`body_for`), what a frame does (`received`) and what to send
-    (`more`).
-    """
+    """Subclasses define where a body is stored (`body_for`), how frames are handled (`received`) and sent (`more`)."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)

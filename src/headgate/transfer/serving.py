@@ -128,9 +128,7 @@ class LeaseServer(Link):
         self._close_soon()
 
     def _close_soon(self) -> None:
-        """Send no more, and let the peer close first: if we closed with unread data, the peer could lose our last
-        frame.
-        """
+        """Send no more, and let the peer close first: closing with unread data could discard our last frame."""
         self.closing, self.since_s = True, self._clock()
 
     def more(self) -> None:

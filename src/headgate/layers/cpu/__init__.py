@@ -1,7 +1,7 @@
-"""CPU kernels: a C++ extension compiled on first use, and its typed face.
+"""CPU kernels: a C++ extension compiled on first use, and its typed Python interface.
 
-`build.load_kernels` gives `Kernels`, or `NotCompiled` with the reason; callers fall back to torch on the latter.
-The result of every operation is batch-invariant: the bits of a row depend on that row's inputs only.
+`build.load_kernels` returns `Kernels`, or `NotCompiled` with the reason; callers then fall back to torch. All
+operations are batch-invariant: the bits of a row depend on that row's inputs only.
 """
 
 from headgate.compiling import NotCompiled

@@ -1,6 +1,6 @@
 // The packed bf16 linear layer on AMX: 16 x 16 sums per tile register, 32 deep.
 //
-// The tile instructions sit behind `HardwareTiles`; `EmulatedTiles` does the same in plain C++, so that packing,
+// The tile instructions are behind `HardwareTiles`; `EmulatedTiles` does the same in plain C++, so that packing,
 // tiling and edges are tested on machines without AMX. An output element is one chain over k in either, whatever
 // the number of rows: one row and 512 rows run through the same instructions. Weights are laid out so that a
 // B tile is 1 KiB of consecutive memory.
@@ -90,7 +90,7 @@ HG_INLINE void prefetch_tile(const bf16* p) {
 // How far the weights are fetched ahead of their use, in tiles of one block: near enough to stay in L1.
 constexpr int64_t kTilesAhead = 8;
 
-// Up to 16 rows: four weight blocks side by side, since a lone sum would wait for itself.
+// Up to 16 rows: four weight blocks side by side, because a single sum would stall on its own result.
 template <class Tiles>
 void amx_strip_by_four(Tiles& tiles, const bf16* a, const bf16* const (&b)[4], int64_t depth, float* sums) {
     Tiles::template clear<0>(tiles), Tiles::template clear<1>(tiles);

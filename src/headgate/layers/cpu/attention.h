@@ -21,7 +21,7 @@ constexpr int64_t kTileTokens = 64, kTileChunks = kTileTokens / kLanes, kSplitTo
 constexpr int64_t kGroups = 4, kTaskRows = kGroups * kMaxRows;
 constexpr float kNothingSeen = -1e30f;
 
-// Flushes denormals while it lives.
+// Flushes denormals during its lifetime.
 struct FlushDenormals {
     unsigned saved = _mm_getcsr();
     FlushDenormals() { _mm_setcsr(saved | 0x8040); }

@@ -1,7 +1,7 @@
-// The Python face of the kernels: checks shapes, allocates outputs, finds out what the CPU can do.
+// The Python binding of the kernels: checks shapes, allocates outputs, detects what the CPU supports.
 //
-// Compiled without any instruction-set flag, so that this part runs anywhere and can say what is missing.
-// pybind11 rather than TORCH_LIBRARY: an empty call of four arguments takes 0.8 us against 1.8 (torch 2.13, Zen 4).
+// Compiled without any instruction-set flag, so that this part runs anywhere and can report what is missing. pybind11
+// rather than TORCH_LIBRARY: an empty call of four arguments takes 0.8 us against 1.8 (torch 2.13, Zen 4).
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "crew.h"
+#include "thread_team.h"
 #include "table.h"
 
 namespace headgate {
@@ -32,11 +32,11 @@ bool has_amx() {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
     if (!(d & kAmxBf16) || !(d & kAmxTile)) return false;
-    // Linux hands out the tile registers on request: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+    // Linux enables the tile registers on request: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 
-// Names of what this machine can run, best first. amx-emulated is for tests and never chosen by itself.
+// The instruction sets of this machine, best first. amx-emulated is for tests and never chosen automatically.
 std::vector<std::string> supported_isas() {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -62,7 +62,7 @@ Kernels kernels_for(const std::string& isa) {
 }
 
 void run_on_all(int threads, void (*body)(void*), void* argument) {
-    Crew::get().run(threads, body, argument);
+    ThreadTeam::get().run(threads, body, argument);
 }
 
 Runtime runtime() { return {at::in_parallel_region() ? 1 : at::get_num_threads(), run_on_all}; }
@@ -98,7 +98,7 @@ Tensor output(const MaybeTensor& out, at::IntArrayRef sizes, const Tensor& like,
     return *out;
 }
 
-// Zeros, in huge pages when large: weights and caches are read front to back, and each small page costs a walk.
+// Zeros, in huge pages when large: weights and caches are read sequentially, and each small page costs a page walk.
 Tensor large_zeros(const std::vector<int64_t>& sizes, at::ScalarType type) {
     constexpr size_t kHuge = size_t(2) << 20;
     size_t bytes = c10::elementSize(type);
@@ -109,7 +109,7 @@ Tensor large_zeros(const std::vector<int64_t>& sizes, at::ScalarType type) {
     void* base = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(base != MAP_FAILED, "cannot reserve ", bytes, " bytes for weights or cache");
     void* start = reinterpret_cast<void*>((reinterpret_cast<size_t>(base) + kHuge - 1) & ~(kHuge - 1));
-    madvise(start, bytes, MADV_HUGEPAGE);  // a wish: without it the pages are small, nothing else changes
+    madvise(start, bytes, MADV_HUGEPAGE);  // optional: without it the pages are small, nothing else changes
     return at::from_blob(start, sizes, [base, reserved](void*) { munmap(base, reserved); }, options);
 }
 
@@ -280,7 +280,7 @@ private:
         TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.size(1) > 0, "logits must be float32 [S, V]");
     }
 
-    // A wrong number here would read foreign memory, and all of this is a few hundred integers.
+    // A wrong number here would read out of bounds, and this is only a few hundred integers.
     static void check_sequences(const AttentionArgs& args, int64_t tokens) {
         const auto* starts = args.query_starts;
         TORCH_CHECK(starts[0] == 0 && starts[args.sequences] == tokens, "query_starts must run from 0 to ", tokens);

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels on first use and loads them.
 
-There is one folder per hash of sources, flags, torch and Python versions; see `headgate.compiling`. Where they cannot be
-had, the torch backend is there instead.
+There is one folder per hash of sources, flags, torch and Python versions; see `headgate.compiling`. If the kernels
+are unavailable, the torch backend is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SOURCES = Path(__file__).parent
 COMPILE_S = 600.0
 NEEDED_CPU_FLAGS = ("avx2", "fma")
 
-# Contraction off: the compiler must not fuse a multiplication and an addition in one instantiation of a template and
-# leave them apart in another, or the bits of a row would depend on the rows beside it.
+# Contraction is off: the compiler must not fuse a multiplication and an addition in one instantiation of a template
+# and keep them separate in another, or the bits of a row would depend on adjacent rows.
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
 AVX512_FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISA_FLAGS = {
@@ -41,7 +41,7 @@ ISA_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """One object file: what to compile, and how."""
+    """One object file: its source and its flags."""
 
     name: str
     source: str
@@ -51,7 +51,7 @@ class _Unit:
 def load_kernels(
     isa: str | None = None, *, compiler: str = "g++", cache: Path | None = None
 ) -> Kernels | NotCompiled:
-    """The kernels for `isa`, by default the best that this CPU runs; compiled first if need be."""
+    """The kernels for `isa`, by default the best that this CPU supports. Compiles them if necessary."""
     module = _load_module(compiler, cache or default_cache())
     if isinstance(module, NotCompiled):
         return module
@@ -62,7 +62,7 @@ def load_kernels(
 
 
 def supported_isas() -> tuple[str, ...]:
-    """What `load_kernels` takes on this machine, best first; empty without kernels."""
+    """The instruction sets that `load_kernels` accepts on this machine, best first; empty without kernels."""
     module = _load_module("g++", default_cache())
     return () if isinstance(module, NotCompiled) else tuple(module.supported_isas())
 
@@ -73,7 +73,7 @@ def default_cache() -> Path:
 
 @functools.lru_cache
 def _load_module(compiler: str, cache: Path) -> Any:
-    """The extension module, or `NotCompiled`. Remembered, as a module can be loaded only once."""
+    """The extension module, or `NotCompiled`. Cached, because a module can be loaded only once."""
     reason = why_not_here(cpu_flags())
     if reason is not None:
         return NotCompiled(reason)
@@ -89,7 +89,7 @@ def _load_module(compiler: str, cache: Path) -> Any:
 
 
 def library_in(cache: Path) -> Path:
-    """Where the library for these sources and this torch is, or will be when it is built."""
+    """The path of the library for these sources and this torch, whether or not it is built."""
     return cache / _fingerprint() / f"{MODULE}.so"
 
 
@@ -139,7 +139,7 @@ def _units() -> list[_Unit]:
 
 
 def _compile_and_link(compiler: str, scratch: Path, library: Path) -> str | None:
-    """What went wrong, if anything did."""
+    """Returns the error, if any."""
 
     def compile_unit(unit: _Unit) -> str | None:
         target = scratch / f"{unit.name}.o"
@@ -157,7 +157,7 @@ def _compile_and_link(compiler: str, scratch: Path, library: Path) -> str | None
 
 def _link_flags() -> list[str]:
     libraries = Path(torch.__file__).parent / "lib"
-    # Torch's own OpenMP runtime, whatever its wheel calls it: a second one would bring a second pool of threads.
+    # Torch's own OpenMP runtime, whatever its wheel calls it: another one would add a second thread pool.
     openmp = [str(path) for path in libraries.glob("libgomp*.so*")] or ["-fopenmp"]
     return [f"-L{libraries}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10", *openmp]
 

@@ -1,9 +1,9 @@
-"""The typed face of the C++ kernels.
+"""The typed Python interface of the C++ kernels.
 
-Owns the layouts: how a weight is packed, how a block of the KV cache is laid out. Both are opaque to callers, who
-get room from `empty_*`, fill it with `pack_*` and `rope_and_write`, and read it back with `unpack_rows` and `read_kv`.
-Rules: tensors are on the CPU, bfloat16 or float32, of one dtype per call; nothing is converted behind the caller's
-back but checkpoint tensors while packing; all results are batch-invariant and independent of the number of threads.
+Owns the layouts of packed weights and of KV cache blocks. Both are opaque to callers, which allocate with `empty_*`,
+fill with `pack_*` and `rope_and_write`, and read with `unpack_rows` and `read_kv`. Rules: tensors are on the CPU,
+bfloat16 or float32, of one dtype per call; nothing is converted implicitly except checkpoint tensors while packing;
+all results are batch-invariant and independent of the number of threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kv_block_shapes(
 
 
 def why_unsupported(head_size: int, block_size: int, dtype: torch.dtype) -> str | None:
-    """What keeps a model from running on these kernels, if anything does."""
+    """Why a model cannot run on these kernels, or None."""
     if dtype not in (torch.bfloat16, torch.float32):
         return f"the CPU kernels compute in bfloat16 and float32, not {dtype}"
     if head_size % 8 or not 8 <= head_size <= 256:
@@ -60,14 +60,14 @@ class Kernels:
     # Packed weights
 
     def empty_packed(self, N: int, K: int, dtype: torch.dtype) -> Tensor:
-        """Room for a weight of N rows by K columns, all zero."""
+        """A zeroed weight of N rows by K columns."""
         blocks = -(-N // LANES)
         shape = [blocks, -(-K // TILE_DEPTH), 16, LANES, 2] if dtype == torch.bfloat16 else [blocks, K, LANES]
         packed: Tensor = self._large_zeros(shape, dtype)
         return packed
 
     def pack_into(self, packed: Tensor, weight: Tensor, row_offset: int = 0) -> None:
-        """Write a plain `[n, K]` weight to the rows from `row_offset` on."""
+        """Write an unpacked `[n, K]` weight to the rows from `row_offset` on."""
         self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 1, 0)
 
     def unpack_rows(self, packed: Tensor, ids: Tensor, K: int) -> Tensor:
@@ -76,7 +76,7 @@ class Kernels:
         return rows
 
     def empty_packed_pair(self, N: int, K: int, dtype: torch.dtype) -> Tensor:
-        """Room for gate and up of N rows each, their blocks in turn so that one pass reads both."""
+        """Memory for gate and up of N rows each, with alternating blocks, so that one pass reads both."""
         return self.empty_packed(2 * -(-N // LANES) * LANES, K, dtype)
 
     def pack_pair_into(self, packed: Tensor, weight: Tensor, row_offset: int, part: Part) -> None:
@@ -84,7 +84,7 @@ class Kernels:
         self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 2, int(part == "up"))
 
     def unpack_pair_rows(self, packed: Tensor, ids: Tensor, K: int, part: Part) -> Tensor:
-        """The reverse of `pack_pair_into`."""
+        """The inverse of `pack_pair_into`."""
         rows: Tensor = self._set.unpack_rows(packed, ids.to(torch.int64).contiguous(), K, 2, int(part == "up"))
         return rows
 
@@ -104,7 +104,7 @@ class Kernels:
     def linear_silu_mul(
         self, x: Tensor, packed: Tensor, N: int, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """`silu(gate) * up` of a packed pair, rounded like the eager expression; `bias` is `[2 N]`, the gate's first."""
+        """`silu(gate) * up` of a packed pair, rounded like the eager expression; `bias` is `[2 N]`, gate first."""
         result: Tensor = self._set.linear_silu_mul(x, packed, N, bias, out)
         return result
 
@@ -150,10 +150,11 @@ class Kernels:
         HK: int,
         D: int,
     ) -> Tensor:
-        """Norm (given weights) and rotate q and k in place, write k and v to the cache, return q as a `[T, H, D]` view.
+        """Norm (given weights) and rotate q and k in place, write k and v to the cache, return q as a `[T, H, D]`
+        view.
 
-        Bit for bit transformers' bfloat16 rotation: cos and sin rounded, both products rounded, the sum rounded.
-        A negative slot is not written. `cos` and `sin` may have fewer than D columns; the rest of a head then passes.
+        Bit for bit transformers' bfloat16 rotation: cos and sin rounded, both products rounded, the sum rounded. A
+        negative slot is not written. If `cos` and `sin` have fewer than D columns, the rest of a head is not rotated.
         """
         self._set.rope_and_write(qkv, positions, cos, sin, q_weight, k_weight, eps, k_cache, v_cache, slots, H, HK, D)
         return qkv[:, : H * D].view(-1, H, D)
@@ -165,7 +166,7 @@ class Kernels:
         return kv
 
     def write_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """The reverse of `read_kv`."""
+        """The inverse of `read_kv`."""
         self._set.write_kv(k_cache, v_cache, slots, k, v)
 
     def attention(
@@ -180,9 +181,9 @@ class Kernels:
         window: int = 0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of `q[T, H, D]`, prefill and decode alike.
+        """Causal attention of `q[T, H, D]`, for prefill and decode.
 
-        Query i of sequence s sits at position `context_lens[s] - query length + i` and sees the cache up to itself, or
+        Query i of sequence s is at position `context_lens[s] - query length + i` and sees the cache up to itself, or
         the last `window` positions of that. The three index tensors are int32.
         """
         result: Tensor = self._set.attention(
@@ -195,7 +196,7 @@ class Kernels:
     def sample(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
     ) -> Tensor:
-        """One token per row: int64 `[S]`. Parameters are per row: float32, but top_k int32 and keys int64."""
+        """One token per row: int64 `[S]`. Parameters are per row: float32, except top_k int32 and keys int64."""
         tokens: Tensor = self._set.sample(logits, temperature, top_k, top_p, min_p, keys)
         return tokens
 
@@ -204,7 +205,7 @@ class Kernels:
         stats: tuple[Tensor, Tensor] = self._set.log_softmax_stats(logits)
         return stats
 
-    # What the machine can do at best, for benchmarks
+    # Limits of the machine, for benchmarks
 
     def probe_read(self, size: int) -> Callable[[], None]:
         """A function that reads `size` bytes of memory once, with all threads."""
@@ -212,6 +213,6 @@ class Kernels:
         return lambda: self._set.probe_read(data)
 
     def probe_multiply(self, dtype: torch.dtype, steps: int) -> int:
-        """Multiply what is already in registers or L1, on all threads; how many operations that were."""
+        """Multiply data already in registers or L1, on all threads. Returns the number of operations."""
         operations: int = self._set.probe_multiply(dtype, steps)
         return operations

@@ -1,7 +1,7 @@
 // Work sharing: threads take ever smaller runs of consecutive units until none is left.
 //
-// Guided instead of an even split, because on a shared machine one core often loses time to a neighbour.
-// Runs are consecutive so that a thread knows what it will read next and can prefetch it.
+// Guided rather than an even split, because on a shared machine a core often loses time to another process. Runs are
+// consecutive so that a thread can prefetch what it will read next.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,7 @@ template <class Visit> HG_INLINE void for_each_run(const Runtime& runtime, int64
     runtime.run_on_all(int(min64(runtime.threads, units)), body, &shared);
 }
 
-// The same, on one thread when the whole is too little to be worth waking the others.
+// The same, but on one thread if there is too little work to wake the others.
 template <class Visit>
 HG_INLINE void for_each_run_if_worth(const Runtime& runtime, int64_t units, int64_t elements, Visit visit) {
     constexpr int64_t kWorthWaking = 1 << 15;

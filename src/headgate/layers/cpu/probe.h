@@ -1,4 +1,4 @@
-// What the machine can do at best, for benchmarks: reading memory, and multiplying what is already at hand.
+// Limits of the machine, for benchmarks: memory bandwidth, and multiplication of data already in L1.
 #pragma once
 
 #include "amx.h"
@@ -23,7 +23,7 @@ HG_INLINE void read_everything(const Runtime& runtime, const void* data, int64_t
     });
 }
 
-// The inner step of the widest tile on a few lines of L1, on every thread; how many operations that were.
+// The inner step of the widest tile on a few lines of L1, on every thread. Returns the number of operations.
 template <class T> int64_t multiply_vectors(const Runtime& runtime, int64_t steps) {
     constexpr int kWide = kMaxWide / kMaxRows;
     for_each_run(runtime, runtime.threads, [&](int64_t first, int64_t last) {
@@ -32,7 +32,7 @@ template <class T> int64_t multiply_vectors(const Runtime& runtime, int64_t step
         alignas(64) float sums[kMaxRows * kWide * kLanes];
         const T* columns[kWide];
         for (int j = 0; j < kWide; ++j) columns[j] = right + 32 * j;
-        // The compiler must neither know the operands nor see that nobody wants the sums: it would drop all but one
+        // The compiler must neither know the operands nor see that the sums are unused: it would drop all but one
         // of them and report a multiple of what the machine can do.
         asm volatile("" ::"r"(left), "r"(right), "r"(columns) : "memory");
         for (int64_t unit = first; unit < last; ++unit) {

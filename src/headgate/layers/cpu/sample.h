@@ -197,7 +197,7 @@ HG_INLINE float top_p_threshold(const ScaledRow& row, float highest, const Histo
             threshold = bucket.values[i];
             larger += mass_of(bucket.values[i], highest);
         }
-        // Rounding can put the end of the mass just behind this bucket: go on with the next one.
+        // Rounding can put the end of the mass just behind this bucket: continue with the next one.
         if (larger >= wanted) return max32(threshold, least);
     }
     return least;

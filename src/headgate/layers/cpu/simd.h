@@ -1,10 +1,10 @@
-// Sixteen float lanes, whatever the machine.
+// Sixteen float lanes on every machine.
 //
-// Every kernel is written once against `f32x16`, and this file is compiled once per instruction set: one
-// register with AVX-512, two with AVX2. All names live in a namespace of their own per instruction set, and the
-// files that are compiled with such flags include no torch and no standard-library templates: an inline function
-// of the same name compiled for AVX-512 could otherwise be the one the linker keeps, and crash a lesser CPU.
-// Lane counts, reduction trees and rounding are the same everywhere and part of the batch-invariance promise.
+// Every kernel is written once against `f32x16`, and this file is compiled once per instruction set: one register
+// with AVX-512, two with AVX2. All names are in a separate namespace per instruction set, and the files compiled with
+// such flags include no torch and no standard-library templates. Otherwise the linker could keep an inline function
+// of the same name compiled for AVX-512, which would crash on an older CPU. Lane counts, reduction trees and rounding
+// are the same everywhere and part of the batch-invariance guarantee.
 #pragma once
 
 #include <immintrin.h>
@@ -302,8 +302,8 @@ HG_INLINE f32x16 log(f32x16 x) {
     return log_reduced(r, exponent);
 }
 
-// Into L2. What is asked for ahead is often larger than L1 and would push out what is being read: measured on Zen 4,
-// asking for L1 instead costs a third of the bandwidth of decode attention and of products of 8 rows.
+// Into L2. Prefetched data is often larger than L1 and would evict what is being read: measured on Zen 4, prefetching
+// into L1 instead costs a third of the bandwidth of decode attention and of products of 8 rows.
 HG_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 HG_INLINE void prefetch_to_l1(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 

@@ -1,7 +1,8 @@
-// What the instruction-set files offer to the binding: plain structs and function pointers, no torch types.
+// The interface between the instruction-set files and the binding: plain structs and function pointers, no torch
+// types.
 //
-// Every function may be called from any thread and splits its work with `Runtime`; which thread does which part
-// never changes a bit of the result. Strides count elements; innermost dimensions are contiguous.
+// Every function may be called from any thread and splits its work with `Runtime`; which thread does which part never
+// changes a bit of the result. Strides count elements; innermost dimensions are contiguous.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@ namespace headgate {
 
 enum class Dtype : int { f32 = 0, bf16 = 1 };
 
-// Who helps (crew.h), seen through a function pointer so that the kernels need not know.
+// Runs work on the thread team (thread_team.h) through a function pointer, so that kernels do not depend on it.
 struct Runtime {
     int threads;
     void (*run_on_all)(int threads, void (*body)(void*), void* argument);
@@ -125,7 +126,7 @@ struct Kernels {
 
 enum class Tiles { none, hardware, emulated };
 
-// One per compiled instruction set; `tiles` chooses who multiplies bf16 matrices.
+// One per compiled instruction set; `tiles` selects how bf16 matrices are multiplied.
 namespace avx2 { Kernels kernels(Tiles tiles); }
 namespace avx512 { Kernels kernels(Tiles tiles); }
 namespace avx512bf16 { Kernels kernels(Tiles tiles); }

@@ -1,8 +1,9 @@
 """Attention over the paged cache `[blocks, kv heads, block_size, head size]`, all queries of a KV head in one tile.
 
-Two kernels. `decode` is for slices of one query: a sequence is cut into `splits` runs of keys that are reduced side by
-side, and whichever program ends last puts them together. `prefill` is for slices of any length: a tile of queries walks
-the keys before it. A step with both kinds of slices runs both. Softmax is in base two, and float32.
+There are two kernels. `decode` is for slices of one query: a sequence is divided into `splits` ranges of keys that
+are reduced in parallel, and the program that finishes last combines them. `prefill` is for slices of any length: a
+tile of queries iterates over the keys before it. A step with both kinds of slices runs both. Softmax is in base two
+and float32.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 LOG2E = 1.4426950408889634
 SPLITS = (1, 2, 4, 16, 64)
-# Keys that make a split worth its while, and programs that keep the device busy, by bytes of a stored number.
+# Keys that make a split worthwhile, and programs that keep the device busy, by bytes per stored number.
 SPLIT_KEYS, BUSY = 32, {1: 1024, 2: 768, 4: 768}
 LONG = 1024
-# How many slices of one query are taken to be among longer ones.
+# The assumed number of one-query slices among longer ones.
 FEW = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a kernel is cut: queries (times the heads of a group) by keys."""
+    """Tile size of a kernel: queries (times the heads of a group) by keys."""
 
     rows: int
     keys: int
@@ -38,18 +39,18 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """How a program of the decode kernel runs; it reads one block of the cache at a time."""
+    """Launch parameters of the decode kernel, which reads one block of the cache at a time."""
 
     warps: int
     stages: int
 
 
-LARGE_BLOCK = 16 * 2**10  # bytes of keys, beyond which few programs would fit a multiprocessor
+LARGE_BLOCK = 16 * 2**10  # bytes of keys above which few programs would fit a multiprocessor
 STAGES = 6  # blocks of keys and values that a program has in flight
 
 
 def decode_program(rows: int, block: torch.Tensor, roomy: bool) -> Program:
-    """The fastest on an H200, by `benchmarks/gpu/kernels.py`; `roomy` devices have its shared memory.
+    """The fastest setting on an H200, by `benchmarks/gpu/kernels.py`; `roomy` devices have as much shared memory.
 
     One warp for every 16 rows and 128 columns: warps that share a tile wait for each other, programs do not.
     """
@@ -67,22 +68,22 @@ def prefill_tile(size: int, dtype: torch.dtype) -> Tile:
 
 
 def splits_for(batch: int, kv_heads: int, max_context: int, itemsize: int) -> int:
-    """Into how many runs to cut each sequence: a power of two, one when there are sequences enough."""
+    """The number of ranges to split each sequence into: a power of two, 1 when there are enough sequences."""
     most = min(-(-max_context // SPLIT_KEYS), max(1, BUSY[itemsize] // (batch * kv_heads)))
-    # Few kinds, for each is compiled.
+    # Only a few values, because each is compiled separately.
     return max(splits for splits in SPLITS if splits <= most)
 
 
 def is_roomy(device: torch.device) -> bool:
-    """Whether a program can have the shared memory of a Hopper: 227 KiB."""
+    """Whether a program can use as much shared memory as on Hopper: 227 KiB."""
     if device.type != "cuda":
         return False
-    # mypy's torch does not know this one.
+    # torch's type stubs lack this attribute.
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)) >= 227 * 1024
 
 
 class Scratch:
-    """Where the splits of a decode step meet, one allocation for all layers and steps: they run one after another."""
+    """Memory where the splits of a decode step are combined. All layers and steps share it, as they run one by one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,7 +94,7 @@ class Scratch:
         self._outgrown: list[torch.Tensor] = []
 
     def reserve(self, batch: int, heads: Heads, splits: int) -> None:
-        """Room for a step, grown if need be, before a graph is captured. What was outgrown stays: graphs point to it."""
+        """Ensure room for a step, before a graph is captured. Outgrown memory is kept, because graphs point to it."""
         rows = batch * heads.query * splits
         if rows * heads.size > self.partial.numel():
             self._outgrown += (self.partial, self.stats)
@@ -117,9 +118,9 @@ def decode(
     splits: int | None = None,
     program: Program | None = None,
 ) -> torch.Tensor:
-    """`[T, heads * size]` for one query per slice; of slices that are `among` longer ones, into the rows for them."""
+    """`[T, heads * size]` for one query per slice; for slices `among` longer ones, written to their rows."""
     slices = len(batch.context_lens)
-    # Among longer slices nobody waits for these, and one way to cut them is compiled once.
+    # Among longer slices these are not on the critical path, and a fixed split is compiled only once.
     likely, reach = (slices, batch.max_context) if among is None else (FEW, LONG + 1)
     splits = splits or splits_for(likely, heads.kv, reach, kv.k.dtype.itemsize)
     group = heads.query // heads.kv
@@ -175,7 +176,7 @@ def prefill(
     singles: bool = True,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`[T, heads * size]` for slices of any length; those of one query are left out unless `singles`."""
+    """`[T, heads * size]` for slices of any length; slices of one query are skipped unless `singles`."""
     tile = tile or prefill_tile(heads.size, q.dtype)
     out = q.new_empty(len(q), heads.query * heads.size)
     group = heads.query // heads.kv
@@ -219,14 +220,14 @@ def prefill(
 
 @triton.jit
 def key_rows(tables, position, head, seen, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr):
-    """Where the keys, and the values, at some positions of a sequence start."""
+    """The addresses of the keys, and of the values, at some positions of a sequence."""
     block = tl.load(tables + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
     return ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * SIZE
 
 
 @triton.jit
 def as_computed(query, cache):
-    """A cache of eight bits becomes float16 in one instruction, bfloat16 in several."""
+    """Convert for computation. Eight bits become float16 in one instruction, bfloat16 in several."""
     if cache.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
         query = query.to(tl.float16)
     return query
@@ -234,7 +235,7 @@ def as_computed(query, cache):
 
 @triton.jit
 def load_block(at, seen, column, MASKED: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """One block of keys or values, zeros where nothing is seen."""
+    """One block of keys or values, zero where not visible."""
     if MASKED:
         return tl.load(at, mask=seen[:, None] & (column < SIZE)[None, :], other=0.0)
     if SIZE < PADDED:
@@ -244,7 +245,7 @@ def load_block(at, seen, column, MASKED: tl.constexpr, SIZE: tl.constexpr, PADDE
 
 @triton.jit
 def attend(query, keys, values, seen, best, total, acc, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """The running maximum, sum and average of a softmax, after some more keys."""
+    """Update the running maximum, sum and average of a softmax with more keys."""
     scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
     if MASKED:
         scores = tl.where(seen[None, :], scores, -float("inf"))
@@ -257,7 +258,7 @@ def attend(query, keys, values, seen, best, total, acc, scale, MASKED: tl.conste
     return new_best, total, acc
 
 
-# What varies from step to step must not make another kernel.
+# Arguments that vary from step to step must not cause another compilation.
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["tables", "contexts", "order", "query_starts"],
@@ -291,7 +292,7 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Heads vary fastest: programs that run together read neighbouring memory.
+    # Heads vary fastest: programs that run at the same time read adjacent memory.
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ORDERED:
         sequence = tl.load(order + sequence)
@@ -320,7 +321,7 @@ def decode_kernel(
     acc = tl.zeros([ROWS, PADDED], tl.float32)
     table = tables + sequence * table_stride
     within = key[:, None] * SIZE + column[None, :]
-    # Blocks that are seen whole need no mask; most contexts end inside a block, and a window begins inside one.
+    # Fully visible blocks need no mask; most contexts end inside a block, and a window begins inside one.
     whole = end if WINDOWED else tl.minimum(end, context // BLOCK_SIZE)
     for block in range(begin, whole):
         at = (tl.load(table + block).to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * SIZE)
@@ -338,7 +339,7 @@ def decode_kernel(
 
     out_at = out + (token * KV_HEADS + head) * GROUP * SIZE
     if SPLITS == 1:
-        # A context of nothing is padding, and gives zeros.
+        # A context of length 0 is padding, and gives zeros.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_at + row[:, None] * SIZE + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
     else:
@@ -347,7 +348,7 @@ def decode_kernel(
         tl.store(partial + slot[:, None] * SIZE + column[None, :], acc, mask=inside)
         tl.store(stats + 2 * slot, best, mask=row < GROUP)
         tl.store(stats + 2 * slot + 1, total, mask=row < GROUP)
-        tl.debug_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads must have stored before one of them signals completion
         done = tl.atomic_add(counters + sequence * KV_HEADS + head, 1, sem="acq_rel")
         if done == SPLITS - 1:
             tl.store(counters + sequence * KV_HEADS + head, 0)
@@ -357,12 +358,12 @@ def decode_kernel(
 
 @triton.jit
 def combine(partial, stats, out, first, SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """One head's answer from its splits, which other programs have just written."""
+    """The result of one head from its splits, which other programs have just written."""
     slot, column = first + tl.arange(0, SPLITS), tl.arange(0, PADDED)
     best = tl.load(stats + 2 * slot, cache_modifier=".cg")
     total = tl.load(stats + 2 * slot + 1, cache_modifier=".cg")
     highest = tl.max(best, 0)
-    # Of padding, all splits are empty.
+    # All splits of padding are empty.
     share = tl.exp2(best - tl.where(highest == -float("inf"), 0.0, highest))
     total = tl.sum(total * share, 0)
     parts = tl.load(
@@ -377,7 +378,7 @@ def combine(partial, stats, out, first, SPLITS: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def slice_of(tile, query_starts, slices, QUERIES: tl.constexpr):
-    """The slice whose tiles, were each but the last full, would include `tile`."""
+    """The slice that contains `tile`, if all tiles of a slice except the last are full."""
     low, high = 0, slices
     while high - low > 1:
         middle = (low + high) // 2

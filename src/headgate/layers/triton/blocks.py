@@ -1,8 +1,8 @@
-"""Whole KV blocks from the cache of all layers to one piece of memory and back, in one launch.
+"""Copies whole KV blocks between the cache of all layers and one buffer, in one launch.
 
-The cache is a tensor per layer and kind; the other side is `[parts, capacity, words]`, one part after another. Each
-program moves one part of one block and adds up what it has moved: it is read once, so the sum is of what was written,
-even if somebody else should write to where it came from meanwhile.
+The cache is one tensor per layer and kind; the buffer is `[parts, capacity, words]`, one part after another. Each
+program copies one part of one block and adds up what it has copied. Data is read once, so the sum covers exactly what
+was written, even if another process writes to the source at the same time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CHUNK = 1024
 
 
 def gather_blocks(parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Fill `place` `[parts, blocks, words]` with blocks of `parts` `[*, words]`; returns the sum of each piece."""
+    """Fill `place` `[parts, blocks, words]` with blocks of `parts` `[*, words]`. Returns the sum of each piece."""
     return copy_blocks(parts, index, place, gather=True)
 
 
 def scatter_blocks(parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Fill blocks of `parts` from `place`; returns the sum of each piece."""
+    """Fill blocks of `parts` from `place`. Returns the sum of each piece."""
     return copy_blocks(parts, index, place, gather=False)
 
 
@@ -32,7 +32,7 @@ def copy_blocks(
     parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor, *, gather: bool
 ) -> torch.Tensor:
     assert place.stride(1) == place.shape[2] and place.stride(2) == 1 and place.dtype == torch.int64
-    # Asked for each time: a cache that was asleep lies elsewhere.
+    # Read each time, because a cache that was asleep has new addresses.
     addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64).to(place.device)
     sums = torch.empty(place.shape[:2], dtype=torch.int64, device=place.device)
     launch(
@@ -57,7 +57,7 @@ def copy_kernel(
 ):
     block, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
     address = tl.load(addresses + part).to(tl.pointer_type(tl.int64))
-    cache = tl.multiple_of(address, 16) + tl.load(index + block) * WORDS  # as torch allocates, and more
+    cache = tl.multiple_of(address, 16) + tl.load(index + block) * WORDS  # torch aligns allocations to at least this
     piece = place + part * part_stride + block * WORDS
     total = tl.zeros([CHUNK], dtype=tl.int64)
     for start in range(0, WORDS, CHUNK):

@@ -1,8 +1,8 @@
-"""One token per row of logits, without leaving the device: the largest logit, or the largest with Gumbel noise.
+"""Draws one token per row of logits on the device: the largest logit, or the largest with Gumbel noise.
 
-The noise of (key, token id) is that of `worker.draw`, bit for bit up to the rounding of a logarithm; logits are
-multiplied by the inverse of the temperature, where that divides. Two kernels: the best of each chunk of the
-vocabulary, then the best of the chunks. Nothing depends on the batch.
+The noise of (key, token id) is that of `device.sampling.draw`, bit for bit up to the rounding of a logarithm; logits
+are multiplied by the inverse of the temperature instead of divided by it. There are two kernels: the best of each
+chunk of the vocabulary, then the best of the chunks. Nothing depends on the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHUNK = 2048
 
 
 class Finalists:
-    """The best of each chunk: room for `rows` rows, kept from step to step."""
+    """The best token of each chunk: memory for `rows` rows, reused in every step."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self.chunks = triton.cdiv(vocab, CHUNK)
@@ -28,7 +28,7 @@ class Finalists:
 def find_finalists(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, finalists: Finalists
 ) -> None:
-    """The best of every chunk of `logits` [R, V]; `temperatures` are float32 with 0 for greedy, `keys` 64 bits."""
+    """The best of each chunk of `logits` [R, V]; `temperatures` are float32 with 0 for greedy, `keys` 64 bits."""
     rows, vocab = logits.shape
     launch(
         chunk_kernel,
@@ -66,7 +66,7 @@ def draw_tokens(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Te
 
 @triton.jit
 def winner_of(sums, ids, row, chunks, PADDED: tl.constexpr):
-    """The best of a row's finalists; the lowest id wins a tie, as chunks lie in order of id."""
+    """The best of a row's finalists. The lowest id wins a tie, because chunks are in id order."""
     chunk = tl.arange(0, PADDED)
     score = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=-float("inf"))
     best = tl.argmax(score, 0)
@@ -100,7 +100,7 @@ def chunk_kernel(
 
 @triton.jit
 def gumbel(key, token):
-    """Standard Gumbel noise of `token`: see `worker.draw.gumbel`."""
+    """Standard Gumbel noise of `token`; see `device.sampling.draw.gumbel`."""
     low = (key & 0xFFFFFFFF).to(tl.uint32)
     high = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
     x = (token.to(tl.uint32) * 0x9E3779B9 + low) ^ high
@@ -114,7 +114,7 @@ def gumbel(key, token):
 
 @triton.jit
 def log_uniform(n):
-    """log((n + 1/2) / 2**24). Near 1 by what the quotient lacks to 1, which fits float32; see `worker.draw`."""
+    """log((n + 1/2) / 2**24). Near 1, from the difference to 1, which fits float32; see `device.sampling.draw`."""
     quotient = (n.to(tl.float32) + 0.5) * 5.9604644775390625e-08
     lacking = ((16777216 - n).to(tl.float32) - 0.5) * 5.9604644775390625e-08
     # log(1 - x) = -2 atanh(x / (2 - x)): below 0.29 five terms are exact to float32.

@@ -52,7 +52,7 @@ def add_rms_norm_kernel(x, residual, weight, out, columns, eps, BLOCK: tl.conste
     wait_for_previous(PDL)
     total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    # What is normed is what the stream holds, rounded.
+    # The norm is computed from the rounded value that the residual stream holds.
     held = total.to(residual.dtype.element_ty)
     tl.store(residual + at, held, mask=inside)
     wide = held.to(tl.float32)

@@ -1,13 +1,13 @@
-"""How kernels are launched: with little work for the host, and before the kernel ahead of them has ended.
+"""Launches kernels with little host work, and before the previous kernel has ended.
 
-`launch` remembers what Triton compiled for arguments of the same traits; asking Triton each time costs the host more
-than most kernels cost the device. Where nothing is captured in a graph, that is what a step waits for. Compiling takes a
-good part of a second for each kernel, so an engine that starts has all of them compiled at once.
+`launch` caches what Triton compiled for arguments of the same traits; a lookup through Triton costs the host more
+than most kernels cost the device. Steps that are not captured in a graph are bound by this cost. Compiling takes a
+large part of a second per kernel, so an engine compiles all of them in parallel when it starts.
 
-A kernel launched with `**overlap(tensor)` calls `wait_for_previous(PDL)` once in every program. Before that call it may
-read what the kernel just before it does not write, weights above all; everything before *that* kernel is complete,
-because each kernel lets its successor start only after its own wait. After the call all is as usual. Only Hopper and
-later devices can; others launch one after another.
+A kernel launched with `**overlap(tensor)` calls `wait_for_previous(PDL)` once in every program. Before that call it
+may read anything that the previous kernel does not write, mainly weights. Everything before *that* kernel is
+complete, because each kernel lets its successor start only after its own wait. After the call there are no
+restrictions. Only Hopper and later devices support this; others run kernels one after another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Awaited = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a kernel, its arguments
 
 
 class Mode(threading.local):
-    """Of each thread: while one has its kernels compiled, another may launch."""
+    """Per thread: while one thread compiles its kernels, another may launch."""
 
     awaited: dict[Hashable, Awaited] | None = None  # see `compiled_at_once`
 
@@ -41,7 +41,7 @@ _mode = Mode()
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
     """`kernel[grid](*arguments, **settings)`, where `settings` are all constants of the kernel, and options."""
-    if not arguments[0].is_cuda:  # interpreted
+    if not arguments[0].is_cuda:  # Triton's interpreter
         kernel[grid](*arguments, **settings)
         return
     key = (id(kernel), tuple(settings.values()), tuple(map(trait, arguments)), arguments[0].device)
@@ -61,7 +61,7 @@ def constants_of(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, An
 
 @contextmanager
 def compiled_at_once() -> Iterator[None]:
-    """What is launched inside does not run; it is compiled when the block ends, by many threads."""
+    """Kernels launched inside do not run; they are compiled in parallel when the block ends."""
     awaited: dict[Hashable, Awaited] = {}
     _mode.awaited = awaited
     try:
@@ -78,7 +78,7 @@ def compile_one(awaited: Awaited) -> Any:
     kernel, arguments, settings = awaited
     with torch.cuda.device(arguments[0].device):
         compiled = kernel.warmup(*arguments, grid=(1,), **settings)
-        compiled.run  # noqa: B018 - loads it: nothing can be loaded while a graph is captured
+        compiled.run  # noqa: B018 - loads the kernel, which is impossible during a capture
     return compiled
 
 
@@ -92,7 +92,7 @@ def trait(argument: Any) -> Hashable:
 
 
 def overlap(tensor: torch.Tensor) -> dict[str, bool]:
-    """How to launch a kernel on the device of `tensor`."""
+    """Launch settings for the device of `tensor`."""
     return OVERLAPPING if tensor.is_cuda and can_overlap(tensor.device) else ALONE
 
 

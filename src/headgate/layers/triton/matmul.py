@@ -1,8 +1,8 @@
-"""Matrix products of our own: for a few rows, where all the time goes to reading weights, and for any number of rows
-when a row's bits must not depend on how many there are.
+"""Our own matrix products: for a few rows, where reading weights takes all the time, and for any number of rows in
+deterministic mode, where a row's bits must not depend on the number of rows.
 
-A program owns some rows of the matrix and walks their columns, so every weight is read once, in order, and no two
-programs add to the same number. The gate of an MLP is applied where its two halves meet.
+A program owns some rows of the matrix and iterates over their columns, so every weight is read once, in order, and no
+two programs add to the same number. The gate of an MLP is applied in the same program that computes its two halves.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from headgate.layers.backend import Matrix
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 MAX_ROWS = 16
-# Matrices of at most so many numbers are as quick to read as to launch for; there ours wins with more rows too.
+# Reading a matrix of at most this many numbers takes no longer than a launch; here our product wins with more rows,
+# too.
 SMALL, MAX_ROWS_SMALL = 2**23, 64
 # A narrower product has too few programs to keep the device busy.
 MIN_WIDTH = 2048
-# Programs that are enough of them.
+# Numbers of programs that keep the device busy.
 BUSY, VERY_BUSY = 96, 200
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut: rows of the matrix and of the other factor per program, columns per step."""
+    """The tiling of a product: rows of the matrix and of the other factor per program, columns per step."""
 
     rows: int
     columns: int
@@ -37,7 +38,7 @@ class Cut:
 
 
 def cut_for(count: int, rows: int, columns: int, gated: bool) -> Cut:
-    """The fastest on an H200, by `benchmarks/gpu/kernels.py`."""
+    """The fastest tiling on an H200, by `benchmarks/gpu/kernels.py`."""
     if count > MAX_ROWS:
         return Cut(64, 64 if gated else 128, 4, 4, tokens=32)
     if gated:
@@ -46,9 +47,9 @@ def cut_for(count: int, rows: int, columns: int, gated: bool) -> Cut:
 
 
 def invariant_cut(count: int, rows: int, dtype: torch.dtype, roomy: bool = True) -> Cut:
-    """Cuts that all reduce in the same order, for they all use the same matrix instruction: 64 rows, 16 columns.
+    """Tilings that all reduce in the same order, because they use the same matrix instruction: 64 rows, 16 columns.
 
-    The largest needs the shared memory of `roomy` devices; the others fit wherever there are 99 KiB.
+    The largest needs the shared memory of `roomy` devices; the others fit in 99 KiB.
     """
     if dtype == torch.float32:
         return Cut(64, 32, 4, 2, tokens=16 if count <= 16 else 64)
@@ -56,7 +57,7 @@ def invariant_cut(count: int, rows: int, dtype: torch.dtype, roomy: bool = True)
         return Cut(64, 128, 4, 5)
     if roomy and programs(count, rows, LARGE) >= VERY_BUSY:
         return LARGE
-    # The largest that is filled by half at least, and keeps the device busy.
+    # The largest that is at least half full and keeps the device busy.
     return next((cut for cut in (WIDE, MIDDLE) if programs(count, rows, cut) >= BUSY), NARROW)
 
 
@@ -66,7 +67,7 @@ MIDDLE, NARROW = Cut(64, 128, 4, 4, tokens=64), Cut(64, 128, 4, 4, tokens=32)
 
 
 def programs(count: int, rows: int, cut: Cut) -> int:
-    """How many have something to do if a product is cut so; none counts that is mostly padding."""
+    """The number of programs with this tiling, not counting those that are mostly padding."""
     return -(-rows // cut.rows) * ((count + cut.tokens // 2) // cut.tokens)
 
 
@@ -79,7 +80,7 @@ def small_linear(
     cut: Cut | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ matrix.T + bias` of contiguous rows; `gated` makes it `silu(first half) * second half`."""
+    """`x @ matrix.T + bias` of contiguous rows; with `gated`, `silu(first half) * second half`."""
     count, columns = x.shape
     rows = matrix.rows // 2 if gated else matrix.rows
     cut = cut or cut_for(count, rows, columns, gated)
@@ -123,7 +124,7 @@ def vector_linear(
     gated: bool = False,
     cut: Cut | None = None,
 ) -> torch.Tensor:
-    """As `small_linear`, for a single row: no matrix units, and all of a program's loads in flight at once."""
+    """Like `small_linear`, for a single row: no matrix units, and all of a program's loads in flight at once."""
     columns = x.shape[1]
     rows = matrix.rows // 2 if gated else matrix.rows
     cut = cut or vector_cut(columns)
@@ -179,7 +180,7 @@ def vector_linear_kernel(
         if GATED:
             u = tl.load(gated_at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         if first == 0:
-            wait_for_previous(PDL)  # the first weights are on their way already
+            wait_for_previous(PDL)  # the first weights are already being loaded
         numbers = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         sums += w.to(tl.float32) * numbers
         if GATED:

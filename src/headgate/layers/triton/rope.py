@@ -1,7 +1,7 @@
-"""Queries and keys normed and turned, keys and values into the paged cache: one program per KV head and some tokens.
+"""Norms and rotates queries and keys, and writes keys and values to the paged cache.
 
-The cache is `[blocks, kv heads, block_size, head size]`. Queries are turned in place. A token whose slot is negative
-is padding: it is turned and written nowhere.
+One program handles one KV head and some tokens. The cache is `[blocks, kv heads, block_size, head size]`. Queries are
+rotated in place. A token with a negative slot is padding: it is rotated but not written.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from headgate.layers.backend import KV, Heads, Rotary
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 from headgate.layers.triton.rounding import to_stored
 
-# From so many tokens on, a program takes several: it waits for memory once for all of them.
+# From this many tokens on, a program takes several, and waits for memory once for all of them.
 MANY, TOGETHER = 1024, 8
 
 
 def rope_and_write(
     qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, rotary: Rotary, kv: KV, heads: Heads
 ) -> torch.Tensor:
-    """Queries `[T, heads, size]`, a view of `qkv`."""
+    """Returns queries `[T, heads, size]`, a view of `qkv`."""
     group, count = heads.query // heads.kv, len(qkv)
     together = TOGETHER if count >= MANY else 1
     if count:
@@ -80,7 +80,7 @@ def rope_and_write_kernel(
     dtype: tl.constexpr = qkv.dtype.element_ty
     width: tl.constexpr = (GROUP + 2) * KV_HEADS * SIZE
 
-    # Of each token the queries of the group, and under them their key.
+    # For each token, the queries of the group, followed by their key.
     line, column = tl.arange(0, TOKENS * ROWS)[:, None], tl.arange(0, HALF)[None, :]
     token, row = first_token + line // ROWS, line % ROWS
     is_key = row == GROUP
@@ -126,5 +126,5 @@ def rope_and_write_kernel(
 
 @triton.jit
 def place_of(slot, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Which row of the cache, counted in heads of tokens, a slot is."""
+    """The row of the cache, counted in heads of tokens, of a slot."""
     return ((slot // BLOCK_SIZE) * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE

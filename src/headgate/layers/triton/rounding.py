@@ -1,4 +1,4 @@
-"""Numbers in eight bits (e4m3), with a scale for each row that makes its largest number the largest there is."""
+"""Rounds rows to eight bits (e4m3), with a scale per row that maps its largest number to the largest e4m3 number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST = tl.constexpr(FP8_LEAST_SCALE)
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `formats.fp8_rows`, for activations, in one kernel."""
+    """Like `formats.fp8_rows`, for activations, in one kernel."""
     rows, columns = x.shape
     numbers, scale = torch.empty_like(x, dtype=FP8), torch.empty(rows, device=x.device)
     block = triton.next_power_of_2(columns)
@@ -44,9 +44,10 @@ def round_rows_kernel(x, numbers, scale, columns, BLOCK: tl.constexpr, PDL: tl.c
 
 @triton.jit
 def to_stored(values, where):
-    """As numbers of the type that `where` points to; eight bits have no infinity, and end at the largest number.
+    """Convert to the type that `where` points to. Eight bits have no infinity; values are clamped to the largest
+    number.
 
-    What is no number stays none: as one of the largest it would be noticed by nobody.
+    NaN stays NaN: clamped to the largest number, it would go unnoticed.
     """
     if where.dtype.element_ty == tl.float8e4nv:
         wide = values.to(tl.float32)

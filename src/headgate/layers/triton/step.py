@@ -1,13 +1,13 @@
-"""The two ends of a step on the device: from rows to the tensors of a batch, and from logits back to rows.
+"""The first and the last kernel of a step: from rows to the tensors of a batch, and from logits back to rows.
 
-Both read and write fixed addresses only, so that a graph can hold them. What a decode step tells the device is `COLUMNS`
-columns of int64, one entry per slice: its row (negative is padding), the position of its token, the block that its
-table grows by at that position (negative is none), the bits of its temperature, and the key of its random stream; and,
-not of the slice but of the place, which slice attention takes there (see `Batch.order`).
+Both read and write fixed addresses only, so that a graph can contain them. The input of a decode step is `COLUMNS`
+columns of int64, one entry per slice: its row (negative for padding), the position of its token, the block that its
+table grows by at that position (negative for none), the bits of its temperature, and the key of its random stream.
+The last column is a permutation: the slice that attention processes at each place (see `Batch.order`).
 
-Where slices have several tokens there are `MIXED_COLUMNS`: row, position of the first token, how many there are, where in
-the batch they start; the row once more if it samples (negative if not), the position of the last token; then
-temperature, key and order as above. Padding has no tokens, and starts where they end.
+If slices have several tokens there are `MIXED_COLUMNS`: row, position of the first token, number of tokens, their
+start in the batch; the row again if it samples (negative if not), the position of the last token; then temperature,
+key and order as above. Padding has no tokens, and starts where the last slice ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TABLE_CHUNK, TOKEN_CHUNK = 512, 256
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """What the device remembers of every row."""
+    """The state of every row on the device."""
 
     tokens: torch.Tensor  # [rows, positions] int32
     tables: torch.Tensor  # [rows, blocks] int32
@@ -37,14 +37,14 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class DrawInputs:
-    """Of each slice, as `open_step` leaves it: how to draw its next token."""
+    """How to draw the next token of each slice, as set by `open_step`."""
 
     temperatures: torch.Tensor  # [S] float32
     keys: torch.Tensor  # [S] int64
 
 
-def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: DrawInputs) -> None:
-    """Fill `batch` and `told` from `columns` [COLUMNS, S] and the rows; lengthen the tables that grow."""
+def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, draw_inputs: DrawInputs) -> None:
+    """Fill `batch` and `draw_inputs` from `columns` [COLUMNS, S] and the rows; extend the tables that grow."""
     assert batch.order is not None
     launch(
         open_kernel,
@@ -58,8 +58,8 @@ def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: DrawInp
         batch.context_lens,
         batch.block_tables,
         batch.order,
-        told.temperatures,
-        told.keys,
+        draw_inputs.temperatures,
+        draw_inputs.keys,
         columns.shape[1],
         paging.tokens.stride(0),
         paging.tables.stride(0),
@@ -71,9 +71,9 @@ def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, told: DrawInp
 
 
 def open_mixed_step(
-    columns: torch.Tensor, paging: Paging, batch: Batch, told: DrawInputs, last: torch.Tensor
+    columns: torch.Tensor, paging: Paging, batch: Batch, draw_inputs: DrawInputs, last: torch.Tensor
 ) -> None:
-    """As `open_step`, from `columns` [MIXED_COLUMNS, S]; `last` [S] is filled with the place of each slice's last token."""
+    """Like `open_step`, from `columns` [MIXED_COLUMNS, S]. Sets `last` [S] to the place of each slice's last token."""
     assert batch.order is not None
     slices, tokens = columns.shape[1], len(batch.tokens)
     launch(
@@ -85,8 +85,8 @@ def open_mixed_step(
         batch.context_lens,
         batch.block_tables,
         batch.order,
-        told.temperatures,
-        told.keys,
+        draw_inputs.temperatures,
+        draw_inputs.keys,
         last,
         slices,
         paging.tables.stride(0),
@@ -119,12 +119,12 @@ def close_step(
     columns: torch.Tensor,
     paging: Paging,
     logits: torch.Tensor,
-    told: DrawInputs,
+    draw_inputs: DrawInputs,
     finalists: Finalists,
     tokens: torch.Tensor,
 ) -> None:
     """Draw a token per slice into `tokens` [S], and append it to its row."""
-    find_finalists(logits, told.temperatures, told.keys, finalists)
+    find_finalists(logits, draw_inputs.temperatures, draw_inputs.keys, finalists)
     launch(
         close_kernel,
         (len(logits),),
@@ -142,8 +142,8 @@ def close_step(
 
 
 @triton.jit
-def tell(columns, index, slices, temperatures, keys, order):
-    """The three columns that all steps end with."""
+def store_draw_inputs(columns, index, slices, temperatures, keys, order):
+    """Store the last three columns, which all kinds of steps have."""
     tl.store(temperatures + index, tl.load(columns + index).to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(keys + index, tl.load(columns + slices + index))
     tl.store(order + index, tl.load(columns + 2 * slices + index).to(tl.int32))
@@ -173,7 +173,7 @@ def open_kernel(
     row = tl.load(columns + index)
     position = tl.load(columns + slices + index)
     grown = tl.load(columns + 2 * slices + index)
-    tell(columns + 3 * slices, index, slices, temperatures, keys, order)
+    store_draw_inputs(columns + 3 * slices, index, slices, temperatures, keys, order)
     if row < 0:
         tl.store(tokens + index, 0)
         tl.store(positions + index, 0)
@@ -231,9 +231,9 @@ def open_slices_kernel(
     position = tl.load(columns + slices + index)
     count = tl.load(columns + 2 * slices + index)
     start = tl.load(columns + 3 * slices + index)
-    tell(columns + 6 * slices, index, slices, temperatures, keys, order)
+    store_draw_inputs(columns + 6 * slices, index, slices, temperatures, keys, order)
     tl.store(query_starts + index, start.to(tl.int32))
-    # Of the last slice also where it ends; of any other, what the next one stores too.
+    # For the last slice this is its end; for any other, the value that the next slice stores too.
     tl.store(query_starts + index + 1, (start + count).to(tl.int32))
     tl.store(last + index, tl.maximum(start + count - 1, 0))
     context = tl.where(row < 0, 0, position + count)
