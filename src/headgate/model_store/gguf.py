@@ -1,10 +1,10 @@
-"""What a GGUF file says about its model: metadata, a config like a hub checkpoint's, and where each tensor lies.
+"""Reads GGUF files: metadata, an equivalent Hugging Face config, and the location of each tensor.
 
-Only the header is read, in one pass and without torch. The `gguf` package's own reader builds a numpy view per string and
-takes seconds on a real vocabulary; its dequantisation is used, in `headgate.device.weights.gguf`.
+Only the header is read, in one pass and without torch. The `gguf` package's own reader builds a numpy view per string
+and takes seconds on a real vocabulary; its dequantisation is used, in `headgate.device.weights.gguf`.
 
-Every length in the file is checked against the file's size before it is believed: a cut or hostile file is a
-BrokenCheckpoint, never a huge allocation.
+Every length in the file is checked against the file's size before it is used: a truncated or hostile file raises
+BrokenCheckpoint and never causes a huge allocation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 LONGEST_HEADER = 256 * 2**20  # bytes; a vocabulary of a million words takes a tenth of it
 
-# The `gguf` package has these too, behind 150 ms of imports. name: (id, values per block, bytes per block)
+# The `gguf` package has these too, but takes 150 ms to import. name: (id, values per block, bytes per block)
 _TENSOR_TYPES = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -49,11 +49,11 @@ _ARRAY = 9
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies in the file, in the file's own name and number format."""
+    """The location of one tensor in the file, with the file's own name and number format."""
 
     name: str
     kind: str  # a key of _TENSOR_TYPES
-    shape: tuple[int, ...]  # outermost first, as in torch; the file has it the other way round
+    shape: tuple[int, ...]  # outermost first, as in torch; the file has the reverse order
     start: int
     size: int  # bytes
 
@@ -77,7 +77,7 @@ def read_gguf(path: Path) -> GGUFFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data)
-    except (struct.error, ValueError) as error:  # mmap refuses an empty file with ValueError
+    except (struct.error, ValueError) as error:  # mmap raises ValueError for an empty file
         raise BrokenCheckpoint(f"{path} is cut short or is not a GGUF file: {error}") from error
 
 
@@ -106,7 +106,7 @@ def _whole(metadata: Mapping[str, Any], name: str, default: int) -> int:
 
 
 class _Cursor:
-    """Reads one value after another; anything that would run past the end is a struct.error."""
+    """Reads values sequentially; reading past the end raises struct.error."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -126,7 +126,7 @@ class _Cursor:
         return value
 
     def string(self) -> str:
-        # Vocabularies are not always clean UTF-8; one odd token must not refuse the whole model.
+        # Vocabularies are not always valid UTF-8; one bad token must not make the model unusable.
         return self.take(self.scalar("<Q")).decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
@@ -179,20 +179,20 @@ def _align(position: int, alignment: int) -> int:
     return -(-position // alignment) * alignment
 
 
-# ---------------------------------------------------------------------------------------------- HF's view of the file
+# ------------------------------------------------------------------------------------- the file as a hub checkpoint
 
 
 @dataclass(frozen=True)
 class _Family:
-    """How one GGUF architecture is called and laid out elsewhere."""
+    """The Hugging Face names and layout of one GGUF architecture."""
 
     model_type: str
     model_class: str
-    interleaved_rotary: bool = False  # q and k rows are stored in pairs, as Meta's rotary code wants them
+    interleaved_rotary: bool = False  # q and k rows are stored in pairs, as in Meta's rotary code
 
 
 _FAMILIES = {
-    "llama": _Family("llama", "LlamaForCausalLM", interleaved_rotary=True),  # Mistral's files say llama too
+    "llama": _Family("llama", "LlamaForCausalLM", interleaved_rotary=True),  # Mistral's files use llama too
     "mistral": _Family("mistral", "MistralForCausalLM", interleaved_rotary=True),
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
@@ -220,22 +220,22 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A stored tensor under its hub name."""
+    """A stored tensor with its hub name."""
 
     name: str
     stored: StoredTensor
-    rotary_heads: int | None  # rows are in rotary pairs, head by head, and have to be put back into halves
+    rotary_heads: int | None  # rows are in rotary pairs, head by head, and must be rearranged into halves
 
 
 def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
-    """The tensors of the file under their hub names, in file order."""
+    """The tensors of the file with their hub names, in file order."""
     family = _family(file)
     get = _fields(file)
     heads = get("attention.head_count", kind=_is_whole)
     paired = {"attn_q": heads, "attn_k": get("attention.head_count_kv", heads, kind=_is_whole)}
     named = []
     for stored in file.tensors.values():
-        if stored.name == ROPE_FACTORS:  # a table, not a weight: it is in the config
+        if stored.name == ROPE_FACTORS:  # a table, not a weight; it is part of the config
             continue
         name, part = _hub_name(file, stored.name)
         named.append(NamedTensor(name, stored, paired.get(part) if family.interleaved_rotary else None))
@@ -243,7 +243,7 @@ def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
 
 
 def _hub_name(file: GGUFFile, name: str) -> tuple[str, str]:
-    """The hub's name of a tensor, and the part of the model it belongs to."""
+    """The hub name of a tensor, and the part of the model that it belongs to."""
     if match := _LAYER_NAME.fullmatch(name):
         layer, part, suffix = match.groups()
         if part in _LAYER_PARTS:
@@ -251,11 +251,11 @@ def _hub_name(file: GGUFFile, name: str) -> tuple[str, str]:
     top, _, suffix = name.rpartition(".")
     if top in _TOP_PARTS:
         return f"{_TOP_PARTS[top]}.{suffix}", top
-    raise UnsupportedModel(f"{file.path}: tensor {name} has no place in a {file.architecture} model")
+    raise UnsupportedModel(f"{file.path}: tensor {name} does not belong to a {file.architecture} model")
 
 
 def hub_config(file: GGUFFile) -> dict[str, Any]:
-    """The config.json that the checkpoint would have had on the hub."""
+    """The config.json that the checkpoint would have on the hub."""
     family = _family(file)
     get = _fields(file)
     heads, hidden = get("attention.head_count", kind=_is_whole), get("embedding_length", kind=_is_whole)
@@ -284,7 +284,7 @@ def hub_config(file: GGUFFile) -> dict[str, Any]:
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
         "dtype": _DTYPES.get(_tensor(file, "token_embd.weight").kind, "bfloat16"),
     }
-    # A window stays even when null: to `transformers`, a Mistral that does not mention one has one.
+    # A null window is kept: for `transformers`, a Mistral config without the key has a window.
     return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
 
 
@@ -309,15 +309,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _fields(file: GGUFFile) -> Callable[..., Any]:
-    """Looks up the metadata of the file's architecture; a field without a default must be there.
+    """Returns a lookup of the metadata of the file's architecture; a field without a default is required.
 
-    What is computed with here is checked here; everything else by whoever reads the config.
+    Values that this module computes with are checked here; all others by the reader of the config.
     """
 
     def get(name: str, default: Any = _MISSING, kind: Callable[[Any], bool] | None = None) -> Any:
         value = file.metadata.get(f"{file.architecture}.{name}", default)
         if value is _MISSING:
-            raise BrokenCheckpoint(f"{file.path} does not say {file.architecture}.{name}")
+            raise BrokenCheckpoint(f"{file.path} lacks {file.architecture}.{name}")
         if kind is not None and not kind(value):
             raise BrokenCheckpoint(f"{file.path} says that {file.architecture}.{name} is {value!r:.100}")
         return value
@@ -332,7 +332,7 @@ def _tensor(file: GGUFFile, name: str) -> StoredTensor:
 
 
 def _eos_ids(file: GGUFFile) -> int | list[int] | None:
-    """Every id that ends an answer: end of text, of turn and of message, where the file names them."""
+    """Every id that ends an answer: end of text, of turn and of message, where the file defines them."""
     named = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     ids = list(dict.fromkeys(token_id for token_id in named if isinstance(token_id, int)))
     return ids[0] if len(ids) == 1 else ids or None
@@ -353,7 +353,7 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]
 
 
 def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3.1's scaling is stored as a table of factors, one per frequency; find the parameters that give it."""
+    """Llama 3.1's scaling is stored as a table of factors, one per frequency; find the parameters that produce it."""
     stored = _tensor(file, ROPE_FACTORS)
     if stored.kind != "F32" or stored.size != 4 * (head_dim // 2) or not stored.size:
         raise UnsupportedModel(f"{file.path} has a table of rotary factors that does not fit heads of {head_dim}")
@@ -374,7 +374,7 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, An
 
 
 def _llama3_factor(scaling: Mapping[str, Any], wavelength: float) -> float:
-    """By how much one frequency is slowed down: not at all if it is high, fully if low, in between smoothly."""
+    """The factor by which one frequency is divided: 1 if it is high, the full factor if low, interpolated in between."""
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns = float(scaling["original_max_position_embeddings"]) / wavelength
     smooth = min(1.0, max(0.0, (turns - low) / (high - low)))

@@ -1,4 +1,4 @@
-"""Hub models: in the cache that every program of the field shares, or fetched into it."""
+"""Hugging Face models: in the cache shared with other programs, or downloaded into it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headgate.errors import NotAModel
 
-# What serving needs; a repository may also hold the same weights in three other formats.
+# The files that serving needs; a repository may also contain the same weights in three other formats.
 WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
@@ -25,15 +25,15 @@ def cached_snapshot(cache: Path, name: str) -> Path | None:
 
 def download(name: str, cache: Path) -> Path:
     """Fetch `name` into the cache and return its snapshot."""
-    from huggingface_hub import list_repo_files, snapshot_download  # half a second, and only needed here
+    from huggingface_hub import list_repo_files, snapshot_download  # takes half a second to import
 
     try:
         wanted = _wanted(name, list_repo_files(name))
-        # Whatever is published under the name that was asked for: tensors, JSON and text, none of which is run.
+        # Downloads what is published under the requested name: tensors, JSON and text, none of which is executed.
         return Path(snapshot_download(name, cache_dir=cache, allow_patterns=wanted))  # nosec B615
     except NotAModel:
         raise
-    except Exception as error:  # whatever the network, the hub or its library may come up with
+    except Exception as error:  # any error of the network, the hub or its library
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise NotAModel(
             f"{name} is not a folder, not in the hub cache {cache}, and could not be fetched from the hub ({reason}). "
@@ -42,7 +42,7 @@ def download(name: str, cache: Path) -> Path:
 
 
 def _wanted(name: str, files: Iterable[str]) -> list[str]:
-    """What to fetch. GGUF only where it is all there is, and one file of it: repositories hold a dozen, of gigabytes."""
+    """The files to fetch. GGUF only if there is nothing else, and then one file: repositories have a dozen."""
     weights = [file for file in files if "/" not in file and file.endswith((".safetensors", ".gguf"))]
     gguf_files = [file for file in weights if file.endswith(".gguf")]
     if len(gguf_files) < len(weights):

@@ -1,4 +1,4 @@
-"""One file per architecture, read top to bottom; a registry that finds the right one for a checkpoint."""
+"""One short file per architecture, and a registry that finds the right one for a checkpoint."""
 
 from headgate.models.config import Config
 from headgate.models.decoder import Decoder

@@ -1,7 +1,7 @@
-"""Reading a Hugging Face `config.json`: typed access, and the facts that all decoders state alike.
+"""Reads a Hugging Face `config.json`: typed access, and the fields that all decoders share.
 
-Where a key is absent we take the default of `transformers`; where a value would change what the network computes in a
-way we do not do, we refuse it by name rather than serve something subtly wrong.
+An absent key has the default of `transformers`. A value that would change the network in an unsupported way is
+refused by name, because serving it would give subtly wrong results.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from headgate.models.spec import AttentionSpec, Dense, LayerSpec, ModelSpec, ref
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Several times what any published model has. A larger number is a mistake or an attack, and is refused before anything is
-# allocated or counted up to it; `ModelSpec.num_parameters` is compared with the files besides.
+# Several times the values of any published model. A larger number is a mistake or an attack, and is refused before
+# anything is allocated or iterated for it. `ModelSpec.num_parameters` is compared with the files as well.
 LARGEST = {
     "num_hidden_layers": 4096,
     "hidden_size": 2**18,
@@ -41,7 +41,7 @@ MOST_EOS_IDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One JSON object of a model folder, whose `name` goes into complaints."""
+    """One JSON object of a model folder. Error messages include `name`."""
 
     name: str
     values: dict[str, Any]
@@ -52,19 +52,19 @@ class Config:
         if value is None:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UnsupportedModel(f"{self.name}: {key} is {value!r}, which we cannot make sense of")
+            raise UnsupportedModel(f"{self.name}: {key} is {value!r}, which is not valid")
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = int(self._required(key, self.get(key, int, default)))
         if value > LARGEST.get(key, value):
-            raise UnsupportedModel(f"{self.name}: {key} is {value!r:.24}; at most {LARGEST[key]} is taken")
+            raise UnsupportedModel(f"{self.name}: {key} is {value!r:.24}; the maximum is {LARGEST[key]}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._required(key, self.get(key, (int, float), default))
-        if not abs(value) < 1e300:  # nor infinite, nor not a number
-            raise UnsupportedModel(f"{self.name}: {key} is {value!r:.40}, which we cannot compute with")
+        if not abs(value) < 1e300:  # excludes infinity and NaN, too
+            raise UnsupportedModel(f"{self.name}: {key} is {value!r:.40}, which is too large or not a number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -83,7 +83,7 @@ class Config:
 
     def _required(self, key: str, value: Any) -> Any:
         if value is None:
-            raise UnsupportedModel(f"{self.name} does not say {key}")
+            raise UnsupportedModel(f"{self.name} lacks {key}")
         return value
 
 
@@ -106,7 +106,7 @@ def read_json(path: Path) -> Config:
 
 
 def decoder_spec(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    """What the config says of the whole model, with the layers as the architecture reads them."""
+    """The spec of the whole model, with the layers that the architecture has derived."""
     refuse_quantised(config)
     refuse_activation(config)
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
@@ -130,14 +130,14 @@ def decoder_spec(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
 
 
 def same_layers(config: Config, attention: AttentionSpec, *, mlp_bias: bool = False) -> tuple[LayerSpec, ...]:
-    """As many layers as the config says, all alike."""
+    """As many identical layers as the config states."""
     count = config.whole("num_hidden_layers")
     refuse_less_than_one("layers", count)
     return (LayerSpec(attention, Dense(config.whole("intermediate_size"), mlp_bias)),) * count
 
 
 def windowed(layers: tuple[LayerSpec, ...], windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-    """The same layers, each with a window of its own."""
+    """The same layers, each with its own window."""
     if len(windows) != len(layers):
         raise UnsupportedModel(f"{len(windows)} layer types are given for {len(layers)} layers")
     return tuple(
@@ -150,7 +150,7 @@ def refuse_quantised(config: Config) -> None:
     quantisation = config.section("quantization_config")
     if quantisation.values:
         method = quantisation.text("quant_method", "an unnamed method")
-        raise UnsupportedModel(f"the checkpoint is quantised with {method}; we take {', '.join(DTYPES)} weights")
+        raise UnsupportedModel(f"the checkpoint is quantised with {method}; use {', '.join(DTYPES)} weights")
 
 
 def refuse_activation(config: Config) -> None:
@@ -160,7 +160,7 @@ def refuse_activation(config: Config) -> None:
 
 
 def checkpoint_dtype(config: Config) -> torch.dtype:
-    """`transformers` 5 writes `dtype`, its ancestors `torch_dtype`."""
+    """`transformers` 5 writes `dtype`, earlier versions `torch_dtype`."""
     name = config.text("dtype", config.text("torch_dtype", "float32"))
     if name not in DTYPES:
         raise UnsupportedModel(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
@@ -171,12 +171,12 @@ def eos_ids(config: Config) -> tuple[int, ...]:
     ids = config.get("eos_token_id", (int, list), [])
     ids = ids if isinstance(ids, list) else [ids]
     if len(ids) > MOST_EOS_IDS or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
-        raise UnsupportedModel(f"{config.name}: eos_token_id is {ids!r:.100}, which are no tokens")
+        raise UnsupportedModel(f"{config.name}: eos_token_id is {ids!r:.100}, which are not token ids")
     return tuple(ids)
 
 
 def rope(config: Config) -> Rope:
-    """`transformers` 5 writes all of it to `rope_parameters`, its ancestors to `rope_theta` and `rope_scaling`."""
+    """`transformers` 5 writes everything to `rope_parameters`, earlier versions to `rope_theta` and `rope_scaling`."""
     stated = config.section("rope_parameters")
     if not stated.values:
         stated = config.section("rope_scaling")
@@ -201,18 +201,18 @@ def refuse_rope(config: Config, stated: Config, kind: str) -> None:
         raise UnsupportedModel(f"{stated.name} differs from layer to layer, which is not supported")
     fraction = stated.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if fraction != 1:
-        raise UnsupportedModel(f"partial_rotary_factor {fraction} is not supported; heads turn as a whole")
+        raise UnsupportedModel(f"partial_rotary_factor {fraction} is not supported; the whole head must be rotated")
 
 
 def refuse_angles(config: Config, spec: ModelSpec) -> None:
-    """Base and scaling may each be a number and together make none."""
+    """Base and scaling can each be valid and still give invalid angles together."""
     try:
         usable = bool(spec.rope.frequencies(spec.head_dim).isfinite().all())
     except (ArithmeticError, ValueError):
         usable = False
     if not usable:
         raise UnsupportedModel(
-            f"{config.name}: rope_theta or rope_scaling makes angles that are no numbers: {spec.rope}"
+            f"{config.name}: rope_theta or rope_scaling gives angles that are not numbers: {spec.rope}"
         )
 
 
@@ -242,7 +242,7 @@ def yarn_magnitude(stated: Config, factor: float) -> float:
 
 
 def qwen_windows(config: Config) -> tuple[int | None, ...]:
-    """Qwen slides in the layers that `layer_types` names, or in those past `max_window_layers`, if at all."""
+    """Qwen uses a window in the layers that `layer_types` names, or in those past `max_window_layers`, if at all."""
     layers = config.whole("num_hidden_layers")
     if not config.flag("use_sliding_window"):
         return (None,) * layers

@@ -1,10 +1,10 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 all are, and parts that other networks may use: read top to bottom.
+"""The decoder shared by Llama, Mistral, Qwen2 and Qwen3, and parts that other networks may use.
 
-Hidden states are `[tokens, hidden]`, tokens of all slices one after another. The residual stream is one tensor per
-step that every norm adds into. A layer is eight operations of the backend, and the forward pass reads nothing from
-the device, so that it can be captured in a graph.
+Hidden states are `[tokens, hidden]`, with the tokens of all slices one after another. The residual stream is one
+tensor per step that every norm adds into. A layer is eight operations of the backend. The forward pass reads nothing
+from the device, so that it can be captured in a graph.
 
-Among several ranks, each has some heads and a part of the MLP; what they make of it is summed twice a layer.
+With several ranks, each has some heads and a part of the MLP; their results are summed twice per layer.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ class DecoderLayer:
 
 class NetworkLayer(Layer, Protocol):
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
-        """Takes what is yet to be added to `residual`, and returns such a tensor."""
+        """Takes the tensor that is yet to be added to `residual`, and returns the next such tensor."""
 
 
 BuildLayer = Callable[[ModelSpec, LayerSpec, Backend, Tables, Ranks], NetworkLayer]
 
 
 class Decoder:
-    """A stack of layers between an embedding and its reverse; `build_layer` makes those of another kind."""
+    """A stack of layers between an embedding and the output matrix; `build_layer` supports other kinds of layers."""
 
     def __init__(
         self, spec: ModelSpec, backend: Backend, ranks: Ranks = ALONE, *, build_layer: BuildLayer = DecoderLayer

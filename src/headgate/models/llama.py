@@ -1,4 +1,4 @@
-"""Llama: the plain decoder. Where it has attention biases, the output projection has one too."""
+"""Llama: the basic decoder. If it has attention biases, the output projection has one too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an architecture's builder returns, whatever is inside: all that the device side needs of a model."""
+"""The interface of a model: everything that the device package needs, independent of the architecture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headgate.models.spec import ModelSpec
 
 
 class Model(Protocol):
-    """What runs a step and takes weights."""
+    """Runs steps and accepts weights."""
 
     def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
         """Hidden states [T, hidden] of all tokens, ready for `logits`; writes the KV of the batch."""
@@ -23,11 +23,11 @@ class Model(Protocol):
         """Logits [R, vocab] of some hidden states [R, hidden], in float32; the caller may overwrite them."""
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        """By the names of the checkpoint."""
+        """Parameters by their checkpoint names."""
 
 
 class Network(Model, Protocol):
-    """A model together with what its cache and its rows are sized from."""
+    """A model with the information needed to size its cache and rows."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -39,4 +39,4 @@ class Network(Model, Protocol):
         """The cache, layer by layer, in the backend's layout."""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Of all layers together."""
+        """Bytes per block of all layers together."""

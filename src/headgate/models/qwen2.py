@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and perhaps a window in the upper layers."""
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and optionally a window in the upper layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 that norms the heads of queries and keys instead of biasing them."""
+"""Qwen3: like Qwen2, with norms on the heads of queries and keys instead of biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model folder to a spec, and from a spec to a network: one row per architecture (docs/architectures.md)."""
+"""Maps a model folder to a spec, and a spec to a network: one row per architecture (docs/architectures.md)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ ARCHITECTURES = {
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
-    """What the model in `folder` is; reads its config files only."""
+    """The spec of the model in `folder`. Reads only its config files."""
     folder = Path(folder)
     spec = spec_of(read_config(folder))
     return replace(spec, eos_ids=tuple(dict.fromkeys(spec.eos_ids + generation_eos_ids(folder))))
 
 
 def spec_of(config: Config) -> ModelSpec:
-    """For configs that come from elsewhere than a folder: `spec_of(Config("model.gguf", values))`."""
+    """For configs that do not come from a folder: `spec_of(Config("model.gguf", values))`."""
     name = config.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedModel(f"architecture {name} is not supported; {', '.join(ARCHITECTURES)} are")
@@ -54,7 +54,7 @@ def spec_of(config: Config) -> ModelSpec:
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Chat models name the end of a turn here, and only here."""
+    """Chat models name the end-of-turn token here and nowhere else."""
     path = folder / "generation_config.json"
     return eos_ids(read_json(path)) if path.is_file() else ()
 
@@ -69,7 +69,7 @@ def build_model(
     fp8: Fp8 = NO_FP8,
     ranks: Ranks = ALONE,
 ) -> Network:
-    """The network of `spec`, or one rank's part of it; its parameters allocated but not filled."""
+    """The network of `spec`, or one rank's part of it; its parameters are allocated but not filled."""
     refuse_uneven(spec, ranks.size)
     heads = Heads(query=spec.heads // ranks.size, kv=spec.kv_heads // ranks.size, size=spec.head_dim)
     chosen = choose_backend(backend, torch.device(device), dtype, heads, deterministic=deterministic, fp8=fp8)
@@ -77,13 +77,13 @@ def build_model(
 
 
 def refuse_uneven(spec: ModelSpec, ranks: int) -> None:
-    """The KV heads divide the attention heads, so they and the MLPs decide."""
+    """The KV heads divide the attention heads, so it is enough to check them and the MLPs."""
     widths = sorted({layer.mlp.intermediate for layer in spec.layers})
     fits = [n for n in range(1, spec.kv_heads + 1) if not any(part % n for part in (spec.kv_heads, *widths))]
     if ranks not in fits:
         mlp = " and ".join(map(str, widths))
         raise RequestError(
             f"tensor_parallel is {ranks}, and this model's {spec.kv_heads} KV heads and MLP of {mlp} cannot "
-            f"be divided by that; it takes {', '.join(map(str, fits))}",
+            f"be divided by that; choose from {', '.join(map(str, fits))}",
             param="tensor_parallel",
         )

@@ -1,7 +1,7 @@
-"""What a decoder is, in numbers: all that the network, the cache and the scheduler need to know of a checkpoint.
+"""The spec of a decoder: everything that the network, the cache and the scheduler need to know about a checkpoint.
 
-Facts that may differ between layers are in `LayerSpec`. The shape of attention is one for the whole model, because the
-KV cache is a single pool of equal blocks.
+Values that may differ between layers are in `LayerSpec`. The shape of attention is the same for the whole model,
+because the KV cache is a single pool of equal blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headgate.layers.rotary import Rope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    window: int | None = None  # how many tokens back a token sees, itself included; None is all
+    window: int | None = None  # how many tokens back a token sees, including itself; None: all
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
@@ -70,11 +70,11 @@ class ModelSpec:
             if field.type == "int":
                 refuse_less_than_one(field.name, getattr(self, field.name))
         if not 0 <= self.rms_eps < 1:
-            raise UnsupportedModel(f"a model with rms_norm_eps = {self.rms_eps} makes no sense")
+            raise UnsupportedModel(f"a model with rms_norm_eps = {self.rms_eps} is not valid")
         if self.heads % self.kv_heads:
             raise UnsupportedModel(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
-            raise UnsupportedModel(f"head size {self.head_dim} is odd, and rotary embedding turns pairs")
+            raise UnsupportedModel(f"head size {self.head_dim} is odd, and rotary embedding needs pairs")
 
     @property
     def intermediate(self) -> int:
@@ -83,7 +83,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Of all matrices."""
+        """The number of parameters in all matrices."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         layers = sum(attention + layer.mlp.num_parameters(self.hidden) for layer in self.layers)
         return layers + (1 if self.tied else 2) * self.vocab * self.hidden
@@ -91,4 +91,4 @@ class ModelSpec:
 
 def refuse_less_than_one(name: str, value: int) -> None:
     if value < 1:
-        raise UnsupportedModel(f"a model with {name} = {value} makes no sense; it must be at least 1")
+        raise UnsupportedModel(f"a model with {name} = {value} is not valid; it must be at least 1")

@@ -1,1 +1,1 @@
-"""What the words are: tokenizer, chat template, incremental detokenizer, stop strings. The only place that knows text."""
+"""Tokenizer, chat template, incremental detokenizer, stop strings, tool calls. The only package that handles text."""

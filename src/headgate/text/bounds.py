@@ -1,7 +1,7 @@
-"""How much text one token can stand for, which bounds the number of tokens of a text from below by its length.
+"""The maximum length of text that one token can represent, which gives a minimum number of tokens for a text.
 
-The bound holds only where every character of a text ends up in some token. Tokenizers that drop, strip or collapse text
-have none: a megabyte of spaces may be one token there.
+The bound holds only if every character of a text ends up in some token. Tokenizers that drop, strip or collapse text
+have no bound: a megabyte of spaces may be one token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import tokenizers
 
-COMPOSED_CHARS = 4  # that canonical composition makes one of, at most
+COMPOSED_CHARS = 4  # maximum number of characters that canonical composition combines into one
 KEEP_ALL = ("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "UnicodeScripts", "FixedLength")
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Characters of text that one token can stand for at most; None if there is no such number."""
+    """The maximum number of characters that one token can represent; None if there is no bound."""
     added = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
@@ -29,7 +29,7 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _steps(part: Any, members: str) -> Iterator[dict[str, Any]]:
-    """The parts of a normaliser or pre-tokenizer, sequences unpacked."""
+    """The parts of a normaliser or pre-tokenizer, with sequences flattened."""
     stack = [] if part is None else [json.loads(part.__getstate__())]
     while stack:
         step = stack.pop()
@@ -40,7 +40,7 @@ def _steps(part: Any, members: str) -> Iterator[dict[str, Any]]:
 
 
 def _shrink(normalizers: list[dict[str, Any]]) -> int | None:
-    """Characters of the text that may become one; None if there is no limit."""
+    """The maximum number of characters that may become one; None if there is no bound."""
     factor = 1
     for step in normalizers:
         match step:
@@ -60,7 +60,7 @@ def _keeps_all(split: dict[str, Any]) -> bool:
 
 
 def _covers_all(backend: tokenizers.Tokenizer, splits: list[dict[str, Any]]) -> bool:
-    """Whether the model makes at least one token of every character, known to it or not."""
+    """Whether the model produces at least one token for every character, known to it or not."""
     model = backend.model
     if not isinstance(model, tokenizers.models.BPE):
         return False

@@ -1,10 +1,9 @@
-"""Grammars for `SamplingParams.grammar`: what an answer must look like, said in terms of JSON, patterns or tools.
+"""Grammars for `SamplingParams.grammar`: constrain an answer to JSON, a pattern, a choice or tool calls.
 
     SamplingParams(grammar=json_schema({"type": "object", "properties": {"age": {"type": "integer"}}}))
 
-Every function here returns a grammar that an engine can enforce, or raises a RequestError that says what is wrong with what
-it was given. JSON is written as people write it: white space between values is one space, or a new line and its
-indentation, so that no answer can be blank for ever.
+Every function returns a grammar that an engine can enforce, or raises a RequestError with the reason. White space
+between JSON values is one space, or a newline and indentation, so that no answer can consist of endless white space.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from headgate.errors import RequestError
 from headgate.text.grammar_check import complaint_about
 from headgate.text.trial import tried
 
-# Takes the place of what a schema may say under this key. A keyword that is not enforced is refused, never ignored.
+# Overrides whatever a schema has under this key. A keyword that is not enforced is refused, never ignored.
 _OPTIONS = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False}}
 
 Schema = Mapping[str, Any] | bool
@@ -50,7 +49,7 @@ def choice(answers: Iterable[str], *, param: str = "grammar") -> str:
     return checked(f"start: {' | '.join(literals)}", param=param)
 
 
-# --------------------------------------------------------------------------------------------- parts of other grammars
+# -------------------------------------------------------------------------------------------- parts of other grammars
 
 
 def schema_rule(schema: Schema, *, param: str) -> str:
@@ -69,13 +68,14 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# ------------------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------- checking grammars
 
 
 def checked(grammar: str, *, param: str = "grammar") -> str:
-    """`grammar`, if an engine could enforce it. Bounded by the engine's own limits: a tenth of a second at worst.
+    """Return `grammar` if an engine can enforce it. Bounded by the engine's own limits: a tenth of a second at worst.
 
-    One whose patterns may have to match together is tried in a process of its own, which takes a few times as long.
+    A grammar whose patterns may have to match together is checked in a separate process, which takes a few times as
+    long.
     """
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise RequestError(
@@ -97,6 +97,6 @@ _TOGETHER = re.compile(r'"(?:allOf|\$ref|anyOf|oneOf|if|not|dependentSchemas)"\s
 
 
 def _patterns_may_meet(grammar: str) -> bool:
-    """Whether several patterns could apply to one text, seen from afar: it need only be right when it says no."""
+    """Whether several patterns could apply to one text. An approximation that may only err towards True."""
     patterns = len(_PATTERN.findall(grammar))
     return bool(_NAME_PATTERNS.search(grammar)) or (patterns > 1 and bool(_TOGETHER.search(grammar)))

@@ -1,10 +1,11 @@
-"""Token ids to text, as they come: the deltas of a stream add up to `decode` of all its ids, to the character.
+"""Incremental detokenizer: the deltas of a stream add up exactly to `decode` of all its ids.
 
-Rules: a character goes out when nothing that follows can change it, so a half-finished UTF-8 sequence waits, and becomes
-a replacement character only once it is known to be broken or the stream ends. The work per token does not grow with
-the stream. A stream resumed elsewhere replays its ids here and skips what the client has, so it continues exactly.
+A character is emitted when nothing that follows can change it. An incomplete UTF-8 sequence waits, and becomes a
+replacement character only once it is known to be invalid or the stream ends. The work per token does not grow with
+the stream. A stream resumed elsewhere replays its ids here and skips what the client has received, so it continues
+exactly.
 
-`tokenizers.decoders.DecodeStream` was tried and left: it has no way to flush the tail of a stream, and it raises an
+`tokenizers.decoders.DecodeStream` was tried and rejected: it cannot flush the tail of a stream, and it raises an
 exception when byte-fallback tokens that looked like a character turn out, with the next byte, not to be one.
 """
 
@@ -26,12 +27,12 @@ REPLACEMENT = "\ufffd"
 class Detokenizer:
     """The text of one stream.
 
-    With `prompt_ids`, the text is what the ids add to the prompt: a first word keeps the space before it. To resume, give
-    the `generated` ids so far and how many characters of their text the client has; what it lacks comes with the next
-    `push`, even `push(())`. Stop strings need nothing more to resume: see `headgate.text.stops`.
+    With `prompt_ids`, the text is what the ids add to the prompt: a first word keeps the space before it. To resume,
+    pass the `generated` ids so far and how many characters of their text the client has received; the missing text is
+    returned by the next `push`, even `push(())`. Stop strings need nothing more to resume: see `headgate.text.stops`.
 
-    Call `finish` only where the answer truly ends. It gives up on an unfinished character, which a stream that is
-    about to be resumed elsewhere must not do.
+    Call `finish` only where the answer really ends. It replaces an unfinished character, which must not happen to a
+    stream that is about to be resumed elsewhere.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Detokenizer:
         return self._decoding.feed(ids)
 
     def finish(self) -> str:
-        """The rest of the text, with replacement characters for what never became whole."""
+        """The rest of the text, with replacement characters for incomplete sequences."""
         return self._take_backlog() + self._decoding.flush()
 
     def _take_backlog(self) -> str:
@@ -68,7 +69,7 @@ class Detokenizer:
 
 
 class Decoding(Protocol):
-    """One stream's state in one of the three ways below."""
+    """The state of one stream, in one of the three implementations below."""
 
     def feed(self, ids: Iterable[int]) -> str: ...
 
@@ -78,7 +79,7 @@ class Decoding(Protocol):
 DecodingFactory = Callable[[Sequence[int]], Decoding]  # from the prompt's ids
 
 
-@lru_cache(maxsize=8)  # what is known of each token is shared by all streams of a tokenizer
+@lru_cache(maxsize=8)  # token tables are shared by all streams of a tokenizer
 def _decoding_of(tokenizer: Tokenizer, skip_special: bool) -> DecodingFactory:
     steps = _decoder_steps(tokenizer)
     match [step["type"] for step in steps]:
@@ -104,14 +105,14 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _replaces_text(step: dict[str, Any]) -> bool:
-    return "String" in step["pattern"]  # and not a regular expression
+    return "String" in step["pattern"]  # otherwise it is a regular expression
 
 
-# ------------------------------------------------------------------------------------------------------- byte-level BPE
+# ----------------------------------------------------------------------------------------------------- byte-level BPE
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from 256 on."""
+    """GPT-2's encoding of bytes: printable ones represent themselves, the others are characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -121,7 +122,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 class _ByteLevelTable(dict[int, bytes]):
-    """The bytes of each token, worked out when it is first seen. A token that is skipped or unknown has none."""
+    """The bytes of each token, computed on first use. A skipped or unknown token has none."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
         super().__init__()
@@ -130,10 +131,10 @@ class _ByteLevelTable(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = self._token(token_id)
         if token is None:
-            return b""  # not remembered: whoever asks for ids that do not exist must not fill our memory
+            return b""  # not cached, so that requests with nonexistent ids cannot fill the memory
         try:
             spelled = bytes(map(_BYTE_ALPHABET.__getitem__, token))
-        except KeyError:  # an added token, written as it reads
+        except KeyError:  # an added token, stored as plain text
             spelled = token.encode()
         self[token_id] = spelled
         return spelled
@@ -158,7 +159,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class _PieceTable(dict[int, str | bytes | None]):
-    """What each token stands for: text, one byte, or nothing at all if it is skipped or unknown."""
+    """The meaning of each token: text, one byte, or None if it is skipped or unknown."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, replace: dict[str, Any]) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ class _PieceTable(dict[int, str | bytes | None]):
     def __missing__(self, token_id: int) -> str | bytes | None:
         token = self._token(token_id)
         if token is None:
-            return None  # not remembered, as above
+            return None  # not cached, as above
         byte = _BYTE_TOKEN.fullmatch(token)
         piece = bytes.fromhex(byte[1]) if byte else token.replace(self._space, self._replacement)
         self[token_id] = piece
@@ -176,16 +177,16 @@ class _PieceTable(dict[int, str | bytes | None]):
 
 
 class _PieceDecoding:
-    """Byte tokens in a row are one unit: if they are not UTF-8 as a whole, *each* is a replacement character.
+    """Consecutive byte tokens are one unit: if they are not UTF-8 as a whole, *each* becomes a replacement character.
 
-    So text waits from the first byte token to the next ordinary one: a newline or an emoji comes a token late, and a
-    word in a script that the vocabulary lacks comes whole.
+    So text waits from the first byte token to the next ordinary one: a newline or an emoji arrives one token late,
+    and a word in a script that the vocabulary lacks arrives whole.
     """
 
     def __init__(self, table: _PieceTable, margin: str = "") -> None:
         self._piece_of = table.__getitem__
         self._run = bytearray()
-        self._margin = margin  # what may still be stripped from the start of the text
+        self._margin = margin  # prefix that may still be stripped from the start of the text
 
     def feed(self, ids: Iterable[int]) -> str:
         text = []
@@ -221,10 +222,10 @@ class _PieceDecoding:
 
 
 class _WindowDecoding:
-    """Decodes new ids together with the few before them, and gives what they add.
+    """Decodes new ids together with a few before them, and returns what they add.
 
-    Exact for decoders in which a token is affected by its neighbours, or by being the first, but by nothing farther away:
-    WordPiece, Metaspace, word suffixes. An unfinished character waits, but not for more than MOST_PENDING tokens.
+    Exact for decoders in which a token is affected by adjacent tokens, or by being the first, but by nothing farther
+    away: WordPiece, Metaspace, word suffixes. An unfinished character waits, but for at most MOST_PENDING tokens.
     """
 
     CONTEXT = 6
@@ -263,17 +264,17 @@ class _WindowDecoding:
 
 
 def _token_lookup(tokenizer: Tokenizer, skip_special: bool) -> Callable[[int], str | None]:
-    """Finds a token by its id; None for those that decoding leaves out."""
+    """A function that finds a token by its id; it returns None for tokens that decoding skips."""
     skipped = tokenizer.special_ids if skip_special else frozenset()
     find = tokenizer.backend.id_to_token
     return lambda token_id: None if token_id in skipped else find(token_id)
 
 
-# ------------------------------------------------------------------------------------------------------- single tokens
+# ------------------------------------------------------------------------------------------------------ single tokens
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """What one token spells by itself, special ones too: maybe only a part of a character."""
+    """The bytes of one token by itself, including special tokens; may be only a part of a character."""
     return _spelling_of(tokenizer)(token_id)
 
 

@@ -1,17 +1,18 @@
-"""Running chat templates, which are programs from the internet.
+"""Runs chat templates, which are untrusted programs.
 
-A template runs in Jinja's immutable sandbox on plain JSON data, so it reaches no file, no module and no Python
-internals, and under a budget:
+A template runs in Jinja's immutable sandbox on JSON data, so it cannot reach files, modules or Python internals.
+It also has a budget:
 
-- time: looked at in every turn of a loop, call of a macro or method, piece of output, and value that is made;
-- size: of the prompt, of every text or list that an operator, slice, method or filter makes, and of all of them together,
-  which bounds memory. What can be larger than what it is made of is checked *before* it is made. Ways to make much
-  out of little that no chat template needs (format strings, padding filters, bytes, sums of lists) are not there at all;
-- weight: lists that hold one list many times over are small and endless. A list is weighed, as text, before anything
-  looks at all of it: to write, compare, hash or sort it. Whole numbers have at most `LONGEST_INT` bits.
+- time: checked in every loop iteration, macro or method call, piece of output, and created value;
+- size: of the prompt, of every text or list that an operator, slice, method or filter creates, and of all of them
+  together, which bounds memory. Operations whose result can be larger than their operands are checked *before* they
+  run. Operations that expand a small input and that no chat template needs (format strings, padding filters, bytes,
+  sums of lists) are not available;
+- weight: a list that contains one list many times is small, but its text can be unbounded. A list is weighed, as
+  text, before it is written, compared, hashed or sorted as a whole. Integers have at most `LONGEST_INT` bits.
 
-Not bounded: a single operation that Python does in C on data of that size, such as sorting a list; what a loop keeps of
-the template's own text, other than by time; and compiling, which happens once, at start-up.
+Not bounded: a single operation that Python does in C on data of that size, such as sorting a list; the template's own
+text kept by a loop, other than by time; and compilation, which happens once, at start-up.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from headgate.errors import BrokenCheckpoint
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    chars: int = 4_000_000  # of the prompt, and of any value on the way to it
-    chars_in_all: int = 200_000_000  # of all values that are made on the way
+    chars: int = 4_000_000  # of the prompt, and of any intermediate value
+    chars_in_all: int = 200_000_000  # of all intermediate values together
     seconds: float = 2.0
 
 
-# ------------------------------------------------------------------------------------------------------------ the budget
+# --------------------------------------------------------------------------------------------------------- the budget
 
 
 LONGEST_INT = 4096  # bits
-LONGEST_PATTERN = 256  # characters of a date format, each of which can stand for many
+LONGEST_PATTERN = 256  # characters of a date format, each of which can expand to many
 
 
 class _Budget:
-    """What one rendering may still use."""
+    """The remaining resources of one rendering."""
 
     def __init__(self, limits: TemplateLimits) -> None:
         self._limits = limits
@@ -62,8 +63,8 @@ class _Budget:
         self._made = 0
 
     def tick(self) -> None:
-        # What counts is this thread's own time: no template is a bad one because the machine has run something else.
-        # The other clock is a tenth as dear, and never behind.
+        # CPU time of this thread counts: a template must not fail because the machine was busy with something else.
+        # The monotonic clock is ten times cheaper to read, and never behind.
         if time.monotonic() > self._deadline and time.thread_time() > self._last:
             raise SecurityError(f"it ran for more than {self._limits.seconds} s")
 
@@ -82,7 +83,7 @@ class _Budget:
         self.spend_on_text_of(items)
 
     def collect(self, pieces: Iterable[str]) -> str:
-        """Put the prompt together, for as long as it is short enough."""
+        """Assemble the prompt while it is short enough."""
         total, kept = 0, []
         for piece in pieces:
             self.tick()
@@ -94,7 +95,7 @@ class _Budget:
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any], limits: TemplateLimits) -> str:
-    """Run a template that `Sandbox.load` made. What it does wrong, or too much of, is a jinja2.TemplateError."""
+    """Run a template loaded by `Sandbox.load`. Errors and exceeded limits raise jinja2.TemplateError."""
     budget = _Budget(limits)
     token = _budget.set(budget)
     try:
@@ -103,12 +104,12 @@ def render(template: jinja2.Template, variables: Mapping[str, Any], limits: Temp
         _budget.reset(token)
 
 
-# Per rendering, though templates and their environment are shared between threads.
+# Per rendering, because templates and their environment are shared between threads.
 _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 def _text_length(value: Any, enough: int) -> int:
-    """About how long a value is as text. Counting stops at `enough`: lists that share members can be endless."""
+    """The approximate length of a value as text. Counting stops at `enough`: lists that share members can be endless."""
     total, stack = 0, [value]
     while stack and total <= enough:
         match stack.pop():
@@ -129,7 +130,7 @@ def _text_length(value: Any, enough: int) -> int:
 
 
 def _weighed(value: Any) -> Any:
-    """Account for all of a value that is about to be looked at from end to end."""
+    """Account for a value that is about to be read completely."""
     if isinstance(value, _CONTAINERS):
         _budget.get().spend_on_text_of(value)
     return value
@@ -175,7 +176,7 @@ def _check_text_method(text: str, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_members(owner: Any, args: tuple[Any, ...]) -> None:
-    """Whatever a list or an object is asked for, it compares with its members or hashes."""
+    """Lists and objects compare any argument with their members, or hash it."""
     if isinstance(owner, list | tuple):
         _weighed(owner)
     for value in args:
@@ -183,17 +184,17 @@ def _check_members(owner: Any, args: tuple[Any, ...]) -> None:
 
 
 def _made(value: Any) -> Any:
-    """Account for a value that is no larger than what it was made of, so that there is time to do so afterwards."""
+    """Account for a value after its creation; it is no larger than its operands."""
     if isinstance(value, str | list | tuple | dict):
         _budget.get().spend(len(value))
     return value
 
 
-# ----------------------------------------------------------------------------------------------------------- the sandbox
+# -------------------------------------------------------------------------------------------------------- the sandbox
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """What templates of the field expect to find, as `transformers` provides it, less what none of them uses."""
+    """The environment that `transformers` provides to templates, without the parts that none of them uses."""
 
     intercepted_binops = frozenset({"*", "**", "+", "-", "%", "/", "//"})
 
@@ -205,7 +206,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tests: dict[str, Any] = dict(self.tests)
         self.tests = tests | {name: _weighing(tests[name]) for name in _READING_TESTS}
         self.globals = {
-            "range": self.globals["range"],  # Jinja's, of at most 100,000 numbers
+            "range": self.globals["range"],  # Jinja's range, limited to 100,000 numbers
             "dict": _SafeDict(),
             "namespace": _SafeNamespace,
             "cycler": self.globals["cycler"],
@@ -214,9 +215,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "strftime_now": lambda pattern: _strftime(now(), pattern),
         }
 
-    # Not `compile`, which Jinja has and means otherwise.
+    # Not named `compile`, because Jinja has a method of that name with another meaning.
     def load(self, name: str, source: str) -> jinja2.Template:
-        """A template whose every step is accounted for; run it with `render`."""
+        """A template with accounting for every step; run it with `render`."""
         try:
             tree = self.parse(source)
             _meter(tree)
@@ -254,24 +255,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError("the method format of text is not allowed; use ~ or a filter")
 
     def tick(self) -> None:
-        """Called by metered templates; `call` above has looked at the clock."""
+        """Called by metered templates; `call` above has already checked the clock."""
 
     def shown(self, value: Any) -> Any:
-        """Called by metered templates with what they are about to turn into text."""
+        """Called by metered templates with values that they convert to text."""
         _budget.get().spend_on_text_of(value)
         return value
 
     def weighed(self, value: Any) -> Any:
-        """Called by metered templates with what they are about to compare or to look up."""
+        """Called by metered templates with values that they compare or look up."""
         return _weighed(value)
 
     def sliced(self, value: Any) -> Any:
-        """Called by metered templates with what they have cut out of something."""
+        """Called by metered templates with the results of slices."""
         return _made(value)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; to us its body is ordinary text."""
+    """`{% generation %}` marks the assistant's text for training; here its body is ordinary text."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's declaration)
 
@@ -288,7 +289,7 @@ class _SafeDict:
 
 
 class _SafeNamespace(Namespace):
-    """A namespace that cannot be given the names Python keeps for itself, and that shows nothing of what it holds."""
+    """A namespace that rejects names reserved by Python, and whose repr does not show its content."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -311,15 +312,15 @@ def _refuse_private(name: Any) -> None:
 
 # ruff: noqa: SIM905 (eighty quoted words would be harder to read)
 
-# The filters of Jinja that templates get as they are: these make numbers, or hand on what they are given.
+# Jinja filters that are available unchanged: they return numbers, or pass on their input.
 _FILTERS = """
     abs attr count d default first float items last length map reject rejectattr round select selectattr
 """.split()
 
-# These make something new, about as large as what they are given.
+# Filters that create a value about as large as their input.
 _COPYING_FILTERS = "list reverse".split()
 
-# These look at all of what they are given: to compare its members, or to turn it into text.
+# Filters that read their whole input, to compare its members or to convert it to text.
 _READING_FILTERS = """
     capitalize dictsort e escape groupby lower max min safe sort title trim unique upper wordcount
 """.split()
@@ -327,7 +328,7 @@ _READING_TESTS = """
     == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in lower upper
 """.split()
 
-# The methods of text. Not `encode`: bytes are not accounted for. Those that can make much of little are checked.
+# Methods of text. Not `encode`: bytes are not accounted for. Methods that can expand a small input are checked.
 _TEXT_METHODS = frozenset(
     """
     capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower
@@ -338,7 +339,7 @@ _TEXT_METHODS = frozenset(
 
 
 def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)  # with the marks by which Jinja knows what to pass to it
+    @wraps(function)  # copies the attributes by which Jinja chooses what to pass
     def accounted(*args: Any, **kwargs: Any) -> Any:
         return _made(function(*args, **kwargs))
 
@@ -346,7 +347,7 @@ def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weighing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, for values that are not endless. One that comes bit by bit is put together first."""
+    """`function`, with its arguments accounted for. Iterators are collected first."""
 
     @wraps(function)
     def weighing(*args: Any, **kwargs: Any) -> Any:
@@ -370,7 +371,7 @@ def _strftime(now: datetime, pattern: str) -> str:
 
 def _int(value: Any, default: int = 0, base: int = 10) -> int:
     if isinstance(value, str) and len(value) > LONGEST_INT // 8:
-        raise SecurityError("a number is not that long")
+        raise SecurityError("the text of a number is too long")
     return int(do_int(value, default, base))
 
 
@@ -381,14 +382,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of Jinja's own filter: a prompt is not a page."""
+    """Without the HTML escapes of Jinja's own filter, because a prompt is not HTML."""
     wide = max(map(len, separators or ("",))) if indent is None else indent
     if wide > 16:
         raise SecurityError(f"JSON with {wide} characters between its values is too wide")
     budget = _budget.get()
     budget.spend_on_text_of(value)
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    # Deeply nested, most of it is indentation, of which the text of the value says nothing.
+    # Deeply nested JSON is mostly indentation, which the text length of the value does not include.
     return encoder.encode(value) if indent is None else budget.collect(encoder.iterencode(value))
 
 
@@ -419,7 +420,7 @@ def _string(value: Any) -> str:
 
 @jinja2.pass_environment
 def _sum(environment: jinja2.Environment, iterable: Iterable[Any], attribute: str | int | None = None) -> Any:
-    """Of numbers, which may be long ones; Jinja's own also adds up lists, each time copying all so far."""
+    """The sum of numbers, which may be large. Jinja's own filter also adds lists, with quadratic copying."""
     return sync_do_sum(environment, _ticking(iterable), attribute)
 
 
@@ -441,7 +442,7 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Have every loop and macro look at the clock in each turn, and account for whatever becomes text."""
+    """Make every loop and macro check the clock in each iteration, and account for everything that becomes text."""
     repeats: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
     for repeated in repeats:
         repeated.body.insert(0, nodes.ExprStmt(_call("tick", []), lineno=repeated.lineno))
@@ -452,7 +453,7 @@ def _meter(tree: nodes.Template) -> None:
 
 
 class _Readings(NodeTransformer):
-    """Has slices, comparisons and keys accounted for; Jinja leaves them to Python, without a word to its environment."""
+    """Adds accounting to slices, comparisons and keys, which Jinja compiles to plain Python."""
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 (Jinja's name)
         self.generic_visit(node)
@@ -464,7 +465,7 @@ class _Readings(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         operands = [node.expr, *(operand.expr for operand in node.ops)]
-        # With a constant, most often a role, nothing is compared for long.
+        # A comparison with a constant, usually a role, is short.
         if sum(not isinstance(operand, nodes.Const) for operand in operands) > 1:
             node.expr = _weigh(node.expr)
             for operand in node.ops:
@@ -482,5 +483,5 @@ def _weigh(node: nodes.Expr) -> nodes.Expr:
 
 
 def _call(method: str, args: list[nodes.Expr]) -> nodes.Call:
-    """A call of one of the sandbox's own methods, which a template has no name for."""
+    """A call of one of the sandbox's own methods, which a template cannot name."""
     return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)

@@ -1,10 +1,10 @@
 """Stop strings over a stream of deltas.
 
-The stream ends at the stop string that is *completed* first, whatever the deltas were cut like; of two completed by the
-same character, the longer one. Only text that may yet turn out to be the beginning of a stop string is held back.
+The stream ends at the stop string that is *completed* first, however the deltas are divided; if one character
+completes two, the longer one counts. Only text that may still become the beginning of a stop string is held back.
 
-A resumed stream needs no priming: what was held back when the stream broke is exactly the text after the delivered
-characters, and the detokenizer repeats it into a fresh `StopStrings`.
+A resumed stream needs no preparation: the text held back when the stream broke is exactly the text after the
+delivered characters, and the detokenizer repeats it into a new `StopStrings`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from headgate.errors import RequestError
 
 
 class StopStrings:
-    """Passes text through until one of `stops` appears in it; after that, nothing."""
+    """Passes text through until one of `stops` appears in it; returns nothing after that."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         if not all(stops):
             raise RequestError("a stop string must not be empty", param="stop")
         self._stops = tuple(stops)
         self._include_stop = include_stop
-        self.held = ""  # always a proper beginning of a stop string
+        self.held = ""  # always a proper prefix of a stop string
         self.matched: str | None = None
 
     def push(self, delta: str) -> str:
-        """The text that may now be shown. Once `matched` is set, the answer has ended."""
+        """The text that may be shown now. Once `matched` is set, the answer has ended."""
         if not self._stops:
             return delta
         if self.matched is not None:
@@ -41,7 +41,7 @@ class StopStrings:
         return text[:safe]
 
     def finish(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """The text held back for a stop string that did not appear."""
         held, self.held = self.held, ""
         return held
 
@@ -51,7 +51,7 @@ class StopStrings:
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """The first place in `text` from which the rest of it is a beginning of `stop`, or its end."""
+    """The first index in `text` from which the rest is a prefix of `stop`, or the length of `text`."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(text[start:]):

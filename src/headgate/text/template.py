@@ -1,7 +1,7 @@
-"""Chat templates: messages to prompt text, by the Jinja template that came with the model.
+"""Chat templates: renders messages to prompt text with the Jinja template of the model.
 
-This module finds templates, prepares what they are given, and turns their complaints into the caller's. How they are
-kept from doing harm is in `headgate.text.sandbox`.
+This module finds templates, prepares their inputs, and turns their errors into request errors.
+`headgate.text.sandbox` keeps them from doing harm.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ChatTemplate:
         limits: TemplateLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`sources` by name, of which "default" and "tool_use" are known; `variables` are the special tokens."""
+        """`sources` by name, of which "default" and "tool_use" are used; `variables` are the special tokens."""
         self._variables = dict(variables or {})
         self._limits = limits or TemplateLimits()
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
-        self.source = "\n".join(named.values())  # all of them, for whoever asks what they teach the model
+        self.source = "\n".join(named.values())  # all of them, for detecting the tool call format
         sandbox = Sandbox(now)
         self._templates = {name: sandbox.load(name, source) for name, source in named.items()}
 
@@ -56,9 +56,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **extra: Any,
     ) -> str:
-        """The prompt. `extra` reaches the template as variables, e.g. `enable_thinking`.
+        """Render the prompt. `extra` is passed to the template as variables, e.g. `enable_thinking`.
 
-        With `continue_final_message` the prompt stops where the last message does, for the model to go on with it.
+        With `continue_final_message` the prompt ends where the last message does, so that the model continues it.
         """
         if not messages:
             raise RequestError("messages must not be empty", param="messages")
@@ -81,11 +81,13 @@ class ChatTemplate:
         template = self._choose(with_tools=variables["tools"] is not None)
         try:
             prompt = render(template, {**self._variables, **variables}, self._limits)
-            prompt.encode()  # as the tokenizer will; only JSON within JSON can bring in what has no UTF-8
+            # like the tokenizer; only JSON within JSON can contain characters that have no UTF-8 encoding
+            prompt.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt would hold what is not text: {error}", param="messages") from error
+            raise RequestError(f"the prompt would not be valid text: {error}", param="messages") from error
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            complaint = str(error).encode(errors="backslashreplace").decode()  # it may quote what has no UTF-8
+            # it may quote characters that have no UTF-8 encoding
+            complaint = str(error).encode(errors="backslashreplace").decode()
             raise RequestError(f"the model's chat template says: {complaint}", param="messages") from error
         except RecursionError as error:
             raise RequestError("the model's chat template calls itself without end", param="messages") from error
@@ -100,7 +102,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether content may be a list of parts; many templates take text only. Found out by trying."""
+        """Whether content may be a list of parts; many templates accept text only. Determined by rendering a probe."""
         probe = "a needle in the hay"
         message = {"role": "user", "content": [{"type": "text", "text": probe}]}
         try:
@@ -118,18 +120,19 @@ def load_template(model: Path, **options: Any) -> ChatTemplate | None:
         else:
             config = read_json(model / "tokenizer_config.json")
             sources, variables = _folder_sources(model, config), _special_tokens(config)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:  # not what templates are stored as
-        raise BrokenCheckpoint(f"the chat templates of {model} make no sense: {error!r:.200}") from error
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # stored in an unexpected form
+        raise BrokenCheckpoint(f"the chat templates of {model} are malformed: {error!r:.200}") from error
     if odd := [name for name, source in sources.items() if not isinstance(source, str)]:
         raise BrokenCheckpoint(f"chat template {odd[0]!r} of {model} is not text")
     return ChatTemplate(sources, variables=variables, **options) if sources else None
 
 
-# ------------------------------------------------------------------------------------------------- where templates lie
+# ----------------------------------------------------------------------------------------------- locations of
+# templates
 
 
 def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; the newer places win over the older ones."""
+    """Templates by name; newer locations take precedence over older ones."""
     in_config = config.get("chat_template") or {}
     if isinstance(in_config, list):
         in_config = {entry["name"]: entry["template"] for entry in in_config}
@@ -155,17 +158,18 @@ def _gguf_sources(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like, which are text or an object with a `content`."""
+    """`bos_token` and similar, which are text or an object with a `content`."""
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-# ---------------------------------------------------------------------------------------------- what templates are given
+# -------------------------------------------------------------------------------------------------- inputs of
+# templates
 
 
 def _prepared(message: Message, *, flatten: bool) -> dict[str, Any]:
-    """A plain copy of a message, in the shape that templates are written for."""
+    """A copy of a message in plain types, in the form that templates expect."""
     plain: dict[str, Any] = _plain(message, "messages")
     content = plain.get("content")
     if flatten and isinstance(content, list):
@@ -178,25 +182,25 @@ def _prepared(message: Message, *, flatten: bool) -> dict[str, Any]:
 def _part_text(part: Any) -> str:
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise RequestError("this model takes text only; content parts must have a text", param="messages")
+    raise RequestError("this model accepts text only; content parts must have a text", param="messages")
 
 
 def _parse_arguments(function: dict[str, Any]) -> None:
-    """Over HTTP the arguments of a call are JSON in a string; templates want the object.
+    """Over HTTP the arguments of a call are JSON in a string; templates expect an object.
 
-    What cannot be read, or is nested too deep, stays as it is: a model that was cut short wrote it, say, and its client
-    sends back what it got.
+    Arguments that are invalid or nested too deep stay unchanged: for example, a truncated answer of a model that its
+    client sends back.
     """
     if isinstance(function.get("arguments"), str):
         with suppress(ValueError, RecursionError):
             function["arguments"] = _plain(json.loads(function["arguments"] or "{}"), "messages")
 
 
-_DEEPEST = 200  # lists and objects within each other; well below where Python's own recursion ends
+_DEEPEST = 200  # nested lists and objects; well below Python's recursion limit
 
 
 def _plain(value: Any, param: str, depth: int = 0) -> Any:
-    """A copy in plain JSON types: anything with methods of its own could be a way out of the sandbox."""
+    """A copy in plain JSON types: an object with methods could be a way out of the sandbox."""
     if depth > _DEEPEST:
         raise RequestError(f"{param} is nested more than {_DEEPEST} deep", param=param)
     match value:
@@ -215,7 +219,7 @@ def _plain(value: Any, param: str, depth: int = 0) -> Any:
     raise RequestError(f"a chat template cannot be given a {type(value).__name__}", param=param)
 
 
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its last space tells whether the template trims
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its trailing space reveals whether the template trims
 
 
 def _mark_final(messages: list[dict[str, Any]]) -> str:

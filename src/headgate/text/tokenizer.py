@@ -1,11 +1,11 @@
-"""Text to token ids and back, by the tokenizer that came with the model.
+"""Converts text to token ids and back, with the tokenizer of the model.
 
 A folder with a tokenizer.json is read by the `tokenizers` library alone, and so is a GGUF file with a byte-level
-vocabulary: both take tenths of a second. Anything else (a bare sentencepiece model, other GGUF vocabularies) goes through
-`transformers`, imported only then.
+vocabulary: both take tenths of a second. Anything else (a bare sentencepiece model, other GGUF vocabularies) is
+loaded by `transformers`, which is imported only then.
 
-Decoded text is what the tokenizer's own decoder makes of the ids. The `clean_up_tokenization_spaces` that
-`transformers` can apply afterwards is not ours: it edits the model's words and cannot be streamed.
+Decoded text is the output of the tokenizer's own decoder. The `clean_up_tokenization_spaces` that `transformers` can
+apply afterwards is not supported: it changes the model's text and cannot be streamed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from headgate.model_store.gguf import GGUFFile, read_gguf
 from headgate.text.bounds import longest_token
 from headgate.text.gguf import byte_level_backend
 
-# Any one of these says that a folder without tokenizer.json has a tokenizer that `transformers` can build.
+# Files that show that a folder without tokenizer.json has a tokenizer that `transformers` can build.
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
-PIECE_CHARS = 1 << 16  # of a text that is counted piece by piece: tenths of a second and some tens of megabytes
-USUAL_CHARS = 4  # of text per token; a text with more for each token that fits is counted before it is encoded
-UNBOUNDED_CHARS = 256  # of text per token that are read at most where a token can stand for any amount of text
-CUT_TOKENS = 64  # that cutting a text in two can add
+PIECE_CHARS = 1 << 16  # size of the pieces in which a text is counted: tenths of a second and some tens of megabytes
+# typical characters per token; a text with more characters for its limit is counted before it is encoded
+USUAL_CHARS = 4
+UNBOUNDED_CHARS = 256  # limit of characters per token where one token can represent any amount of text
+CUT_TOKENS = 64  # maximum number of tokens that splitting a text can add
 
 
 class Tokenizer:
-    """A `tokenizers` backend, and which of its tokens begin and end a text. Safe to share between threads."""
+    """A `tokenizers` backend, and its begin and end tokens. Safe to share between threads."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, bos_token: str | None = None, eos_token: str | None = None
     ) -> None:
-        # A length limit or padding saved with the tokenizer was for training; a prompt is never cut in silence.
+        # A length limit or padding saved with the tokenizer was for training; a prompt is never truncated silently.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -59,20 +60,20 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Ids of `text`; `add_special` adds what the checkpoint asks for at either end (its BOS, usually)."""
-        # Not `encode`, which keeps the interpreter to itself while it works: a long prompt would stop everyone.
+        """The ids of `text`; `add_special` adds the tokens that the checkpoint defines for both ends (usually BOS)."""
+        # Not `encode`, which holds the GIL while it works: a long prompt would block all other requests.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
 
     def encode_within(self, text: str, most: int, *, add_special: bool = True) -> list[int]:
-        """Ids of `text`. Raises ContextTooLong if it must have more than `most`, before much has been spent on it."""
+        """The ids of `text`. Raises ContextTooLong if there must be more than `most`, before spending much work."""
         self.check_length(len(text), most)
         if len(text) > max(most * USUAL_CHARS, PIECE_CHARS):
             self._count(text, most)
         return self.encode(text, add_special=add_special)
 
     def check_length(self, chars: int, most: int) -> None:
-        """Refuse a text that cannot have as few as `most` tokens, by its length alone."""
+        """Refuse a text whose length alone shows that it has more than `most` tokens."""
         if chars <= most * (self.longest or UNBOUNDED_CHARS):
             return
         if self.longest is not None:
@@ -83,7 +84,7 @@ class Tokenizer:
         )
 
     def _count(self, text: str, most: int) -> None:
-        """Refuse `text` as soon as the tokens of its first pieces are too many."""
+        """Refuse `text` as soon as its first pieces have too many tokens."""
         tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
             tokens += len(self.encode(text[start : start + PIECE_CHARS], add_special=False)) - CUT_TOKENS
@@ -99,15 +100,15 @@ def too_long(tokens: int, most: int) -> ContextTooLong:
 
 
 def load_tokenizer(model: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder or GGUF file; None if it has none, and then only token ids can be served."""
+    """The tokenizer of a model folder or GGUF file; None if it has none, so that only token ids can be served."""
     try:
         return _load(model)
     except HeadgateError:
         raise
     except (
         Exception
-    ) as error:  # `tokenizers` raises bare Exception, and a file may hold anything where text should be
-        raise BrokenCheckpoint(f"the tokenizer of {model} makes no sense: {error!r:.200}") from error
+    ) as error:  # `tokenizers` raises bare Exception, and a file may contain any type where text is expected
+        raise BrokenCheckpoint(f"the tokenizer of {model} is malformed: {error!r:.200}") from error
 
 
 def _load(model: Path) -> Tokenizer | None:
@@ -127,7 +128,7 @@ def _from_json(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise BrokenCheckpoint(f"{path} is not a tokenizer: {error}") from error
     _add_missing_tokens(backend, config.get("added_tokens_decoder", {}))
-    # The post-processor in the file decides what `encode` adds; `add_bos_token` in the config does not count. As in
+    # The post-processor in the file decides what `encode` adds, not `add_bos_token` in the config. This matches
     # `transformers`, so that a prompt has the same ids everywhere.
     return Tokenizer(
         backend, bos_token=_content(config.get("bos_token")), eos_token=_content(config.get("eos_token"))
@@ -135,7 +136,7 @@ def _from_json(path: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, listed: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add the tokens that only tokenizer_config.json names, in the order of their ids."""
+    """Add the tokens that only tokenizer_config.json defines, in the order of their ids."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     options = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
@@ -145,10 +146,10 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, listed: Mapping[str, Mapp
 
 
 def _set_ends(tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> None:
-    """Make `encode` add BOS and EOS, or not, whatever the backend did before."""
+    """Make `encode` add BOS and EOS, or not, regardless of the backend's setting."""
     before = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
     after = [tokenizer.eos_id] if add_eos and tokenizer.eos_id is not None else []
-    # Under names of our own: a token with a space or a colon in it could not be written into the pattern.
+    # With our own names, because a token that contains a space or a colon could not be written in the pattern.
     pattern = " ".join([*("bos" for _ in before), "$A", *("eos" for _ in after)])
     tokenizer.backend.post_processor = TemplateProcessing(
         single=pattern,
@@ -188,10 +189,10 @@ def _transformers_backend(folder: Path, *, gguf_file: str) -> tokenizers.Tokeniz
 
 
 def _transformers_tokenizer(folder: Path, **options: str) -> Any:
-    from transformers import AutoTokenizer  # seconds to import, so only when nothing quicker can read the file
+    from transformers import AutoTokenizer  # takes seconds to import, so only when nothing faster can read the file
 
     try:
-        # A folder of this machine, and no code from it: `trust_remote_code` is off.
+        # A local folder, and no code from it is run: `trust_remote_code` is off.
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)  # nosec B615
     except Exception as error:  # ImportError for sentencepiece, ValueError, KeyError and more, by file type
         raise UnsupportedModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
@@ -203,7 +204,7 @@ def _transformers_tokenizer(folder: Path, **options: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of a checkpoint; empty if there is no such file."""
+    """The JSON object in a checkpoint file; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -216,7 +217,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: str | Mapping[str, Any] | None) -> str | None:
-    """A special token's text; tokenizer_config.json writes it bare or as an object."""
+    """A special token's text; tokenizer_config.json stores it as text or as an object."""
     return token["content"] if isinstance(token, Mapping) else token
 
 

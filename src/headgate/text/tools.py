@@ -1,11 +1,11 @@
-"""Tool calls in the words of each model family: the grammar of a call, and reading calls back from what a model says.
+"""Tool calls in the format of each model family: the grammar of a call, and a parser for calls in answers.
 
-Content and calls go out as soon as nothing that follows can change them. What might yet become markup waits; what only
-looked like a call, and cannot be one any more, is content, whole. Once a call's name has gone out the call stands, however
-its arguments go on: they are the model's own words, as they came.
+Content and calls are emitted as soon as nothing that follows can change them. Text that may still become markup
+waits. Text that looked like a call and cannot be one any more is content, complete. Once a call's name has been
+emitted the call is final, and its arguments are emitted unchanged, exactly as the model writes them.
 
-Formats are taken from what chat templates teach. Markers that are special tokens vanish when text is decoded without
-them, so an answer that *begins* like a call to a known tool is one, marked or not.
+Formats follow the chat templates. Markers that are special tokens disappear when text is decoded without them, so an
+answer that *begins* like a call to a known tool is a call, with or without a marker.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class ToolFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """What stands around the calls of a format, as it is read; and a call as it is written when one is demanded."""
+    """The markup around the calls of a format when it is parsed, and the parts of a call for the grammar."""
 
     marker: str
-    bare: str  # how calls begin when the marker is missing
-    opening: str = ""  # what may stand between the marker and the first call, besides blanks
-    separators: str = ""  # what may stand between two calls
+    bare: str  # how calls begin without the marker
+    opening: str = ""  # allowed between the marker and the first call, besides blanks
+    separators: str = ""  # allowed between two calls
     closing: str = ""
     arguments: str = "arguments"
     before: str = ""
-    between: str = ""  # "" where one answer has one call
+    between: str = ""  # "" if an answer can have only one call
     after: str = ""
 
 
@@ -72,7 +72,7 @@ _BLANKS = " \t\r\n"
 
 
 def format_of(template: str | None) -> ToolFormat:
-    """The format that a chat template teaches its model, by its source; Hermes where it does not say."""
+    """The format that a chat template uses, detected from its source; Hermes by default."""
     if template is None or "<tool_call>" in template:
         return ToolFormat.HERMES
     if "[TOOL_CALLS]" in template:
@@ -82,12 +82,13 @@ def format_of(template: str | None) -> ToolFormat:
     return ToolFormat.HERMES
 
 
-# ------------------------------------------------------------------------------------------------------ calls demanded
+# ------------------------------------------------------------------------------------------- grammars that demand
+# calls
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool as the caller declared it; `param` names the place in the body."""
+    """A tool as declared by the caller; `param` is its place in the request body."""
 
     name: str
     parameters: dict[str, Any]  # a JSON schema
@@ -95,14 +96,14 @@ class Tool:
 
 
 def call_rules(format: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Rules of a grammar in which `calls` is one call of one of `tools`, or with `parallel` one or more."""
+    """Grammar rules in which `calls` is one call of one of `tools`, or one or more with `parallel`."""
     markup = format.markup
     one = " | ".join(f"call_{i}" for i in range(len(tools)))
     more = f" ({literal(markup.between)} call)*" if parallel and markup.between else ""
     rules = [f"calls: {_maybe(markup.before)} call{more} {_maybe(markup.after)}", f"call: {one}"]
     for i, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool.name)}, "{markup.arguments}": '
-        # Each schema is the root of its own document, so that its references stay its own.
+        # Each schema is the root of its own document, so that references stay within it.
         schema = schema_rule({"type": "object"} | tool.parameters, param=tool.param)
         rules += [f'call_{i}: {literal(head)} arguments_{i} "}}"', f"arguments_{i}: {schema}"]
     return "\n".join(rules) + "\n"
@@ -112,12 +113,13 @@ def _maybe(text: str) -> str:
     return literal(text) if text else ""
 
 
-# ---------------------------------------------------------------------------------------------------------- calls read
+# -------------------------------------------------------------------------------------------------------- parsing
+# calls
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of one call. `id` and `name` come with its first piece only; `arguments` pieces add up to JSON text."""
+    """A piece of one call. Only the first piece has `id` and `name`; the `arguments` pieces add up to JSON text."""
 
     index: int
     arguments: str = ""
@@ -133,7 +135,7 @@ class ParsedCall:
 
 
 def parse_calls(text: str, format: ToolFormat, *, names: Collection[str], seed: str) -> tuple[str, list[ParsedCall]]:
-    """Content and calls of a complete answer: what a `ToolParser` would have said in all."""
+    """The content and calls of a complete answer, as a `ToolParser` would emit them."""
     parser = ToolParser(format, names=names, seed=seed)
     pushed, finished = parser.push(text), parser.finish()
     deltas = pushed[1] + finished[1]
@@ -148,21 +150,21 @@ def parse_calls(text: str, format: ToolFormat, *, names: Collection[str], seed: 
 
 
 class ToolParser:
-    """Splits one answer into what is said and what is called, as the text comes.
+    """Splits one answer into content and tool calls, as the text arrives.
 
-    `names` are the tools that may be called; `seed` makes the ids of the calls (the request's id: a stream that is
-    replayed elsewhere makes the same ones). Feed it text after stop strings were cut.
+    `names` are the tools that may be called. `seed` determines the ids of the calls: it is the request's id, so that
+    a replayed stream has the same ones. Its input is text after stop strings have been cut.
     """
 
     def __init__(self, format: ToolFormat, *, names: Collection[str], seed: str) -> None:
-        self.calls = 0  # begun so far
+        self.calls = 0  # started so far
         self._markup = format.markup
         self._names = frozenset(names)
         self._seed = seed
-        self._text = ""  # not yet dealt with
+        self._text = ""  # not yet processed
         self._blank = ""  # white space that is content only if more content follows
-        self._held = ""  # read as markup or as a call that has not begun yet; content if none ever does
-        self._marked = False  # the calls we are in were announced by their marker
+        self._held = ""  # read as markup, or as a call that has not begun; content if none begins
+        self._marked = False  # the current calls were preceded by their marker
         self._reader: _CallReader | None = None
         self._where: Callable[[], bool] = self._at_start
         self._content: list[str] = []
@@ -174,14 +176,14 @@ class ToolParser:
         return self.calls > 0
 
     def push(self, delta: str) -> tuple[str, list[CallDelta]]:
-        """What `delta` adds to the content, and to the calls. Markup never shows up in either."""
+        """The content and call pieces that `delta` adds. Neither contains markup."""
         self._text += delta
         while self._text and self._where():
             pass
         return self._take()
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """What was held back because it might have become markup; call it once, where the answer ends."""
+        """The text that was held back because it might have become markup; call this once, at the end of the answer."""
         if self._where != self._after_call:
             self._say(self._held + self._text)
         if not self.called:
@@ -194,10 +196,11 @@ class ToolParser:
         deltas, self._deltas = self._deltas, []
         return content, deltas
 
-    # Where we are in the answer. Each takes something off `_text` and returns True, or waits for more and returns False.
+    # The states of the parser. Each method consumes some of `_text` and returns True, or returns False to wait for
+    # more.
 
     def _at_start(self) -> bool:
-        """Nothing but blanks so far: calls may begin without their marker."""
+        """Only blanks so far: calls may begin without their marker."""
         text, marker = self._text.lstrip(), self._markup.marker
         self._blank += self._text[: len(self._text) - len(text)]
         self._text = text
@@ -223,7 +226,7 @@ class ToolParser:
         return False
 
     def _before_call(self) -> bool:
-        """Inside the markup, and no call has come yet: unless one does, this was text."""
+        """Inside the markup, before the first call: if no call follows, this is text."""
         text = self._text
         if text[0] == "{":
             self._reader = _CallReader(names=None if self._marked else self._names)
@@ -250,7 +253,7 @@ class ToolParser:
         return True
 
     def _after_call(self) -> bool:
-        """Inside the markup, after a call: what stands here is not content, unless the markup has been left."""
+        """Inside the markup, after a call: this is not content, unless the markup has ended."""
         text, closing = self._text.lstrip(self._markup.separators + _BLANKS), self._markup.closing
         self._text = text
         if not text or (closing.startswith(text) and text != closing):
@@ -268,10 +271,10 @@ class ToolParser:
         self._where = self._before_call
 
     def _leave(self) -> None:
-        """Back to plain text; what was held for a call that never began is that, too."""
+        """Return to content; text held for a call that never began is content, too."""
         held, self._held = self._held, ""
         self._reader, self._where = None, self._in_text
-        # Said and not read again, or it would look like a call once more.
+        # Emitted and not parsed again, or it would look like a call once more.
         self._say(held)
 
     def _say(self, text: str) -> None:
@@ -294,7 +297,7 @@ class ToolParser:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
+    """The number of characters at the end of `text` that may be the beginning of `marker`."""
     return next(n for n in range(min(len(text), len(marker)), -1, -1) if marker.startswith(text[len(text) - n :]))
 
 
@@ -303,9 +306,9 @@ _KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 
 class _CallReader:
-    """Reads one call, `{"name": ..., "arguments": {...}}`, a character at a time; with `names`, only of those tools.
+    """Reads one call, `{"name": ..., "arguments": {...}}`, character by character; with `names`, only of those tools.
 
-    It follows strings and brackets and no more: what is inside the arguments is passed on as it comes.
+    It tracks only strings and brackets; the arguments are passed on unchanged.
     """
 
     def __init__(self, *, names: Collection[str] | None) -> None:
@@ -313,11 +316,11 @@ class _CallReader:
         self.done = False
         self.broken = False
         self._names = names
-        self._fresh: list[str] = []  # of the arguments, not yet taken
+        self._fresh: list[str] = []  # pieces of the arguments that were not taken yet
         self._given = False  # there were arguments
         self._depth = 0
         self._quoted = self._escaped = False
-        self._key: str | None = None  # of the value we are in or before; None where a key is due
+        self._key: str | None = None  # the key of the current or next value; None where a key is expected
         self._token = ""  # the key or value being read, if it is not passed on
 
     @property
@@ -329,7 +332,7 @@ class _CallReader:
         return fresh
 
     def feed(self, text: str) -> int:
-        """Read on; returns how many characters were used, which is all unless the call is done or broken."""
+        """Read more text. Returns the number of characters used, which is all unless the call is complete or broken."""
         for i, char in enumerate(text):
             self._read(char)
             if self.done or self.broken:
@@ -338,7 +341,7 @@ class _CallReader:
 
     @property
     def _passing(self) -> bool:
-        """Whether what we read are arguments, to be passed on at once. In quotes, they must be unquoted first."""
+        """Whether the text is arguments to be passed on at once. Quoted arguments must be unquoted first."""
         return self._key in _ARGUMENTS and self._depth > 1
 
     def _read(self, char: str) -> None:
@@ -371,7 +374,7 @@ class _CallReader:
         """A character of the call's own object: punctuation, blanks or a bare value."""
         if char == ":" and self._key is None:
             self._key, self._token = self._string(), ""
-            # Any other object may be what it pleases; one that is known to be a call may say more than it needs.
+            # Other objects may have any key; a known call may have additional keys.
             unlike = self._names is not None and self.name is None and self._key not in _KEYS
             self.broken |= self._key is None or unlike
         elif char == ",":

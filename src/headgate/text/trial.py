@@ -1,7 +1,8 @@
-"""Compiling a grammar in a process of its own, with little time and memory: `python -m headgate.text.trial < GRAMMAR`.
+"""Compiles a grammar in a separate process with limited time and memory: `python -m headgate.text.trial < GRAMMAR`.
 
-The library that compiles grammars bounds its own work, but not where several patterns must match one text: that can take
-twice as long, and as much memory, for each pattern more. Nothing in a process can stop it there, so it is tried outside.
+The library that compiles grammars bounds its own work, except where several patterns must match one text: each
+additional pattern can double time and memory. Nothing inside a process can stop that, so it is done in another
+process.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from headgate.text.grammar_check import complaint_about
 
 CPU_S = 2
 MEMORY_BYTES = 2**30
-WAIT_S = 60.0  # on a machine that has no time for it
+WAIT_S = 60.0  # on an overloaded machine
 
 TOO_MUCH = "it takes too long to compile; let fewer patterns apply to the same text"
 
 
 def tried(grammar: str) -> str:
-    """What is wrong with `grammar`, or nothing."""
+    """The error of `grammar`, or ""."""
     command = [sys.executable, "-m", "headgate.text.trial"]
     try:
         done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=WAIT_S, check=False)
