@@ -134,8 +134,8 @@ class TestTwoServersOnOneCard:
         with live_server(served, **settings) as p, live_server(served, **settings) as d:
             yield p, d
 
-    test_36 = on_gpu(test_http.test_36_an_answer_by_way_of_two_servers_is_that_of_one)
-    test_38 = on_gpu(test_http.test_38_whoever_hangs_up_takes_the_kv_back)
+    test_36 = on_gpu(test_http.test_36_an_answer_through_two_servers_equals_that_of_one)
+    test_38 = on_gpu(test_http.test_38_a_client_that_disconnects_releases_the_kv)
     test_aborted = on_gpu(test_http.test_an_export_can_be_aborted_by_its_name)
     test_39 = on_gpu(test_http.test_39_a_ticket_that_cannot_be_used_is_a_local_prefill)
 

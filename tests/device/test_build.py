@@ -30,7 +30,7 @@ def tiny_worker(folder: Path, **config: Any) -> Device:
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_a_worker_gives_the_same_tokens_from_cached_and_from_recomputed_kv(tmp_path: Path, backend: str):
+def test_a_device_gives_the_same_tokens_from_cached_and_from_recomputed_kv(tmp_path: Path, backend: str):
     executor = tiny_worker(tmp_path, max_context=40, backend=backend).executor
     one = Text(0, [5, 6, 7, 8, 9], SAMPLED, blocks=[0, 1, 2], block_size=16)
     steps = [executor.launch(prefill(0, [one])), *(executor.launch(decode(i, [one])) for i in range(1, 20))]
@@ -42,7 +42,7 @@ def test_a_worker_gives_the_same_tokens_from_cached_and_from_recomputed_kv(tmp_p
     executor.close()
 
 
-def test_a_worker_is_built_on_its_own_gpu_and_the_callers_is_not_changed(
+def test_a_device_is_built_on_its_own_gpu_and_the_callers_gpu_stays_current(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Graphs are captured on the GPU that is current, not on the one where the tensors are."""
@@ -77,12 +77,12 @@ def test_a_context_longer_than_the_models_is_refused(tmp_path: Path):
         tiny_worker(tmp_path, max_context=10**9, kv_blocks=10)
 
 
-def test_too_few_blocks_for_the_context_that_was_asked_for_says_what_to_change(tmp_path: Path):
+def test_too_few_blocks_for_the_configured_context_raise_an_error_with_advice(tmp_path: Path):
     with pytest.raises(OutOfMemory, match="lower max_context, or raise kv_blocks or memory_fraction"):
         tiny_worker(tmp_path, max_context=40, kv_blocks=2)
 
 
-def test_too_little_memory_for_the_context_that_was_asked_for_says_what_to_change(
+def test_too_little_memory_for_the_configured_context_raises_an_error_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(build_module, "free_bytes", lambda _device: 1000)

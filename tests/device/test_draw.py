@@ -108,7 +108,7 @@ def sample_all(
 
 @pytest.mark.parametrize("name", [*CHOICES, *ADJUSTED])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_each_token_is_what_the_rules_say(name: str, shape: str, drawing: Draw):
+def test_each_token_matches_the_reference_rules(name: str, shape: str, drawing: Draw):
     rows, vocab = 40, 53
     logits = SHAPES[shape](random_logits(rows, vocab, seed=1))
     texts = [random_text(seed, PROMPT_LEN + 8, vocab) for seed in range(rows)]
@@ -197,7 +197,7 @@ def test_a_negative_seed_is_a_seed():
 
 @pytest.mark.parametrize("odd", [torch.inf, torch.nan])
 @pytest.mark.parametrize("choice", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 5, "top_p": 0.9}])
-def test_logits_that_are_no_numbers_harm_no_other_row(odd: float, choice: dict[str, Any], drawing: Draw):
+def test_nan_or_infinite_logits_do_not_affect_other_rows(odd: float, choice: dict[str, Any], drawing: Draw):
     logits, texts = random_logits(3, 50, seed=3), [[1, 2, 3, 4, 5]] * 3
     params = [SamplingParams(seed=seed, **choice) for seed in range(3)]
     expected = sample_all(logits, texts, params, drawing)
@@ -224,7 +224,7 @@ def test_a_sequence_that_samples_must_have_a_seed():
 
 
 @pytest.mark.parametrize("name", ["plain", "hot", "top k", "top p", "min p"])
-def test_tokens_come_as_often_as_their_probabilities_say(name: str, drawing: Draw):
+def test_token_frequencies_match_their_probabilities(name: str, drawing: Draw):
     params, draws, vocab = SamplingParams(seed=0, **CHOICES[name]), 20_000, 20
     logits = random_logits(1, vocab, seed=5) / 3  # flat enough for every cut to leave several
     sampler = sampler_with([[1]], [params], vocab)

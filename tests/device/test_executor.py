@@ -45,7 +45,7 @@ def tokens_of(*futures: Future[StepResult]) -> list[list[int]]:
     return [future.result(DEADLINE_S).tokens for future in futures]
 
 
-def test_steps_run_on_the_gpu_where_the_rows_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_on_the_gpu_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which GPU is used is a thread's own business, and it is the first one unless somebody says so."""
     entered: list[tuple[torch.device, str]] = []
 
@@ -147,7 +147,7 @@ def test_launching_after_close_fails_at_once():
         executor.launch(step_plan(0, [])).result(DEADLINE_S)
 
 
-def test_closing_twice_is_fine():
+def test_closing_twice_is_allowed():
     executor = LocalExecutor(hash_runner())
     executor.close()
     executor.close()
@@ -155,7 +155,7 @@ def test_closing_twice_is_fine():
         executor.launch(step_plan(0, [])).result(DEADLINE_S)
 
 
-def test_close_gives_up_on_a_stuck_step_at_its_deadline(caplog: pytest.LogCaptureFixture):
+def test_close_abandons_a_stuck_step_at_its_deadline(caplog: pytest.LogCaptureFixture):
     runner, gate = gated_runner()
     executor = LocalExecutor(runner)
     future = executor.launch(prefill(0, [text(0, SAMPLED)]))
@@ -207,7 +207,7 @@ def test_weights_that_do_not_fit_change_nothing():
         assert first_token(executor, 1) == before
 
 
-def test_weights_that_break_off_stop_all_steps_until_others_are_loaded():
+def test_a_partial_load_fails_all_steps_until_another_load_succeeds():
     with running(hash_runner()) as executor:
         before = first_token(executor, 0)
         with pytest.raises(HalfWritten, match="the sender is gone"):

@@ -40,7 +40,7 @@ def allowed(grammars: Grammars, *rows: int) -> list[list[int]]:
     return [torch.nonzero(row == 0).view(-1).tolist() for row in logits]
 
 
-def test_a_row_may_say_what_its_grammar_allows_and_others_what_they_like(grammars, tokenizer):
+def test_a_grammar_constrains_its_own_row_only(grammars, tokenizer):
     seat(grammars, 3, "start: /[ab]c/", [])
     a, b, c = tokenizer.encode("abc").ids
     assert allowed(grammars, 1, 3) == [list(range(VOCAB)), sorted([a, b])]
@@ -58,7 +58,7 @@ def test_every_eos_is_allowed_where_the_grammar_may_end_and_alone_where_it_must(
     assert must == [EOS, 258] and not {EOS, 258} & set(not_yet)
 
 
-def test_a_row_forgets_its_grammar_when_another_sequence_takes_it(grammars):
+def test_a_row_drops_its_grammar_when_another_sequence_joins(grammars):
     seat(grammars, 0, "start: /a/", [])
     seat(grammars, 0, None, [])
     assert allowed(grammars, 0) == [list(range(VOCAB))]
@@ -67,7 +67,7 @@ def test_a_row_forgets_its_grammar_when_another_sequence_takes_it(grammars):
 
 @pytest.mark.parametrize("token", [7, EOS])
 @pytest.mark.parametrize(("grammar", "answer"), [("start: (", []), ("start: /a+/", [7]), ("start: /a+/", [])])
-def test_a_row_that_cannot_follow_its_grammar_is_lost_alone(grammars, tokenizer, grammar, answer, token):
+def test_only_the_row_that_cannot_follow_its_grammar_is_lost(grammars, tokenizer, grammar, answer, token):
     seat(grammars, 0, grammar, answer)
     seat(grammars, 1, "start: /b/", [])
     assert allowed(grammars, 0, 1)[1] == tokenizer.encode("b").ids
@@ -83,7 +83,7 @@ def test_one_grammar_is_compiled_once_and_its_rows_stay_apart(grammars, tokenize
     assert grammars._compiled.cache_info().misses == 1
 
 
-def test_a_tokenizer_may_know_more_tokens_than_the_model(tokenizer):
+def test_a_tokenizer_may_have_more_tokens_than_the_model(tokenizer):
     vocabulary = read_vocabulary(tokenizer.to_str(), vocab_size=257, eos_ids=(EOS,))
     grammars = Grammars(vocabulary)
     seat(grammars, 0, "start: /a/", [])
@@ -92,7 +92,7 @@ def test_a_tokenizer_may_know_more_tokens_than_the_model(tokenizer):
     assert torch.nonzero(logits[0] == 0).view(-1).tolist() == tokenizer.encode("a").ids
 
 
-def test_without_an_end_or_a_known_kind_of_tokenizer_there_are_no_grammars(tokenizer, caplog):
+def test_grammars_need_an_eos_token_and_a_supported_tokenizer(tokenizer, caplog):
     assert read_vocabulary(tokenizer.to_str(), vocab_size=VOCAB, eos_ids=()) is None
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     assert read_vocabulary(words.to_str(), vocab_size=2, eos_ids=(1,)) is None

@@ -88,7 +88,7 @@ def generate(runner, steps):
 
 # Where a step is padded, the model computes with whatever was in memory.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-def test_graphs_give_the_tokens_of_plain_steps(folder):
+def test_graphs_give_the_tokens_of_steps_without_graphs(folder):
     graphed = open_runner(folder, graphed=True)
     assert generate(graphed, 5) == generate(open_runner(folder, graphed=False), 5)
     # Texts of 14 to 16 tokens, then of 3 + 9 and 3 + 8, then single ones.
@@ -96,7 +96,7 @@ def test_graphs_give_the_tokens_of_plain_steps(folder):
     assert [*graphed._graphs.decode._captured] == [(4, 1024)]
 
 
-def test_a_mixed_step_that_scores_a_prompt_is_no_graph(folder):
+def test_a_mixed_step_that_scores_a_prompt_does_not_run_as_a_graph(folder):
     runner = open_runner(folder, graphed=True)
     asking = SamplingParams(temperature=0, prompt_logprobs=0)
     text = Text(0, list(range(9)), asking, blocks=[0, 1], block_size=16)
@@ -105,7 +105,7 @@ def test_a_mixed_step_that_scores_a_prompt_is_no_graph(folder):
     assert not runner._graphs.mixed._captured
 
 
-def test_only_steps_of_one_token_each_that_all_sample_are_graphs(folder):
+def test_only_steps_whose_slices_all_compute_and_sample_one_token_are_decode_graphs(folder):
     graphs = open_runner(folder, graphed=True)._graphs.decode
     assert graphs.takes(step_plan(0, [(0, 5, 1, True), (1, 9, 1, True)]))
     assert not graphs.takes(step_plan(0, [(0, 5, 1, True), (1, 9, 1, False)]))

@@ -32,7 +32,7 @@ def build(inputs: Inputs, plan: StepPlan) -> Batch:
     return inputs.gather(inputs.lay_out(plan))
 
 
-def test_a_batch_says_what_its_plan_says():
+def test_a_batch_matches_its_plan():
     rng = random.Random(1)
     texts = [[rng.randrange(1000) for _ in range(40)] for _ in range(9)]
     rows, tables = rows_of(texts)
@@ -106,7 +106,7 @@ def test_the_last_token_of_a_full_context_has_a_place():
 
 
 @pytest.mark.parametrize(("params", "expected"), [(GREEDY, [0, 0, 7, 8]), (PENALISED, [5, 6, 7, 8])])
-def test_of_a_text_whose_beginning_is_cached_the_rest_is_written_and_all_of_it_for_penalties(params, expected):
+def test_cached_tokens_are_written_only_if_penalties_read_them(params, expected):
     rows = Rows(max_rows=2, max_context=16, block_size=2, vocab_size=10)
     rows.apply(step_plan(0, [(1, 2, 2, True)], joins=(Join(1, (5, 6, 7, 8), 4, params, (8, 9)),)))
     assert rows.tokens[1, :4].tolist() == expected

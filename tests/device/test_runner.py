@@ -50,7 +50,7 @@ def generate(runner: ModelRunner, texts: list[Text], count: int) -> list[list[in
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_sequence_continues_as_the_rules_say(kind: dict[str, object]):
+def test_a_sequence_continues_according_to_the_reference_rules(kind: dict[str, object]):
     one = text(3, SamplingParams(seed=17, **kind))
     assert generate(hash_runner(), [one], 20) == [expected_tokens(one.prompt, one.sampling, 20)]
 
@@ -104,7 +104,7 @@ def test_a_slice_reads_blocks_that_another_slice_of_the_plan_fills():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_resumed_sequence_goes_on_as_if_never_stopped(kind: dict[str, object]):
+def test_a_resumed_sequence_continues_as_if_never_stopped(kind: dict[str, object]):
     sampling = SamplingParams(seed=3, **kind)
     prompt, blocks = text(0, sampling).prompt, list(range(16))
     whole = expected_tokens(prompt, sampling, 14)
@@ -157,7 +157,7 @@ def test_logprobs_are_keyed_by_sampled_token_and_not_by_slice():
     assert_scores(result.logprobs[0], asking.prompt, result.tokens[0], 1)
 
 
-def test_equal_logprobs_are_told_lowest_id_first():
+def test_equal_logprobs_are_returned_lowest_id_first():
     tied = torch.zeros(60).index_fill(0, torch.tensor([50, 9, 31]), 1.0).log_softmax(-1)
     assert logprobs_module.score(tied, 3, 5).top_ids == (9, 31, 50, 0, 1)
 

@@ -118,7 +118,7 @@ def test_a_dtype_that_holds_no_weights_is_refused(model, folder):
     assert refusal(model, Given(tensors)) == sentence
 
 
-def test_a_source_that_breaks_its_promise_is_noticed(model, folder):
+def test_a_source_that_lacks_a_declared_tensor_is_detected(model, folder):
     promised = tensors_of(folder)
     given = {name: tensor for name, tensor in promised.items() if name != NORM}
     with pytest.raises(HalfWritten, match=f"lacks tensor {NORM}"):
@@ -161,7 +161,7 @@ def test_a_corrupt_file_is_named(model, folder, content, sentence):
         (7, "in an unknown format: TypeError"),
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused(model, folder, entry, sentence):
+def test_an_invalid_header_is_refused(model, folder, entry, sentence):
     header = json.dumps({"x": entry}).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(8)
     (folder / "model.safetensors").write_bytes(content)
@@ -183,7 +183,7 @@ def tensors_of_model(model):
     return {name: torch.zeros(parameter.shape) for name, parameter in model.parameters()}
 
 
-def test_a_source_that_can_be_entered_is_and_hears_what_went_wrong(model):
+def test_a_context_manager_source_is_entered_and_its_exit_receives_the_error(model):
     heard = []
 
     class Entered(Given):
@@ -201,13 +201,13 @@ def test_a_source_that_can_be_entered_is_and_hears_what_went_wrong(model):
     assert heard == ["enter", "None", "enter", f"the checkpoint lacks tensor {NORM}"]
 
 
-def test_a_folder_without_weights_is_no_model(folder):
+def test_a_folder_without_weights_is_not_a_model(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(NotAModel, match=r"has no weights: neither model\.safetensors nor"):
         SafetensorsFolder(folder)
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path):
+def test_a_missing_shard_is_named(tmp_path):
     folder = tiny_model(tmp_path, shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(BrokenCheckpoint, match=r"model-00002-of-00002\.safetensors is missing"):
@@ -215,7 +215,7 @@ def test_a_shard_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
-def test_an_index_that_is_none_is_refused(folder, content):
+def test_an_invalid_index_is_refused(folder, content):
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(BrokenCheckpoint, match="is not an index of weights"):
         SafetensorsFolder(folder)
@@ -267,6 +267,6 @@ def test_loading_never_holds_a_second_copy_of_the_model(tmp_path, backend):
     assert 0.5 * stored < peak < 1.25 * stored
 
 
-def test_the_bar_stays_away_when_nobody_watches(model, folder, capsys):
+def test_the_progress_bar_is_hidden_without_a_terminal(model, folder, capsys):
     load_weights(model, SafetensorsFolder(folder), progress=True)
     assert capsys.readouterr().err == ""

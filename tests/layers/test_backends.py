@@ -88,7 +88,7 @@ def test_rows_of_a_matrix_are_embeddings(backend):
     assert torch.equal(backend.embed(tokens, packed(backend, weight)), weight[tokens])
 
 
-def test_gate_up_gates(backend):
+def test_gate_up_computes_silu_of_the_gate_times_up(backend):
     gate, up, x = random(backend, 24, 40) / 8, random(backend, 24, 40) / 8, random(backend, 5, 40)
     matrix = backend.gate_up_matrix(24, 40)
     backend.pack_gate_up(matrix, floating(up), 24)
@@ -106,7 +106,7 @@ def test_the_norm_adds_into_the_residual(backend):
     assert torch.equal(residual, total)
 
 
-def test_no_tokens_are_no_trouble(backend):
+def test_an_empty_batch_is_supported(backend):
     x, matrix = random(backend, 0, 40), packed(backend, random(backend, 32, 40))
     assert backend.linear(x, matrix, None).shape == (0, 32)
     assert backend.logits(x, matrix).shape == (0, 32)
@@ -154,6 +154,6 @@ def test_blocks_move_between_backends(backend):
         assert torch.equal(arrived.v, content.v)
 
 
-def test_the_size_of_a_block_is_what_it_takes(backend):
+def test_kv_bytes_per_block_is_the_allocated_size(backend):
     kv = backend.allocate_kv(3, BLOCK_SIZE)
     assert kv.k.nbytes + kv.v.nbytes == 3 * backend.kv_bytes_per_block(BLOCK_SIZE)

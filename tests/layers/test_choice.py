@@ -16,12 +16,12 @@ CPU = torch.device("cpu")
 HEADS = Heads(query=4, kv=2, size=16)
 
 
-def test_the_reference_is_always_there():
+def test_the_reference_backend_is_always_available():
     assert available_backends()[0] == "torch"
     assert choose_backend("torch", CPU, torch.float16, HEADS).name == "torch"
 
 
-def test_determinism_is_bought_from_torch_and_free_with_the_kernels():
+def test_deterministic_mode_changes_the_torch_backend_and_not_the_cpu_backend():
     for name in available_backends():
         chosen = choose_backend(name, CPU, torch.bfloat16, HEADS, deterministic=True)
         assert chosen.name.startswith({"torch": "torch, deterministic", "cpu": "cpu, "}[name])
@@ -36,7 +36,7 @@ def test_determinism_is_bought_from_torch_and_free_with_the_kernels():
         ("meta", torch.float32, 16, "the CPU kernels do not run on meta"),
     ],
 )
-def test_what_the_kernels_cannot_do_falls_to_torch_with_a_reason(caplog, name, level, device, dtype, size, reason):
+def test_unsupported_models_fall_back_to_torch_with_a_reason(caplog, name, level, device, dtype, size, reason):
     heads = Heads(query=4, kv=2, size=size)
     with caplog.at_level(logging.INFO):
         assert choose_backend(name, torch.device(device), dtype, heads).name == "torch"
@@ -53,6 +53,6 @@ def test_a_machine_without_kernels_computes_in_torch(caplog, monkeypatch):
     assert available_backends() == ["torch"]
 
 
-def test_an_unknown_name_is_a_mistake():
+def test_an_unknown_backend_name_is_refused():
     with pytest.raises(ValueError, match="backend 'cuda' is unknown; choose from auto, torch, cpu, triton"):
         choose_backend("cuda", CPU, torch.float32, HEADS)

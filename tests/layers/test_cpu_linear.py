@@ -182,7 +182,7 @@ def test_overwriting_some_rows_leaves_the_others(k):
     assert k.unpack_rows(room, torch.arange(40), 32).equal(weight)
 
 
-def test_a_large_weight_lies_in_its_own_pages_and_multiplies_alike(k):
+def test_a_large_weight_in_huge_pages_gives_the_same_product(k):
     x, weight = random(1, 2, 512, dtype=torch.bfloat16), random(2, 4200, 512, dtype=torch.bfloat16)
     room = packed(k, weight)
     assert room.nbytes > 4 << 20

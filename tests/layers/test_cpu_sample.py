@@ -92,7 +92,7 @@ EXTREMES = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-40, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("vocab", [*range(1, 36), 255])
-def test_whatever_the_logits_are_a_token_of_the_vocabulary_is_drawn(k, vocab):
+def test_a_token_of_the_vocabulary_is_drawn_for_any_logits(k, vocab):
     """Every remainder of a vector; `make sanitize` sees whether anything beside the rows is read."""
     filters = [*FILTERS, (vocab, 1.0, 0.0), (vocab - 1, 0.5, 1.0), (2, 1e-9, 0.0), (0, 0.0, 0.0)]
     chosen = torch.randint(len(EXTREMES), (len(filters) * 3, vocab), generator=torch.Generator().manual_seed(vocab))
@@ -107,7 +107,7 @@ def test_whatever_the_logits_are_a_token_of_the_vocabulary_is_drawn(k, vocab):
 
 @pytest.mark.parametrize("vocab", [1, 2, 16, 17, 3000])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
-def test_every_filter_draws_what_the_plain_implementation_draws(k, vocab, spread):
+def test_every_filter_draws_what_the_reference_implementation_draws(k, vocab, spread):
     logits = random_logits(vocab, len(FILTERS) * 3, vocab, spread)
     keys = random_keys(vocab, len(logits))
     rows = [(t, *f, keys.pop()) for t in (0.3, 1.0, 2.5) for f in FILTERS]
@@ -115,7 +115,7 @@ def test_every_filter_draws_what_the_plain_implementation_draws(k, vocab, spread
     assert drawn == [expected(row, *parameters) for row, parameters in zip(logits, rows, strict=True)]
 
 
-def test_a_large_vocabulary_draws_what_the_plain_implementation_draws(k):
+def test_a_large_vocabulary_draws_what_the_reference_implementation_draws(k):
     logits = random_logits(1, len(FILTERS), 151_936, 4.0)
     rows = [(0.8, *f, key) for f, key in zip(FILTERS, random_keys(2, len(FILTERS)), strict=True)]
     assert sample(k, logits, rows) == [expected(row, *p) for row, p in zip(logits, rows, strict=True)]
@@ -166,7 +166,7 @@ def test_noise_is_exact_where_float32_cannot_hold_the_uniform_number(k):
         assert sample(k, torch.tensor([[0.0, total - second]]), [(1.0, 0, 1.0, 0.0, key)]) == [winner]
 
 
-def test_a_row_is_drawn_alike_alone_and_among_others(k):
+def test_a_row_draws_the_same_token_alone_and_among_others(k):
     logits = random_logits(8, 30, 5000, 3.0)
     rows = [(0.9, *FILTERS[i % len(FILTERS)], key) for i, key in enumerate(random_keys(9, 30))]
     together = sample(k, logits, rows)

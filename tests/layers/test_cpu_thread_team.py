@@ -26,7 +26,7 @@ def packed(kernels: Kernels, rows: int, columns: int) -> torch.Tensor:
     return weight
 
 
-def test_callers_that_come_at_once_all_get_their_own_result(kernels):
+def test_concurrent_callers_each_get_their_own_result(kernels):
     torch.manual_seed(0)
     weights = [packed(kernels, 512, 256) for _ in range(4)]
     x = torch.randn(8, 256)

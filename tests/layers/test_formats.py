@@ -57,7 +57,7 @@ def test_a_part_of_a_weight_has_the_scales_of_its_rows():
 
 
 @pytest.mark.parametrize("gate_up", [False, True])
-def test_a_matrix_of_eight_bits_holds_the_same_whether_it_is_given_floats_or_its_own_format(gate_up):
+def test_an_eight_bit_matrix_is_the_same_from_floats_and_from_its_own_format(gate_up):
     backend, weight = fp8_backend(), floating(weight_of(8, 16, torch.float32))
     found = []
     for given in (weight, fp8_rows(weight)):
@@ -72,7 +72,7 @@ def test_a_matrix_of_eight_bits_holds_the_same_whether_it_is_given_floats_or_its
     assert torch.equal(scale, fp8_rows(weight).scale.repeat(2))
 
 
-def test_an_update_leaves_a_matrix_as_a_start_with_the_same_weights_does():
+def test_an_update_and_a_start_with_the_same_weights_give_the_same_matrix():
     backend, old, new = fp8_backend(), floating(weight_of(8, 16)), floating(-3 * weight_of(8, 16))
     updated, fresh = backend.matrix(8, 16), backend.matrix(8, 16)
     for weight in (old, new):
@@ -101,7 +101,7 @@ def test_a_rank_takes_its_columns_with_the_scales_of_all_rows(rank):
 
 
 @pytest.mark.parametrize("name", available_backends())
-def test_a_matrix_of_floats_takes_no_other_format(name):
+def test_a_floating_point_matrix_accepts_no_other_format(name):
     backend = choose_backend(name, torch.device("cpu"), torch.float32, HEADS)
     matrix = backend.matrix(8, 16)
     assert matrix.format == Floating(torch.float32)

@@ -36,7 +36,7 @@ def test_a_product_of_bfloat16_is_computed_on_this_machine():
         (True, 0, "AVX2", "AVX2"),
     ],
 )
-def test_only_hidden_tiles_are_avoided_and_a_limit_of_the_user_stays(monkeypatch, announced, palettes, given, limit):
+def test_only_hidden_tiles_set_the_limit_and_a_user_limit_is_kept(monkeypatch, announced, palettes, given, limit):
     monkeypatch.setattr(onednn, "_announces_amx", lambda: announced)
     monkeypatch.setattr(onednn, "_palettes", lambda: palettes)
     monkeypatch.delenv(onednn.LIMIT, raising=False)
@@ -46,5 +46,5 @@ def test_only_hidden_tiles_are_avoided_and_a_limit_of_the_user_stays(monkeypatch
     assert os.environ.get(onednn.LIMIT) == limit
 
 
-def test_the_cpu_answers_whether_or_not_it_has_tiles():
+def test_the_number_of_tile_palettes_can_be_queried():
     assert onednn._palettes() in (None, 0, 1, 2)

@@ -122,13 +122,13 @@ SHAPES = [Heads(4, 2, 64), Heads(3, 3, 80), Heads(6, 2, 96), Heads(4, 2, 128), H
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_queries_and_keys_are_normed_and_turned_and_kv_written(device, dtypes, heads):
+def test_queries_and_keys_are_normed_and_rotated_and_kv_is_written(device, dtypes, heads):
     for dtype in dtypes:
         for normed in (True, False):
             Case(device, dtype, heads, [(3, 3), (1, 40), (5, 37)], normed=normed).check_rope()
 
 
-def test_a_program_that_takes_several_tokens_turns_each(device, dtypes, monkeypatch):
+def test_a_program_that_takes_several_tokens_rotates_each(device, dtypes, monkeypatch):
     from headgate.layers.triton import rope
 
     monkeypatch.setattr(rope, "MANY", 9)
@@ -216,7 +216,7 @@ def test_deterministic_products_have_the_same_bits_however_many_rows_there_are(d
             assert torch.equal(backend.logits(x[:count], matrix), logits[:count]), (rows, columns, count)
 
 
-def test_a_context_of_nothing_is_padding_and_gives_zeros(device):
+def test_an_empty_context_is_padding_and_gives_zeros(device):
     case = Case(device, torch.float32, Heads(4, 2, 64), [(1, 20), (1, 30)])
     case.batch.context_lens[1] = 0
     q = torch.randn(2, 4, 64, device=device)
@@ -230,7 +230,7 @@ def test_slices_can_be_taken_in_any_order(device):
     case.check_attention()
 
 
-def test_a_negative_slot_is_written_nowhere(device):
+def test_a_negative_slot_is_not_written(device):
     case = Case(device, torch.float32, Heads(4, 2, 64), [(1, 20), (1, 30)])
     before = [cache.clone() for cache in case.fast_kv]
     case.batch.slots.fill_(-1)
@@ -277,7 +277,7 @@ def test_products_of_a_few_rows_are_those_of_the_reference(device, dtypes, count
         assert_close(logits, x.double() @ weight.double().T, dtype)
 
 
-def test_a_cache_of_eight_bits_is_written_rounded_and_attended_as_it_is(device, dtypes):
+def test_an_eight_bit_cache_is_rounded_on_write_and_attended_as_stored(device, dtypes):
     for dtype in dtypes:
         case = Case(device, dtype, Heads(4, 2, 64), [(1, 70), (7, 7), (1, 33), (3, 40)], fp8=Fp8(kv=True))
         assert case.fast_kv.k.dtype == torch.float8_e4m3fn
@@ -297,7 +297,7 @@ def test_a_cache_of_eight_bits_is_written_rounded_and_attended_as_it_is(device, 
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 200])
-def test_matrices_of_eight_bits_give_what_their_numbers_say(device, dtypes, count):
+def test_eight_bit_matrices_multiply_as_their_dequantised_values(device, dtypes, count):
     rows, columns = (1536, 1024) if device.type == "cuda" else (48, 64)
     count = count if device.type == "cuda" else min(count, 5)
     for dtype in dtypes:
@@ -324,7 +324,7 @@ def test_matrices_of_eight_bits_give_what_their_numbers_say(device, dtypes, coun
                 assert error < (0.05 if rounded else 1.5 * TOLERANCE[dtype]), f"off by {error:.2e}"
 
 
-def test_eight_bits_end_at_their_largest_number(device):
+def test_eight_bit_values_are_clamped_to_the_largest_number(device):
     from headgate.layers.triton.rounding import round_rows
 
     rows = torch.tensor([[0.0, 0.0, 0.0], [7.0, 0.0, -3.5], [1e30, 0.0, -1e30]], device=device)
@@ -333,7 +333,7 @@ def test_eight_bits_end_at_their_largest_number(device):
 
 
 @pytest.mark.gpu  # the interpreter makes a number of it
-def test_what_is_no_number_stays_none_in_eight_bits():
+def test_nan_stays_nan_in_eight_bits():
     from headgate.layers.triton.rounding import round_rows
 
     cuda = torch.device("cuda")
@@ -363,13 +363,13 @@ def test_deterministic_products_fit_devices_with_little_shared_memory():
     assert invariant_cut(8192, 4096, torch.bfloat16) is LARGE
 
 
-def test_vocabularies_are_never_of_eight_bits(device):
+def test_vocabulary_matrices_are_never_eight_bit(device):
     backend = triton_backend(device, torch.float32, Heads(4, 2, 64), FP8)
     assert backend.vocabulary(8, 8).data.dtype == torch.float32 and backend.matrix(8, 8).data.itemsize == 1
 
 
 @pytest.mark.parametrize("vocab", [97, 5000])
-def test_tokens_are_drawn_as_the_definition_says(device, vocab):
+def test_tokens_are_drawn_as_the_reference_defines(device, vocab):
     from headgate.layers.triton.draw import draw_tokens
 
     rows = 40

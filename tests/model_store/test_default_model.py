@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return find_model(None, Places(hub_cache=cache / "hub", our_cache=cache / "ours")).path
 
 
-def test_its_weights_are_those_of_transformers(path: Path) -> None:
+def test_default_model_weights_equal_those_of_transformers(path: Path) -> None:
     theirs = reference_tensors(path)
     seen = set()
     for name, tensor in GGUFWeights(path):
@@ -40,7 +40,7 @@ def test_its_weights_are_those_of_transformers(path: Path) -> None:
     assert seen == theirs.keys()
 
 
-def test_its_words_are_those_of_transformers(path: Path) -> None:
+def test_default_model_tokens_and_text_equal_those_of_transformers(path: Path) -> None:
     ours, theirs = load_tokenizer(path), reference_tokenizer(path)
     assert ours is not None
     for text in TEXTS:
@@ -50,7 +50,7 @@ def test_its_words_are_those_of_transformers(path: Path) -> None:
         assert "".join([stream.push([token_id]) for token_id in ids]) + stream.finish() == text
 
 
-def test_its_prompts_are_those_of_transformers(path: Path) -> None:
+def test_default_model_prompts_equal_those_of_transformers(path: Path) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     template = load_template(path)
     assert template is not None

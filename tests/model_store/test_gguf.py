@@ -67,7 +67,7 @@ def test_the_config_is_that_of_transformers(path: Path, architecture: str, tied:
     assert ours["head_dim"] == HEAD_DIM
 
 
-def test_metadata_tells_what_iteration_gives(path: Path) -> None:
+def test_metadata_matches_what_iteration_yields(path: Path) -> None:
     weights = GGUFWeights(write_gguf(path, kind="Q4_0"), dtype=torch.bfloat16)
     given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights}
     assert given == {name: tuple(info) for name, info in weights.metadata().items()}
@@ -85,7 +85,7 @@ def test_the_tokenizer_is_that_of_transformers(path: Path, pre: str) -> None:
         assert ours.decode(ours.encode(text), skip_special=False) == text
 
 
-def test_smollm_takes_digits_one_by_one(path: Path) -> None:
+def test_smollm_splits_digits_one_by_one(path: Path) -> None:
     """Which `transformers` overlooks; no file in use has merges of digits, but the rule is the model's."""
     tokenizer = load_tokenizer(write_gguf(path, pre="smollm"))
     assert tokenizer is not None
@@ -152,13 +152,13 @@ def test_a_file_cut_anywhere_is_a_broken_checkpoint(path: Path) -> None:
             read_gguf(path)
 
 
-def test_a_length_beyond_the_file_is_not_believed(path: Path) -> None:
+def test_a_length_beyond_the_file_is_rejected(path: Path) -> None:
     path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + (2**60).to_bytes(8, "little") * 3)
     with pytest.raises(BrokenCheckpoint, match="cut short"):
         read_gguf(path)
 
 
-def test_what_cannot_be_served_is_named(path: Path) -> None:
+def test_unsupported_files_are_refused_by_name(path: Path) -> None:
     write_gguf(path, "gemma2")
     with pytest.raises(UnsupportedModel, match="gemma2"):
         hub_config(read_gguf(path))

@@ -62,7 +62,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_function_that_the_documentation_quotes_is_the_one_of_qwen2():
+def test_the_documentation_quotes_the_qwen2_function_exactly():
     (quoted,) = re.findall(r"^```\n(def qwen2.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert inspect.getsource(qwen2) == quoted
 

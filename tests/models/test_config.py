@@ -42,7 +42,7 @@ def test_the_end_of_a_turn_may_be_named_in_the_generation_config(tmp_path):
     assert read_spec(folder).eos_ids == (1, 2)
 
 
-def test_a_model_may_have_no_end(tmp_path):
+def test_a_model_may_have_no_eos_token(tmp_path):
     assert read_spec(write_config(tmp_path, eos_token_id=None)).eos_ids == ()
 
 
@@ -93,7 +93,7 @@ def test_windows_are_stated_per_layer(tmp_path, architecture, overrides, windows
     assert windows_of(read_spec(write_config(tmp_path, architecture, **overrides))) == windows
 
 
-def test_a_mistral_that_says_nothing_of_a_window_has_that_of_the_first_mistral(tmp_path):
+def test_a_mistral_config_without_a_window_gets_the_default_window(tmp_path):
     folder = write_config(tmp_path, "mistral")
     config = json.loads((folder / "config.json").read_text())
     del config["sliding_window"]
@@ -141,20 +141,20 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "sentence"), REFUSED)
-def test_a_model_we_do_not_know_is_refused_by_name(tmp_path, overrides, sentence):
+def test_an_unsupported_model_is_refused_by_name(tmp_path, overrides, sentence):
     with pytest.raises(UnsupportedModel) as refusal:
         read_spec(write_config(tmp_path, **overrides))
     assert sentence in str(refusal.value)
 
 
-def test_layer_types_that_we_do_not_know_are_refused_by_name(tmp_path):
+def test_unknown_layer_types_are_refused_by_name(tmp_path):
     types = ["linear_attention", "full_attention"]
     folder = write_config(tmp_path, "qwen3", use_sliding_window=True, sliding_window=4, layer_types=types)
     with pytest.raises(UnsupportedModel, match="layer type 'linear_attention' is not supported"):
         read_spec(folder)
 
 
-def test_as_many_layer_types_as_layers(tmp_path):
+def test_the_number_of_layer_types_must_match_the_layers(tmp_path):
     folder = write_config(
         tmp_path, "qwen3", use_sliding_window=True, sliding_window=4, layer_types=["full_attention"]
     )
@@ -173,12 +173,12 @@ def test_mistral_with_layer_types_is_refused(tmp_path):
         read_spec(folder)
 
 
-def test_a_path_that_is_no_folder(tmp_path):
+def test_a_path_that_is_not_a_folder_is_refused(tmp_path):
     with pytest.raises(NotAModel, match=r"nowhere is not a folder"):
         read_spec(tmp_path / "nowhere")
 
 
-def test_a_folder_without_config(tmp_path):
+def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(NotAModel, match=r"has no config\.json"):
         read_spec(tmp_path)
 
@@ -186,7 +186,7 @@ def test_a_folder_without_config(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"), [("{", "is not valid JSON"), ("[]", "is not a JSON object"), ("\xff", "JSON")]
 )
-def test_a_config_that_is_not_json(tmp_path, text, sentence):
+def test_a_config_that_is_not_json_is_refused(tmp_path, text, sentence):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(NotAModel, match=sentence):
         read_spec(tmp_path)

@@ -37,7 +37,7 @@ def test_chunks_do_not_change_a_bit(model):
         assert torch.equal(torch.cat(pieces), whole)
 
 
-def test_company_does_not_change_a_bit(model):
+def test_other_sequences_in_the_batch_do_not_change_a_bit(model):
     alone = Pages(model).step({"a": TOKENS})["a"]
     pages = Pages(model, seed=1)
     company = {name: prompt(length, seed=length) for name, length in [("b", 3), ("c", 40), ("d", 1)]}

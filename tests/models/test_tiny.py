@@ -36,7 +36,7 @@ def test_the_seed_decides_the_weights(tmp_path):
     assert not any(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_the_tokenizer_takes_any_text_and_gives_it_back(tmp_path):
+def test_the_tokenizer_round_trips_any_text(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model(tmp_path))
     text = "Grüße, 世界 <|im_start|>\n\x00"
     ids = tokenizer.encode(text)

@@ -85,7 +85,7 @@ def test_shares_cover_the_whole_without_overlap(whole, size):
     assert [i for each in shares for i in range(whole)[each]] == list(range(whole))
 
 
-def test_heads_that_cannot_be_divided_are_refused_with_what_can_be(tmp_path):
+def test_heads_that_cannot_be_divided_are_refused_with_the_possible_sizes(tmp_path):
     heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 96}
     spec = read_spec(tiny_model(tmp_path, **heads))
     message = "this model's 6 KV heads and MLP of 96 cannot be divided by that; choose from 1, 2, 3, 6"

@@ -61,7 +61,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [answer.token_ids for answer in llm.generate([[1, 2, 3], [4, 5]], PARAMS, progress=False)]
 
 
-def test_a_rank_of_its_own_process_answers_as_one_and_its_death_is_told_though_nobody_asks(folder):
+def test_two_rank_processes_answer_like_one_and_a_lost_rank_is_reported_while_idle(folder):
     with LLM(folder, dtype="float32", device="cpu", max_running=4) as llm:
         alone = tokens_of(llm)
     with LLM(folder, dtype="float32", device="cpu", max_running=4, tensor_parallel=2) as llm:
@@ -92,7 +92,7 @@ def test_heads_that_cannot_be_divided_are_refused_before_anything_is_started(fol
     ("flags", "culprit"),
     [(["--role", "decode"], "--role decode"), (["--kv-listen", "127.0.0.1:7000"], "--kv-listen 127.0.0.1:7000")],
 )
-def test_kv_that_would_travel_is_refused_at_the_start(flags, culprit):
+def test_kv_transfer_with_several_ranks_is_refused_at_start_up(flags, culprit):
     options = parser().parse_args(["serve", "model", "--tensor-parallel", "2", *flags])
     with pytest.raises(RequestError, match=f"{culprit} and --tensor-parallel 2 exclude each other"):
         engine_config(options)
@@ -119,7 +119,7 @@ def pids_of(replica: Replica) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", ["follower", "rank 0"])
-def test_36_streams_go_on_elsewhere_when_a_rank_is_killed_and_the_whole_engine_comes_back(folder, victim, caplog):
+def test_36_streams_continue_on_another_engine_when_a_rank_is_killed_and_the_engine_restarts(folder, victim, caplog):
     async def main() -> None:
         async with asyncio.timeout(240), started(folder, CONFIG, count=2) as replicas:
             undisturbed = await asyncio.gather(*(collect(replicas, seed, 400) for seed in range(8)))
@@ -154,7 +154,7 @@ async def until_ready(replica: Replica) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_55_an_update_by_path_outlives_a_rank(folder, tmp_path):
+def test_55_an_update_by_path_survives_the_loss_of_a_rank(folder, tmp_path):
     new = tiny_model(tmp_path / "new", seed=1)
 
     async def main() -> None:
@@ -191,7 +191,7 @@ def test_a_rank_that_hangs_ends_its_engine_at_the_deadline(folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_server_of_ranks_says_so_and_leaves_none_behind_when_it_is_killed(folder, monkeypatch):
+def test_a_killed_server_leaves_no_rank_processes(folder, monkeypatch):
     monkeypatch.setattr(serving, "START_S", 200.0)
     flags = ("--tensor-parallel", 2, "--max-running", 4)
     with serving.serving(folder, *flags) as server, server.client() as client:

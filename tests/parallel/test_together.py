@@ -99,7 +99,7 @@ def test_scores_of_prompts_and_answers_are_those_of_one_rank(folder):
         assert one.top_ids == two.top_ids and one.token == pytest.approx(two.token, abs=1e-4)
 
 
-def test_a_plan_reaches_followers_without_what_only_rank_0_needs(folder):
+def test_followers_receive_plans_without_the_fields_that_only_rank_0_needs(folder):
     """The choice is rank 0's alone: followers get no tokens but those that join, and answer nothing."""
     with LLM(folder, dtype="float32", tensor_parallel=2, max_running=4) as llm:
         llm.generate([[1, 2, 3]], GREEDY, progress=False)
@@ -148,7 +148,7 @@ def forget_on_rank_1(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(AgreedWeights, "_files", files)
 
 
-def test_25_weights_that_break_off_on_one_rank_are_whole_on_none(folder, other, renewed, monkeypatch):
+def test_25_a_partial_load_on_one_rank_counts_as_partial_on_all(folder, other, renewed, monkeypatch):
     with driving(folder, tensor_parallel=2) as driver:
         driver.call(Pause("abort"))
         with monkeypatch.context() as broken:
@@ -180,7 +180,7 @@ def break_off_on_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AgreedWeights, "_files", files)
 
 
-def test_a_trainer_that_reaches_only_one_rank_is_refused_by_name(folder):
+def test_sources_that_reach_only_one_rank_are_refused_by_name(folder):
     sources = {
         "broadcasts to a group": BroadcastSource("tcp://127.0.0.1:1", 2),
         "shares its GPU memory": SharedMemorySource("", (), ()),
@@ -194,7 +194,7 @@ def test_a_trainer_that_reaches_only_one_rank_is_refused_by_name(folder):
             assert driver.engine.loop.control.state == "paused"
 
 
-def test_frozen_answers_go_on_after_all_ranks_have_slept(folder, undisturbed):
+def test_frozen_answers_continue_after_all_ranks_have_slept(folder, undisturbed):
     with driving(folder, tensor_parallel=2) as driver:
         told = frozen(driver).call(Sleep(TAGS))
         assert isinstance(told, EngineState) and told.asleep == TAGS
@@ -230,7 +230,7 @@ def crowd_rank_1(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
     monkeypatch.setattr(sleep_module, "free_bytes", crowded)
 
 
-def test_55_wanted_weights_that_one_rank_lacks_are_had_by_none(folder, other, monkeypatch, tmp_path, caplog):
+def test_55_weights_missing_on_one_rank_are_loaded_by_none(folder, other, monkeypatch, tmp_path, caplog):
     lacking = tmp_path / "lacking"
     shutil.copytree(other, lacking)
     config = EngineConfig(tensor_parallel=2, max_running=2, device="cpu")

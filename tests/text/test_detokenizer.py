@@ -42,7 +42,7 @@ def test_deltas_add_up_to_the_decoded_text(tokenizer: Tokenizer, text: str, skip
 
 
 @pytest.mark.parametrize("skip_special", [True, False])
-def test_deltas_add_up_for_ids_that_no_text_has(tokenizer: Tokenizer, skip_special: bool) -> None:
+def test_deltas_add_up_for_ids_that_no_text_encodes_to(tokenizer: Tokenizer, skip_special: bool) -> None:
     random = Random(2)
     for _ in range(400):
         ids = [random.randrange(tokenizer.vocab_size + 2) for _ in range(random.randint(1, 24))]
@@ -71,7 +71,7 @@ def test_an_unfinished_character_waits_for_its_end(tokenizers_by_kind: dict[str,
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_a_character_that_never_ends_is_replaced_at_the_finish(
+def test_an_unfinished_character_is_replaced_at_the_finish(
     tokenizers_by_kind: dict[str, Tokenizer], kind: str
 ) -> None:
     tokenizer = tokenizers_by_kind[kind]
@@ -140,7 +140,7 @@ def test_the_work_per_token_does_not_grow_with_the_stream() -> None:
     assert 1 < backend.most < 10
 
 
-def test_ids_that_do_not_exist_are_not_remembered(tokenizers_by_kind: dict[str, Tokenizer]) -> None:
+def test_ids_that_do_not_exist_are_not_cached(tokenizers_by_kind: dict[str, Tokenizer]) -> None:
     for kind, remembered in (("byte_level", "_bytes_of"), ("byte_fallback", "_piece_of")):
         detokenizer = Detokenizer(tokenizers_by_kind[kind])
         assert detokenizer.push(range(10**6, 10**6 + 1000)) + detokenizer.finish() == ""

@@ -35,7 +35,7 @@ def up_to_first_stop(text: str, stops: list[str], *, include: bool) -> str:
 @seed(0)
 @settings(max_examples=500, deadline=None, database=None)
 @given(texts, some_stops, cuts, st.booleans())
-def test_what_is_shown_ends_at_the_first_stop_however_the_text_is_cut(
+def test_text_ends_at_the_first_stop_however_it_is_split(
     text: str, stops: list[str], places: list[int], include: bool
 ) -> None:
     watcher = StopStrings(stops, include_stop=include)
@@ -47,7 +47,7 @@ def test_what_is_shown_ends_at_the_first_stop_however_the_text_is_cut(
 @seed(1)
 @settings(max_examples=500, deadline=None, database=None)
 @given(texts, some_stops, cuts)
-def test_only_the_beginning_of_a_stop_is_held_back(text: str, stops: list[str], places: list[int]) -> None:
+def test_only_a_prefix_of_a_stop_is_held_back(text: str, stops: list[str], places: list[int]) -> None:
     watcher, seen = StopStrings(stops), ""
     for delta in deltas(text, places):
         watcher.push(delta)

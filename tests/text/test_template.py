@@ -134,7 +134,7 @@ def test_prompts_are_those_of_transformers(reference: Any, template: str, chat: 
         assert render() == expected
 
 
-def test_what_a_template_complains_of_reaches_the_caller() -> None:
+def test_an_error_raised_by_a_template_reaches_the_caller() -> None:
     with pytest.raises(RequestError, match="roles must alternate"):
         ChatTemplate(MISTRAL, variables={"bos_token": "", "eos_token": ""}).render([USER, USER])
 
@@ -159,7 +159,7 @@ def with_arguments(arguments: str, source: str = CALLS) -> str:
 @pytest.mark.parametrize(
     "arguments", ['{"city": "Zür', "city=Zürich", "[" * 100_000, "[" * 300 + "1,2" + "]" * 300, "9" * 5000]
 )
-def test_arguments_that_cannot_be_read_reach_the_template_as_they_are(arguments: str) -> None:
+def test_invalid_arguments_reach_the_template_unchanged(arguments: str) -> None:
     assert with_arguments(arguments) == arguments
 
 
@@ -168,7 +168,7 @@ def test_a_prompt_with_half_a_surrogate_pair_is_refused() -> None:
         with_arguments('"\\ud800"')
 
 
-def test_a_complaint_that_quotes_half_a_surrogate_pair_can_still_be_sent() -> None:
+def test_an_error_that_quotes_half_a_surrogate_pair_can_still_be_sent() -> None:
     with pytest.raises(RequestError, match="odd") as raised:
         with_arguments('"\\ud800"', "{{ raise_exception('odd: ' ~ messages[1].tool_calls[0].function.arguments) }}")
     raised.value.message.encode()
@@ -199,20 +199,20 @@ def test_values_nested_too_deep_are_refused_by_the_name_of_their_field(given: di
     assert raised.value.param == param
 
 
-def test_text_parts_are_joined_for_a_template_that_takes_only_text() -> None:
+def test_text_parts_are_joined_for_a_template_that_accepts_only_text() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "one\ntwo" in ChatTemplate(CHATML).render([{"role": "user", "content": parts}])
     with pytest.raises(RequestError, match="text only"):
         ChatTemplate(CHATML).render([{"role": "user", "content": [{"type": "image_url"}]}])
 
 
-def test_parts_stay_parts_for_a_template_that_takes_them() -> None:
+def test_parts_stay_parts_for_a_template_that_supports_them() -> None:
     source = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert ChatTemplate(source).render([{"role": "user", "content": parts}]) == "[one][two]"
 
 
-def test_a_template_knows_the_date_it_is_told() -> None:
+def test_a_template_sees_the_configured_date() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2024, 7, 26))
     assert template.render([USER]) == "26 Jul 2024"
 
@@ -303,7 +303,7 @@ def test_a_template_cannot_run_for_ever(attempt: str) -> None:
     refused(ENDLESS[attempt], r"ran for more than 0\.1 s|calls itself without end")
 
 
-def test_time_in_which_a_template_was_not_run_is_not_counted() -> None:
+def test_only_cpu_time_of_the_template_is_counted() -> None:
     def late() -> datetime:
         time.sleep(0.3)  # as a machine that is busy with something else
         return datetime(2026, 1, 2)
@@ -314,7 +314,7 @@ def test_time_in_which_a_template_was_not_run_is_not_counted() -> None:
     assert template.render([USER]) == "20261"
 
 
-def test_the_clock_is_looked_at_while_long_numbers_are_added_up() -> None:
+def test_the_clock_is_checked_while_long_numbers_are_added() -> None:
     template = ChatTemplate("{{ ([2**2000] * 900000) | sum | string | length }}", limits=TemplateLimits(seconds=0.01))
     began = time.thread_time()
     with pytest.raises(RequestError, match=r"ran for more than 0\.01 s"):
@@ -323,5 +323,5 @@ def test_the_clock_is_looked_at_while_long_numbers_are_added_up() -> None:
 
 
 @pytest.mark.parametrize("attempt", HUGE)
-def test_a_template_cannot_make_much_out_of_little(attempt: str) -> None:
+def test_a_template_cannot_expand_a_small_input_without_limit(attempt: str) -> None:
     refused(HUGE[attempt], "characters|not allowed|too wide|Range too big|unsafe|argument 'start'|bits", seconds=60)

@@ -88,7 +88,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_vocabulary_that_nothing_can_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_vocabulary_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"not a sentencepiece model")
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
         load_tokenizer(tmp_path)

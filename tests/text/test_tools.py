@@ -90,7 +90,7 @@ def test_an_answer_is_split_into_content_and_calls(format, answer, content, call
 
 
 @pytest.mark.parametrize(("format", "answer", "content", "calls"), ANSWERS)
-def test_a_stream_adds_up_to_the_same_however_it_is_cut(format, answer, content, calls):
+def test_a_stream_adds_up_to_the_same_however_it_is_split(format, answer, content, calls):
     random_cuts = random.Random(0)
     whole = parse_calls(answer, format, names=NAMES, seed="r")
     assert stream(list(answer), format) == whole
@@ -103,7 +103,7 @@ def test_a_stream_adds_up_to_the_same_however_it_is_cut(format, answer, content,
         assert stream(pieces, format) == whole
 
 
-def test_arguments_stream_while_they_are_said():
+def test_arguments_are_streamed_as_they_are_generated():
     parser = ToolParser(HERMES, names=NAMES, seed="r")
     assert parser.push('<tool_call>\n{"name": "add"') == ("", [])
     content, (head,) = parser.push(', "arguments": {"a": 1')
@@ -127,7 +127,7 @@ def test_calls_of_a_replayed_stream_have_the_same_ids_and_others_have_others():
     assert len(ids) == 4 and all(id.startswith("call_") for id in ids)
 
 
-def test_nothing_is_lost_from_words_that_only_look_like_markup():
+def test_text_that_only_looks_like_markup_is_not_lost():
     random_words = random.Random(1)
     parts = [
         "<tool_call>",
@@ -163,10 +163,10 @@ def test_nothing_is_lost_from_words_that_only_look_like_markup():
         (None, HERMES),
     ],
 )
-def test_the_format_is_the_one_the_template_teaches(template, format):
+def test_the_tool_format_is_detected_from_the_template(template, format):
     assert format_of(template) is format
 
 
-def test_arguments_are_the_json_that_was_said():
+def test_arguments_are_the_json_that_was_generated():
     (call,) = parse(f"<tool_call>{ONE}</tool_call>")[1]
     assert json.loads(call[1]) == {"city": 'Århus "}', "days": [1, {"a": None}]}

@@ -61,7 +61,7 @@ def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend, transpo
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_36_37_a_crowd_in_too_little_room_gets_the_same_tokens_and_leaves_nothing(model, transport):
+def test_36_37_many_requests_in_a_small_cache_get_the_same_tokens_and_leak_nothing(model, transport):
     """Exports wait, expire and make room; answers are aborted; readers leave. Whoever is answered is answered right."""
     rng = random.Random(11)
     prompts = some_prompts(rng, 48)

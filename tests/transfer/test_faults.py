@@ -86,7 +86,7 @@ async def fetching(d: Side, request: GenerateRequest, ticket: Ticket) -> AsyncIt
         await task
 
 
-def test_blocks_arrive_while_p_still_computes_and_the_rest_when_it_goes_on(pair):
+def test_blocks_arrive_while_p_still_computes_and_the_rest_when_it_continues(pair):
     async def work(p: Side, d: Side) -> None:
         request = fresh_request()
         right = await expected(p, request)
@@ -101,7 +101,7 @@ def test_blocks_arrive_while_p_still_computes_and_the_rest_when_it_goes_on(pair)
     pair.run(work)
 
 
-def test_32_38_an_export_that_is_aborted_is_told_to_d_at_once(pair):
+def test_32_38_an_aborted_export_is_reported_to_d_at_once(pair):
     async def work(p: Side, d: Side) -> None:
         request = fresh_request()
         right = await expected(p, request)
@@ -119,7 +119,7 @@ def test_32_38_an_export_that_is_aborted_is_told_to_d_at_once(pair):
     pair.run(work)
 
 
-def test_37_a_p_that_says_nothing_is_waited_for_only_so_long(pair):
+def test_37_d_waits_for_a_silent_p_only_until_its_timeout(pair):
     async def work(p: Side, d: Side) -> None:
         request = fresh_request()
         right = await expected(p, request)
@@ -134,7 +134,7 @@ def test_37_a_p_that_says_nothing_is_waited_for_only_so_long(pair):
     pair.run(work)
 
 
-def test_38_an_answer_that_is_aborted_while_its_kv_travels_leaves_nothing_on_either_side(pair):
+def test_38_an_answer_aborted_during_its_transfer_leaks_nothing_on_either_side(pair):
     async def work(p: Side, d: Side) -> None:
         request = fresh_request()
         async with half_computed(p, request) as (exported, ticket), fetching(d, request, ticket) as answer:
@@ -147,7 +147,7 @@ def test_38_an_answer_that_is_aborted_while_its_kv_travels_leaves_nothing_on_eit
     pair.run(work)
 
 
-def test_37_kv_that_nobody_fetches_is_kept_for_the_lease_and_no_longer(pair):
+def test_37_kv_that_is_not_fetched_is_kept_only_until_its_lease_expires(pair):
     async def work(p: Side, d: Side) -> None:
         began_s = time.monotonic()
         async with p.exporting(export(fresh_request().prompt)) as exported:
@@ -217,7 +217,7 @@ def test_39_new_weights_on_p_end_its_exports(pair, model):
 
 
 @pytest.mark.parametrize("harm", ["cut", "damage", "delay"])
-def test_39_a_bad_line_never_makes_a_wrong_token(pair, harm):
+def test_39_a_damaged_connection_never_causes_a_wrong_token(pair, harm):
     def mangle(data: bytes, offset: int) -> bytes | None:
         if harm == "delay":
             time.sleep(0.05)
@@ -242,7 +242,7 @@ def test_39_a_bad_line_never_makes_a_wrong_token(pair, harm):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_37_a_p_that_is_killed_costs_d_nothing_but_the_prefill(model, transport):
+def test_37_a_killed_p_costs_d_only_the_prefill(model, transport):
     async def work(p: Side, d: Side) -> None:
         request = fresh_request()
         right = await expected(p, request)
@@ -278,7 +278,7 @@ async def until_back(side: Side, killed: int) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
-def test_37_a_d_that_dies_or_hangs_gives_p_everything_back(model, harm, transport):
+def test_37_p_gets_everything_back_when_d_dies_or_hangs(model, harm, transport):
     async def work(p: Side, d: Side) -> None:
         request = fresh_request()
         async with half_computed(p, request) as (exported, ticket):

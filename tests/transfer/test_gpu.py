@@ -45,7 +45,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_what_a_gpu_lends_is_what_the_host_would_and_can_be_stored_elsewhere(tensors, dtype):
+def test_blocks_lent_by_a_gpu_equal_those_of_the_host_and_can_be_stored(tensors, dtype):
     tensors = [tensor.to(dtype) for tensor in tensors]
     host = HostBlocks(tensors, "same")
     device = DeviceBlocks([tensor.cuda() for tensor in tensors], "same")
@@ -112,7 +112,7 @@ def empty_cache() -> tuple[SameGpuCache, list[torch.Tensor]]:
     return cache, empty
 
 
-def test_what_another_process_puts_in_a_slot_is_taken_out_of_it_where_it_lies(tensors):
+def test_blocks_that_another_process_puts_in_a_slot_are_read_in_place(tensors):
     with neighbour() as (_, digest, descriptor):
         cache, empty = empty_cache()
         assert digest == checksum(HostBlocks(tensors, "same").lend(THEIRS))
@@ -130,7 +130,7 @@ def test_a_shelf_of_our_own_process_cannot_be_opened_and_nothing_breaks():
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
-def test_37_a_process_that_dies_while_we_read_its_memory_breaks_nothing_of_ours(tensors):
+def test_37_a_process_that_dies_while_its_memory_is_read_does_not_affect_the_reader(tensors):
     with neighbour() as (process, digest, descriptor):
         cache, empty = empty_cache()
         opened = cache.open(descriptor)
@@ -190,7 +190,7 @@ def long_request(number: int) -> GenerateRequest:
 
 
 @pytest.mark.parametrize(("p_way", "d_way", "beside"), [("auto", "auto", True), ("tcp", "auto", False)])
-def test_between_engines_on_one_card_nothing_but_words_goes_over_the_connection(model, p_way, d_way, beside):
+def test_engines_on_one_gpu_send_only_control_frames_over_the_connection(model, p_way, d_way, beside):
     async def main() -> None:
         settings = [config(device="cuda", deterministic=True, kv_transport=way) for way in (p_way, d_way)]
         async with two_engines(model, *settings) as (p, d):
@@ -209,7 +209,7 @@ def test_between_engines_on_one_card_nothing_but_words_goes_over_the_connection(
     asyncio.run(main())
 
 
-def test_37_a_p_that_is_killed_during_transfers_costs_d_nothing_but_the_prefill(model):
+def test_37_a_p_killed_during_transfers_costs_d_only_the_prefill(model):
     async def crowd(p: Side, d: Side, requests: list[GenerateRequest]) -> list[list[int]]:
         """D's answers to KV that comes from P, which may die meanwhile."""
 

@@ -64,7 +64,7 @@ def home(*servers: LiveServer) -> bool:
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)], ids=["chat", "completions"]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_36_an_answer_by_way_of_two_servers_is_that_of_one(both, path, body, stream):
+def test_36_an_answer_through_two_servers_equals_that_of_one(both, path, body, stream):
     p, d = both
     salted = body | {"cache_salt": f"{path} {stream}"}
     alone = p.post(path, body | {"cache_salt": "alone"}).json()["choices"]
@@ -85,7 +85,7 @@ def test_36_an_answer_by_way_of_two_servers_is_that_of_one(both, path, body, str
     assert home(p, d)
 
 
-def test_38_whoever_hangs_up_takes_the_kv_back(both):
+def test_38_a_client_that_disconnects_releases_the_kv(both):
     p, d = both
     body = COMPLETION | {"cache_salt": "hung up"}
     with exporting(p, "/v1/completions", body) as export:
@@ -109,7 +109,7 @@ def test_an_export_can_be_aborted_by_its_name(both):
     assert home(p)
 
 
-def test_a_prompt_without_a_whole_block_has_no_ticket(both):
+def test_a_prompt_shorter_than_a_block_has_no_ticket(both):
     p, _ = both
     with exporting(p, "/v1/completions", {"prompt": "short"}) as export:
         assert export.next()["kv_export"]["state"] == "empty"
@@ -161,7 +161,7 @@ def page_with(server: LiveServer, *lines: str) -> str:
     return pages[-1]
 
 
-def test_what_moves_shows_in_the_metrics(both):
+def test_transferred_bytes_appear_in_the_metrics(both):
     p, d = both
     with exporting(p, "/v1/completions", COMPLETION | {"cache_salt": "metrics"}) as export:
         ticket = export.next()["kv_ticket"]
@@ -173,7 +173,7 @@ def test_what_moves_shows_in_the_metrics(both):
     assert float(size.split()[-1]) > 6 * 16 * 2 * 2 * 16 * 4 * 2
 
 
-def test_30_34_what_finds_no_room_carries_its_ids_and_no_text(served):
+def test_30_34_a_request_returned_for_lack_of_room_carries_its_ids_and_no_text(served):
     """Two answers that do not fit together: one goes on, the other is given back."""
     small = ENGINE | {"kv_blocks": 8, "max_context": 128, "on_preempt": "reschedule"}
     body = {"prompt": "0123456789abcdef" * 2, "max_tokens": 64, "ignore_eos": True, "seed": 1, "n": 2}

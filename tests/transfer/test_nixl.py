@@ -29,7 +29,7 @@ def slots_home(*all_peers: Peer) -> bool:
     return not any(slots.taken for peer in all_peers for slots in (agent(peer).out, agent(peer).into))
 
 
-def test_blocks_go_beside_the_connection_and_count_as_moved():
+def test_blocks_bypass_the_connection_and_are_counted_as_transferred():
     with peers(kind="nixl") as (p, d), counted(p.transport.address) as (address, came):
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1, address), OURS)
@@ -41,7 +41,7 @@ def test_blocks_go_beside_the_connection_and_count_as_moved():
         until(lambda: slots_home(p, d))
 
 
-def test_what_finds_no_slot_goes_over_the_connection():
+def test_blocks_without_a_free_slot_go_over_the_connection():
     with peers(kind="nixl") as (p, d), counted(p.transport.address) as (address, came):
         while agent(p).out.take() is not None:
             pass
@@ -50,7 +50,7 @@ def test_what_finds_no_slot_goes_over_the_connection():
         assert d.fetched(1) and same(p, SOME, d, OURS) and sum(came) > len(SOME) * BLOCK_BYTES
 
 
-def test_one_connection_never_has_more_slots_than_its_share(monkeypatch):
+def test_one_connection_never_uses_more_slots_than_its_share(monkeypatch):
     monkeypatch.setattr(serving, "MESSAGE_BYTES", 1)
     with peers(kind="nixl") as (p, d):
         take, taken = agent(p).out.take, []
@@ -81,7 +81,7 @@ def test_an_engine_without_nixl_fetches_from_one_that_has_it_and_not_the_other_w
         d.transport.close()
 
 
-def test_39_a_byte_that_changes_in_a_slot_is_noticed():
+def test_39_a_changed_byte_in_a_slot_is_detected():
     with peers(kind="nixl") as (p, d):
         write = agent(p).out.write
 
@@ -125,7 +125,7 @@ def test_32_38_blocks_are_free_at_once_and_a_read_that_lands_late_touches_none()
         assert d.fetched(2) and same(p, SOME, d, OURS)
 
 
-def test_37_a_read_that_gets_nowhere_is_waited_for_only_so_long():
+def test_37_a_stalled_read_times_out():
     with peers(kind="nixl", wait_s=0.5) as (p, d), stalled(p):
         p.offer(1, SOME)
         began_s = time.monotonic()
@@ -134,7 +134,7 @@ def test_37_a_read_that_gets_nowhere_is_waited_for_only_so_long():
         assert d.failures() == {"timeout": 1} and p.released(1) is False
 
 
-def test_28_a_lease_is_renewed_while_a_read_gets_nowhere():
+def test_28_a_lease_is_renewed_during_a_stalled_read():
     with peers(kind="nixl", lease_s=0.3) as (p, d), stalled(p):
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1), OURS)
@@ -142,7 +142,7 @@ def test_28_a_lease_is_renewed_while_a_read_gets_nowhere():
         assert renewals[-1] - renewals[0] > 0.5
 
 
-def test_with_many_reads_that_never_end_kv_comes_over_the_connection():
+def test_kv_comes_over_the_connection_when_many_reads_are_stuck():
     with peers(kind="nixl") as (p, d):
         with stalled(p):
             for id in range(1, 9):
@@ -160,7 +160,7 @@ def test_with_many_reads_that_never_end_kv_comes_over_the_connection():
         assert not agent(d).stuck
 
 
-def test_a_read_that_fails_is_a_failed_fetch_and_the_next_one_connects_anew(monkeypatch):
+def test_a_failed_read_fails_its_fetch_and_the_next_one_reconnects(monkeypatch):
     with peers(kind="nixl") as (p, d):
         p.offer(1, SOME)
         p.offer(2, SOME)
@@ -198,7 +198,7 @@ def ready(offset: int, size: int = 8) -> bytes:
     ],
     ids=["no agent", "rubbish", "too long", "two agents", "behind", "far behind", "short", "nobody", "nothing"],
 )
-def test_39_an_engine_that_shows_something_else_is_not_believed(lie, why):
+def test_39_an_invalid_slot_description_is_rejected(lie, why):
     with socket.create_server(("127.0.0.1", 0)) as server, peers(kind="nixl") as (p, d):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
@@ -207,7 +207,7 @@ def test_39_an_engine_that_shows_something_else_is_not_believed(lie, why):
         sock.close()
 
 
-def test_54_who_took_what_it_was_not_given_is_hung_up_on():
+def test_54_a_peer_that_returns_a_slot_it_does_not_have_is_disconnected():
     with peers(kind="nixl") as (p, _):
         address = parse_address(p.transport.address)
         with socket.create_connection((address.host, address.port), timeout=5) as stranger:
@@ -215,7 +215,7 @@ def test_54_who_took_what_it_was_not_given_is_hung_up_on():
             assert hung_up(stranger)
 
 
-def test_who_leaves_in_the_middle_gives_slots_back_on_both_sides():
+def test_a_fetch_left_in_the_middle_releases_slots_on_both_sides():
     with peers(kind="nixl") as (p, d):
         with stalled(p):
             p.offer(1, SOME)

@@ -40,7 +40,7 @@ def one_block_a_slot(monkeypatch) -> None:
     monkeypatch.setattr(same_gpu, "SLOT_BYTES", 1)
 
 
-def test_blocks_go_beside_the_connection_and_count_as_moved():
+def test_blocks_bypass_the_connection_and_are_counted_as_transferred():
     with peers(kind="same_gpu") as (p, d), counted(p.transport.address) as (address, came):
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1, address), OURS)
@@ -51,7 +51,7 @@ def test_blocks_go_beside_the_connection_and_count_as_moved():
         until(lambda: not table(p).lent)
 
 
-def test_another_engines_shelf_is_opened_once_and_closed_when_nobody_has_used_it_for_a_while(gpu, monkeypatch):
+def test_another_engines_shelf_is_opened_once_and_closed_after_idle_time(gpu, monkeypatch):
     with peers(kind="same_gpu") as (p, d):
         assert not gpu.shared, "nothing is laid out for nobody"
         for id in range(1, 6):
@@ -66,7 +66,7 @@ def test_another_engines_shelf_is_opened_once_and_closed_when_nobody_has_used_it
         assert d.fetched(9) and gpu.opened == 2
 
 
-def test_what_finds_no_slot_goes_over_the_connection():
+def test_blocks_without_a_free_slot_go_over_the_connection():
     with peers(kind="same_gpu") as (p, d), counted(p.transport.address) as (address, came):
         table(p).shelf()
         while table(p).take_slot() is not None:
@@ -109,7 +109,7 @@ def has_no_room(p: Peer, d: Peer) -> None:
 @pytest.mark.parametrize(
     "engine", [cannot_be_opened, is_on_another_card, is_on_no_card, says_that_it_is_on_another, has_no_room]
 )
-def test_kv_of_an_engine_that_is_not_near_comes_over_the_connection(engine, gpu):
+def test_kv_of_an_engine_on_another_gpu_comes_over_the_connection(engine, gpu):
     with peers(kind="same_gpu") as (p, d), counted(p.transport.address) as (address, came):
         engine(p, d)
         p.offer(1, SOME)
@@ -132,7 +132,7 @@ def test_engines_of_both_kinds_fetch_from_each_other(kinds):
         d.transport.close()
 
 
-def test_one_connection_never_has_more_slots_than_its_share(one_block_a_slot):
+def test_one_connection_never_uses_more_slots_than_its_share(one_block_a_slot):
     with peers(kind="same_gpu") as (p, d):
         take, taken = table(p).take_slot, []
 
@@ -163,7 +163,7 @@ def after_each_copy(p, do):  # type: ignore[no-untyped-def]
     return shelf
 
 
-def test_39_a_slot_that_changes_before_it_is_read_is_noticed():
+def test_39_a_slot_that_changes_before_it_is_read_is_detected():
     with peers(kind="same_gpu") as (p, d):
         shelf = after_each_copy(p, lambda slot: shelf._memory[slot, 3, 2, 100].bitwise_xor_(1))
         p.offer(1, SOME)
@@ -172,7 +172,7 @@ def test_39_a_slot_that_changes_before_it_is_read_is_noticed():
         until(lambda: not table(p).lent)
 
 
-def test_37_what_was_withdrawn_while_it_was_copied_is_not_passed_off_as_kv():
+def test_37_blocks_withdrawn_during_a_copy_are_not_delivered_as_kv():
     with peers(kind="same_gpu") as (p, d):
         after_each_copy(p, lambda _: p.transport.withdraw(1))  # as the loop's thread would
         p.offer(1, SOME)
@@ -239,7 +239,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_39_an_engine_that_shows_something_else_is_not_believed(lie, gpu):
+def test_39_an_invalid_slot_description_is_rejected(lie, gpu):
     with socket.create_server(("127.0.0.1", 0)) as server, peers(kind="same_gpu") as (p, d):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
@@ -262,13 +262,13 @@ def read_to_the_end(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [FrameKind.OPENED, FrameKind.TOOK])
-def test_54_who_answers_what_it_was_not_asked_is_hung_up_on(kind):
+def test_54_a_peer_that_sends_an_unexpected_reply_is_disconnected(kind):
     with peers(kind="same_gpu") as (p, _), connected(p) as stranger:
         stranger.sendall(FrameHeader(kind, 1).encode())
         assert hung_up(stranger)
 
 
-def test_37_slots_of_an_engine_that_never_takes_what_is_in_them_come_back_when_it_is_gone(one_block_a_slot):
+def test_37_slots_that_a_peer_never_reads_are_released_when_it_disconnects(one_block_a_slot):
     with peers(kind="same_gpu") as (p, d):
         p.offer(1, SOME)
         body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test", gpu_id="GPU-1"))
@@ -287,7 +287,7 @@ def test_37_slots_of_an_engine_that_never_takes_what_is_in_them_come_back_when_i
 # -- the gpu itself ---------------------------------------------------------------------
 
 
-def test_what_is_put_and_taken_is_what_the_host_would_lend_and_has_its_checksum():
+def test_blocks_put_and_taken_equal_those_of_the_host_and_their_checksums_match():
     rng = random.Random(5)
     tensors = [torch.randn(20, 2, 16, 8).bfloat16() for _ in range(6)]
     theirs, ours = same_gpu_cache(tensors), same_gpu_cache(empty := [torch.zeros_like(tensor) for tensor in tensors])
@@ -313,7 +313,7 @@ def test_a_cache_whose_layers_differ_has_no_shelf():
 
 
 @pytest.mark.parametrize(("name", "kind"), [("auto", SameGpuTransport), ("tcp", TcpTransport)])
-def test_engines_on_a_card_use_it_unless_they_are_told_otherwise(name, kind):
+def test_engines_on_a_gpu_use_it_unless_configured_otherwise(name, kind):
     memory = HostBlocks(tensors := [torch.zeros(4, 8)], "test")
     memory.same_gpu = same_gpu_cache(tensors)
     transport = open_transport(EngineConfig(kv_transport=name), memory)
@@ -321,7 +321,7 @@ def test_engines_on_a_card_use_it_unless_they_are_told_otherwise(name, kind):
     transport.close()
 
 
-def test_engines_on_no_card_use_the_connection():
+def test_engines_without_a_gpu_use_the_connection():
     transport = open_transport(EngineConfig(), HostBlocks([torch.zeros(4, 8)], "test"))
     assert type(transport) is TcpTransport
     transport.close()

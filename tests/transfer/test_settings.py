@@ -22,7 +22,7 @@ from tests.transfer.peers import Peer
 @pytest.mark.parametrize(
     "listen", ["0.0.0.0:1", "[::]:1", "example.org:1", "127.0.0.1", "127.0.0.1:x", "1.2.3.4:70000"]
 )
-def test_an_address_that_others_cannot_reach_is_refused(listen):
+def test_an_address_that_peers_cannot_reach_is_refused(listen):
     with pytest.raises(RequestError, match="kv_listen must be IP:PORT"):
         EngineConfig(kv_listen=listen)
 
@@ -95,7 +95,7 @@ def two_free_ports() -> int:
     raise AssertionError("no ports are free")
 
 
-def test_engines_of_one_server_listen_at_ports_that_follow_each_other(model):
+def test_engines_of_one_server_listen_on_consecutive_ports(model):
     async def main() -> None:
         port = two_free_ports()
         listen = f"127.0.0.1:{port}"
@@ -110,7 +110,7 @@ def test_engines_of_one_server_listen_at_ports_that_follow_each_other(model):
     asyncio.run(main())
 
 
-def test_a_taken_port_is_told_in_one_sentence(model, capfd):
+def test_a_port_in_use_is_reported_in_one_sentence(model, capfd):
     async def main(listen: str) -> None:
         async with started(model, config(kv_listen=listen)):
             pass
@@ -120,7 +120,7 @@ def test_a_taken_port_is_told_in_one_sentence(model, capfd):
     assert "KV cannot be served at 127.0.0.1" in capfd.readouterr().err
 
 
-def test_a_transport_whose_package_is_missing_is_told_in_one_sentence(monkeypatch):
+def test_a_missing_transport_package_is_reported_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(RequestError, match=r"pip install 'headgate\[nixl\]'"):
         Peer(kind="nixl")

@@ -40,7 +40,7 @@ def kind(request) -> str:
 
 
 @pytest.mark.parametrize("portion_bytes", [1, 8 * PART_BYTES, blocks.PORTION_BYTES])
-def test_blocks_arrive_where_they_were_wanted_and_nowhere_else(kind, portion_bytes, monkeypatch):
+def test_blocks_arrive_at_their_destination_and_nothing_else_changes(kind, portion_bytes, monkeypatch):
     monkeypatch.setattr(blocks, "PORTION_BYTES", portion_bytes)
     rng = random.Random(1)
     with peers(kind=kind) as (p, d):
@@ -96,7 +96,7 @@ def test_blocks_travel_as_they_are_filled_and_not_before(kind):
         ({"engine": "nonsense"}, "unreachable"),
     ],
 )
-def test_37_39_a_ticket_for_something_else_fails_at_once_and_says_why(change, why, kind):
+def test_37_39_a_mismatched_ticket_fails_at_once_with_a_reason(change, why, kind):
     with peers(kind=kind) as (p, d):
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1, **change), OURS)
@@ -127,7 +127,7 @@ def test_a_lease_is_good_for_one_connection(kind):
         assert p.released(1) is False
 
 
-def test_32_what_is_withdrawn_is_told_at_once(kind):
+def test_32_a_withdrawn_offer_is_reported_at_once(kind):
     with peers(kind=kind, wait_s=60) as (p, d):
         p.offer(1, SOME, filled=3)
         d.fetch(1, p.ticket(1), OURS)
@@ -138,7 +138,7 @@ def test_32_what_is_withdrawn_is_told_at_once(kind):
         assert d.failures() == {"withdrawn": 1}
 
 
-def test_what_was_withdrawn_while_it_was_read_is_not_passed_off_as_kv():
+def test_blocks_withdrawn_during_a_read_are_not_delivered_as_kv():
     """Blocks may be given to others the moment `withdraw` has returned, even in the middle of a send."""
     gate, passed = threading.Event(), threading.Event()
 
@@ -164,7 +164,7 @@ def test_what_was_withdrawn_while_it_was_read_is_not_passed_off_as_kv():
         assert not d.fetched(1) and d.failures() == {"withdrawn": 1}
 
 
-def test_nothing_is_read_from_blocks_once_they_are_withdrawn_however_full_the_line_is():
+def test_withdrawn_blocks_are_not_read_even_if_the_socket_is_full():
     """An engine that sleeps has no memory there any more, and on a GPU whoever reads it ends the process."""
     memory = blocks.HostBlocks([torch.zeros(40, PART_BYTES, dtype=torch.uint8) for _ in range(PARTS)], "test")
     offer, lend = Offer(1, GENERATION, VERSION, SOME, filled=len(SOME)), memory.lend
@@ -187,7 +187,7 @@ def test_nothing_is_read_from_blocks_once_they_are_withdrawn_however_full_the_li
     assert server.closing and read_late == [False]
 
 
-def test_memory_can_be_given_back_when_transfers_have_settled(kind):
+def test_memory_can_be_released_when_transfers_have_settled(kind):
     """Whoever was served is hung up on, however much it still has to read, and computes the prompt itself."""
     with peers(kind=kind, wait_s=60) as (p, d):
         p.offer(1, SOME, filled=3)
@@ -199,7 +199,7 @@ def test_memory_can_be_given_back_when_transfers_have_settled(kind):
         assert not d.fetched(1) and p.released(1) is False
 
 
-def test_who_leaves_is_told_of_once_and_the_other_side_at_once(kind):
+def test_leaving_a_fetch_is_reported_once_and_to_the_peer_at_once(kind):
     with peers(kind=kind) as (p, d):
         p.offer(1, SOME, filled=2)
         d.fetch(1, p.ticket(1), OURS)
@@ -213,7 +213,7 @@ def test_who_leaves_is_told_of_once_and_the_other_side_at_once(kind):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_37_who_leaves_before_it_is_connected_still_gives_the_lease_back_at_once(kind, asked):
+def test_37_leaving_before_the_connection_is_up_still_releases_the_lease_at_once(kind, asked):
     """An engine that finds the whole prompt in its own cache leaves in the same breath in which it attaches."""
     with peers(kind=kind) as (p, d):
         for id in range(1, 21):
@@ -230,7 +230,7 @@ def test_37_who_leaves_before_it_is_connected_still_gives_the_lease_back_at_once
         until(lambda: not d.transport._detaching and not d.transport._clients)
 
 
-def test_who_leaves_somebody_who_does_not_answer_is_not_there_for_ever(kind):
+def test_leaving_an_unresponsive_peer_ends_at_the_timeout(kind):
     with socket.create_server(("127.0.0.1", 0)) as server, peers(kind=kind, wait_s=2.0) as (p, d):
         d.transport.attach(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"))
         d.transport.leave(1)
@@ -243,7 +243,7 @@ def test_who_leaves_somebody_who_does_not_answer_is_not_there_for_ever(kind):
         assert not d.failures()
 
 
-def test_28_a_lease_is_renewed_as_long_as_somebody_waits_and_by_no_loop(kind):
+def test_28_a_lease_is_renewed_while_a_client_waits_without_the_engine_loop(kind):
     # A machine that does not run a thread for the time of a lease loses it; then the next one is longer.
     assert any(renewed_in_time(kind, lease_s) for lease_s in (0.3, 1.5, 6.0))
 
@@ -266,7 +266,7 @@ def renewed_in_time(kind: str, lease_s: float) -> bool:
 
 
 @pytest.mark.parametrize("at", [0, 4, 8, 20, 3 * HEADER_BYTES, 2 * BLOCK_BYTES, 8 * BLOCK_BYTES - 9, CHECKSUM_AT])
-def test_39_a_damaged_byte_is_noticed_wherever_it_is(at):
+def test_39_a_damaged_byte_is_detected_at_any_position(at):
     def damage(data: bytes, offset: int) -> bytes:
         i = at - offset
         return data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :] if 0 <= i < len(data) else data
@@ -278,7 +278,7 @@ def test_39_a_damaged_byte_is_noticed_wherever_it_is(at):
         assert d.fetched(1) is harmless, d.failures()
 
 
-def test_39_the_checksum_knows_bytes_blocks_and_parts_but_not_how_they_lie():
+def test_39_the_checksum_depends_on_content_and_order_but_not_on_portions():
     p = Peer()
     memory = p.transport._memory
     right = checksum(memory.lend((5, 6, 7)))
@@ -299,7 +299,7 @@ def checksum(portions: Iterable[Portion]) -> bytes:
 
 
 @pytest.mark.parametrize("at", [0, 10, HEADER_BYTES, 2 * HEADER_BYTES, BLOCK_BYTES, 8 * BLOCK_BYTES + HEADER_BYTES])
-def test_39_a_transfer_that_is_cut_fails_at_once(at):
+def test_39_a_broken_connection_fails_the_fetch_at_once(at):
     def cut(data: bytes, offset: int) -> bytes | None:
         return data if offset + len(data) <= at else None
 
@@ -309,7 +309,7 @@ def test_39_a_transfer_that_is_cut_fails_at_once(at):
         assert not d.fetched(1) and p.released(1) is False
 
 
-def test_37_a_line_that_goes_dead_is_noticed_in_time():
+def test_37_a_silent_connection_is_detected_in_time():
     silence = threading.Event()
 
     def stall(data: bytes, offset: int) -> bytes:
@@ -326,7 +326,7 @@ def test_37_a_line_that_goes_dead_is_noticed_in_time():
         silence.set()
 
 
-def test_a_slow_line_that_gets_on_is_waited_for():
+def test_a_slow_connection_that_makes_progress_does_not_time_out():
     # Slower, should this machine not have run a thread for as long as the line may be silent.
     assert any(waited_for(wait_s) for wait_s in (0.4, 2.0, 8.0))
 
@@ -359,7 +359,7 @@ RUBBISH = [
 
 
 @pytest.mark.parametrize("rubbish", RUBBISH)
-def test_54_whoever_talks_rubbish_is_hung_up_on_and_nobody_else_notices(rubbish, kind):
+def test_54_a_peer_that_sends_garbage_is_disconnected_without_affecting_others(rubbish, kind):
     with peers(kind=kind) as (p, d):
         p.offer(1, SOME, filled=1)
         d.fetch(1, p.ticket(1), OURS)
@@ -371,7 +371,7 @@ def test_54_whoever_talks_rubbish_is_hung_up_on_and_nobody_else_notices(rubbish,
         assert d.fetched(1) and same(p, SOME, d, OURS)
 
 
-def test_39_a_frame_with_a_body_that_it_should_not_have_is_hung_up_on(kind):
+def test_39_a_frame_with_an_unexpected_body_closes_the_connection(kind):
     """Or what lies in there would be taken for the next frame."""
     with peers(kind=kind) as (p, _):
         p.offer(1, SOME)
@@ -398,7 +398,7 @@ def test_39_a_frame_with_a_body_that_it_should_not_have_is_hung_up_on(kind):
     ],
     ids=["end", "other blocks", "more blocks", "less bytes", "request"],
 )
-def test_39_an_engine_that_sends_something_else_is_not_believed(lie, kind):
+def test_39_an_engine_that_sends_unexpected_frames_is_rejected(lie, kind):
     with socket.create_server(("127.0.0.1", 0)) as server, peers(kind=kind) as (p, d):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
@@ -407,7 +407,7 @@ def test_39_an_engine_that_sends_something_else_is_not_believed(lie, kind):
         sock.close()
 
 
-def test_a_connection_goes_on_after_its_share_of_a_turn(monkeypatch, kind):
+def test_a_connection_continues_after_its_share_of_a_turn(monkeypatch, kind):
     monkeypatch.setattr(link, "MOST_BYTES_PER_TURN", 1)
     monkeypatch.setattr(serving, "MESSAGE_BYTES", 1)
     with peers(kind=kind) as (p, d):
@@ -416,7 +416,7 @@ def test_a_connection_goes_on_after_its_share_of_a_turn(monkeypatch, kind):
         assert d.fetched(1) and same(p, SOME, d, OURS)
 
 
-def test_whoever_says_nothing_is_hung_up_on(monkeypatch, kind):
+def test_a_silent_peer_is_disconnected(monkeypatch, kind):
     monkeypatch.setattr(tcp, "UNATTACHED_S", 0.2)
     with peers(kind=kind) as (p, _):
         address = parse_address(p.transport.address)

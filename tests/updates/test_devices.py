@@ -104,7 +104,7 @@ class Engine(threading.Thread):
             self.outcome = error
 
 
-def test_with_nccl_words_go_through_the_host_and_buckets_from_device_to_device(old, new, monkeypatch):
+def test_with_nccl_headers_use_the_host_and_buckets_go_from_device_to_device(old, new, monkeypatch):
     monkeypatch.setattr(broadcast, "takes_nccl", lambda _: True)
     monkeypatch.setattr(broadcast, "nccl_group", FakeNccl)
     FakeNccl.used = []
@@ -123,7 +123,7 @@ def test_with_nccl_words_go_through_the_host_and_buckets_from_device_to_device(o
     assert sum(size for size in FakeNccl.used if size > 0) >= 3 * (new / "model.safetensors").stat().st_size * 0.95
 
 
-def test_nccl_without_a_gpu_is_refused_at_once_and_everyone_hears_why(old, new, undisturbed):
+def test_nccl_without_a_gpu_is_refused_at_once_and_all_ranks_get_the_reason(old, new, undisturbed):
     place = address()
     refusal: list[Exception] = []
 
@@ -146,7 +146,7 @@ def test_nccl_without_a_gpu_is_refused_at_once_and_everyone_hears_why(old, new, 
         assert driver.finish() == undisturbed
 
 
-def test_an_engine_and_a_trainer_that_were_told_different_things_do_not_wait_for_each_other(old, new):
+def test_an_engine_and_a_trainer_with_different_backends_do_not_wait_for_each_other(old, new):
     place = address()
     engine = Engine(old, BroadcastSource(place, 2, 1, 60, "nccl"))
     with pytest.raises(
@@ -235,7 +235,7 @@ def test_25_handles_are_verified_before_any_is_opened(old, new, undisturbed, car
         ({"dtype": "complex"}, "has the unknown dtype 'complex'"),
     ],
 )
-def test_25_a_tensor_that_is_not_where_it_is_said_to_be_is_refused(old, new, card, change, sentence):
+def test_25_a_tensor_outside_its_declared_storage_is_refused(old, new, card, change, sentence):
     with share(tensors_of(new)) as shared:
         tensors = [
             msgspec.structs.replace(tensor, **change) if tensor.name == "model.norm.weight" else tensor
@@ -264,7 +264,7 @@ def test_25_memory_that_cannot_be_opened_leaves_the_old_weights(old, new, undist
         assert driver.finish() == undisturbed
 
 
-def test_25_memory_of_another_card_is_refused(old, new, card, monkeypatch):
+def test_25_memory_of_another_gpu_is_refused(old, new, card, monkeypatch):
     with share(tensors_of(new)) as shared:
         monkeypatch.setattr(ipc, "gpu_of", lambda _: "")
         with driving(old) as driver:
@@ -274,7 +274,7 @@ def test_25_memory_of_another_card_is_refused(old, new, card, monkeypatch):
     assert "the tensors are on the GPU 'GPU-1' and this engine is on 'a CPU'" in denied.message
 
 
-def test_what_cannot_be_shared_is_said_to_the_trainer(card):
+def test_tensors_that_cannot_be_shared_are_reported_to_the_trainer(card):
     with pytest.raises(RequestError, match="tensor a is not contiguous"), share({"a": torch.ones(2, 3).t()}):
         pass
     with pytest.raises(RequestError, match="must be on one GPU"), share({}):

@@ -35,7 +35,7 @@ def undisturbed(model) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("tags", [("weights",), ("kv_cache",), ("weights", "kv_cache")])
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_frozen_answers_go_on_after_a_sleep_as_if_nothing_had_happened(model, undisturbed, tags, backend):
+def test_frozen_answers_continue_after_a_sleep_with_the_same_tokens(model, undisturbed, tags, backend):
     with driving(model, backend=backend) as driver:
         told = frozen(driver).call(Sleep(tags))
         assert isinstance(told, EngineState) and (told.state, told.asleep) == ("paused", tags)
@@ -48,7 +48,7 @@ def test_frozen_answers_go_on_after_a_sleep_as_if_nothing_had_happened(model, un
         assert driver.finish() == undisturbed
 
 
-def test_39_memory_is_awake_when_its_zeros_have_landed(monkeypatch):
+def test_39_waking_waits_until_the_memory_is_zeroed(monkeypatch):
     """KV that is fetched right after would be wiped out by them: a transfer waits for no step."""
     awaited = []
     monkeypatch.setattr(sleep_module, "finish_copies", awaited.append)
@@ -60,7 +60,7 @@ def test_39_memory_is_awake_when_its_zeros_have_landed(monkeypatch):
     assert awaited == [cache.device] and not cache.any()
 
 
-def test_memory_goes_back_to_the_machine_and_is_taken_again(tmp_path):
+def test_sleep_returns_memory_to_the_system_and_wake_allocates_it_again(tmp_path):
     size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 4096}
     folder = tiny_model(tmp_path, tokenizer=False, **size)
     weights = (folder / "model.safetensors").stat().st_size
@@ -127,7 +127,7 @@ def test_a_drain_of_sleeping_answers_is_refused_and_an_abort_is_not(model):
         assert isinstance(told, EngineState) and set(told.ended) == set(IDS)
 
 
-def test_weights_whose_source_is_gone_stay_asleep_until_others_are_sent(model, tmp_path):
+def test_weights_whose_source_is_gone_stay_asleep_until_an_update(model, tmp_path):
     other = tiny_model(tmp_path, seed=1, tokenizer=False)
     with driving(model) as driver:
         driver.call(Pause("abort"))
@@ -144,7 +144,7 @@ def test_weights_whose_source_is_gone_stay_asleep_until_others_are_sent(model, t
         assert driver.finish() == answers_of(other)
 
 
-def test_a_file_that_was_replaced_meanwhile_does_not_pass_for_the_old_weights(tmp_path):
+def test_a_replaced_file_is_not_loaded_as_the_old_weights(tmp_path):
     folder = tiny_model(tmp_path / "model", tokenizer=False)
     with driving(folder) as driver:
         driver.call(Pause("abort"))
@@ -165,7 +165,7 @@ def test_weights_that_do_not_fit_leave_sleeping_ones_asleep(model, undisturbed, 
         assert driver.finish() == undisturbed
 
 
-def test_waking_into_memory_that_someone_else_has_is_refused(model, undisturbed, monkeypatch):
+def test_waking_without_enough_free_memory_is_refused(model, undisturbed, monkeypatch):
     with driving(model) as driver:
         frozen(driver).call(Sleep())
         with monkeypatch.context() as patch:
@@ -179,7 +179,7 @@ def test_waking_into_memory_that_someone_else_has_is_refused(model, undisturbed,
         assert driver.finish() == undisturbed
 
 
-def test_25_whoever_sends_weights_hears_that_there_is_no_room_for_them(model, monkeypatch):
+def test_25_a_sender_of_weights_is_notified_if_there_is_no_room(model, monkeypatch):
     class Heard(SafetensorsFolder):
         """A source that others wait at, as a group is."""
 
@@ -213,7 +213,7 @@ def test_a_step_on_sleeping_memory_is_an_error_not_a_wrong_token(model):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_its_memory_back_and_answers_as_before(tmp_path):
+def test_a_gpu_releases_its_memory_and_answers_as_before(tmp_path):
     import torch
 
     size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}

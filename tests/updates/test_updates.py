@@ -95,7 +95,7 @@ def one_too_many(tensors: dict[str, torch.Tensor]) -> None:
         (one_too_many, "no place for tensor model.layers.7.input_layernorm.weight"),
     ],
 )
-def test_25_tensors_that_do_not_fit_are_named_and_the_old_weights_go_on(old, new, undisturbed, spoil, reason):
+def test_25_tensors_that_do_not_fit_are_named_and_the_old_weights_keep_serving(old, new, undisturbed, spoil, reason):
     tensors = tensors_of(new)
     spoil(tensors)
     with driving(old) as driver, publish(tensors) as files:
@@ -129,7 +129,7 @@ def one_bit(path: Path) -> None:
         (Path.unlink, "cannot be opened: No such file"),
     ],
 )
-def test_25_a_broken_file_is_named_and_the_old_weights_go_on(old, new, undisturbed, spoil, reason):
+def test_25_a_broken_file_is_named_and_the_old_weights_keep_serving(old, new, undisturbed, spoil, reason):
     with driving(old) as driver, publish(tensors_of(new), checksum=True) as files:
         spoil(Path(files.path))
         denied = frozen(driver).call(UpdateWeights(files))
@@ -195,7 +195,7 @@ def open_files_of(files: FileSource) -> list[str]:
     return [each for each, target in opened.items() if files.path in target]
 
 
-def test_25_what_was_published_may_go_as_soon_as_it_is_open(old, new, renewed, monkeypatch):
+def test_25_published_files_may_be_removed_once_they_are_open(old, new, renewed, monkeypatch):
     with driving(old) as driver, publish(tensors_of(new)) as files:
         verify = resources.SafetensorsFiles.metadata
 
@@ -213,7 +213,7 @@ def test_25_what_was_published_may_go_as_soon_as_it_is_open(old, new, renewed, m
         assert driver.finish() == renewed
 
 
-def test_26_under_keep_running_answers_go_on_with_their_kv_and_new_ones_get_none_of_it(
+def test_26_with_keep_running_answers_continue_with_their_kv_and_new_ones_do_not_reuse_it(
     old, new, undisturbed, renewed
 ):
     with driving(old) as driver:
@@ -238,7 +238,7 @@ def test_26_a_version_that_was_used_before_is_refused(old, new):
         assert isinstance(denied, Denied) and denied.code == "stale_version"
 
 
-def test_a_folder_may_name_checksums_of_its_files(old, new):
+def test_an_update_may_give_checksums_of_its_files(old, new):
     digest = hashlib.sha256((new / "model.safetensors").read_bytes()).hexdigest()
     with driving(old) as driver:
         driver.call(Pause("abort"))
@@ -287,7 +287,7 @@ def test_25_a_trainer_killed_in_the_middle_leaves_a_serving_or_a_quarantined_eng
         assert driver.finish() == undisturbed
 
 
-def test_25_a_trainer_that_never_comes_is_given_up_at_the_timeout(old, undisturbed):
+def test_25_an_update_from_an_absent_trainer_ends_at_the_timeout(old, undisturbed):
     with driving(old) as driver:
         denied = frozen(driver).call(UpdateWeights(BroadcastSource(address(), 2, timeout_s=0.5)))
         assert isinstance(denied, Denied) and (denied.status, denied.code) == (502, "source_lost")
@@ -295,7 +295,7 @@ def test_25_a_trainer_that_never_comes_is_given_up_at_the_timeout(old, undisturb
         assert driver.finish() == undisturbed
 
 
-def test_25_an_engine_that_refuses_tells_the_trainer_why_and_leaves_nobody_hanging(old, undisturbed, tmp_path):
+def test_25_an_engine_that_refuses_reports_the_reason_to_the_trainer_and_no_rank_hangs(old, undisturbed, tmp_path):
     wide = tiny_model(tmp_path, seed=1, tokenizer=False, intermediate_size=128)
     place = address()
     with driving(old) as driver, trainer(wide, place) as process:
@@ -357,7 +357,7 @@ def test_several_engines_receive_in_small_buckets_beside_a_default_group(old, ne
         assert torch.equal(engine.model.norm.weight, expected.norm.weight)
 
 
-def test_what_was_published_is_what_safetensors_reads(new, tmp_path):
+def test_published_files_are_readable_by_safetensors(new, tmp_path):
     from safetensors.torch import load_file
 
     tensors = {"a": torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(), "b": torch.ones(()), "c": torch.zeros(0, 2)}
