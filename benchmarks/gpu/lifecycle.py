@@ -278,7 +278,7 @@ def graphs_of(engine: Engine) -> dict[Any, Any]:
 
 def addresses_of(engine: Engine) -> list[int]:
     runner = engine.executor._runner  # type: ignore[attr-defined]
-    homes = [parameter.home for _, parameter in runner.model.parameters()]
+    weights = [parameter.tensor for _, parameter in runner.model.parameters()]
     return [tensor.data_ptr() for tensor in [*homes, *(cache for layer in runner.kv for cache in layer)]]
 
 

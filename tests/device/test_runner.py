@@ -167,18 +167,18 @@ def test_prompt_logprobs_cover_the_prompt_once_however_it_is_cut(chunk: int, mon
     monkeypatch.setattr(logprobs_module, "CHUNK", chunk)
     other = text(0, GREEDY)
     one = text(1, SamplingParams(temperature=0, prompt_logprobs=2), prompt=[4, 8, 15, 16, 23, 42, 7, 7, 1])
-    runner, told = hash_runner(), []
+    runner, logprobs = hash_runner(), []
     for step, count in enumerate((1, 4, 3, 1)):
         slices = [one.advance(count, step == 3)]
         joins = (one.join(),) if step == 0 else ()
         if step == 1:  # the asking slice is not the first of its step
             joins, slices = (other.join(),), [other.advance(3, False), *slices]
         result = runner.run(step_plan(step, slices, joins=joins))
-        told += result.prompt_logprobs.get(len(slices) - 1, ())
+        logprobs += result.prompt_logprobs.get(len(slices) - 1, ())
     assert not result.prompt_logprobs  # the last prompt token has nothing of the prompt after it
     assert not runner.run(decode(9, [one])).prompt_logprobs
-    assert len(told) == 8
-    for i, scores in enumerate(told):
+    assert len(logprobs) == 8
+    for i, scores in enumerate(logprobs):
         assert_scores(scores, one.prompt[: i + 1], one.prompt[i + 1], 2)
 
 

@@ -171,10 +171,10 @@ def test_an_invalid_header_is_refused(model, folder, entry, sentence):
 def test_a_source_that_fails_before_it_gives_anything_leaves_the_model_alone(model):
     class Unreachable(Given):
         def __iter__(self):
-            raise ConnectionError("nobody is there")
+            raise ConnectionError("no server")
 
     before = model.norm.weight.clone()
-    with pytest.raises(SourceLost, match="the weights cannot be read: nobody is there"):
+    with pytest.raises(SourceLost, match="the weights cannot be read: no server"):
         load_weights(model, Unreachable(tensors_of_model(model)))
     assert torch.equal(model.norm.weight, before)
 
@@ -184,21 +184,21 @@ def tensors_of_model(model):
 
 
 def test_a_context_manager_source_is_entered_and_its_exit_receives_the_error(model):
-    heard = []
+    events = []
 
     class Entered(Given):
         def __enter__(self):
-            heard.append("enter")
+            events.append("enter")
 
         def __exit__(self, kind, error, where):
-            heard.append(str(error))
+            events.append(str(error))
 
     tensors = tensors_of_model(model)
     load_weights(model, Entered(tensors))
     del tensors[NORM]
     with pytest.raises(BrokenCheckpoint):
         load_weights(model, Entered(tensors))
-    assert heard == ["enter", "None", "enter", f"the checkpoint lacks tensor {NORM}"]
+    assert events == ["enter", "None", "enter", f"the checkpoint lacks tensor {NORM}"]
 
 
 def test_a_folder_without_weights_is_not_a_model(folder):

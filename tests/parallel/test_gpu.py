@@ -21,9 +21,9 @@ def test_two_gpus_answer_in_float32_as_one_does(tmp_path, deterministic):
     params = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)] * 4
     params += [varied(i, max_tokens=16) for i in range(8)]
     asked = prompts(len(params), seed=2)
-    told = []
+    by_size = []
     for ranks in (1, 2):
         options = {"dtype": "float32", "deterministic": deterministic, "device": "cuda", "tensor_parallel": ranks}
         with LLM(folder, **options, **CROWDED) as llm:
-            told.append(answers(llm, asked, params))
-    assert told[0] == told[1]
+            by_size.append(answers(llm, asked, params))
+    assert by_size[0] == by_size[1]

@@ -59,8 +59,10 @@ def test_four_ranks_sum_in_their_order_whatever_else_is_in_the_batch(tmp_path):
 
 
 def weight_bytes(model) -> int:
-    homes = {p.home.untyped_storage().data_ptr(): p.home.untyped_storage().nbytes() for _, p in model.parameters()}
-    return sum(homes.values())
+    storages = {
+        p.tensor.untyped_storage().data_ptr(): p.tensor.untyped_storage().nbytes() for _, p in model.parameters()
+    }
+    return sum(storages.values())
 
 
 class Part:

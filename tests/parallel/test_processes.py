@@ -162,8 +162,8 @@ def test_55_an_update_by_path_survives_the_loss_of_a_rank(folder, tmp_path):
             (engine,) = replicas.replicas
             old = await collect(replicas, 0, 20)
             await replicas.call_all(Pause("abort"))
-            told = await replicas.call_all(UpdateWeights(FileSource(str(new))))
-            assert isinstance(told[0], EngineState) and told[0].version == 1
+            states = await replicas.call_all(UpdateWeights(FileSource(str(new))))
+            assert isinstance(states[0], EngineState) and states[0].version == 1
             await replicas.call_all(Resume())
             fresh = await collect(replicas, 0, 20)
             assert fresh != old

@@ -90,12 +90,12 @@ def test_two_ranks_answer_as_one_does_batched_preempted_and_cached(folder, backe
 
 def test_scores_of_prompts_and_answers_are_those_of_one_rank(folder):
     params = SamplingParams(seed=4, max_tokens=8, logprobs=2, prompt_logprobs=2, ignore_eos=True)
-    told = []
+    scores = []
     for ranks in (1, 2):
         with LLM(folder, dtype="float32", tensor_parallel=ranks, max_running=4) as llm:
             (answer,) = llm.generate([list(range(40))], params, progress=False)
-            told.append([*answer.prompt_logprobs[1:], *answer.logprobs])
-    for one, two in zip(*told, strict=True):
+            scores.append([*answer.prompt_logprobs[1:], *answer.logprobs])
+    for one, two in zip(*scores, strict=True):
         assert one.top_ids == two.top_ids and one.token == pytest.approx(two.token, abs=1e-4)
 
 
@@ -115,8 +115,8 @@ def test_followers_receive_plans_without_the_fields_that_only_rank_0_needs(folde
 def test_25_an_update_by_path_changes_all_ranks(folder, other, renewed):
     with driving(folder, tensor_parallel=2) as driver:
         driver.call(Pause("abort"))
-        told = driver.call(UpdateWeights(FileSource(str(other))))
-        assert isinstance(told, EngineState) and told.version == 1
+        state = driver.call(UpdateWeights(FileSource(str(other))))
+        assert isinstance(state, EngineState) and state.version == 1
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
@@ -196,10 +196,10 @@ def test_sources_that_reach_only_one_rank_are_refused_by_name(folder):
 
 def test_frozen_answers_continue_after_all_ranks_have_slept(folder, undisturbed):
     with driving(folder, tensor_parallel=2) as driver:
-        told = frozen(driver).call(Sleep(TAGS))
-        assert isinstance(told, EngineState) and told.asleep == TAGS
-        told = driver.call(Wake(TAGS))
-        assert isinstance(told, EngineState) and told.asleep == ()
+        state = frozen(driver).call(Sleep(TAGS))
+        assert isinstance(state, EngineState) and state.asleep == TAGS
+        state = driver.call(Wake(TAGS))
+        assert isinstance(state, EngineState) and state.asleep == ()
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -214,8 +214,8 @@ def test_a_rank_that_cannot_wake_keeps_all_asleep(folder, undisturbed, tag, monk
             denied = driver.call(Wake((tag,)))
         assert isinstance(denied, Denied) and "rank 1: waking needs" in denied.message
         assert driver.engine.loop.control.asleep == (tag,)
-        told = driver.call(Wake((tag,)))
-        assert isinstance(told, EngineState) and told.asleep == ()
+        state = driver.call(Wake((tag,)))
+        assert isinstance(state, EngineState) and state.asleep == ()
         driver.call(Resume())
         assert driver.finish() == undisturbed
 

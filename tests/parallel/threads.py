@@ -24,40 +24,40 @@ LONG_S = 60.0
 T = TypeVar("T")
 
 
-class Dismissed(Exception):
+class ExitRequested(Exception):
     pass
 
 
-class ThreadMail:
+class ThreadInbox:
     def __init__(self) -> None:
-        self.letters: SimpleQueue[bytes | None] = SimpleQueue()
+        self.messages: SimpleQueue[bytes | None] = SimpleQueue()
 
     def get(self) -> bytes:
-        if (letter := self.letters.get()) is None:
-            raise Dismissed
-        return letter
+        if (message := self.messages.get()) is None:
+            raise ExitRequested
+        return message
 
 
 class ThreadFollowers:
     """As `Followers`."""
 
     def __init__(self, starts: list[FollowerStart]) -> None:
-        self.mails = [ThreadMail() for _ in starts]
+        self.inboxes = [ThreadInbox() for _ in starts]
         self.ends: list[BaseException] = []  # of what followers died, if not of their dismissal
         self.orders: list[Order] = []
         # Through bytes and back, as over a socket.
-        told = [msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=FollowerStart) for start in starts]
+        received = [msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=FollowerStart) for start in starts]
         self.threads = [
             threading.Thread(target=self._follow, args=pair, daemon=True)
-            for pair in zip(told, self.mails, strict=True)
+            for pair in zip(received, self.inboxes, strict=True)
         ]
         for thread in self.threads:
             thread.start()
 
-    def _follow(self, start: FollowerStart, mail: Any) -> None:
+    def _follow(self, start: FollowerStart, inbox: Any) -> None:
         try:
-            follow(start, mail)
-        except Dismissed:
+            follow(start, inbox)
+        except ExitRequested:
             pass
         except BaseException as error:
             self.ends.append(error)
@@ -67,15 +67,15 @@ class ThreadFollowers:
 
     def send(self, order: Order) -> None:
         self.orders.append(order)
-        for mail in self.mails:
-            mail.letters.put(msgspec.msgpack.encode(order))
+        for inbox in self.inboxes:
+            inbox.messages.put(msgspec.msgpack.encode(order))
 
     def watch(self, on_lost: Callable[[RankLost], None]) -> None:
         pass
 
     def close(self) -> None:
-        for mail in self.mails:
-            mail.letters.put(None)
+        for inbox in self.inboxes:
+            inbox.messages.put(None)
         for thread in self.threads:
             thread.join(LONG_S)
             assert not thread.is_alive()

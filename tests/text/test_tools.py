@@ -19,9 +19,9 @@ def parse(text: str, format: ToolFormat = HERMES) -> tuple[str, list[tuple[str, 
 def stream(pieces: list[str], format: ToolFormat) -> tuple[str, list[ParsedCall]]:
     """What a client that adds up deltas ends up with."""
     parser = ToolParser(format, names=NAMES, seed="r")
-    said, calls = "", []
+    content_so_far, calls = "", []
     for content, deltas in [*(parser.push(piece) for piece in pieces), parser.finish()]:
-        said += content
+        content_so_far += content
         for delta in deltas:
             if delta.name is not None:
                 assert delta.index == len(calls) and delta.id
@@ -29,7 +29,7 @@ def stream(pieces: list[str], format: ToolFormat) -> tuple[str, list[ParsedCall]
             call = calls[delta.index]
             calls[delta.index] = ParsedCall(call.id, call.name, call.arguments + delta.arguments)
     assert parser.called == bool(calls)
-    return said, calls
+    return content_so_far, calls
 
 
 ONE = '{"name": "get_weather", "arguments": {"city": "Århus \\"}", "days": [1, {"a": null}]}}'

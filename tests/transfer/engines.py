@@ -60,7 +60,7 @@ class Side:
         async with self.client.generate(request) as stream:
             yield Export(stream.__aiter__())
 
-    async def until_home(self) -> EngineStatus:
+    async def until_released(self) -> EngineStatus:
         """Wait until nothing is held for anybody."""
         async with asyncio.timeout(DEADLINE_S):
             while (status := await self.status()).held_blocks or status.leases or status.running or status.waiting:
@@ -132,8 +132,8 @@ class Pair:
 
         async def whole() -> None:
             await work(self.p, self.d)
-            await self.p.until_home()
-            await self.d.until_home()
+            await self.p.until_released()
+            await self.d.until_released()
 
         asyncio.run_coroutine_threadsafe(whole(), self.loop).result(DEADLINE_S * 4)
 

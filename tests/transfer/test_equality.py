@@ -53,8 +53,8 @@ def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend, transpo
                 expected, _ = await p.answer(request)
                 resumed = GenerateRequest(0, prompt, sampling, generated=tuple(expected[: i % 8]))
                 assert await by_way_of(p, d, resumed) == expected[i % 8 :], f"prompt {i}"
-            status = await d.until_home()
-            await p.until_home()
+            status = await d.until_released()
+            await p.until_released()
             assert status.transfers > 20 and status.transfers_lost == 0 and not status.moved.failures
 
     asyncio.run(main())
@@ -93,8 +93,8 @@ def test_36_37_many_requests_in_a_small_cache_get_the_same_tokens_and_leak_nothi
         async with two_engines(model, config, config) as (p, d):
             answers = await asyncio.gather(*(d.answer(GenerateRequest(0, x, greedy, salt="alone")) for x in prompts))
             await asyncio.gather(*(one(p, d, i, tokens) for i, (tokens, _) in enumerate(answers)))
-            status = await d.until_home()
-            await p.until_home()
+            status = await d.until_released()
+            await p.until_released()
             return status.transfers > 5
 
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

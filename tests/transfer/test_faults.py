@@ -129,7 +129,7 @@ def test_37_d_waits_for_a_silent_p_only_until_its_timeout(pair):
             assert (await d.status()).moved.failures["timeout"] >= 1
             ended = await exported.end()
             assert (ended.finish_reason, ended.cause) == ("abort", "transfer_failed")
-            await p.until_home()  # although it is still frozen
+            await p.until_released()  # although it is still frozen
 
     pair.run(work)
 
@@ -142,7 +142,7 @@ def test_38_an_answer_aborted_during_its_transfer_leaks_nothing_on_either_side(p
             d.client.abort(id, "api_abort")
             assert await answer == []
             assert (await exported.end()).cause == "transfer_failed"
-            await d.until_home()
+            await d.until_released()
 
     pair.run(work)
 
@@ -164,9 +164,9 @@ def test_23_a_pause_that_aborts_leaves_no_lease(pair):
         right = await expected(d, request)
         async with p.exporting(export(request.prompt)) as exported:
             ticket = await exported.ticket()
-            told = await p.client.call(Pause("abort"))
+            state = await p.client.call(Pause("abort"))
             status = await p.status()
-            assert told.state == "paused" and (status.leases, status.held_blocks) == (0, 0)
+            assert state.state == "paused" and (status.leases, status.held_blocks) == (0, 0)
             assert (await exported.end()).cause == "pause"
             assert (await d.answer(replace(request, ticket=ticket)))[0] == right
             await p.client.call(Resume())
@@ -257,7 +257,7 @@ def test_37_a_killed_p_costs_d_only_the_prefill(model, transport):
             assert await answer == right
             assert time.monotonic() - began_s < WAIT_S + 20
         await exporting.__aexit__(None, None, None)
-        await d.until_home()
+        await d.until_released()
         await until_back(p, pid)
         # A ticket of its earlier life means nothing to the engine that has come back.
         assert (await d.answer(replace(request, salt="later", ticket=ticket)))[0] == right
@@ -298,7 +298,7 @@ def test_37_p_gets_everything_back_when_d_dies_or_hangs(model, harm, transport):
             assert ended.cause == "transfer_failed"
             took_s = time.monotonic() - began_s
             assert took_s < (LEASE_S * 0.5 if harm == signal.SIGKILL else LEASE_S + 20)
-            await p.until_home()
+            await p.until_released()
             with suppress(ProcessLookupError):  # one that hangs must go
                 os.kill(pid, signal.SIGKILL)
             await asyncio.wait([asked], timeout=DEADLINE_S)

@@ -70,7 +70,7 @@ def assert_stored(tensors: list[torch.Tensor], other: list[torch.Tensor]) -> Non
 # -- two processes, one GPU -------------------------------------------------------------
 
 # Shows its shelf with some blocks in slot 0, and fills the others again and again until it ends.
-NEIGHBOUR = """
+OTHER_PROCESS = """
 import sys, threading
 from headgate.device.same_gpu import same_gpu_cache
 from tests.transfer.test_gpu import THEIRS, drawn
@@ -87,10 +87,10 @@ while asked.is_alive():
 
 
 @contextmanager
-def neighbour() -> Iterator[tuple[subprocess.Popen[str], bytes, bytes]]:
+def other_process() -> Iterator[tuple[subprocess.Popen[str], bytes, bytes]]:
     """A process on our GPU: itself, the checksum of what it has in slot 0, and where its shelf is."""
     process = subprocess.Popen(
-        [sys.executable, "-c", NEIGHBOUR],
+        [sys.executable, "-c", OTHER_PROCESS],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -113,7 +113,7 @@ def empty_cache() -> tuple[SameGpuCache, list[torch.Tensor]]:
 
 
 def test_blocks_that_another_process_puts_in_a_slot_are_read_in_place(tensors):
-    with neighbour() as (_, digest, descriptor):
+    with other_process() as (_, digest, descriptor):
         cache, empty = empty_cache()
         assert digest == checksum(HostBlocks(tensors, "same").lend(THEIRS))
         assert cache.open(descriptor).take(0, OURS) == digest
@@ -131,7 +131,7 @@ def test_a_shelf_of_our_own_process_cannot_be_opened_and_nothing_breaks():
 
 
 def test_37_a_process_that_dies_while_its_memory_is_read_does_not_affect_the_reader(tensors):
-    with neighbour() as (process, digest, descriptor):
+    with other_process() as (process, digest, descriptor):
         cache, empty = empty_cache()
         opened = cache.open(descriptor)
         assert opened.take(0, OURS) == digest
@@ -145,13 +145,13 @@ def test_37_a_process_that_dies_while_its_memory_is_read_does_not_affect_the_rea
         assert process.wait(10) == -signal.SIGKILL
         del opened
         assert torch.ones(3, device="cuda").sum().item() == 3
-    with neighbour() as (_, digest, descriptor):
+    with other_process() as (_, digest, descriptor):
         assert cache.open(descriptor).take(0, OURS) == digest, "and the next one is read"
 
 
 def test_handles_of_a_process_that_is_gone_are_refused_and_nothing_breaks():
     cache, _ = empty_cache()
-    with neighbour() as (_, _, descriptor):
+    with other_process() as (_, _, descriptor):
         pass
     with pytest.raises(OSError, match=r"."):
         cache.open(descriptor)
@@ -176,8 +176,8 @@ def test_36_kv_from_another_gpu_engine_gives_the_same_tokens(model, transport):
                 if i % 4 == 3:
                     await (p, d)[i // 4 % 2].answer(request)
                 assert await by_way_of(p, d, request) == expected, f"prompt {i}"
-            status = await d.until_home()
-            await p.until_home()
+            status = await d.until_released()
+            await p.until_released()
             assert status.transfers > 10 and status.transfers_lost == 0 and not status.moved.failures
 
     asyncio.run(main())
@@ -202,7 +202,7 @@ def test_engines_on_one_gpu_send_only_control_frames_over_the_connection(model, 
                 with counted(ticket.engine) as (address, came):
                     tokens, _ = await d.answer(replace(request, ticket=replace(ticket, engine=address)))
                     assert tokens == expected and (await exported.end()).cause == "exported"
-            moved = (await d.until_home()).moved
+            moved = (await d.until_released()).moved
             assert moved.received_bytes > 100_000 and not moved.failures
             assert (sum(came) < moved.received_bytes / 10) is beside, f"{sum(came)} of {moved.received_bytes}"
 
@@ -235,7 +235,7 @@ def test_37_a_p_killed_during_transfers_costs_d_only_the_prefill(model):
                         await asyncio.sleep(0)
                 os.kill(pid, signal.SIGKILL)
                 assert await answers == expected, f"round {round}"
-                await d.until_home()
+                await d.until_released()
                 await until_back(p, pid)
 
     asyncio.run(main())

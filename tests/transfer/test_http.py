@@ -52,12 +52,12 @@ def exporting(p: LiveServer, path: str, body: dict[str, Any], **options: Any) ->
         yield Export(response)
 
 
-def home(*servers: LiveServer) -> bool:
-    def is_home(server: LiveServer) -> bool:
+def released(*servers: LiveServer) -> bool:
+    def is_released(server: LiveServer) -> bool:
         status = server.status()
         return not (status.held_blocks or status.leases or status.running or status.waiting)
 
-    return all(eventually(lambda server=server: is_home(server)) for server in servers)
+    return all(eventually(lambda server=server: is_released(server)) for server in servers)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_36_an_answer_through_two_servers_equals_that_of_one(both, path, body, s
         assert (end["state"], end["cause"]) == ("fetched", "exported") and end["prompt_tokens"] > 100
         assert export.next() == "[DONE]"
     assert d.status().transfers == before + 1
-    assert home(p, d)
+    assert released(p, d)
 
 
 def test_38_a_client_that_disconnects_releases_the_kv(both):
@@ -91,11 +91,11 @@ def test_38_a_client_that_disconnects_releases_the_kv(both):
     with exporting(p, "/v1/completions", body) as export:
         ticket = export.next()["kv_ticket"]
         assert eventually(lambda: p.status().leases == 1 and p.status().leased_blocks > 0)
-    assert home(p)
+    assert released(p)
     lost = d.status().transfers_lost
     answer = d.post("/v1/completions", body | {"kv_ticket": ticket}).json()["choices"][0]
     assert answer["text"] == p.post("/v1/completions", COMPLETION).json()["choices"][0]["text"]
-    assert d.status().transfers_lost == lost + 1 and home(d)
+    assert d.status().transfers_lost == lost + 1 and released(d)
 
 
 def test_an_export_can_be_aborted_by_its_name(both):
@@ -106,7 +106,7 @@ def test_an_export_can_be_aborted_by_its_name(both):
         end = export.next()["kv_export"]
         assert (end["state"], end["cause"]) == ("dropped", "api_abort")
         assert end["error"]["code"] == "pd_error" and end["error"]["message"].startswith("PD Error")
-    assert home(p)
+    assert released(p)
 
 
 def test_a_prompt_shorter_than_a_block_has_no_ticket(both):
@@ -191,6 +191,6 @@ def test_30_34_a_request_returned_for_lack_of_room_carries_its_ids_and_no_text(s
         events = server.events("/v1/completions", body | {"return_token_ids": True})
         parts = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
         (last,) = (part for part in parts if part["finish_reason"] == "pd_reschedule")
-        told = [id for part in parts if part["index"] == last["index"] for id in part["completion_token_ids"]]
-        assert last["generated_token_ids"] == told  # deltas add up to all ids
-        assert server.status().rescheduled == 3 and home(server)
+        ids = [id for part in parts if part["index"] == last["index"] for id in part["completion_token_ids"]]
+        assert last["generated_token_ids"] == ids  # deltas add up to all ids
+        assert server.status().rescheduled == 3 and released(server)

@@ -25,7 +25,7 @@ def agent(peer: Peer) -> Agent:
     return peer.transport._agent  # type: ignore[attr-defined, no-any-return]
 
 
-def slots_home(*all_peers: Peer) -> bool:
+def slots_released(*all_peers: Peer) -> bool:
     return not any(slots.taken for peer in all_peers for slots in (agent(peer).out, agent(peer).into))
 
 
@@ -38,7 +38,7 @@ def test_blocks_bypass_the_connection_and_are_counted_as_transferred():
         assert d.transport.counts().received_bytes > len(SOME) * BLOCK_BYTES
         assert p.transport.counts().sent_bytes > len(SOME) * BLOCK_BYTES
         assert p.released(1)
-        until(lambda: slots_home(p, d))
+        until(lambda: slots_released(p, d))
 
 
 def test_blocks_without_a_free_slot_go_over_the_connection():
@@ -94,7 +94,7 @@ def test_39_a_changed_byte_in_a_slot_is_detected():
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1), OURS)
         assert not d.fetched(1) and d.failures() == {"corrupt": 1} and p.released(1) is False
-        assert slots_home(p, d)
+        assert slots_released(p, d)
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def test_32_38_blocks_are_free_at_once_and_a_read_that_lands_late_touches_none()
             p.transport.withdraw(1)
             assert not d.fetched(1) and time.monotonic() - began_s < 2
             assert d.failures() == {"withdrawn": 1} and agent(d).into.taken == 1
-        until(lambda: slots_home(p, d))
+        until(lambda: slots_released(p, d))
         assert not any(tensor.any() for i in range(40) for tensor in d.block(i))
         p.offer(2, SOME)
         d.fetch(2, p.ticket(2), OURS)
@@ -156,7 +156,7 @@ def test_kv_comes_over_the_connection_when_many_reads_are_stuck():
                 p.offer(9, SOME)
                 d.fetch(9, p.ticket(9, address), OURS)
                 assert d.fetched(9) and same(p, SOME, d, OURS) and sum(came) > len(SOME) * BLOCK_BYTES
-        until(lambda: slots_home(p, d))
+        until(lambda: slots_released(p, d))
         assert not agent(d).stuck
 
 
@@ -168,13 +168,13 @@ def test_a_failed_read_fails_its_fetch_and_the_next_one_reconnects(monkeypatch):
             patch.setattr(agent(d)._agent, "check_xfer_state", lambda _: "ERR")
             d.fetch(1, p.ticket(1), OURS)
             assert not d.fetched(1) and d.failures() == {"read failed": 1}
-            until(lambda: slots_home(p, d))
+            until(lambda: slots_released(p, d))
             assert not agent(d)._remotes
         d.fetch(2, p.ticket(2), OURS)
         assert d.fetched(2) and same(p, SOME, d, OURS)
 
 
-def shown(metadata: bytes) -> bytes:
+def agent_frame(metadata: bytes) -> bytes:
     body = msgspec.msgpack.encode(NixlSlots(metadata, 2**20, 2**20))
     return b"".join(encode(FrameHeader(FrameKind.AGENT, length=len(body)), body))
 
@@ -189,12 +189,12 @@ def ready(offset: int, size: int = 8) -> bytes:
         (ready(0), "corrupt"),
         (FrameHeader(FrameKind.AGENT, length=8).encode() + b"\xff" * 8, "corrupt"),
         (FrameHeader(FrameKind.AGENT, length=2**30).encode(), "corrupt"),
-        (shown(b"x") + shown(b"y"), "corrupt"),
-        (shown(b"x") + ready(2**20), "corrupt"),
-        (shown(b"x") + ready(2**63), "corrupt"),
-        (shown(b"x") + ready(0, 4), "corrupt"),
-        (shown(b"x") + ready(0), "read failed"),
-        (shown(b"") + ready(0), "read failed"),
+        (agent_frame(b"x") + agent_frame(b"y"), "corrupt"),
+        (agent_frame(b"x") + ready(2**20), "corrupt"),
+        (agent_frame(b"x") + ready(2**63), "corrupt"),
+        (agent_frame(b"x") + ready(0, 4), "corrupt"),
+        (agent_frame(b"x") + ready(0), "read failed"),
+        (agent_frame(b"") + ready(0), "read failed"),
     ],
     ids=["no agent", "rubbish", "too long", "two agents", "behind", "far behind", "short", "nobody", "nothing"],
 )
@@ -203,7 +203,7 @@ def test_39_an_invalid_slot_description_is_rejected(lie, why):
         d.fetch(1, p.ticket(1, f"127.0.0.1:{server.getsockname()[1]}"), OURS)
         sock, _ = server.accept()
         sock.sendall(FrameHeader(FrameKind.TAKEN, a=30_000).encode() + lie)
-        assert not d.fetched(1) and d.failures() == {why: 1} and slots_home(d)
+        assert not d.fetched(1) and d.failures() == {why: 1} and slots_released(d)
         sock.close()
 
 
@@ -223,4 +223,4 @@ def test_a_fetch_left_in_the_middle_releases_slots_on_both_sides():
             until(lambda: agent(p).out.taken == 1)
             d.transport.leave(1)
             assert not d.fetched(1) and p.released(1) is False
-        until(lambda: slots_home(p, d))
+        until(lambda: slots_released(p, d))

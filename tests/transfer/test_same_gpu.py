@@ -18,7 +18,7 @@ from headgate.device import same_gpu
 from headgate.device.kv_blocks import HostBlocks
 from headgate.device.same_gpu import SameGpuCache, SharedSlots, same_gpu_cache
 from headgate.engine.build import open_transport
-from headgate.transfer import same_gpu as transfer_card
+from headgate.transfer import same_gpu as transfer_same_gpu
 from headgate.transfer.frames import PROTOCOL, Attach, FrameHeader, FrameKind
 from headgate.transfer.same_gpu import SameGpuTransport, ShelfTable
 from headgate.transfer.slots import AHEAD
@@ -59,7 +59,7 @@ def test_another_engines_shelf_is_opened_once_and_closed_after_idle_time(gpu, mo
             d.fetch(id, p.ticket(id), OURS)
             assert d.fetched(id)
         assert len(gpu.shared) == gpu.opened == 1
-        monkeypatch.setattr(transfer_card, "IDLE_S", 0.05)
+        monkeypatch.setattr(transfer_same_gpu, "IDLE_S", 0.05)
         until(lambda: not table(d)._open_shelves)
         p.offer(9, SOME)
         d.fetch(9, p.ticket(9), OURS)
@@ -83,15 +83,15 @@ def cannot_be_opened(p: Peer, d: Peer) -> None:
     same_gpu.ipc.open_storage = fail  # until `gpu` puts back what was there before the test
 
 
-def is_on_another_card(p: Peer, d: Peer) -> None:
+def is_on_another_gpu(p: Peer, d: Peer) -> None:
     cache(d).gpu_id = "GPU-2"
 
 
-def is_on_no_card(p: Peer, d: Peer) -> None:
+def is_on_no_gpu(p: Peer, d: Peer) -> None:
     cache(p).gpu_id = cache(d).gpu_id = ""
 
 
-def says_that_it_is_on_another(p: Peer, d: Peer) -> None:
+def describes_slots_on_another_gpu(p: Peer, d: Peer) -> None:
     shelf = cache(p).shelf()
     assert shelf is not None
     shelf.descriptor = msgspec.msgpack.encode(
@@ -107,7 +107,7 @@ def has_no_room(p: Peer, d: Peer) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", [cannot_be_opened, is_on_another_card, is_on_no_card, says_that_it_is_on_another, has_no_room]
+    "engine", [cannot_be_opened, is_on_another_gpu, is_on_no_gpu, describes_slots_on_another_gpu, has_no_room]
 )
 def test_kv_of_an_engine_on_another_gpu_comes_over_the_connection(engine, gpu):
     with peers(kind="same_gpu") as (p, d), counted(p.transport.address) as (address, came):
@@ -116,7 +116,7 @@ def test_kv_of_an_engine_on_another_gpu_comes_over_the_connection(engine, gpu):
         d.fetch(1, p.ticket(1, address), OURS)
         assert d.fetched(1) and same(p, SOME, d, OURS) and sum(came) > len(SOME) * BLOCK_BYTES
         assert not d.failures() and p.released(1)
-        if engine in (is_on_another_card, is_on_no_card):
+        if engine in (is_on_another_gpu, is_on_no_gpu):
             assert not gpu.shared, "nothing is laid out for whoever cannot read it"
 
 
@@ -255,10 +255,10 @@ def connected(p: Peer) -> socket.socket:
 
 
 def read_to_the_end(sock: socket.socket) -> bytes:
-    said = b""
+    data = b""
     while some := sock.recv(4096):
-        said += some
-    return said
+        data += some
+    return data
 
 
 @pytest.mark.parametrize("kind", [FrameKind.OPENED, FrameKind.TOOK])

@@ -1,6 +1,6 @@
 """Weights from GPU to GPU, on a machine without one: everything but the calls that touch a device is the real thing.
 
-`tests/test_gpu_weights.py` does the same on a card.
+`tests/test_gpu_weights.py` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ class FakeNccl:
 class Engine(threading.Thread):
     """The engine's side of an exchange; `outcome` is None or what it raised."""
 
-    def __init__(self, folder: Path, told: BroadcastSource) -> None:
+    def __init__(self, folder: Path, source: BroadcastSource) -> None:
         super().__init__()
         self.model = build_model(read_spec(folder), backend="torch")
         load_weights(self.model, SafetensorsFolder(folder))
-        self.told, self.outcome = told, None
+        self.source, self.outcome = source, None
         self.start()
 
     def run(self) -> None:
         try:
-            load_weights(self.model, BroadcastWeights(self.told, lambda _: 2**40))
+            load_weights(self.model, BroadcastWeights(self.source, lambda _: 2**40))
         except Exception as error:
             self.outcome = error
 
@@ -138,9 +138,10 @@ def test_nccl_without_a_gpu_is_refused_at_once_and_all_ranks_get_the_reason(old,
         denied = frozen(driver).call(UpdateWeights(BroadcastSource(place, 2, timeout_s=60, backend="nccl")))
         trainer.join(30)
         assert isinstance(denied, Denied) and (denied.status, denied.code) == (400, "bad_weights")
-        for told in (denied.message, str(refusal[0])):
+        for message in (denied.message, str(refusal[0])):
             assert (
-                "rank 0: nccl needs a GPU, and cpu is not one; rank 1: nccl needs a GPU, and cpu is not one" in told
+                "rank 0: nccl needs a GPU, and cpu is not one; rank 1: nccl needs a GPU, and cpu is not one"
+                in message
             )
         driver.call(Resume())
         assert driver.finish() == undisturbed
@@ -157,11 +158,11 @@ def test_an_engine_and_a_trainer_with_different_backends_do_not_wait_for_each_ot
     assert isinstance(engine.outcome, BrokenCheckpoint)
 
 
-# -- shared memory of a card --------------------------------------------------------------
+# -- shared memory of a GPU --------------------------------------------------------------
 
 
-class FakeCard:
-    """Host memory where a card's would be: exported under a number, opened by it."""
+class FakeGpu:
+    """Host memory where GPU memory would be: exported under a number, opened by it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.exported: list[torch.UntypedStorage] = []
@@ -181,8 +182,8 @@ class FakeCard:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
-    return FakeCard(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
 
 
 def sent(source: SharedMemorySource) -> SharedMemorySource:
@@ -198,27 +199,27 @@ def in_one_piece(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_25_weights_from_a_trainers_gpu_memory_answer_like_their_checkpoint(old, new, renewed, card, flat):
+def test_25_weights_from_a_trainers_gpu_memory_answer_like_their_checkpoint(old, new, renewed, gpu, flat):
     tensors = in_one_piece(tensors_of(new)) if flat else tensors_of(new)
     with driving(old) as driver, share(tensors) as shared:
-        assert len(card.exported) == (1 if flat else len(tensors))
+        assert len(gpu.exported) == (1 if flat else len(tensors))
         driver.call(Pause("abort"))
-        told = driver.call(UpdateWeights(sent(shared), version=3))
-        assert isinstance(told, EngineState) and told.version == 3
-        assert sorted(card.opened) == list(range(len(card.exported))), "each is opened once"
+        state = driver.call(UpdateWeights(sent(shared), version=3))
+        assert isinstance(state, EngineState) and state.version == 3
+        assert sorted(gpu.opened) == list(range(len(gpu.exported))), "each is opened once"
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
 
 
-def test_25_handles_are_verified_before_any_is_opened(old, new, undisturbed, card):
+def test_25_handles_are_verified_before_any_is_opened(old, new, undisturbed, gpu):
     tensors = tensors_of(new)
     wrong = tensors | {"model.norm.weight": torch.zeros(65)}
     with driving(old) as driver, share(wrong) as shared:
         denied = frozen(driver).call(UpdateWeights(sent(shared)))
         assert isinstance(denied, Denied) and denied.code == "bad_weights"
         assert "tensor model.norm.weight has shape [65]; the model expects [64]" in denied.message
-        assert not card.opened
+        assert not gpu.opened
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -235,7 +236,7 @@ def test_25_handles_are_verified_before_any_is_opened(old, new, undisturbed, car
         ({"dtype": "complex"}, "has the unknown dtype 'complex'"),
     ],
 )
-def test_25_a_tensor_outside_its_declared_storage_is_refused(old, new, card, change, sentence):
+def test_25_a_tensor_outside_its_declared_storage_is_refused(old, new, gpu, change, sentence):
     with share(tensors_of(new)) as shared:
         tensors = [
             msgspec.structs.replace(tensor, **change) if tensor.name == "model.norm.weight" else tensor
@@ -246,14 +247,14 @@ def test_25_a_tensor_outside_its_declared_storage_is_refused(old, new, card, cha
             driver.call(Pause("abort"))
             denied = driver.call(UpdateWeights(sent(bad)))
     assert isinstance(denied, Denied) and f"tensor model.norm.weight {sentence}" in denied.message
-    assert not card.opened
+    assert not gpu.opened
 
 
-def test_25_memory_that_cannot_be_opened_leaves_the_old_weights(old, new, undisturbed, card, monkeypatch):
+def test_25_memory_that_cannot_be_opened_leaves_the_old_weights(old, new, undisturbed, gpu, monkeypatch):
     def gone(shared: SharedStorage, device: int) -> torch.UntypedStorage:
-        if len(card.opened) == 5:
+        if len(gpu.opened) == 5:
             raise RuntimeError("CUDA error: invalid resource handle")
-        return card.open(shared, device)
+        return gpu.open(shared, device)
 
     monkeypatch.setattr(ipc, "open_storage", gone)
     with driving(old) as driver, share(tensors_of(new)) as shared:
@@ -264,7 +265,7 @@ def test_25_memory_that_cannot_be_opened_leaves_the_old_weights(old, new, undist
         assert driver.finish() == undisturbed
 
 
-def test_25_memory_of_another_gpu_is_refused(old, new, card, monkeypatch):
+def test_25_memory_of_another_gpu_is_refused(old, new, gpu, monkeypatch):
     with share(tensors_of(new)) as shared:
         monkeypatch.setattr(ipc, "gpu_of", lambda _: "")
         with driving(old) as driver:
@@ -274,7 +275,7 @@ def test_25_memory_of_another_gpu_is_refused(old, new, card, monkeypatch):
     assert "the tensors are on the GPU 'GPU-1' and this engine is on 'a CPU'" in denied.message
 
 
-def test_tensors_that_cannot_be_shared_are_reported_to_the_trainer(card):
+def test_tensors_that_cannot_be_shared_are_reported_to_the_trainer(gpu):
     with pytest.raises(RequestError, match="tensor a is not contiguous"), share({"a": torch.ones(2, 3).t()}):
         pass
     with pytest.raises(RequestError, match="must be on one GPU"), share({}):

@@ -37,13 +37,13 @@ def undisturbed(model) -> dict[int, list[int]]:
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_frozen_answers_continue_after_a_sleep_with_the_same_tokens(model, undisturbed, tags, backend):
     with driving(model, backend=backend) as driver:
-        told = frozen(driver).call(Sleep(tags))
-        assert isinstance(told, EngineState) and (told.state, told.asleep) == ("paused", tags)
+        state = frozen(driver).call(Sleep(tags))
+        assert isinstance(state, EngineState) and (state.state, state.asleep) == ("paused", tags)
         assert len(driver.engine.scheduler.running) == (0 if "kv_cache" in tags else 4)
         denied = driver.call(Resume())
         assert isinstance(denied, Denied) and (denied.status, denied.code) == (409, "asleep")
-        told = driver.call(Wake(tags))
-        assert isinstance(told, EngineState) and told.asleep == () and told.version == 0
+        state = driver.call(Wake(tags))
+        assert isinstance(state, EngineState) and state.asleep == () and state.version == 0
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -94,11 +94,11 @@ def resident() -> int:
 def test_one_part_may_wake_before_the_other(model, undisturbed):
     with driving(model) as driver:
         frozen(driver).call(Sleep())
-        told = driver.call(Wake(("kv_cache",)))
-        assert isinstance(told, EngineState) and told.asleep == ("weights",)
+        state = driver.call(Wake(("kv_cache",)))
+        assert isinstance(state, EngineState) and state.asleep == ("weights",)
         assert isinstance(driver.call(Resume()), Denied)
-        told = driver.call(Wake(("weights",)))
-        assert isinstance(told, EngineState) and told.asleep == ()
+        state = driver.call(Wake(("weights",)))
+        assert isinstance(state, EngineState) and state.asleep == ()
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
@@ -123,8 +123,8 @@ def test_a_drain_of_sleeping_answers_is_refused_and_an_abort_is_not(model):
         frozen(driver).call(Sleep())
         denied = driver.call(Pause("drain"))
         assert isinstance(denied, Denied) and denied.code == "asleep"
-        told = driver.call(Pause("abort"))
-        assert isinstance(told, EngineState) and set(told.ended) == set(IDS)
+        state = driver.call(Pause("abort"))
+        assert isinstance(state, EngineState) and set(state.ended) == set(IDS)
 
 
 def test_weights_whose_source_is_gone_stay_asleep_until_an_update(model, tmp_path):
@@ -136,8 +136,8 @@ def test_weights_whose_source_is_gone_stay_asleep_until_an_update(model, tmp_pat
         driver.call(Sleep())
         denied = driver.call(Wake())
         assert isinstance(denied, Denied) and denied.code == "source_lost" and files.path in denied.message
-        told = driver.call(UpdateWeights(FileSource(str(other))))
-        assert isinstance(told, EngineState) and told.asleep == ("kv_cache",)
+        state = driver.call(UpdateWeights(FileSource(str(other))))
+        assert isinstance(state, EngineState) and state.asleep == ("kv_cache",)
         driver.call(Wake())
         driver.call(Resume())
         driver.submit(*IDS)
@@ -173,8 +173,8 @@ def test_waking_without_enough_free_memory_is_refused(model, undisturbed, monkey
             for command in (Wake(("kv_cache",)), Wake(("weights",)), UpdateWeights(FileSource(str(model)))):
                 denied = driver.call(command)
                 assert isinstance(denied, Denied) and (denied.status, denied.code) == (503, "out_of_memory")
-        told = driver.call(Wake())
-        assert isinstance(told, EngineState) and told.state == "paused"
+        state = driver.call(Wake())
+        assert isinstance(state, EngineState) and state.state == "paused"
         driver.call(Resume())
         assert driver.finish() == undisturbed
 

@@ -58,8 +58,8 @@ def frozen(driver: Driver) -> Driver:
     """Four sequences hold KV of the old weights and two wait."""
     driver.submit(*IDS)
     driver.turn_until_some_run()
-    told = driver.call(Pause("freeze"))
-    assert isinstance(told, EngineState) and told.state == "paused" and len(driver.engine.scheduler.running) == 4
+    state = driver.call(Pause("freeze"))
+    assert isinstance(state, EngineState) and state.state == "paused" and len(driver.engine.scheduler.running) == 4
     return driver
 
 
@@ -159,16 +159,16 @@ def test_25_a_file_cut_short_while_it_is_read_quarantines_the_engine_until_a_ful
         assert "was cut short while tensor model.layers.0.self_attn.q_proj.weight was read" in denied.message
         refused = driver.call(Resume())
         assert isinstance(refused, Denied) and refused.status == 409
-        told = driver.call(UpdateWeights(FileSource(str(old))))
-        assert isinstance(told, EngineState) and told.state == "paused"
+        state = driver.call(UpdateWeights(FileSource(str(old))))
+        assert isinstance(state, EngineState) and state.state == "paused"
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
 
 def test_25_27_same_weights_with_recompute_change_nothing_but_the_version(old, undisturbed):
     with driving(old) as driver:
-        told = frozen(driver).call(UpdateWeights(FileSource(str(old))))
-        assert isinstance(told, EngineState) and told.version == 1 and not driver.engine.scheduler.running
+        state = frozen(driver).call(UpdateWeights(FileSource(str(old))))
+        assert isinstance(state, EngineState) and state.version == 1 and not driver.engine.scheduler.running
         before = {id: len(tokens) for id, tokens in driver.tokens.items()}
         driver.call(Resume())
         assert driver.finish() == undisturbed
@@ -181,8 +181,8 @@ def test_25_new_weights_from_shared_memory_answer_like_their_checkpoint(old, new
         driver.call(Pause("abort"))
         with publish(tensors_of(new), version=5, checksum=True) as files:
             assert files.path.startswith("/dev/shm/")
-            told = driver.call(UpdateWeights(files, version=5))
-        assert isinstance(told, EngineState) and told.version == 5 and not open_files_of(files)
+            state = driver.call(UpdateWeights(files, version=5))
+        assert isinstance(state, EngineState) and state.version == 5 and not open_files_of(files)
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
@@ -206,8 +206,8 @@ def test_25_published_files_may_be_removed_once_they_are_open(old, new, renewed,
 
         monkeypatch.setattr(resources.SafetensorsFiles, "metadata", metadata)
         driver.call(Pause("abort"))
-        told = driver.call(UpdateWeights(files))
-        assert isinstance(told, EngineState)
+        state = driver.call(UpdateWeights(files))
+        assert isinstance(state, EngineState)
         driver.call(Resume())
         driver.submit(*IDS)
         assert driver.finish() == renewed
@@ -217,8 +217,8 @@ def test_26_with_keep_running_answers_continue_with_their_kv_and_new_ones_do_not
     old, new, undisturbed, renewed
 ):
     with driving(old) as driver:
-        told = frozen(driver).call(UpdateWeights(FileSource(str(new)), recompute=False))
-        assert isinstance(told, EngineState) and len(driver.engine.scheduler.running) == 4
+        state = frozen(driver).call(UpdateWeights(FileSource(str(new)), recompute=False))
+        assert isinstance(state, EngineState) and len(driver.engine.scheduler.running) == 4
         before = {id: list(tokens) for id, tokens in driver.tokens.items()}
         driver.call(Resume())
         after = driver.finish()
@@ -242,8 +242,8 @@ def test_an_update_may_give_checksums_of_its_files(old, new):
     digest = hashlib.sha256((new / "model.safetensors").read_bytes()).hexdigest()
     with driving(old) as driver:
         driver.call(Pause("abort"))
-        told = driver.call(UpdateWeights(FileSource(str(new), {"model.safetensors": digest})))
-        assert isinstance(told, EngineState)
+        state = driver.call(UpdateWeights(FileSource(str(new), {"model.safetensors": digest})))
+        assert isinstance(state, EngineState)
         denied = driver.call(UpdateWeights(FileSource(str(new), {"model-2.safetensors": digest})))
         assert isinstance(denied, Denied) and "no such file" in denied.message
 
@@ -259,8 +259,8 @@ def test_25_weights_from_a_trainer_process_answer_like_their_checkpoint(old, new
     place = address()
     with driving(old) as driver, trainer(new, place) as process:
         driver.call(Pause("abort"))
-        told = driver.call(UpdateWeights(BroadcastSource(place, 2, timeout_s=60)))
-        assert isinstance(told, EngineState) and told.version == 1
+        state = driver.call(UpdateWeights(BroadcastSource(place, 2, timeout_s=60)))
+        assert isinstance(state, EngineState) and state.version == 1
         assert process.communicate(timeout=60)[0] == "sent\n"
         driver.call(Resume())
         driver.submit(*IDS)
@@ -281,8 +281,8 @@ def test_25_a_trainer_killed_in_the_middle_leaves_a_serving_or_a_quarantined_eng
         assert isinstance(denied, Denied) and denied.code == code
         assert driver.engine.loop.control.state == ("paused" if room else "quarantined")
         if not room:
-            told = driver.call(UpdateWeights(FileSource(str(old))))
-            assert isinstance(told, EngineState)
+            state = driver.call(UpdateWeights(FileSource(str(old))))
+            assert isinstance(state, EngineState)
         driver.call(Resume())
         assert driver.finish() == undisturbed
 
