@@ -279,7 +279,7 @@ def graphs_of(engine: Engine) -> dict[Any, Any]:
 def addresses_of(engine: Engine) -> list[int]:
     runner = engine.executor._runner  # type: ignore[attr-defined]
     weights = [parameter.tensor for _, parameter in runner.model.parameters()]
-    return [tensor.data_ptr() for tensor in [*homes, *(cache for layer in runner.kv for cache in layer)]]
+    return [tensor.data_ptr() for tensor in [*weights, *(cache for layer in runner.kv for cache in layer)]]
 
 
 def measure_update(

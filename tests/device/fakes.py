@@ -64,7 +64,7 @@ def hash_runner(
     *, max_rows: int = 40, max_context: int = 64, block_size: int = 4, num_blocks: int = 640, max_tokens: int = 512
 ) -> ModelRunner:
     rows = Rows(max_rows=max_rows, max_context=max_context, block_size=block_size, vocab_size=VOCAB, eos_ids=(EOS,))
-    rows.tokens.fill_(-7)  # not a token: reading one that nobody wrote gives a wrong hash
+    rows.tokens.fill_(-7)  # not a token: reading a position that was never written gives a wrong hash
     cache = torch.full((num_blocks, block_size), -9)
     return ModelRunner(HashModel(), [KV(cache, cache)], rows, max_tokens=max_tokens)
 

@@ -1,4 +1,4 @@
-"""A worker put together from a model folder: what it holds, and that it serves."""
+"""A device built from a model folder: its sizes, and that it serves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_device_gives_the_same_tokens_from_cached_and_from_recomputed_kv(tmp_p
 def test_a_device_is_built_on_its_own_gpu_and_the_callers_gpu_stays_current(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Graphs are captured on the GPU that is current, not on the one where the tensors are."""
+    """Graphs are captured on the current GPU, not on the one where the tensors are."""
     assert getattr(current(torch.device("cuda", 1)), "idx", None) == 1
     seen: list[str] = []
 

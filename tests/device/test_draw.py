@@ -1,4 +1,4 @@
-"""The choice of a token: against the rules spelled out, against chance, and against its neighbours."""
+"""Drawing a token: compared with a reference implementation, with probabilities, and across batches."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SAMPLED = SamplingParams(seed=11)
 
 @pytest.fixture(autouse=True, params=[LocalExecutor, PipelinedExecutor])
 def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every promise is kept by both kinds."""
+    """Both kinds of executor behave the same."""
     monkeypatch.setattr("tests.device.test_executor.LocalExecutor", request.param)
 
 
@@ -46,7 +46,7 @@ def tokens_of(*futures: Future[StepResult]) -> list[list[int]]:
 
 
 def test_steps_run_on_the_gpu_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which GPU is used is a thread's own business, and it is the first one unless somebody says so."""
+    """The current GPU is a setting of each thread, and is the first GPU by default."""
     entered: list[tuple[torch.device, str]] = []
 
     @contextmanager
@@ -62,7 +62,7 @@ def test_steps_run_on_the_gpu_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Gate(HashModel):
-    """A model whose first step waits to be let through."""
+    """A model whose first step waits until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_close_abandons_a_stuck_step_at_its_deadline(caplog: pytest.LogCaptureFi
 
 
 class Weights:
-    """A source of one weight that may break off half way."""
+    """A source of one weight that may fail half way."""
 
     def __init__(self, value: int, *, shape: int = 1, breaks: bool = False) -> None:
         self.tensor, self.breaks = torch.full((shape,), float(value)), breaks

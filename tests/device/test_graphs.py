@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 
 def do_again(step):
-    """A graph that is no graph."""
+    """Stands in for a CUDA graph: runs the step again."""
     result = step().clone()
     return lambda: result.copy_(step()), result
 
@@ -69,7 +69,7 @@ def generate(runner, steps):
     joins = tuple(text.join() for text in early)
     first = step_plan(0, [text.advance(len(text.prompt), True) for text in early], joins=joins)
     found = [runner.run(first).tokens]
-    # The last one comes in two parts, while the others go on.
+    # The last prompt is computed in two parts, while the others continue.
     for step, (count, samples) in enumerate(((9, False), (len(late.prompt) - 9, True)), 1):
         slices = [
             *(text.advance(1, True) for text in early[:2]),

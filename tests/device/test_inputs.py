@@ -19,7 +19,7 @@ PENALISED = SamplingParams(temperature=0, presence_penalty=1.0)
 
 
 def rows_of(texts: list[list[int]], *, block_size: int = 4, max_context: int = 40) -> tuple[Rows, list[list[int]]]:
-    """Rows 0, 1, ... seated with `texts`, and the block table of each."""
+    """Rows 0, 1, ... holding `texts`, and the block table of each."""
     rows = Rows(max_rows=len(texts), max_context=max_context, block_size=block_size, vocab_size=1000)
     per_row = -(-max_context // block_size)
     tables = [[row * per_row + (i * 7) % per_row for i in range(per_row)] for row in range(len(texts))]

@@ -131,7 +131,7 @@ def raw_logprobs(tokens: list[int]) -> torch.Tensor:
 
 
 def assert_scores(scores: Logprobs, tokens: list[int], token: int, top: int) -> None:
-    """`scores` is what the model alone thinks of `token` after `tokens`."""
+    """`scores` is the model's own distribution for `token` after `tokens`."""
     raw = raw_logprobs(tokens)
     assert scores.token == pytest.approx(float(raw[token]), abs=1e-5)
     best = sorted(range(len(raw)), key=lambda i: (-float(raw[i]), i))[:top]

@@ -20,7 +20,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 class Given:
-    """Tensors by hand."""
+    """A source with the given tensors."""
 
     def __init__(self, tensors, promised=None):
         self.tensors = tensors
@@ -50,7 +50,7 @@ def tensors_of(folder):
 
 
 def refusal(model, source):
-    """The sentence with which `source` is refused, after a look that nothing was written."""
+    """The error with which `source` is refused; checks that nothing was written."""
     before = model.norm.weight.clone(), model.unembedding.matrix.data.clone()
     with pytest.raises(BrokenCheckpoint) as refused:
         load_weights(model, source)
@@ -230,7 +230,7 @@ def test_empty_and_scalar_tensors_can_be_read(tmp_path):
     assert found["scalar"] == 1
 
 
-# In a process of its own: here, memory that earlier tests have freed would be used again and not be seen to grow.
+# In a separate process: here, memory freed by earlier tests would be reused and would not be seen to grow.
 WATCHED_LOAD = """
 import sys
 from pathlib import Path

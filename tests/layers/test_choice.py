@@ -1,4 +1,4 @@
-"""Which backend one gets, and what the log says when it is not the one that was asked for."""
+"""The choice of the backend, and the log line when it is not the configured one."""
 
 from __future__ import annotations
 

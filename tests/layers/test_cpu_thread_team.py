@@ -1,4 +1,4 @@
-"""The threads that share a kernel's work: whoever helps, and whoever does not, the result is the same."""
+"""The threads that share a kernel's work: the result is the same whichever of them take part."""
 
 from __future__ import annotations
 

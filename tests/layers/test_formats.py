@@ -14,7 +14,7 @@ HEADS = Heads(2, 1, 32)
 
 
 class Part:
-    """One of two ranks, which computes nothing."""
+    """One of two ranks; does no computation."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.size = rank, 2

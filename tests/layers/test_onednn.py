@@ -31,7 +31,7 @@ def test_a_product_of_bfloat16_is_computed_on_this_machine():
     [
         (True, 0, None, onednn.BELOW_AMX),
         (True, 1, None, None),
-        (True, None, None, None),  # it cannot be asked
+        (True, None, None, None),  # it cannot be queried
         (False, 0, None, None),
         (True, 0, "AVX2", "AVX2"),
     ],

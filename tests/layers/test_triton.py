@@ -109,7 +109,7 @@ class Case:
         q = torch.randn(len(self.qkv), self.heads.query, self.heads.size, device=self.qkv.device).to(self.dtype)
         scale = self.heads.size**-0.5
         expected = self.plain.attention(q, self.plain_kv, self.batch, scale, window)
-        for _ in range(2):  # twice, for the second run meets what the first left behind
+        for _ in range(2):  # twice, because the second run sees what the first left behind
             if splits is None:
                 found = self.fast.attention(q, self.fast_kv, self.batch, scale, window)
             else:
@@ -332,7 +332,7 @@ def test_eight_bit_values_are_clamped_to_the_largest_number(device):
     assert values_kept(device, torch.inf, -torch.inf) == [448.0, -448.0]
 
 
-@pytest.mark.gpu  # the interpreter makes a number of it
+@pytest.mark.gpu  # the interpreter turns NaN into a number
 def test_nan_stays_nan_in_eight_bits():
     from headgate.layers.triton.rounding import round_rows
 
@@ -343,7 +343,7 @@ def test_nan_stays_nan_in_eight_bits():
 
 
 def values_kept(device, *values):
-    """What a cache of eight bits makes of the last values of a token."""
+    """The last values of a token after storage in an eight-bit cache."""
     case = Case(device, torch.float32, Heads(2, 1, 32), [(1, 1)], normed=False, fp8=Fp8(kv=True))
     case.qkv[0, -len(values) :] = torch.tensor(values, device=device)
     case.fast.rope_and_write(case.qkv, case.batch, case.rotary, case.fast_kv)
@@ -358,7 +358,7 @@ def test_deterministic_products_fit_devices_with_little_shared_memory():
     for rows in (64, 1000, 4096, 151_936):
         for count in (1, 16, 17, 64, 100, 256, 1000, 8192):
             cut = invariant_cut(count, rows, torch.bfloat16, roomy=False)
-            # Of the stages all but one are kept there before a Hopper.
+            # Before Hopper, all stages but one are kept there.
             assert (cut.rows + cut.tokens) * cut.columns * 2 * (cut.stages - 1) <= 99 * 1024, (rows, count)
     assert invariant_cut(8192, 4096, torch.bfloat16) is LARGE
 
@@ -374,7 +374,7 @@ def test_tokens_are_drawn_as_the_reference_defines(device, vocab):
 
     rows = 40
     logits = torch.randn(rows, vocab, device=device) * 3
-    logits[0, 5] = logits[0, 80] = 100.0  # a tie, which the lowest id wins
+    logits[0, 5] = logits[0, 80] = 100.0  # a tie; the lowest id wins
     temperature = np.array([0.0, 0.3, 1.0, 2.5] * (rows // 4), dtype=np.float32)
     seeds = np.random.default_rng(7).integers(0, 2**64, rows, dtype=np.uint64)
     key = stream_keys(seeds, np.arange(rows, dtype=np.int64))

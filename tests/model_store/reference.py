@@ -1,4 +1,4 @@
-"""What `transformers` makes of a GGUF file."""
+"""The results of `transformers` for a GGUF file."""
 
 from __future__ import annotations
 

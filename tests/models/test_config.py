@@ -1,4 +1,4 @@
-"""What is read from a config, and every refusal with the sentence it gives."""
+"""Reading configs, and every refusal with its message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny models that everyone's tests stand on."""
+"""The tiny models that many tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on GPUs, by NCCL. Never run so far: it wants two of them."""
+"""Ranks on GPUs, with NCCL. Never run so far, because it needs two GPUs."""
 
 from __future__ import annotations
 

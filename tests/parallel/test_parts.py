@@ -1,4 +1,4 @@
-"""A model in parts: what ranks make together is what one makes alone."""
+"""A model divided among ranks: together they compute what one rank computes alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_two_ranks_give_the_logits_of_one_and_both_the_same(tmp_path, kind, back
 
 
 def test_four_ranks_sum_in_their_order_whatever_else_is_in_the_batch(tmp_path):
-    """To the bit: a row's sum must not depend on where in a tensor it lies."""
+    """Bit for bit: a row's sum must not depend on its position in a tensor."""
     rows = torch.randn(4, 33, 96, generator=torch.Generator().manual_seed(0))
     expected = ((rows[0] + rows[1]) + rows[2]) + rows[3]
 

@@ -1,4 +1,4 @@
-"""Ranks as real processes: they answer as one, and whoever of them dies or hangs, nothing is left behind."""
+"""Ranks as real processes: they answer like one, and a rank that dies or hangs leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_kv_transfer_with_several_ranks_is_refused_at_start_up(flags, culprit):
     assert engine_config(parser().parse_args(["serve", "model", "--tensor-parallel", "2"])).tensor_parallel == 2
 
 
-# -- under streams, with another engine to go on in --------------------------------------
+# -- with streams, and another engine to continue them ------------------------------------
 
 
 async def running(replicas: Replicas, count: int) -> asyncio.Future[list[list[int]]]:
-    """Streams of which both engines have some."""
+    """Streams, some of them on each of both engines."""
     streams = asyncio.gather(*(collect(replicas, seed, count) for seed in range(8)))
     async with asyncio.timeout(LONG_S):
         while any(each.client is None or each.client.open_streams < 4 for each in replicas.replicas):

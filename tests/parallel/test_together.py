@@ -100,7 +100,7 @@ def test_scores_of_prompts_and_answers_are_those_of_one_rank(folder):
 
 
 def test_followers_receive_plans_without_the_fields_that_only_rank_0_needs(folder):
-    """The choice is rank 0's alone: followers get no tokens but those that join, and answer nothing."""
+    """Only rank 0 draws: followers get no tokens except those of sequences that join, and return nothing."""
     with LLM(folder, dtype="float32", tensor_parallel=2, max_running=4) as llm:
         llm.generate([[1, 2, 3]], GREEDY, progress=False)
         followers = llm.engine.executor._send_order.__self__
@@ -206,7 +206,7 @@ def test_frozen_answers_continue_after_all_ranks_have_slept(folder, undisturbed)
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 def test_a_rank_that_cannot_wake_keeps_all_asleep(folder, undisturbed, tag, monkeypatch):
-    """And they can be woken when there is room again."""
+    """They can be woken later, when there is memory again."""
     with driving(folder, tensor_parallel=2) as driver:
         frozen(driver).call(Sleep((tag,)))
         with monkeypatch.context() as crowded:
@@ -221,7 +221,7 @@ def test_a_rank_that_cannot_wake_keeps_all_asleep(folder, undisturbed, tag, monk
 
 
 def crowd_rank_1(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-    """No memory is left, as the device thread of any rank but the first sees it."""
+    """No memory is left, on the device threads of all ranks except the first."""
     free, first = sleep_module.free_bytes, driver.engine.executor._thread
 
     def crowded(device):
@@ -244,7 +244,7 @@ def test_55_weights_missing_on_one_rank_are_loaded_by_none(folder, other, monkey
 
 
 def test_33_kv_is_neither_served_nor_fetched(folder):
-    """An engine of several ranks has a part of the KV in each: who asks it to export is told so."""
+    """An engine of several ranks has a part of the KV on each, so export requests are refused with that reason."""
     with driving(folder, tensor_parallel=2, kv_listen="127.0.0.1:0") as driver:
         assert driver.engine.transport.address == ""
         assert not driver.engine.scheduler.limits.exports

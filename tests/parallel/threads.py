@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: all of it real (gloo, orders as bytes, each rank's own model) but the processes."""
+"""Ranks as threads of this process. Everything else is real: gloo, orders as bytes, a model per rank."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class ThreadInbox:
 
 
 class ThreadFollowers:
-    """As `Followers`."""
+    """Like `Followers`."""
 
     def __init__(self, starts: list[FollowerStart]) -> None:
         self.inboxes = [ThreadInbox() for _ in starts]
-        self.ends: list[BaseException] = []  # of what followers died, if not of their dismissal
+        self.ends: list[BaseException] = []  # errors of followers, other than requested exits
         self.orders: list[Order] = []
-        # Through bytes and back, as over a socket.
+        # Encoded and decoded, as over a socket.
         received = [msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=FollowerStart) for start in starts]
         self.threads = [
             threading.Thread(target=self._follow, args=pair, daemon=True)
@@ -83,7 +83,7 @@ class ThreadFollowers:
 
 
 def run_ranks(folder: Path, size: int, work: Callable[[RankGroup], T], step_s: float = LONG_S) -> list[T | Exception]:
-    """What `work` gives or raises on each rank of a group."""
+    """The result or exception of `work` on each rank of a group."""
     results: list[T | Exception] = [AssertionError("still running")] * size
 
     def run(rank: int) -> None:

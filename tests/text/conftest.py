@@ -1,4 +1,4 @@
-"""One tokenizer of each kind that the field has, small enough to train in a test."""
+"""One tokenizer of each common kind, small enough to train in a test."""
 
 from __future__ import annotations
 

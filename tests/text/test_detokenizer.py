@@ -119,7 +119,7 @@ def test_more_delivered_text_than_the_ids_make_is_refused(tokenizer: Tokenizer) 
 
 
 class CountingBackend:
-    """A backend that notes how many ids it was asked to decode at most."""
+    """A backend that records the largest number of ids it had to decode."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.decoder = tokenizer.backend.decoder

@@ -24,7 +24,7 @@ def deltas(text: str, places: list[int]) -> list[str]:
 
 
 def up_to_first_stop(text: str, stops: list[str], *, include: bool) -> str:
-    """What `StopStrings` should show, found by looking at every beginning of the text in turn."""
+    """The expected output of `StopStrings`, computed by checking every prefix of the text."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:

@@ -127,7 +127,7 @@ def test_prompts_are_those_of_transformers(reference: Any, template: str, chat: 
         expected = reference.apply_chat_template(
             CHATS[chat], chat_template=TEMPLATES[template], tokenize=False, **OPTIONS[option]
         )
-    except Exception:  # jinja's errors and plain ones: the template refuses, and so must we
+    except Exception:  # jinja's errors and others: the template refuses, and so must ours
         with pytest.raises(RequestError):
             render()
     else:

@@ -14,7 +14,7 @@ collect_ignore = [] if find_spec("nixl") else ["test_nixl.py"]
 
 @pytest.fixture(autouse=True)
 def gpu(request, monkeypatch) -> OneGpu:
-    """Instead of a GPU, where there need not be one."""
+    """Replaces the GPU in tests that do not need one."""
     gpu = OneGpu()
     if request.node.get_closest_marker("gpu") is None:
         for name in ("gpu_of", "export_storage", "open_storage"):

@@ -61,7 +61,7 @@ class Side:
             yield Export(stream.__aiter__())
 
     async def until_released(self) -> EngineStatus:
-        """Wait until nothing is held for anybody."""
+        """Wait until nothing is held."""
         async with asyncio.timeout(DEADLINE_S):
             while (status := await self.status()).held_blocks or status.leases or status.running or status.waiting:
                 await asyncio.sleep(0.01)
@@ -102,7 +102,7 @@ async def two_engines(
 
 
 class Pair:
-    """Two engines in an event loop of their own, for as many tests as like."""
+    """Two engines in a separate event loop, shared by several tests."""
 
     def __init__(self, model: Path, p: EngineConfig = CONFIG, d: EngineConfig = CONFIG) -> None:
         self.transport = p.kv_transport
@@ -128,7 +128,7 @@ class Pair:
             self._known.set()
 
     def run(self, work: Callable[[Side, Side], Coroutine[Any, Any, None]]) -> None:
-        """Do something with P and D; both must have let go of everything afterwards."""
+        """Run `work` with P and D; both must hold nothing afterwards."""
 
         async def whole() -> None:
             await work(self.p, self.d)

@@ -1,4 +1,4 @@
-"""Transports over caches in this process, and a proxy between them that does harm."""
+"""Transports over caches in this process, and a proxy between them that damages data."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from headgate.transfer.transport import Fetched, Released
 DEADLINE_S = 60.0
 BLOCKS, PART_BYTES, PARTS = 40, 4096, 6
 GENERATION, VERSION = 77, 3
-TRANSPORTS = ["tcp", "nixl"] if find_spec("nixl") else ["tcp"]  # those that can be tried here, between engines
-KINDS = [*TRANSPORTS, "same_gpu"]  # and by themselves: see `OneGpu`
+TRANSPORTS = ["tcp", "nixl"] if find_spec("nixl") else ["tcp"]  # those available here, between engines
+KINDS = [*TRANSPORTS, "same_gpu"]  # without engines: see `OneGpu`
 
 
 @dataclass(eq=False)
 class Peer:
-    """One engine's transport, with a cache of its own and the events that it has posted."""
+    """One engine's transport, with its own cache and the events that it has posted."""
 
     kind: str = "tcp"
     wait_s: float = 30.0
@@ -76,7 +76,7 @@ class Peer:
         self.transport.fetch(Fetch(id, ticket, skip, blocks))
 
     def next(self, kind: type[Any], timeout_s: float = DEADLINE_S) -> Any:
-        """The next event of this kind; others are passed over."""
+        """The next event of this kind; others are skipped."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             event = self.events.get(timeout=max(deadline_s - time.monotonic(), 0.001))
@@ -101,7 +101,7 @@ class Peer:
 
 
 class OneGpu:
-    """Stands for the device in `headgate.device.weights.ipc`: all caches of this process are on one GPU."""
+    """Replaces the device in `headgate.device.weights.ipc`: all caches of this process are on one GPU."""
 
     def __init__(self) -> None:
         self.shared: dict[bytes, torch.UntypedStorage] = {}
@@ -148,12 +148,13 @@ def same(p: Peer, theirs: tuple[int, ...], d: Peer, ours: tuple[int, ...]) -> bo
     return all(torch.equal(a, b) for i, j in pairs for a, b in zip(p.block(i), d.block(j), strict=True))
 
 
-Mangle = Callable[[bytes, int], bytes | None]  # what passes, given where in the stream it lies; None cuts the line
+# the bytes to pass on, given their offset in the stream; None breaks the connection
+Mangle = Callable[[bytes, int], bytes | None]
 
 
 @contextmanager
 def proxy(target: str, mangle: Mangle) -> Iterator[str]:
-    """An address that leads to `target`; what that says comes through `mangle`."""
+    """An address that leads to `target`; its replies pass through `mangle`."""
     server = socket.create_server(("127.0.0.1", 0))
     address = parse_address(target)
     open_sockets = [server]
@@ -196,7 +197,7 @@ def proxy(target: str, mangle: Mangle) -> Iterator[str]:
 
 @contextmanager
 def counted(target: str) -> Iterator[tuple[str, list[int]]]:
-    """A way to `target`, and how many bytes have come back along it."""
+    """A proxy address for `target`, and the byte counts of its replies."""
     came: list[int] = []
 
     def count(data: bytes, offset: int) -> bytes:

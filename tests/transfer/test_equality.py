@@ -1,4 +1,4 @@
-"""What D says with KV that P computed is what one engine says alone, token for token."""
+"""D's answers with KV computed by P equal those of a single engine, token for token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 16
 
 
 def some_prompts(rng: random.Random, count: int) -> list[tuple[int, ...]]:
-    """Of lengths around block boundaries and beyond one step's budget; some share a beginning."""
+    """Prompts of lengths around block boundaries and beyond one step's budget; some share a prefix."""
     shared = tuple(rng.randrange(256) for _ in range(96))
     lengths = [1, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 160, 200]
     prompts = []
@@ -62,7 +62,7 @@ def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend, transpo
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_36_37_many_requests_in_a_small_cache_get_the_same_tokens_and_leak_nothing(model, transport):
-    """Exports wait, expire and make room; answers are aborted; readers leave. Whoever is answered is answered right."""
+    """Exports wait, expire and make room; answers are aborted; readers leave. Every completed answer is correct."""
     rng = random.Random(11)
     prompts = some_prompts(rng, 48)
 
@@ -81,7 +81,7 @@ def test_36_37_many_requests_in_a_small_cache_get_the_same_tokens_and_leak_nothi
         async with p.exporting(export(request.prompt)) as exported:
             ticket = await exported.ticket()
             if i % 5 == 0:
-                return  # the reader leaves, and takes the KV back
+                return  # the reader leaves, which releases the KV
             asked = asyncio.create_task(d.answer(replace(request, ticket=ticket)))
             if i % 7 == 0:
                 await asyncio.sleep(rng.random() * 0.05)
@@ -98,5 +98,5 @@ def test_36_37_many_requests_in_a_small_cache_get_the_same_tokens_and_leak_nothi
             return status.transfers > 5
 
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    # A machine that does not run an engine for so long lets all leases expire; then the next ones are longer.
+    # If the machine does not run an engine for that long, all leases expire; the next attempt uses longer ones.
     assert any(asyncio.run(main(crowded(patience_s))) for patience_s in (2.0, 8.0, 30.0))

@@ -1,4 +1,4 @@
-"""Whatever happens to P, to D or between them, the client hears the same tokens and both get everything back."""
+"""Whatever happens to P, to D or between them, the client gets the same tokens and both release everything."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from headgate.protocol.request import GenerateRequest, Ticket
 from tests.transfer.engines import DEADLINE_S, Export, Pair, Side, config, export
 from tests.transfer.peers import TRANSPORTS, proxy
 
-# Minutes; what breaks through the router is in tests/router/test_disagg.py.
+# Takes minutes; faults through the router are in tests/router/test_disagg.py.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LEASE_S, WAIT_S = 4.0, 6.0  # longer than a crowded machine lets a thread wait for its turn
+LEASE_S, WAIT_S = 4.0, 6.0  # longer than a busy machine delays a thread
 SLOW = config(backend="torch", max_batch_tokens=16, lease_s=LEASE_S, kv_wait_s=WAIT_S)
-SPARED = {"tcp": 50_000, "nixl": 100}  # bytes of a connection that pass whatever the pace, until harm is done
+SPARED = {"tcp": 50_000, "nixl": 100}  # bytes of a connection that pass in any case before the fault
 PROMPT_TOKENS, BLOCKS = 400, 24  # whole blocks of 16, and one token more at least
 SAMPLING = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 numbers = count()
@@ -51,13 +51,13 @@ def fresh_request() -> GenerateRequest:
 
 
 async def expected(side: Side, request: GenerateRequest) -> list[int]:
-    """What one engine says alone, without leaving its KV where the request would find it."""
+    """The answer of a single engine, without leaving its KV where the request would find it."""
     return (await side.answer(replace(request, salt="alone")))[0]
 
 
 @asynccontextmanager
 async def half_computed(p: Side, request: GenerateRequest) -> AsyncIterator[tuple[Export, Ticket]]:
-    """P has given out a ticket and is frozen before the prompt is computed."""
+    """P has issued a ticket and is frozen before the prompt is computed."""
     async with p.exporting(export(request.prompt)) as exported:
         ticket = await exported.ticket()
         await p.client.call(Pause("freeze"))
@@ -71,7 +71,7 @@ async def half_computed(p: Side, request: GenerateRequest) -> AsyncIterator[tupl
 
 @asynccontextmanager
 async def fetching(d: Side, request: GenerateRequest, ticket: Ticket) -> AsyncIterator[asyncio.Task[list[int]]]:
-    """D waits for KV that does not come."""
+    """D waits for KV that does not arrive."""
 
     async def answer() -> list[int]:
         return (await d.answer(replace(request, ticket=ticket)))[0]
@@ -200,7 +200,7 @@ def test_39_new_weights_on_p_end_its_exports(pair, model):
             await p.client.call(UpdateWeights(FileSource(str(model)), recompute=False))
             assert (await exported.end()).cause == "weights"
         assert (await d.answer(replace(request, ticket=ticket)))[0] == right
-        # The same weights, but of another version: a ticket of theirs is not for D.
+        # The same weights with another version: D must reject a ticket for them.
         again = fresh_request()
         right, lost = await expected(d, again), (await d.status()).transfers
         async with p.exporting(export(again.prompt)) as exported:
@@ -259,7 +259,7 @@ def test_37_a_killed_p_costs_d_only_the_prefill(model, transport):
         await exporting.__aexit__(None, None, None)
         await d.until_released()
         await until_back(p, pid)
-        # A ticket of its earlier life means nothing to the engine that has come back.
+        # The restarted engine rejects a ticket of its previous process.
         assert (await d.answer(replace(request, salt="later", ticket=ticket)))[0] == right
 
     killed = Pair(model, slow(transport), slow(transport))
@@ -270,7 +270,7 @@ def test_37_a_killed_p_costs_d_only_the_prefill(model, transport):
 
 
 async def until_back(side: Side, killed: int) -> None:
-    """An engine is there again. That it was killed may not have been noticed yet."""
+    """Wait until an engine is up again. Its death may not have been detected yet."""
     async with asyncio.timeout(DEADLINE_S):
         while (replica := side.replicas.replicas[0]).state != "ready" or replica.pid == killed:
             await asyncio.sleep(0.02)
@@ -299,7 +299,7 @@ def test_37_p_gets_everything_back_when_d_dies_or_hangs(model, harm, transport):
             took_s = time.monotonic() - began_s
             assert took_s < (LEASE_S * 0.5 if harm == signal.SIGKILL else LEASE_S + 20)
             await p.until_released()
-            with suppress(ProcessLookupError):  # one that hangs must go
+            with suppress(ProcessLookupError):  # a hanging process must be killed
                 os.kill(pid, signal.SIGKILL)
             await asyncio.wait([asked], timeout=DEADLINE_S)
             asked.exception()

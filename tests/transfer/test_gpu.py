@@ -1,4 +1,4 @@
-"""KV of a GPU: from memory to memory between processes on one GPU, and by way of pinned memory."""
+"""KV of a GPU: copied within device memory between processes on one GPU, or through pinned memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def assert_stored(tensors: list[torch.Tensor], other: list[torch.Tensor]) -> Non
 
 # -- two processes, one GPU -------------------------------------------------------------
 
-# Shows its shelf with some blocks in slot 0, and fills the others again and again until it ends.
+# Prints the descriptor of its shelf with some blocks in slot 0, and refills the other slots until it ends.
 OTHER_PROCESS = """
 import sys, threading
 from headgate.device.same_gpu import same_gpu_cache
@@ -88,7 +88,7 @@ while asked.is_alive():
 
 @contextmanager
 def other_process() -> Iterator[tuple[subprocess.Popen[str], bytes, bytes]]:
-    """A process on our GPU: itself, the checksum of what it has in slot 0, and where its shelf is."""
+    """A process on our GPU: the process, the checksum of its slot 0, and the descriptor of its shelf."""
     process = subprocess.Popen(
         [sys.executable, "-c", OTHER_PROCESS],
         stdin=subprocess.PIPE,
@@ -121,11 +121,11 @@ def test_blocks_that_another_process_puts_in_a_slot_are_read_in_place(tensors):
 
 
 def test_a_shelf_of_our_own_process_cannot_be_opened_and_nothing_breaks():
-    """CUDA maps the memory of others only; such a fetch goes over the connection."""
+    """CUDA maps only the memory of other processes; such a fetch goes over the connection."""
     cache, _ = empty_cache()
     shelf = cache.shelf()
     assert shelf is not None
-    with suppress(OSError):  # or it works, and that is as good
+    with suppress(OSError):  # it may also work, which is fine
         assert len(cache.open(shelf.descriptor).take(0, (1,))) == 8
     assert torch.ones(3, device="cuda").sum().item() == 3
 
@@ -137,7 +137,7 @@ def test_37_a_process_that_dies_while_its_memory_is_read_does_not_affect_the_rea
         assert opened.take(0, OURS) == digest
         threading.Timer(0.3, process.kill).start()
         ended_s = time.monotonic() + 1.5
-        while time.monotonic() < ended_s:  # before it dies, while it does, and after
+        while time.monotonic() < ended_s:  # before, during and after its death
             for slot in range(opened.slots):
                 opened.take(slot, OURS)
             if opened.take(0, OURS) == digest:
@@ -211,14 +211,14 @@ def test_engines_on_one_gpu_send_only_control_frames_over_the_connection(model, 
 
 def test_37_a_p_killed_during_transfers_costs_d_only_the_prefill(model):
     async def crowd(p: Side, d: Side, requests: list[GenerateRequest]) -> list[list[int]]:
-        """D's answers to KV that comes from P, which may die meanwhile."""
+        """D's answers with KV from P, which may die meanwhile."""
 
         async def one(request: GenerateRequest) -> list[int]:
             try:
                 async with asyncio.timeout(DEADLINE_S), p.exporting(export(request.prompt)) as exported:
                     ticket = await exported.ticket()
                     return (await d.answer(replace(request, ticket=ticket)))[0]
-            except Exception:  # P is gone, and its stream with it; D is asked once more, without a ticket
+            except Exception:  # P is gone, and its stream with it; D gets the request again, without a ticket
                 return (await d.answer(request))[0]
 
         return list(await asyncio.gather(*map(one, requests)))

@@ -1,4 +1,4 @@
-"""Prefill here, decode there, over HTTP: `export_kv` and `kv_ticket`."""
+"""Prefill on one server, decode on another, over HTTP: `export_kv` and `kv_ticket`."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_39_a_ticket_that_cannot_be_used_is_a_local_prefill(both):
 
 
 def page_with(server: LiveServer, *lines: str) -> str:
-    """Metrics that have these lines; those of an engine that does not answer at once are left out."""
+    """Metrics that contain these lines; an engine that does not answer at once is left out."""
     pages: list[str] = []
 
     def found() -> bool:
@@ -174,7 +174,7 @@ def test_transferred_bytes_appear_in_the_metrics(both):
 
 
 def test_30_34_a_request_returned_for_lack_of_room_carries_its_ids_and_no_text(served):
-    """Two answers that do not fit together: one goes on, the other is given back."""
+    """Two answers that do not fit together: one continues, the other is returned."""
     small = ENGINE | {"kv_blocks": 8, "max_context": 128, "on_preempt": "reschedule"}
     body = {"prompt": "0123456789abcdef" * 2, "max_tokens": 64, "ignore_eos": True, "seed": 1, "n": 2}
     with live_server(served, **small) as server:

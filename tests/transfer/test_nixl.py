@@ -1,4 +1,4 @@
-"""What is different when bytes travel by NIXL. What is the same for every transport is in `test_tcp.py`."""
+"""Behaviour specific to NIXL. Behaviour common to all transports is in `test_tcp.py`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_39_a_changed_byte_in_a_slot_is_detected():
 
 @contextmanager
 def stalled(p: Peer) -> Iterator[None]:
-    """Nothing can be read from P, which answers otherwise: its NIXL stands still, as in a process that is stopped."""
+    """P's NIXL makes no progress, as in a stopped process, so nothing can be read; its connection still responds."""
     make_progress = agent(p).make_progress
     agent(p).make_progress = lambda: None  # type: ignore[method-assign]
     try:

@@ -1,6 +1,6 @@
-"""What is different between engines on one gpu. What is the same for every transport is in `test_tcp.py`.
+"""Behaviour specific to engines on one GPU. Behaviour common to all transports is in `test_tcp.py`.
 
-The gpu is `OneGpu`: memory of this process that the other side opens by its handle. The copies are real.
+The GPU is `OneGpu`: memory of this process that the other side opens by its handle. The copies are real.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_blocks_bypass_the_connection_and_are_counted_as_transferred():
 
 def test_another_engines_shelf_is_opened_once_and_closed_after_idle_time(gpu, monkeypatch):
     with peers(kind="same_gpu") as (p, d):
-        assert not gpu.shared, "nothing is laid out for nobody"
+        assert not gpu.shared, "nothing is allocated before the first fetch"
         for id in range(1, 6):
             p.offer(id, SOME)
             d.fetch(id, p.ticket(id), OURS)
@@ -80,7 +80,7 @@ def cannot_be_opened(p: Peer, d: Peer) -> None:
     def fail(shared, device):  # type: ignore[no-untyped-def]
         raise RuntimeError("CUDA error: invalid resource handle")
 
-    same_gpu.ipc.open_storage = fail  # until `gpu` puts back what was there before the test
+    same_gpu.ipc.open_storage = fail  # until the `gpu` fixture restores the original
 
 
 def is_on_another_gpu(p: Peer, d: Peer) -> None:
@@ -117,7 +117,7 @@ def test_kv_of_an_engine_on_another_gpu_comes_over_the_connection(engine, gpu):
         assert d.fetched(1) and same(p, SOME, d, OURS) and sum(came) > len(SOME) * BLOCK_BYTES
         assert not d.failures() and p.released(1)
         if engine in (is_on_another_gpu, is_on_no_gpu):
-            assert not gpu.shared, "nothing is laid out for whoever cannot read it"
+            assert not gpu.shared, "nothing is allocated for a peer that cannot read it"
 
 
 @pytest.mark.parametrize("kinds", [("same_gpu", "tcp"), ("tcp", "same_gpu")])
@@ -149,7 +149,7 @@ def test_one_connection_never_uses_more_slots_than_its_share(one_block_a_slot):
 
 
 def after_each_copy(p, do):  # type: ignore[no-untyped-def]
-    """Have `do` done to each slot that P has copied blocks into, before D hears of it; returns P's shelf."""
+    """Run `do` on each slot that P has copied blocks into, before D is notified; returns P's shelf."""
     shelf = cache(p).shelf()
     assert shelf is not None
     put = shelf.put
@@ -182,7 +182,7 @@ def test_37_blocks_withdrawn_during_a_copy_are_not_delivered_as_kv():
 
 
 def test_32_38_nothing_is_written_to_blocks_after_their_fetch_has_ended():
-    """A copy that has begun is waited for, so whoever is told of the end can give the blocks to somebody else."""
+    """A started copy is completed first, so blocks can be reused as soon as the end of the fetch is reported."""
     begun, go_on = threading.Event(), threading.Event()
     with peers(kind="same_gpu") as (p, d):
         take = cache(d).take
@@ -209,11 +209,11 @@ def test_32_38_nothing_is_written_to_blocks_after_their_fetch_has_ended():
         assert all(torch.equal(a, b) for a, b in zip(after, now, strict=True))
 
 
-# -- peers that lie ----------------------------------------------------------------------
+# -- invalid peers -------------------------------------------------------------------------
 
 
 def agent(gpu, slots: int = 4, blocks: int = 8, size: int | None = None) -> bytes:
-    """What an engine says that shows a shelf."""
+    """The frame of an engine that offers a shelf."""
     storage = gpu.export_storage(torch.UntypedStorage(slots * blocks * BLOCK_BYTES if size is None else size))
     body = msgspec.msgpack.encode(SharedSlots("GPU-1", storage, slots, blocks))
     return FrameHeader(FrameKind.AGENT, length=len(body)).encode() + body
@@ -278,13 +278,13 @@ def test_37_slots_that_a_peer_never_reads_are_released_when_it_disconnects(one_b
             until(lambda: table(p).lent == AHEAD)
             p.offer(2, SOME)
             d.fetch(2, p.ticket(2), OURS)
-            assert d.fetched(2) and same(p, SOME, d, OURS), "nobody else waits for it"
+            assert d.fetched(2) and same(p, SOME, d, OURS), "no other client waits for it"
             p.transport.withdraw(1)
-            assert b"withdrawn" in read_to_the_end(other), "32: told at once"
+            assert b"withdrawn" in read_to_the_end(other), "32: reported at once"
         until(lambda: not table(p).lent)
 
 
-# -- the gpu itself ---------------------------------------------------------------------
+# -- the GPU itself ---------------------------------------------------------------------
 
 
 def test_blocks_put_and_taken_equal_those_of_the_host_and_their_checksums_match():

@@ -84,7 +84,7 @@ def test_settings_of_the_router_are_checked_by_name(wrong):
 
 
 def two_free_ports() -> int:
-    """The first of two that follow each other, below those that the machine gives to anybody who asks."""
+    """The first of two consecutive free ports below the ephemeral range."""
     for port in range(20_000 + os.getpid() % 10_000, 32_000, 2):
         with (
             suppress(OSError),

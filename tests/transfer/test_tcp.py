@@ -1,4 +1,4 @@
-"""Transports by themselves: bytes, leases and everything that can go wrong on a wire."""
+"""Transports without engines: bytes, leases and everything that can fail on a connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHECKSUM_AT = 2 * HEADER_BYTES + len(SOME) * BLOCK_BYTES
 
 
 def blocks_bytes(count: int) -> int:
-    """The body of a frame with so many blocks."""
+    """The body size of a frame with `count` blocks."""
     return count * BLOCK_BYTES + CHECKSUM_BYTES
 
 
@@ -104,7 +104,7 @@ def test_37_39_a_mismatched_ticket_fails_at_once_with_a_reason(change, why, kind
         (cause,) = d.failures()
         assert cause.startswith(why)
         d.fetch(2, p.ticket(1), OURS)
-        assert d.fetched(2), "the lease is still good for whoever knows it"
+        assert d.fetched(2), "the lease is still valid for a correct ticket"
 
 
 def test_39_another_layout_is_refused_by_name(kind):
@@ -139,7 +139,7 @@ def test_32_a_withdrawn_offer_is_reported_at_once(kind):
 
 
 def test_blocks_withdrawn_during_a_read_are_not_delivered_as_kv():
-    """Blocks may be given to others the moment `withdraw` has returned, even in the middle of a send."""
+    """Blocks may be reused the moment `withdraw` has returned, even in the middle of a send."""
     gate, passed = threading.Event(), threading.Event()
 
     def hold_the_last_byte(data: bytes, offset: int) -> bytes:
@@ -154,7 +154,7 @@ def test_blocks_withdrawn_during_a_read_are_not_delivered_as_kv():
         def slow_lend(blocks):  # type: ignore[no-untyped-def]
             yield from lend(blocks)
             if len(SOME) - 1 in map(SOME.index, blocks):
-                p.transport.withdraw(1)  # as the loop's thread would, between reading and the last word
+                p.transport.withdraw(1)  # as the loop's thread would, between the read and the final frame
 
         p.transport._memory.lend = slow_lend  # type: ignore[method-assign]
         p.offer(1, SOME)
@@ -165,7 +165,7 @@ def test_blocks_withdrawn_during_a_read_are_not_delivered_as_kv():
 
 
 def test_withdrawn_blocks_are_not_read_even_if_the_socket_is_full():
-    """An engine that sleeps has no memory there any more, and on a GPU whoever reads it ends the process."""
+    """A sleeping engine has no memory there any more, and on a GPU reading it would end the process."""
     memory = blocks.HostBlocks([torch.zeros(40, PART_BYTES, dtype=torch.uint8) for _ in range(PARTS)], "test")
     offer, lend = Offer(1, GENERATION, VERSION, SOME, filled=len(SOME)), memory.lend
     read_late: list[bool] = []
@@ -180,7 +180,7 @@ def test_withdrawn_blocks_are_not_read_even_if_the_socket_is_full():
         server = LeaseServer(near, memory, {1: offer}.get, lambda _: None, 30.0, time.monotonic)
         server._attach(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))
         server.received(FrameHeader(FrameKind.FETCH, 0, len(SOME)))
-        server.more()  # what it says stays where it is, as on a line that takes no more
+        server.more()  # its data stays queued, as on a connection that accepts no more
         offer.withdrawn = True
         for _ in range(100):
             server.more()
@@ -188,7 +188,7 @@ def test_withdrawn_blocks_are_not_read_even_if_the_socket_is_full():
 
 
 def test_memory_can_be_released_when_transfers_have_settled(kind):
-    """Whoever was served is hung up on, however much it still has to read, and computes the prompt itself."""
+    """Clients being served are disconnected, however much is left to read, and compute the prompt themselves."""
     with peers(kind=kind, wait_s=60) as (p, d):
         p.offer(1, SOME, filled=3)
         d.fetch(1, p.ticket(1), OURS)
@@ -209,12 +209,12 @@ def test_leaving_a_fetch_is_reported_once_and_to_the_peer_at_once(kind):
         assert not d.fetched(1) and p.released(1) is False
         with pytest.raises(Empty):
             d.next(Fetched, 0.1)
-        assert not d.failures(), "nobody failed"
+        assert not d.failures(), "nothing failed"
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_37_leaving_before_the_connection_is_up_still_releases_the_lease_at_once(kind, asked):
-    """An engine that finds the whole prompt in its own cache leaves in the same breath in which it attaches."""
+    """An engine that finds the whole prompt in its own cache leaves right after it attaches."""
     with peers(kind=kind) as (p, d):
         for id in range(1, 21):
             p.offer(id, SOME)
@@ -244,7 +244,7 @@ def test_leaving_an_unresponsive_peer_ends_at_the_timeout(kind):
 
 
 def test_28_a_lease_is_renewed_while_a_client_waits_without_the_engine_loop(kind):
-    # A machine that does not run a thread for the time of a lease loses it; then the next one is longer.
+    # If this machine does not run a thread for the time of a lease, the lease is lost; the next attempt is longer.
     assert any(renewed_in_time(kind, lease_s) for lease_s in (0.3, 1.5, 6.0))
 
 
@@ -271,7 +271,7 @@ def test_39_a_damaged_byte_is_detected_at_any_position(at):
         i = at - offset
         return data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :] if 0 <= i < len(data) else data
 
-    harmless = at == 8  # the first frame says how long the lease lasts; a byte of that does no harm to KV
+    harmless = at == 8  # the first frame states how long the lease lasts; a changed byte there does no harm to KV
     with peers(wait_s=30.0 if harmless else 1.0) as (p, d), proxy(p.transport.address, damage) as address:
         p.offer(1, SOME)
         d.fetch(1, p.ticket(1, address), OURS)
@@ -327,7 +327,7 @@ def test_37_a_silent_connection_is_detected_in_time():
 
 
 def test_a_slow_connection_that_makes_progress_does_not_time_out():
-    # Slower, should this machine not have run a thread for as long as the line may be silent.
+    # Retried with a longer limit if this machine did not run a thread for as long as the connection may be silent.
     assert any(waited_for(wait_s) for wait_s in (0.4, 2.0, 8.0))
 
 
@@ -372,7 +372,7 @@ def test_54_a_peer_that_sends_garbage_is_disconnected_without_affecting_others(r
 
 
 def test_39_a_frame_with_an_unexpected_body_closes_the_connection(kind):
-    """Or what lies in there would be taken for the next frame."""
+    """Otherwise its content would be read as the next frame."""
     with peers(kind=kind) as (p, _):
         p.offer(1, SOME)
         body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))

@@ -1,4 +1,4 @@
-"""A real engine on a tiny model, turned by hand, and trainers that send it weights."""
+"""A real engine on a tiny model, driven step by step, and trainers that send it weights."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def renewed(new: Path) -> dict[int, list[int]]:
 
 
 class Landed:
-    """A broadcast that is done the third time someone looks."""
+    """A broadcast that completes at the third check."""
 
     looks = 0
 
@@ -71,7 +71,7 @@ class Landed:
 
 
 class FakeNccl:
-    """Gloo where NCCL would be."""
+    """Gloo in place of NCCL."""
 
     used: ClassVar[list[int]] = []
 
@@ -119,7 +119,7 @@ def test_with_nccl_headers_use_the_host_and_buckets_go_from_device_to_device(old
         assert engine.outcome is None
         assert torch.equal(engine.model.unembedding.matrix.data, expected.unembedding.matrix.data)
         assert torch.equal(engine.model.norm.weight, expected.norm.weight)
-    assert FakeNccl.used.count(-1) == 3, "everyone lets go of the group"
+    assert FakeNccl.used.count(-1) == 3, "every rank leaves the group"
     assert sum(size for size in FakeNccl.used if size > 0) >= 3 * (new / "model.safetensors").stat().st_size * 0.95
 
 
@@ -187,12 +187,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def sent(source: SharedMemorySource) -> SharedMemorySource:
-    """Through JSON, as over HTTP."""
+    """Encoded and decoded as JSON, as over HTTP."""
     return msgspec.json.decode(msgspec.json.encode(source), type=SharedMemorySource)
 
 
 def in_one_piece(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors as a trainer may have them: views of one flat buffer."""
+    """The same tensors as views of one flat buffer, as a trainer may have them."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
     parts = flat.split([tensor.numel() for tensor in tensors.values()])
     return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}

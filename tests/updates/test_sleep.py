@@ -1,4 +1,4 @@
-"""Sleep and wake on a real engine: memory is given back, and answers are as before."""
+"""Sleep and wake on a real engine: memory is released, and answers are as before."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_frozen_answers_continue_after_a_sleep_with_the_same_tokens(model, undis
 
 
 def test_39_waking_waits_until_the_memory_is_zeroed(monkeypatch):
-    """KV that is fetched right after would be wiped out by them: a transfer waits for no step."""
+    """They would overwrite KV that is fetched right after, because a transfer does not wait for steps."""
     awaited = []
     monkeypatch.setattr(sleep_module, "finish_copies", awaited.append)
     cache = torch.ones(10)
@@ -85,7 +85,7 @@ def test_sleep_returns_memory_to_the_system_and_wake_allocates_it_again(tmp_path
 
 
 def resident() -> int:
-    """Counted page by page: the sums that the kernel keeps are off by megabytes where there are many processors."""
+    """Counted page by page: the kernel's own totals are off by megabytes on machines with many processors."""
     gc.collect()
     pages = re.findall(r"^(?:Rss|Swap): +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     return sum(map(int, pages)) * 1024
@@ -181,7 +181,7 @@ def test_waking_without_enough_free_memory_is_refused(model, undisturbed, monkey
 
 def test_25_a_sender_of_weights_is_notified_if_there_is_no_room(model, monkeypatch):
     class Heard(SafetensorsFolder):
-        """A source that others wait at, as a group is."""
+        """A source that peers wait for, like a group."""
 
         objections: ClassVar[list[object]] = []
 

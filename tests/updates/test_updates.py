@@ -38,13 +38,13 @@ def new(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(old) -> dict[int, list[int]]:
-    """What the old weights answer."""
+    """The answers of the old weights."""
     return answers_of(old)
 
 
 @pytest.fixture(scope="module")
 def renewed(new) -> dict[int, list[int]]:
-    """What the new weights answer."""
+    """The answers of the new weights."""
     return answers_of(new)
 
 
@@ -189,7 +189,7 @@ def test_25_new_weights_from_shared_memory_answer_like_their_checkpoint(old, new
 
 
 def open_files_of(files: FileSource) -> list[str]:
-    """Descriptors of this process for a file that is no more, but takes room as long as there are any."""
+    """Descriptors of this process for a removed file, which uses memory as long as there are any."""
     assert not Path(files.path).exists()
     opened = {each: os.readlink(each) for each in map(str, Path("/proc/self/fd").iterdir()) if os.path.islink(each)}
     return [each for each, target in opened.items() if files.path in target]
