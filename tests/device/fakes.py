@@ -17,7 +17,7 @@ from headgate.device.rows import Rows
 from headgate.device.runner import ModelRunner
 from headgate.layers.backend import KV
 from headgate.layers.batch import Batch
-from headgate.layers.parameter import WeightParameter, plain
+from headgate.layers.parameter import WeightParameter, tensor_parameter
 from headgate.protocol.plan import Join, StepPlan
 
 PRIME = 1_000_003
@@ -57,7 +57,7 @@ class HashModel:
         return logits_of(hidden)
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        yield "weight", plain(self.weight)
+        yield "weight", tensor_parameter(self.weight)
 
 
 def hash_runner(

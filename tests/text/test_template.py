@@ -164,7 +164,7 @@ def test_invalid_arguments_reach_the_template_unchanged(arguments: str) -> None:
 
 
 def test_a_prompt_with_half_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(RequestError, match="not text"):
+    with pytest.raises(RequestError, match="not be valid text"):
         with_arguments('"\\ud800"')
 
 
