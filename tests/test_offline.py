@@ -116,7 +116,7 @@ def test_a_stop_string_that_begins_in_what_was_begun_before_is_seen(llm):
 
 
 def test_what_was_begun_goes_with_prompts(llm):
-    with pytest.raises(RequestError, match="2 prompts and 1 answers that were begun"):
+    with pytest.raises(RequestError, match="2 prompts but 1 entries in generated"):
         llm.generate(["a", "b"], generated=[[1]], progress=False)
 
 

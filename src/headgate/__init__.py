@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Torch takes seconds to import; a router or a command line that needs no model does not pay for it.
+    # Importing torch takes seconds; routers and commands that need no model skip it.
     if name in ("LLM", "Completion"):
         from headgate import offline
 

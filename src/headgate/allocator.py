@@ -1,4 +1,4 @@
-"""The C library's allocator, told what a process that runs for long needs."""
+"""Settings of the C library's allocator for long-running processes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers for `mallopt`
 KEPT_BYTES: Final = 16 * 2**20
-LARGEST: Final = 4 * 2**20  # piece that is taken from the heap
+LARGEST: Final = 4 * 2**20  # larger allocations are mapped instead of taken from the heap
 
 
 def keep_freed_memory() -> None:
-    """What is freed at the end of the heap stays ours, up to a limit.
+    """Keep up to `KEPT_BYTES` of freed memory at the top of the heap instead of returning it to the kernel.
 
-    To give it back and to ask for it again is a fifth of what a long request costs a router.
+    Returning it and allocating it again costs a router a fifth of the CPU time of a long request.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl, and others, have none
+    if mallopt is not None:  # musl and others do not have it
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(MMAP_THRESHOLD, LARGEST)

@@ -1,4 +1,4 @@
-"""For trainers and operators: a fleet behind one address, from Python.
+"""A Python client for trainers and operators: a server or a fleet behind one address.
 
     fleet = Fleet("http://127.0.0.1:8000")
     sample = fleet.generate("Once upon a time", max_tokens=64)
@@ -7,8 +7,9 @@
         fleet.update_weights(files)
     fleet.resume()
 
-`AsyncFleet` has the same methods as coroutines. Cancelling a `generate` aborts it on the server. An answer that was cut
-(`sample.cut`) goes on from its own tokens with `fleet.generate(after=sample)`, under whatever weights there are by then.
+`AsyncFleet` has the same methods as coroutines. Cancelling a `generate` aborts it on the server. An answer that was
+cut short (`sample.cut`) is continued from its own tokens with `fleet.generate(after=sample)`, under the weights
+loaded by then.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from headgate.protocol.command import (
 )
 
 TIMEOUT_S = 600.0
-LOOK_EVERY_S = 0.02
-MARGIN_S = 30.0  # a control call that has used up its time still has to be answered
+POLL_INTERVAL_S = 0.02
+MARGIN_S = 30.0  # for the server's answer to a control call that has timed out
 
 
 class FleetError(RequestError):
-    """The fleet has refused, and says why."""
+    """The fleet refused a call; the message is the server's."""
 
     def __init__(self, status: int, message: str, code: str | None, param: str | None) -> None:
         super().__init__(message, param=param, code=code)
@@ -49,12 +50,12 @@ class FleetError(RequestError):
 
 
 class FleetLost(HeadgateError):
-    """Nobody answers at that address, or not in time."""
+    """The address cannot be reached, or does not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer. After `generate(after=...)`, all of it: what was there before and what has come since."""
+    """One answer. After `generate(after=...)` it includes the tokens of the earlier sample."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -62,28 +63,28 @@ class Sample:
     text: str
     finish_reason: str
     cause: str
-    logprobs: list[float]  # of the tokens, if asked
-    weight_versions: list[int]  # of the weights that made them, one per token
+    logprobs: list[float]  # one per token, if requested
+    weight_versions: list[int]  # version of the weights that computed each token
 
     @property
     def cut(self) -> bool:
-        """It was ended before it was done, and can go on."""
+        """Whether the answer ended early and can be continued."""
         return self.finish_reason == "abort"
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """What became of an abort, by request id."""
+    """The outcome of an abort, by request id."""
 
-    aborted: dict[str, int]  # and how many tokens each had
+    aborted: dict[str, int]  # number of tokens by request id
     not_found: list[str] = field(default_factory=list)
     already_finished: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
-    accepted: list[str] = field(default_factory=list)  # when nobody waits
+    accepted: list[str] = field(default_factory=list)  # with `wait=False`
 
 
 class FleetState(msgspec.Struct, kw_only=True, frozen=True):
-    """Where the engines stand."""
+    """The lifecycle state of the engines."""
 
     is_paused: bool
     state: str
@@ -98,16 +99,16 @@ class FleetState(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FleetSize(msgspec.Struct, kw_only=True, frozen=True):
-    """How many servers there are, by role."""
+    """The number of servers, by role."""
 
     wanted: dict[str, int]
     ready: dict[str, int]
-    done: bool = True  # False: it was not so in time, and becomes so
+    done: bool = True  # False: the timeout passed before all servers were ready; scaling continues
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """One call as a value: what to send, how long to wait, and what to make of the answer."""
+class _Call:
+    """One call as a value: what to send, how long to wait, and how to read the answer."""
 
     operation: Operation
     read: Callable[[Any], Any]
@@ -128,23 +129,23 @@ class _Ask:
 
 def _generate(
     prompt: str | Sequence[int] | None, after: Sample | None, timeout_s: float, more: dict[str, Any]
-) -> _Ask:
+) -> _Call:
     body: dict[str, Any] = {"return_token_ids": True, "return_weight_versions": True, **more}
     if (prompt is None) == (after is None):
-        raise ValueError("give either a prompt or a sample to go on from")
+        raise ValueError("give either a prompt or a sample to continue")
     if after is not None:
         body |= {"prompt": after.prompt_token_ids, "generated_token_ids": after.token_ids}
     else:
         body["prompt"] = prompt if isinstance(prompt, str) else list(prompt or ())
-    return _Ask(generation.COMPLETIONS, lambda told: _sample(told, after), body, timeout_s)
+    return _Call(generation.COMPLETIONS, lambda answer: _sample(answer, after), body, timeout_s)
 
 
-def _sample(told: Any, after: Sample | None) -> Sample:
-    (choice,) = told["choices"]
+def _sample(answer: Any, after: Sample | None) -> Sample:
+    (choice,) = answer["choices"]
     scores = (choice.get("logprobs") or {}).get("token_logprobs") or []
     versions = [span["version"] for span in choice["weight_versions"] for _ in range(span["tokens"])]
     return Sample(
-        request_id=told["id"].removeprefix("cmpl-"),
+        request_id=answer["id"].removeprefix("cmpl-"),
         prompt_token_ids=choice["prompt_token_ids"],
         token_ids=[*(after.token_ids if after else ()), *choice["completion_token_ids"]],
         text=choice["text"],
@@ -157,7 +158,7 @@ def _sample(told: Any, after: Sample | None) -> Sample:
 
 def _abort(
     ids: Sequence[str], tags: Mapping[str, str] | None, everything: bool, wait: bool, timeout_s: float
-) -> _Ask:
+) -> _Call:
     body: dict[str, Any] = {"wait": wait, "timeout": timeout_s}
     if ids:
         body["req_ids"] = list(ids)
@@ -165,11 +166,11 @@ def _abort(
         body["tags"] = dict(tags)
     if everything:
         body["abort_all"] = True
-    return _Ask(control.ABORT_REQUESTS, _aborted, body, timeout_s + MARGIN_S)
+    return _Call(control.ABORT_REQUESTS, _aborted, body, timeout_s + MARGIN_S)
 
 
-def _aborted(told: Any) -> Aborted:
-    result = told["result"]
+def _aborted(answer: Any) -> Aborted:
+    result = answer["result"]
     return Aborted(
         {each["request_id"]: each["output_token_count"] for each in result["aborted"]},
         result["not_found"],
@@ -179,15 +180,15 @@ def _aborted(told: Any) -> Aborted:
     )
 
 
-def _state(told: Any) -> FleetState:
-    return msgspec.convert(told["result"], FleetState)
+def _state(answer: Any) -> FleetState:
+    return msgspec.convert(answer["result"], FleetState)
 
 
-def _control(operation: Operation, body: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT_S) -> _Ask:
-    return _Ask(operation, _state, body, timeout_s + MARGIN_S)
+def _control(operation: Operation, body: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT_S) -> _Call:
+    return _Call(operation, _state, body, timeout_s + MARGIN_S)
 
 
-def _pause(mode: PauseMode, new_requests: str, timeout_s: float) -> _Ask:
+def _pause(mode: PauseMode, new_requests: str, timeout_s: float) -> _Call:
     return _control(control.PAUSE, {"mode": mode, "new_requests": new_requests, "timeout": timeout_s}, timeout_s)
 
 
@@ -195,7 +196,7 @@ def _tags(tags: Sequence[str]) -> dict[str, Any]:
     return {"tags": tags} if tags else {}
 
 
-def _update(source: Source | str, version: int | None, kv: str, timeout_s: float) -> _Ask:
+def _update(source: Source | str, version: int | None, kv: str, timeout_s: float) -> _Call:
     body: dict[str, Any] = {"kv": kv, "timeout": timeout_s}
     if version is not None:
         body["version"] = version
@@ -219,35 +220,37 @@ def _update(source: Source | str, version: int | None, kv: str, timeout_s: float
     return _control(control.UPDATE_WEIGHTS, body, timeout_s)
 
 
-def _size(told: Any) -> FleetSize:
-    return msgspec.convert({**told["result"], "done": told["status"] == "success"}, FleetSize)
+def _size(answer: Any) -> FleetSize:
+    return msgspec.convert({**answer["result"], "done": answer["status"] == "success"}, FleetSize)
 
 
-def _scale(counts: Mapping[str, int], timeout_s: float) -> _Ask:
-    return _Ask(fleet.SCALE, _size, {**counts, "timeout": timeout_s}, timeout_s + MARGIN_S)
+def _scale(counts: Mapping[str, int], timeout_s: float) -> _Call:
+    return _Call(fleet.SCALE, _size, {**counts, "timeout": timeout_s}, timeout_s + MARGIN_S)
 
 
-IS_PAUSED = _Ask(control.IS_PAUSED, _state)
-REQUESTS = _Ask(control.LIST_REQUESTS, lambda told: list(told["data"]))
-SIZE = _Ask(fleet.SHOW_SCALE, _size)
+IS_PAUSED = _Call(control.IS_PAUSED, _state)
+REQUESTS = _Call(control.LIST_REQUESTS, lambda answer: list(answer["data"]))
+SIZE = _Call(fleet.SHOW_SCALE, _size)
 
 
-def _read(ask: _Ask, status: int, raw: bytes) -> Any:
+def _read(request: _Call, status: int, raw: bytes) -> Any:
     try:
-        told = msgspec.json.decode(raw) if raw else None
+        answer = msgspec.json.decode(raw) if raw else None
     except msgspec.DecodeError:
-        raise FleetLost(f"{ask.path} answered {status} with something that is no JSON: {raw[:80]!r}") from None
+        raise FleetLost(f"{request.path} answered {status} with invalid JSON: {raw[:80]!r}") from None
     if status >= 400:
-        error = (told or {}).get("error", {})
-        raise FleetError(status, error.get("message", f"{ask.path}: {status}"), error.get("code"), error.get("param"))
-    return ask.read(told)
+        error = (answer or {}).get("error", {})
+        raise FleetError(
+            status, error.get("message", f"{request.path}: {status}"), error.get("code"), error.get("param")
+        )
+    return request.read(answer)
 
 
 # ------------------------------------------------------------------------------------------------------------- the fleets
 
 
 class Fleet:
-    """A fleet, for those who wait. May be used by several threads at once."""
+    """A blocking client, which several threads may use at once."""
 
     def __init__(self, url: str, admin_key: str | None = None) -> None:
         self._address = HttpAddress.of(url)
@@ -261,7 +264,7 @@ class Fleet:
         timeout_s: float = TIMEOUT_S,
         **more: Any,
     ) -> Sample:
-        """The answer to `prompt`, or the rest of one that was cut. `more` are fields of /v1/completions."""
+        """Answer `prompt`, or continue the sample `after`. `more` are fields of /v1/completions."""
         sample: Sample = self._do(_generate(prompt, after, timeout_s, more))
         return sample
 
@@ -307,48 +310,48 @@ class Fleet:
         return size
 
     def scale(self, counts: Mapping[str, int], *, timeout_s: float = TIMEOUT_S) -> FleetSize:
-        """Have so many servers, by role; of a fleet of `headgate up`."""
+        """Set the number of servers by role, in a fleet started by `headgate up`."""
         size: FleetSize = self._do(_scale(counts, timeout_s))
         return size
 
     def requests(self) -> list[dict[str, Any]]:
-        """What is in flight."""
+        """The requests in flight."""
         listed: list[dict[str, Any]] = self._do(REQUESTS)
         return listed
 
     def wait_idle(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Return when nothing is in flight; FleetLost if that takes too long."""
+        """Return when no request is in flight; raises FleetLost after the timeout."""
         until_s = time.monotonic() + timeout_s
         while left := self.requests():
             if time.monotonic() > until_s:
                 raise _still_busy(left, timeout_s)
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
-    def _state(self, ask: _Ask) -> FleetState:
-        state: FleetState = self._do(ask)
+    def _state(self, request: _Call) -> FleetState:
+        state: FleetState = self._do(request)
         return state
 
-    def _do(self, ask: _Ask) -> Any:
+    def _do(self, request: _Call) -> Any:
         address = self._address
         connect = HTTPSConnection if address.tls else HTTPConnection
-        connection = connect(address.host, address.port, timeout=ask.timeout_s)
-        body = b"" if ask.body is None else msgspec.json.encode(ask.body)
+        connection = connect(address.host, address.port, timeout=request.timeout_s)
+        body = b"" if request.body is None else msgspec.json.encode(request.body)
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
-            connection.request(ask.method, address.path + ask.path, body, headers)
+            connection.request(request.method, address.path + request.path, body, headers)
             response = connection.getresponse()
-            return _read(ask, response.status, response.read())
+            return _read(request, response.status, response.read())
         except OSError as error:
-            where = f"{address.host}:{address.port}{ask.path}"
+            where = f"{address.host}:{address.port}{request.path}"
             raise FleetLost(f"no answer from {where}: {error or type(error).__name__}") from error
         finally:
             connection.close()
 
 
 class AsyncFleet:
-    """The same, for those who do other things meanwhile."""
+    """The same client with coroutines."""
 
     def __init__(self, url: str, admin_key: str | None = None) -> None:
         self._address = HttpAddress.of(url)
@@ -362,7 +365,7 @@ class AsyncFleet:
         timeout_s: float = TIMEOUT_S,
         **more: Any,
     ) -> Sample:
-        """The answer to `prompt`, or the rest of one that was cut. `more` are fields of /v1/completions."""
+        """Answer `prompt`, or continue the sample `after`. `more` are fields of /v1/completions."""
         sample: Sample = await self._do(_generate(prompt, after, timeout_s, more))
         return sample
 
@@ -408,35 +411,38 @@ class AsyncFleet:
         return size
 
     async def scale(self, counts: Mapping[str, int], *, timeout_s: float = TIMEOUT_S) -> FleetSize:
-        """Have so many servers, by role; of a fleet of `headgate up`."""
+        """Set the number of servers by role, in a fleet started by `headgate up`."""
         size: FleetSize = await self._do(_scale(counts, timeout_s))
         return size
 
     async def requests(self) -> list[dict[str, Any]]:
-        """What is in flight."""
+        """The requests in flight."""
         listed: list[dict[str, Any]] = await self._do(REQUESTS)
         return listed
 
     async def wait_idle(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Return when nothing is in flight; FleetLost if that takes too long."""
+        """Return when no request is in flight; raises FleetLost after the timeout."""
         until_s = time.monotonic() + timeout_s
         while left := await self.requests():
             if time.monotonic() > until_s:
                 raise _still_busy(left, timeout_s)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _state(self, ask: _Ask) -> FleetState:
-        state: FleetState = await self._do(ask)
+    async def _state(self, request: _Call) -> FleetState:
+        state: FleetState = await self._do(request)
         return state
 
-    async def _do(self, ask: _Ask) -> Any:
+    async def _do(self, request: _Call) -> Any:
         address = self._address
-        body = b"" if ask.body is None else msgspec.json.encode(ask.body)
+        body = b"" if request.body is None else msgspec.json.encode(request.body)
         try:
-            async with asyncio.timeout(ask.timeout_s), call(address, ask.method, ask.path, body, self._key) as answer:
-                return _read(ask, answer.status, await answer.body())
+            async with (
+                asyncio.timeout(request.timeout_s),
+                call(address, request.method, request.path, body, self._key) as answer,
+            ):
+                return _read(request, answer.status, await answer.body())
         except (OSError, EOFError, TimeoutError, HttpFailure) as error:
-            where = f"{address.host}:{address.port}{ask.path}"
+            where = f"{address.host}:{address.port}{request.path}"
             raise FleetLost(f"no answer from {where}: {error or type(error).__name__}") from error
 
 

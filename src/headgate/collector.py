@@ -1,4 +1,4 @@
-"""Python's collector of circular garbage, kept out of the way where time matters."""
+"""Settings of Python's cyclic garbage collector for latency-sensitive code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 
 def spare_the_collector() -> None:
-    """What start-up has made stays; what work makes is cleared away by reference counts, and seldom looked through."""
+    """Exempt objects made during start-up from collection, and collect the rest rarely.
+
+    Reference counting frees nearly everything that requests allocate.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -16,7 +19,7 @@ def spare_the_collector() -> None:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Nothing is finalised in here that nobody lets go of in here."""
+    """Suspends garbage collection inside this block."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""C and C++ of ours, compiled on first use with the user's compiler, and kept.
+"""C and C++ extensions, compiled on first use with the system's compiler, and cached.
 
-Rules: a library appears in its folder whole or not at all (built aside, then renamed); two processes never build the same
-one at once (a file lock); what a machine lacks is a value, `NotCompiled`, since there is always another way.
+Rules: a library appears in its folder complete or not at all (built aside, then renamed); two processes never build
+the same library at once (a file lock); failure is a value, `NotCompiled`, because there is always a fallback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class NotCompiled:
-    """Why this machine has no compiled code."""
+    """The reason why a library could not be compiled."""
 
     reason: str
 
@@ -41,7 +41,7 @@ def fingerprint(sources: Iterable[Path], *settings: object) -> str:
 
 
 def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> NotCompiled | None:
-    """Have `build` make the library, in a folder of its own, unless it is there or another process makes it."""
+    """Have `build` make the library in a temporary folder, unless it exists or another process is making it."""
     if library.exists():
         return None
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def compile_with(command: list[str], *, timeout_s: float) -> str | None:
-    """Run a compiler; what went wrong, if anything did."""
+    """Run a compiler; returns the error, or None."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     except subprocess.TimeoutExpired:

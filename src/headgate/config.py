@@ -1,7 +1,7 @@
-"""How an engine and a server are set up: frozen, validated once, passed down explicitly.
+"""Configuration of engines, servers and routers: frozen, validated once, passed down explicitly.
 
-None means "find out": from the checkpoint, the machine or the memory that is free. This module imports nothing of ours
-but errors and logs.
+None means that the value is derived from the checkpoint, the machine or the free memory. Of Headgate's modules this
+one imports only `errors` and `logs`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ def _check(ok: bool, message: str) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:1 ...
-    dtype: str = "auto"  # the checkpoint's
-    fp8: str = "none"  # or weights, kv, both: what is kept in eight bits, on a GPU
+    dtype: str = "auto"  # auto: the checkpoint's dtype
+    fp8: str = "none"  # none, weights, kv or both: what is stored in FP8, on a GPU
     backend: str = "auto"  # auto, torch (the reference), cpu (compiled kernels), triton
-    deterministic: bool = False  # the bits of an answer never depend on what else runs
+    deterministic: bool = False  # answers are bitwise identical whatever else is running
     tensor_parallel: int = 1  # ranks: processes that compute one model together, each with a part of it
     max_context: int | None = None  # tokens of prompt and answer together
-    max_running: int = 256  # sequences that run at once
+    max_running: int = 256  # sequences running at once
     max_batch_tokens: int | None = None  # tokens computed in one step
-    kv_blocks: int | None = None  # of the KV cache; None: as many as fit
+    kv_blocks: int | None = None  # size of the KV cache in blocks; None: as many as fit
     block_size: int = 32  # tokens per KV block
-    memory_fraction: float = 0.5  # of the memory that the weights leave free, for KV
-    run_ahead: int | None = None  # steps on the device at once
-    graphs: bool = True  # decode steps as CUDA graphs, where there is CUDA
-    prompt_graphs: bool = False  # other steps too: short prompts are answered sooner, and decoding is 2 to 5 % slower
-    kv_transport: str = "auto"  # by what KV travels: tcp, or within a GPU that both engines are on; or tcp; or nixl
-    kv_listen: str | None = "127.0.0.1:0"  # where other engines fetch KV from; None: nowhere, and no KV is fetched
-    kv_peers: tuple[str, ...] = LOOPBACK  # networks of engines that KV may be fetched from
-    lease_s: float = 30.0  # how long KV is kept for an engine that says nothing
-    kv_wait_s: float = 10.0  # how long KV from elsewhere may make no progress before the prompt is computed here
-    export_wait_s: float = 30.0  # how long a request to export KV may wait for room
-    on_preempt: str = "recompute"  # or reschedule: what finds no room ends, to be resumed elsewhere
-    crash_folder: str | None = None  # where an engine that dies of a bug leaves its last plans; None: a temporary one
+    memory_fraction: float = 0.5  # share of the memory left free by the weights that is used for KV
+    run_ahead: int | None = None  # steps queued on the device at once
+    graphs: bool = True  # run decode steps as CUDA graphs, on CUDA devices
+    prompt_graphs: bool = False  # other steps too: short prompts are answered sooner, but decoding is 2 to 5 % slower
+    kv_transport: str = "auto"  # auto (within one GPU if both engines share it, else tcp), tcp or nixl
+    kv_listen: str | None = "127.0.0.1:0"  # address that other engines fetch KV from; None: no KV transfer either way
+    kv_peers: tuple[str, ...] = LOOPBACK  # networks that KV may be fetched from
+    lease_s: float = 30.0  # how long KV is kept for an engine that does not renew its lease
+    kv_wait_s: float = 10.0  # how long a KV transfer may make no progress before the prompt is computed locally
+    export_wait_s: float = 30.0  # how long a request to export KV may wait for free blocks
+    on_preempt: str = "recompute"  # or reschedule: a preempted request ends and can be resumed on another server
+    crash_folder: str | None = None  # where an engine writes its last plans when it crashes; None: a temporary folder
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
@@ -74,7 +74,7 @@ class EngineConfig:
             _check(value is None or value >= 1, f"{name} must be at least 1")
 
     def for_replica(self, index: int) -> EngineConfig:
-        """Engines of one server serve KV at ports that follow each other."""
+        """The config of one of several engines: their KV ports are consecutive."""
         if self.kv_listen is None:
             return self
         host, _, port = self.kv_listen.rpartition(":")
@@ -83,7 +83,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """Which router to tell that we are here, and as what."""
+    """The router that a server registers with, and the role it takes."""
 
     router: str  # its address, http://HOST:PORT
     role: str = "mixed"  # mixed, prefill, decode
@@ -105,7 +105,7 @@ def _check_addresses(listen: str | None, peers: tuple[str, ...]) -> None:
     try:
         reachable = not ip_address(host.strip("[]")).is_unspecified
     except ValueError:
-        reachable = False  # no names: looking one up would make transfers wait
+        reachable = False  # host names are refused: resolving one would delay transfers
     _check(
         reachable and port.isdecimal() and int(port) <= 65535,
         f"kv_listen must be IP:PORT, with an IP address that other engines can reach, not {listen!r}",
@@ -115,21 +115,23 @@ def _check_addresses(listen: str | None, peers: tuple[str, ...]) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     model: Path  # a folder or a GGUF file
-    model_name: str  # what clients call it
-    engine: EngineConfig = EngineConfig()  # of each
+    model_name: str  # the model's name in the API
+    engine: EngineConfig = EngineConfig()  # config of each engine
     replicas: int = 1  # engine processes
-    host: str = "127.0.0.1"  # where it listens
+    host: str = "127.0.0.1"  # address to bind
     max_queue: int = 1024  # choices accepted beyond those that run
-    max_body_bytes: int = 32 * 2**20  # of a request
-    client_stall_timeout_s: float = 30.0  # without a byte read by a client for which there are some
-    drain_timeout_s: float = 30.0  # for requests to finish at the end
+    max_body_bytes: int = 32 * 2**20  # largest request body
+    client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected
+    drain_timeout_s: float = 30.0  # how long requests may take to finish at shutdown
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
     admin_key: str | None = field(default=None, repr=False)  # for control calls
-    worker_key: str | None = field(default=None, repr=False)  # a router's; callers without a key are then refused
+    worker_key: str | None = field(
+        default=None, repr=False
+    )  # a router's key; if set, callers without a key are refused
     log_format: LogFormat = "text"  # or json
     log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR
-    otlp_endpoint: str | None = None  # where traces go
-    register: Registration | None = None  # with a router
+    otlp_endpoint: str | None = None  # where traces are sent
+    register: Registration | None = None  # router to register with
 
     def __post_init__(self) -> None:
         _check(self.replicas >= 1, "replicas must be at least 1")
@@ -139,7 +141,7 @@ class ServerConfig:
 
     @property
     def most_choices(self) -> int:
-        """In flight at once; one more is refused."""
+        """The most choices in flight at once; further ones are refused."""
         return self.engine.max_running * self.replicas + self.max_queue
 
 
@@ -159,41 +161,39 @@ POLICIES = (
 class WorkerAddress:
     url: str  # http://HOST:PORT
     role: str = "mixed"  # mixed, prefill, decode
-    key: str | None = field(default=None, repr=False)  # what this worker wants to see, if not `worker_key`
+    key: str | None = field(default=None, repr=False)  # the key this worker requires, if not `worker_key`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteConfig:
-    workers: tuple[WorkerAddress, ...] = ()  # at the start; others may join
+    workers: tuple[WorkerAddress, ...] = ()  # initial workers; others may join later
     workers_file: Path | None = None  # lines of `URL [role]`, read again when it changes
-    host: str = "127.0.0.1"  # where it listens
-    policy: str = "cache_aware"  # for whole requests
-    prefill_policy: str = "cache_aware"  # for prompts that are answered elsewhere
-    decode_policy: str = "least_tokens"  # for those answers
-    index_nodes: int = 1_000_000  # prefixes remembered
-    max_in_flight: int | None = None  # requests at once; None: as many as the workers take
+    host: str = "127.0.0.1"  # address to bind
+    policy: str = "cache_aware"  # for mixed workers
+    prefill_policy: str = "cache_aware"  # for prefill workers
+    decode_policy: str = "least_tokens"  # for decode workers
+    index_nodes: int = 1_000_000  # size of the prefix index
+    max_in_flight: int | None = None  # requests at once; None: the workers' capacity
     max_queue: int = 1024  # requests that may wait beyond those
-    max_body_bytes: int = 32 * 2**20  # of a request
-    retries: int = 3  # attempts in a row that bring no token, beyond the first
-    preempt_retry_count: int = 3  # moves of an answer whose worker had no room for it
-    preempt_retry_exclude_decode: bool = True  # not back to the worker that had none
-    patience_s: float = 30.0  # for a worker to come back when none is ready
-    connect_timeout_s: float = 2.0  # to a worker
-    first_byte_timeout_s: float = 600.0  # of workers that show no life while they compute
-    idle_timeout_s: float = 60.0  # of streams
-    client_stall_timeout_s: float = 30.0  # without a byte read by a client for which there are some
-    probe_interval_s: float = 1.0  # how often each worker is asked how it fares
-    probe_timeout_s: float = 2.0  # for its answer
-    silence_s: float = 10.0  # without probe or byte, and a worker's answers go on elsewhere
+    max_body_bytes: int = 32 * 2**20  # largest request body
+    retries: int = 3  # consecutive attempts without a token, beyond the first
+    preempt_retry_count: int = 3  # how often a preempted answer may move to another worker
+    preempt_retry_exclude_decode: bool = True  # do not move it back to the worker that preempted it
+    patience_s: float = 30.0  # how long to wait for a worker when none is ready
+    connect_timeout_s: float = 2.0  # for a connection to a worker
+    first_byte_timeout_s: float = 600.0  # for workers that send nothing while they compute
+    idle_timeout_s: float = 60.0  # between two bytes of a stream
+    client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected
+    probe_interval_s: float = 1.0  # time between two probes of a worker
+    probe_timeout_s: float = 2.0  # for the answer to a probe
+    silence_s: float = 10.0  # without a probe answer or a byte, after which a worker's answers are resumed elsewhere
     control_timeout_s: float = 30.0  # for one worker to answer a control call
-    ticket_timeout_s: float = 10.0  # for a prefill worker to say where KV can be fetched
-    disaggregate_tokens: int = (
-        256  # shorter prompts, or what is left of them after the cache, are computed where they are answered
-    )
-    drain_timeout_s: float = 30.0  # for requests to finish at the end
+    ticket_timeout_s: float = 10.0  # for a prefill worker to return a ticket for its KV
+    disaggregate_tokens: int = 256  # prompts with fewer uncached tokens are computed by the decode worker
+    drain_timeout_s: float = 30.0  # how long requests may take to finish at shutdown
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
     admin_key: str | None = field(default=None, repr=False)  # for control calls
-    worker_key: str | None = field(default=None, repr=False)  # the admin's, at our own workers
+    worker_key: str | None = field(default=None, repr=False)  # the admin key of our workers
     log_format: LogFormat = "text"  # or json
     log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR
 

@@ -1,8 +1,8 @@
-"""What this machine has, and what that means for serving on it.
+"""Checks whether this machine can serve models, and what limits it.
 
-Each question is a function that is given what it looks at and returns findings. *ok* is as it should be, *note* costs speed
-or a feature, *problem* means that no model could be served. Nothing is fetched, built or left behind, and whatever is
-missing is a finding: torch, and what needs it, is imported only where it is asked about.
+Each check is a function that takes what it examines and returns findings: *ok*, *note* (costs speed or a feature) or
+*problem* (no model can be served). The checks download, build and leave nothing. Whatever is missing is a finding, so
+torch, and modules that need it, are imported only in the checks about them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ GIB = 2**30
 LEAST_MEMORY = GIB  # torch, two processes and the smallest model
 LEAST_DISK = GIB
 LEAST_FILES = 4096
-WEIGHTS_SHARE = 0.8  # of free memory; the rest is for KV and what comes and goes
+WEIGHTS_SHARE = 0.8  # of free memory; the rest is for KV and temporary buffers
 BYTES_PER_PARAMETER = 2  # bfloat16
 
-# What an optional library is for, by extra.
+# The purpose of each optional extra.
 EXTRAS = {
     "bench": "plots of benchmarks",
     "gpu": "kernels for NVIDIA GPUs",
@@ -41,7 +41,7 @@ EXTRAS = {
     "ray": "engines placed by Ray",
 }
 
-# CPU flags that a kernel set needs, best first; the rule of `layers/cpu/bind.cpp`.
+# CPU flags that each kernel set needs, best first, as in `layers/cpu/bind.cpp`.
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 KERNEL_SETS = {
     "AMX": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class PlannedServer:
-    """Where a server would be put."""
+    """Address and model cache of the server to check for."""
 
     host: str
     port: int
@@ -89,12 +89,12 @@ def can_serve(findings: Sequence[Finding]) -> bool:
 
 
 def python(version: tuple[int, ...]) -> Finding:
-    told = f"{'.'.join(map(str, version))} on {platform.machine()} {sys.platform}"
+    text = f"{'.'.join(map(str, version))} on {platform.machine()} {sys.platform}"
     if version < (3, 11):
-        return Finding("python", "problem", told, "3.11 or later is needed")
+        return Finding("python", "problem", text, "3.11 or later is needed")
     if sys.platform != "linux":
-        return Finding("python", "note", told, "only Linux is tested")
-    return Finding("python", "ok", told, "supported")
+        return Finding("python", "note", text, "only Linux is tested")
+    return Finding("python", "ok", text, "supported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,11 @@ class Requirement:
 
     @classmethod
     def of(cls, line: str) -> Requirement:
-        """From a line of a package's metadata: `name>=1.2; extra == "x"`."""
-        what, _, marker = line.partition(";")
+        """Parse a line of package metadata: `name>=1.2; extra == "x"`."""
+        specifier, _, marker = line.partition(";")
         extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
-        name = re.match(r"[\w.-]+", what.strip())
-        least = re.search(r">=\s*([\d.]+)", what)
+        name = re.match(r"[\w.-]+", specifier.strip())
+        least = re.search(r">=\s*([\d.]+)", specifier)
         assert name is not None, line
         return cls(name[0], least[1] if least else "0", extra[1] if extra else None)
 
@@ -123,7 +123,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _requirements() -> list[Requirement]:
-    """None in a source tree that nobody has installed."""
+    """Empty in a source tree that is not installed."""
     try:
         lines = importlib.metadata.requires("headgate") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -139,11 +139,11 @@ def version_of(name: str) -> str | None:
 
 
 def libraries(requirements: Sequence[Requirement], version: VersionOf) -> Iterator[Finding]:
-    """What cannot be done without: all of it in one line, or a line for each that is not right."""
+    """Required libraries: one finding for all of them, or one for each that is missing or too old."""
     needed = [each for each in requirements if each.extra is None]
     if not needed:
         yield Finding(
-            "libraries", "note", "headgate is not installed", "what it needs is known when it is: pip install"
+            "libraries", "note", "headgate is not installed", "cannot check its requirements; use pip install"
         )
         return
     have = {each.name: version(each.name) for each in needed}
@@ -151,8 +151,8 @@ def libraries(requirements: Sequence[Requirement], version: VersionOf) -> Iterat
     if wrong:
         yield from wrong
     else:
-        told = ", ".join(f"{name} {version}" for name, version in have.items())
-        yield Finding("libraries", "ok", told, "all there")
+        text = ", ".join(f"{name} {version}" for name, version in have.items())
+        yield Finding("libraries", "ok", text, "all installed")
 
 
 def _wrong(requirement: Requirement, version: str | None) -> Finding | None:
@@ -200,51 +200,51 @@ def _with_torch() -> Iterator[Finding]:
 
 
 def cpu(flags: frozenset[str], unsupported: str | None, threads: int) -> Finding:
-    told = f"{platform.machine()}, {threads} threads"
+    text = f"{platform.machine()}, {threads} threads"
     best = next((name for name, needed in KERNEL_SETS.items() if flags.issuperset(needed)), None)
     if unsupported is not None or best is None:
         reason = unsupported or "no kernels for this CPU"
-        return Finding("cpu", "note", told, f"{reason}; plain torch computes instead, several times slower")
+        return Finding("cpu", "note", text, f"{reason}; torch kernels are used instead, several times slower")
     if best in ("AVX-512", "AVX2"):
-        return Finding("cpu", "ok", f"{told}, {best}", "own kernels; bfloat16 is computed in float32 here")
-    return Finding("cpu", "ok", f"{told}, {best}", "own kernels, with bfloat16 in hardware")
+        return Finding("cpu", "ok", f"{text}, {best}", "compiled kernels; bfloat16 is computed in float32 here")
+    return Finding("cpu", "ok", f"{text}, {best}", "compiled kernels, with bfloat16 in hardware")
 
 
 def kernels(unsupported: str | None, library: Path, compiler: str | None) -> Finding:
     if unsupported is not None:
-        return Finding("kernels", "note", "none for this CPU", "torch computes instead")
+        return Finding("kernels", "note", "none for this CPU", "torch kernels are used instead")
     if library.exists():
-        return Finding("kernels", "ok", f"built, in {library.parent}", "a server starts with them")
+        return Finding("kernels", "ok", f"built, in {library.parent}", "servers use them")
     if compiler is not None:
         return Finding(
-            "kernels", "ok", f"not built yet, {compiler} is there", "the first start takes half a minute more"
+            "kernels", "ok", f"not built yet, {compiler} found", "the first start takes half a minute more"
         )
-    return Finding("kernels", "note", "not built, no C++ compiler", "install g++, or torch computes instead, slower")
+    return Finding("kernels", "note", "not built, no C++ compiler", "install g++; torch kernels are slower")
 
 
 def routing(library: Path, compiler: str | None) -> Finding:
     if library.exists():
-        return Finding("routing", "ok", f"compiled, in {library.parent}", "a router starts with it")
+        return Finding("routing", "ok", f"compiled, in {library.parent}", "routers use it")
     if compiler is not None:
         return Finding(
-            "routing", "ok", f"not compiled yet, {compiler} is there", "the first router does it, in a second"
+            "routing", "ok", f"not compiled yet, {compiler} found", "the first router compiles it, in a second"
         )
     return Finding(
-        "routing", "note", "not compiled, no C compiler", "install gcc, or routers take twice the CPU time"
+        "routing", "note", "not compiled, no C compiler", "install gcc; without it routers take twice the CPU time"
     )
 
 
 def gpus(cuda: Any, triton: str | None) -> Iterator[Finding]:
-    """`cuda` is torch's."""
+    """`cuda` is `torch.cuda`."""
     for index in range(cuda.device_count()):
         free, total = cuda.mem_get_info(index)
-        told = f"{cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        text = f"{cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         if triton is None:
             yield Finding(
-                f"gpu {index}", "problem", told, "needs Triton: pip install 'headgate[gpu]'; or --device cpu"
+                f"gpu {index}", "problem", text, "needs Triton: pip install 'headgate[gpu]'; or --device cpu"
             )
         else:
-            yield Finding(f"gpu {index}", "ok", told, fits(free))
+            yield Finding(f"gpu {index}", "ok", text, fits(free))
 
 
 def no_gpu(torch_version: str) -> Iterator[Finding]:
@@ -252,10 +252,10 @@ def no_gpu(torch_version: str) -> Iterator[Finding]:
 
 
 def memory(subject: str, free: int) -> Finding:
-    told = f"{free / GIB:.1f} GiB free"
+    text = f"{free / GIB:.1f} GiB free"
     if free < LEAST_MEMORY:
-        return Finding(subject, "problem", told, f"a server needs {LEAST_MEMORY / GIB:g} GiB at the least")
-    return Finding(subject, "ok", told, fits(free))
+        return Finding(subject, "problem", text, f"a server needs {LEAST_MEMORY / GIB:g} GiB or more")
+    return Finding(subject, "ok", text, fits(free))
 
 
 def fits(free: int) -> str:
@@ -273,17 +273,17 @@ def limits(wanted: PlannedServer) -> Iterator[Finding]:
 
 
 def cache_folder(folder: Path) -> Finding:
-    """Models are fetched to it; a model that is on the disk needs none."""
+    """The folder that models are downloaded to; a model served by its path needs none."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return Finding(
             "cache", "note", f"{folder} cannot be written", "serve a model by its path, or set XDG_CACHE_HOME"
         )
     free = shutil.disk_usage(there).free
-    told = f"{folder}, {free / GIB:.1f} GiB free"
+    text = f"{folder}, {free / GIB:.1f} GiB free"
     if free < LEAST_DISK:
-        return Finding("cache", "note", told, "little room for models; set XDG_CACHE_HOME to a larger disk")
-    return Finding("cache", "ok", told, "models and kernels are kept there")
+        return Finding("cache", "note", text, "little space for models; set XDG_CACHE_HOME to a larger disk")
+    return Finding("cache", "ok", text, "models and kernels are kept there")
 
 
 def port(host: str, number: int) -> Finding:
@@ -291,11 +291,11 @@ def port(host: str, number: int) -> Finding:
         with take_port(host, number):
             return Finding("port", "ok", f"{number} on {host} is free", "a server can listen there")
     except HeadgateError as error:
-        return Finding("port", "note", f"{number} on {host} cannot be had", str(error))
+        return Finding("port", "note", f"{number} on {host} is not available", str(error))
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    told = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} at once"
+    text = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} at once"
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
-        return Finding("open files", "ok", told, "each connection takes one")
-    return Finding("open files", "note", told, f"each connection takes one; `ulimit -n {LEAST_FILES}` allows more")
+        return Finding("open files", "ok", text, "each connection takes one")
+    return Finding("open files", "note", text, f"each connection takes one; `ulimit -n {LEAST_FILES}` allows more")

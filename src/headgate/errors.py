@@ -1,35 +1,35 @@
-"""The error tree: what can go wrong, and whose fault it is.
+"""The error tree: what can go wrong, and who has to fix it.
 
 HeadgateError
 ├── RequestError       the caller's mistake; has an HTTP status, a stable code and a parameter name
 │   ├── ContextTooLong     the prompt, or prompt and answer together, do not fit
 │   ├── DuplicateId        a live request already has this id
-│   └── Unavailable        nothing wrong with the request: paused, full or shutting down; try again later
-│       └── PdError            prefill and decode on two engines came to nothing, and would elsewhere; no other is called so
+│   └── Unavailable        the request is valid, but the server is paused, full or shutting down; try again later
+│       └── PdError            disaggregated prefill failed, and a retry elsewhere would fail too; the only "PD Error"
 ├── ModelError         the model folder cannot be served
 │   ├── NotAModel          no config, no weights, or not a folder at all
-│   ├── UnsupportedModel   a real checkpoint of a kind we do not know
-│   ├── BrokenCheckpoint   a tensor is missing, has the wrong shape or dtype, or a file is cut short
-│   ├── SourceLost         weights that were promised did not come: a file vanished, a trainer died or never came
-│   └── HalfWritten        an update broke off after its first write; only a full one makes the model usable again
-├── OutOfMemory        the machine is too small for what was asked
+│   ├── UnsupportedModel   a valid checkpoint of an architecture that is not implemented
+│   ├── BrokenCheckpoint   a tensor is missing, has the wrong shape or dtype, or a file is truncated
+│   ├── SourceLost         announced weights did not arrive: a file vanished, or a trainer died or never connected
+│   └── HalfWritten        an update failed after its first write; only a full update makes the model usable again
+├── OutOfMemory        the machine has too little memory for the configuration
 └── EngineDead         the engine process is gone and cannot answer
-    ├── CannotStart        it never came up, and has itself said why on standard error
-    ├── RankLost           one of the processes that compute a model together is gone, or does not answer in time
-    └── Late               it is there, but has not answered in the time that it was given
+    ├── CannotStart        it never became ready, and has logged the reason to standard error
+    ├── RankLost           a rank of a tensor-parallel engine is gone, or does not answer in time
+    └── Late               it is alive, but has not answered within its timeout
 
-This module imports nothing of ours, so everyone may import it.
+This module imports nothing of Headgate, so every module may import it.
 """
 
 from __future__ import annotations
 
 
 class HeadgateError(Exception):
-    """Anything we raise on purpose."""
+    """Base class of all errors that Headgate raises on purpose."""
 
 
 class RequestError(HeadgateError, ValueError):
-    """The caller asked for something that cannot be done, and the message says what to change."""
+    """The request cannot be carried out; the message states what to change."""
 
     status = 400
     code = "invalid_request"

@@ -1,7 +1,7 @@
-"""HTTP/1.1 over a bare socket: one call, with chunks or a length, and the lines of an event stream; nothing else.
+"""A minimal HTTP/1.1 client: one call per connection, chunked or with a length, and the lines of an event stream.
 
-For the load generator, which must not be the bottleneck (a general HTTP client spends more CPU on a streamed token than the
-server does), and for the control client, which then needs no library.
+The load generator uses it because it must not be the bottleneck (a general HTTP client spends more CPU on a streamed
+token than the server does), and the control client because it then needs no library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HttpFailure(Exception):
 class HttpAddress:
     host: str
     port: int
-    path: str  # before that of a call
+    path: str  # prefix of the path of every call
     tls: bool
 
     @classmethod
@@ -42,7 +42,7 @@ class HttpResponse:
     reader: asyncio.StreamReader
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """The body, in pieces as they arrive."""
         if self.headers.get("transfer-encoding", "").lower() == "chunked":
             while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
                 yield await self.reader.readexactly(size)

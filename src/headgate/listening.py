@@ -1,4 +1,4 @@
-"""What every process that listens needs: a port of its own, and word of the signals that end it."""
+"""What every listening process needs: a bound port, and handlers for the signals that stop it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PortTaken(HeadgateError):
 
 
 def take_port(host: str, port: int) -> socket.socket:
-    """A socket with that address, not listening yet: clients that come while the model loads are refused, not kept."""
+    """A bound socket that does not listen yet: while the model loads, connections are refused instead of queued."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -40,7 +40,7 @@ def cannot_listen(error: OSError, host: str, port: int) -> HeadgateError:
 
 
 class StopSignals:
-    """Ctrl-C and SIGTERM. While nothing is being served they end the task that made this."""
+    """Handles SIGINT and SIGTERM. While `on_stop` is not set, the first signal cancels the task that made this."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -51,7 +51,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._heard)
+            self._loop.add_signal_handler(number, self._on_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -61,7 +61,7 @@ class StopSignals:
     async def first(self) -> None:
         await self._first.wait()
 
-    def _heard(self) -> None:
+    def _on_signal(self) -> None:
         self.seen += 1
         self._first.set()
         if self.on_stop is not None:

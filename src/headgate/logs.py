@@ -1,7 +1,7 @@
-"""What a process says about itself: text for people, JSON lines for machines.
+"""Logging to standard error, as text or as JSON lines.
 
-INFO tells the life of the process, DEBUG the life of a request, WARNING means that someone should look. API and engine
-processes log alike, to standard error; `who` tells their lines apart.
+INFO is for events of the process, DEBUG for events of a request, WARNING for what needs the operator's attention. API
+and engine processes use the same format; the process name `who` distinguishes their lines.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Literal, NamedTuple
 
 LogFormat = Literal["text", "json"]
 
-# Libraries that tell what we tell already.
+# Libraries whose INFO logs repeat ours.
 QUIET = ("uvicorn", "asyncio", "httpx", "httpcore", "urllib3", "matplotlib", "opentelemetry")
 
 
 class LogSettings(NamedTuple):
-    """How a process logs."""
-
     format: LogFormat = "text"
     level: str = "WARNING"
     who: str = "headgate"
@@ -30,12 +28,12 @@ _own = LogSettings()
 
 
 def own_voice() -> LogSettings:
-    """How this process logs, for those that it starts."""
+    """The settings of this process, to pass on to its child processes."""
     return _own
 
 
 def set_up(format: LogFormat, level: str, who: str) -> None:
-    """Send everything that is logged in this process to standard error; called once, by its `main`."""
+    """Send all logs of this process to standard error. Called once, by its `main`."""
     global _own
     _own = LogSettings(format, level, who)
     handler = logging.StreamHandler(sys.stderr)
@@ -46,7 +44,7 @@ def set_up(format: LogFormat, level: str, who: str) -> None:
 
 
 class Lines(logging.Formatter):
-    """`12:03:44 api: message`; the level only when it is worth a look."""
+    """`12:03:44 api: message`, with the level for warnings and errors."""
 
     def __init__(self, who: str) -> None:
         super().__init__(datefmt="%H:%M:%S")
@@ -61,7 +59,7 @@ class Lines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object per line; what is given as `extra={"fields": {...}}` becomes part of it."""
+    """One JSON object per line, including the fields given as `extra={"fields": {...}}`."""
 
     def __init__(self, who: str) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""`LLM`: the same engine as the server's, in the process of a script.
+"""`LLM`: the server's engine inside a script's process.
 
     with LLM("path/to/model") as llm:
         for answer in llm.generate(["One", "Two"], SamplingParams(max_tokens=16)):
             print(answer.text)
 
-The engine's loop is turned by whoever waits for an answer; only the device has a thread of its own. An iterator that is
-closed, or a call that is interrupted, aborts what it had asked for and leaves nothing behind.
+The thread that waits for an answer runs the engine's loop; only the device has a thread of its own. Closing an
+iterator or interrupting a call aborts its requests and releases everything they hold.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[Logprobs] | None = None  # one entry per token made here, if asked
-    prompt_logprobs: list[Logprobs | None] | None = None  # one entry per prompt token, if asked; none for the first
-    weight_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens it made here), in order
+    logprobs: list[Logprobs] | None = None  # one entry per new token, if requested
+    prompt_logprobs: list[Logprobs | None] | None = (
+        None  # one entry per prompt token, if requested; None for the first
+    )
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, number of new tokens), in order
     cached_tokens: int = 0
     finish_reason: str | None = None
     cause: Cause | None = None
@@ -84,7 +86,7 @@ class LLM:
     def close(self) -> None:
         self.engine.close()
 
-    # -- asking -----------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------
 
     def generate(
         self,
@@ -97,14 +99,14 @@ class LLM:
     ) -> list[Completion]:
         """The answers to one or many prompts (text or token ids), in their order.
 
-        `generated` has, for each prompt, the token ids of an answer that was begun before. It is gone on with as if it
-        had never been interrupted, if seed and weights are the same; the completion is the whole of it.
+        `generated` has, for each prompt, the token ids of a partial answer. With the same seed and weights the answer
+        continues as if it had never been interrupted. The completion includes these tokens.
         """
-        asked = _as_list(prompts)
-        begun = _begun(generated, asked)
+        listed = _as_list(prompts)
+        partial = _partial(generated, listed)
         answers = [
             self._answer(prompt, each, stop, ids)
-            for prompt, each, ids in zip(asked, _each(params, asked), begun, strict=True)
+            for prompt, each, ids in zip(listed, _each(params, listed), partial, strict=True)
         ]
         bar = tqdm(total=len(answers), desc="generating", unit="answer", disable=None if progress else True)
         with interrupts_deferred(self.engine.loop.wake) as interrupted, bar, closing(self._run(answers)) as turns:
@@ -119,17 +121,17 @@ class LLM:
     ) -> Iterator[str]:
         """The answer to one prompt, piece by piece. Closing the iterator ends the request."""
         answer = self._answer(prompt, params or SamplingParams(), stop)
-        # Closed by name: since Python 3.12, a generator that is closed may keep what it was iterating over alive.
+        # Closed explicitly: since Python 3.12, a closed generator may keep alive what it iterates over.
         with closing(self._run([answer])) as turns:
             for _ in turns:
                 if fresh := answer.take_text():
                     yield fresh
-        # What came while somebody else turned the engine.
+        # Text that arrived while another call ran the loop.
         if fresh := answer.take_text():
             yield fresh
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
-        """The next message of a conversation; `template` reaches the model's chat template."""
+        """The next message of a conversation; `template` is passed to the model's chat template."""
         return self.generate([self.render(messages, **template)], params, progress=False)[0]
 
     def render(self, messages: Sequence[Message], **template: Any) -> list[int]:
@@ -156,7 +158,7 @@ class LLM:
     # -- running ----------------------------------------------------------------
 
     def _run(self, answers: Sequence[_PendingCompletion]) -> Generator[None, None, None]:
-        """Turn the engine until all `answers` are done, pausing after each turn."""
+        """Run the engine's loop until all `answers` are done, yielding after each turn."""
         mine = {next(self._ids): answer for answer in answers}
         self._mail |= mine
         try:
@@ -175,7 +177,7 @@ class LLM:
             self.engine.loop.post(Abort(matched, "stop_string"))
 
     def _leave(self, answers: Mapping[int, _PendingCompletion]) -> None:
-        """Abort what is not done, and see everything out of the engine, unless that is dead."""
+        """Abort unfinished answers and wait until the engine has released them all, unless it is closed."""
         if self.engine.loop.closed:
             return
         if unfinished := [id for id in answers if self._mail.pop(id, None) is not None]:
@@ -188,19 +190,19 @@ class LLM:
         if isinstance(message, CommandAnswer):
             self._answers[message.number] = message.result
         else:
-            self._hear(message.outputs)
+            self._handle_outputs(message.outputs)
 
-    def _hear(self, outputs: Outputs) -> None:
+    def _handle_outputs(self, outputs: Outputs) -> None:
         for i, (id, token) in enumerate(zip(outputs.ids, outputs.tokens, strict=True)):
             if answer := self._mail.get(id):
-                answer.hear_token(token, outputs.version, outputs.logprobs.get(i))
+                answer.add_token(token, outputs.version, outputs.logprobs.get(i))
         for id, scores in outputs.prompt_logprobs.items():
             if answer := self._mail.get(id):
-                answer.hear_scores(scores)
+                answer.add_prompt_logprobs(scores)
         ends: list[Ended | Refused] = [*outputs.ended, *outputs.refused]
         for end in ends:
             if answer := self._mail.pop(end.id, None):
-                answer.hear_end(end)
+                answer.end(end)
 
     def _answer(
         self, prompt: Prompt, params: SamplingParams, stop: Sequence[str], generated: Sequence[int] = ()
@@ -223,7 +225,7 @@ class LLM:
 
 
 class _PendingCompletion:
-    """A completion in the making."""
+    """A completion that is being generated."""
 
     def __init__(
         self,
@@ -233,7 +235,7 @@ class _PendingCompletion:
         stop: Sequence[str],
         generated: tuple[int, ...],
     ) -> None:
-        # The first token of a prompt has nothing before it that could predict it.
+        # The first token of a prompt has no logprobs: nothing precedes it.
         scored: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self.completion = Completion(prompt, prompt_logprobs=scored)
         self._params = params
@@ -267,7 +269,7 @@ class _PendingCompletion:
         self._taken += len(fresh)
         return fresh
 
-    def hear_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
+    def add_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
         if self.stopped:
             return
         if logprobs is not None:
@@ -288,11 +290,11 @@ class _PendingCompletion:
         else:
             spans.append((version, 1))
 
-    def hear_scores(self, scores: Iterable[Logprobs]) -> None:
+    def add_prompt_logprobs(self, scores: Iterable[Logprobs]) -> None:
         assert self.completion.prompt_logprobs is not None
         self.completion.prompt_logprobs += scores
 
-    def hear_end(self, end: Ended | Refused) -> None:
+    def end(self, end: Ended | Refused) -> None:
         if isinstance(end, Refused):
             self._refused = end
             return
@@ -307,9 +309,9 @@ class _PendingCompletion:
 
 @contextmanager
 def interrupts_deferred(wake: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
-    """Let Ctrl-C take effect after the block, not in the middle of it; `wake` cuts a wait in the block short.
+    """Defer Ctrl-C to the end of the block; `wake` interrupts a wait inside the block.
 
-    In the middle it could leave the scheduler half changed, or be lost in a callback that swallows exceptions.
+    Inside the block it could leave the scheduler inconsistent, or be lost in a callback that swallows exceptions.
     """
     interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -337,12 +339,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _begun(generated: Sequence[Sequence[int]] | None, prompts: list[Prompt]) -> Sequence[Sequence[int]]:
+def _partial(generated: Sequence[Sequence[int]] | None, prompts: list[Prompt]) -> Sequence[Sequence[int]]:
     if generated is None:
         return [()] * len(prompts)
     if len(generated) != len(prompts):
         raise RequestError(
-            f"{len(prompts)} prompts and {len(generated)} answers that were begun; give one for each, empty or not",
+            f"{len(prompts)} prompts but {len(generated)} entries in generated; give one for each prompt, empty or not",
             param="generated",
         )
     return generated
@@ -355,6 +357,6 @@ def _each(
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
         raise RequestError(
-            f"{len(prompts)} prompts and {len(params)} sampling parameters; give one for each, or one for all"
+            f"{len(prompts)} prompts but {len(params)} sampling parameters; give one for each prompt, or one for all"
         )
     return params

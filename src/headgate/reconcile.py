@@ -1,8 +1,8 @@
-"""What brings a member of a fleet into the state that the fleet was last asked for.
+"""Computes the commands that bring a member of a fleet into the fleet's desired state.
 
-Members are the engines of a server and the servers of a router. A member that was away has missed what was asked meanwhile:
-a pause, a resume, new weights. `steps` is pure: from what is wanted of the fleet and what is observed of one member it
-returns the commands that are still to be given, in their order. The caller gives them, and stops at the first that fails.
+Members are the engines of a server and the servers of a router. A member that was unreachable has missed commands: a
+pause, a resume, new weights. `steps` is a pure function: from the desired state of the fleet and the observed state
+of one member it returns the missing commands in order. The caller executes them and stops at the first that fails.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from enum import Enum, auto
 
 
 class CatchUpStep(Enum):
-    PAUSE = auto()  # as the fleet is paused
-    PAUSE_FOR_UPDATE = auto()  # of a fleet that runs
+    PAUSE = auto()  # because the fleet is paused
+    PAUSE_FOR_UPDATE = auto()  # temporarily; the fleet is running
     UPDATE = auto()  # to the fleet's weights
     RESUME = auto()
-    EXCLUDE = auto()  # from requests: it has older weights than the fleet, and cannot be given them
+    EXCLUDE = auto()  # send it no requests: its weights are older than the fleet's, and the new ones cannot be sent
 
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """Of every member."""
+    """The state that every member should have."""
 
     paused: bool = False
-    version: int | None = None  # of the weights; None: whatever a member has
-    sendable: bool = False  # the weights can be given to a member that lacks them
+    version: int | None = None  # of the weights; None: any
+    sendable: bool = False  # the weights can be sent to a member that lacks them
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Of one member."""
+    """The state of one member."""
 
     paused: bool = False
-    version: int | None = None  # of its weights; None: not known
-    missed_resume: bool = False  # it was asked to resume, and has not answered
+    version: int | None = None  # of its weights; None: unknown
+    missed_resume: bool = False  # it did not answer a resume
 
 
 def is_outdated(wanted: Desired, observed: Observed) -> bool:
-    """Newer weights than the fleet's are not outdated: another caller has given them."""
+    """Weights newer than the fleet's are not outdated: another caller has loaded them."""
     return None not in (wanted.version, observed.version) and observed.version < wanted.version  # type: ignore[operator]
 
 

@@ -1,8 +1,8 @@
-"""Folders that end with their process, however it ends.
+"""Temporary folders that are removed after their process ends, also when it is killed.
 
-A process that is killed with SIGKILL removes nothing. So each folder has a file with a lock, which the kernel releases when
-the process ends, and creating a folder first removes all folders whose lock is free. Unlike a process id, a lock cannot
-belong to another process later, and it holds across containers that share the directory.
+A process killed with SIGKILL cannot clean up. Each folder therefore contains a locked file; the kernel releases the
+lock when the process ends, and creating a folder first removes all folders whose lock is free. Unlike a process id, a
+lock is never reused by another process, and it works across containers that share the directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOCK = ".headgate-lock"
 def folder(purpose: str = "", parent: str | Path | None = None) -> Iterator[Path]:
     """A new folder for this process, removed at the end of the block or, if the process is killed, by a later call."""
     above = Path(parent or tempfile.gettempdir())
-    remove_left(above)
+    remove_stale(above)
     own = Path(tempfile.mkdtemp(prefix=PREFIX + purpose, dir=above))
     descriptor = _lock(own)
     try:
@@ -33,14 +33,14 @@ def folder(purpose: str = "", parent: str | Path | None = None) -> Iterator[Path
         os.close(descriptor)
 
 
-def remove_left(parent: Path) -> None:
-    """Remove folders of ours whose process has ended."""
+def remove_stale(parent: Path) -> None:
+    """Remove Headgate's folders whose process has ended."""
     for path in parent.glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError):  # gone meanwhile, or not ours
-            _remove_if_left(path.parent)
+        with suppress(OSError):  # already removed, locked, or not ours
+            _remove_if_stale(path.parent)
 
 
-def _remove_if_left(own: Path) -> None:
+def _remove_if_stale(own: Path) -> None:
     if own.is_symlink() or own.lstat().st_uid != os.geteuid():
         return
     descriptor = os.open(own / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -52,7 +52,7 @@ def _remove_if_left(own: Path) -> None:
 
 
 def _lock(own: Path) -> int:
-    """The file is locked before it gets its name, so that the folder is never taken for one left behind."""
+    """Lock the file before it gets its final name, so that the folder never appears stale."""
     made = own / f"{LOCK}-new"
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
-"""A fixed number of places that tenants share. No tenant can take the last of them from the others.
+"""A fixed number of places shared by tenants. No tenant can take all of them from the others.
 
-A tenant may take places as long as it then holds at most `FACTOR` times what is left free. One greedy tenant gets four
-fifths of all places, two get four ninths each, and a tenant that holds nothing finds a place at once. While there is only
-one tenant, nothing is kept back, and a request that is alone may take more than there is. What a tenant has beyond four
-fifths in either way is not counted against the others, so that at most a fifth more than all places is taken by them.
+A tenant may take places as long as it then holds at most `FACTOR` times as many as remain free. One greedy tenant
+gets four fifths of all places, two get four ninths each, and a tenant that holds none gets a place at once. A single
+tenant may take all places, and a single request may take more than there are. What a tenant holds beyond four fifths
+in either case is not counted against the others, so they exceed the total by at most a fifth.
 
 Rules: no clock, no I/O, one thread.
 """
@@ -29,10 +29,10 @@ class Shares:
         return self.total - self.taken
 
     def may_take(self, tenant: str, count: int = 1, *, several: bool) -> bool:
-        """Whether `count` places are left for `tenant`; `several` says that there are other tenants."""
+        """Whether `tenant` may take `count` more places; `several` means that there are other tenants."""
         left = self.total - self.taken - count
         if not self.taken:
-            return True  # more than all places are given to a request that is alone: it must not wait for ever
+            return True  # a single request may take more than all places, or it would wait forever
         if left < 0 and several:
             left += self._excess
         if left < 0 or not several:
@@ -42,7 +42,7 @@ class Shares:
 
     @property
     def _excess(self) -> int:
-        """What the tenant that holds most has beyond the share of one greedy tenant."""
+        """How much the largest holder exceeds the share of one greedy tenant."""
         return max(0, max(self.held.values()) - max(1, FACTOR * self.total // (FACTOR + 1)))
 
     def take(self, tenant: str, count: int = 1) -> None:

@@ -1,6 +1,6 @@
-"""Work on the event loop that tenants take turns in: a few calls in each turn of the loop, round robin among tenants.
+"""Fair scheduling of callbacks on an event loop: a few per iteration of the loop, round robin among tenants.
 
-The work of one tenant waits for a few calls of another, and not for all that were made before it.
+A tenant's callback waits for a few callbacks of other tenants, not for all that were queued before it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable
 class Turns:
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
-        self._left = at_once  # in this turn
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # by tenant; the first is the next
+        self._left = at_once  # in this iteration
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # by tenant, in round-robin order
 
     def __repr__(self) -> str:
         return f"<Turns {sum(map(len, self._waiting.values()))} waiting>"
 
     def call(self, tenant: str, act: Callable[[], None]) -> None:
-        """Call `act`: now if this turn has room, else in one of the next."""
+        """Call `act` now if this iteration has room, otherwise in a later one."""
         if self._left:
             self._act(act)
         else:
@@ -39,5 +39,5 @@ class Turns:
             queue = self._waiting.pop(tenant)
             act = queue.popleft()
             if queue:
-                self._waiting[tenant] = queue  # behind the others
+                self._waiting[tenant] = queue  # after the others
             self._act(act)

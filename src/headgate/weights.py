@@ -1,6 +1,6 @@
-"""For trainers: three ways to hand weights to engines.
+"""For trainers: three ways to send weights to engines.
 
-On the same host, through shared memory; no disk, and the engine reads them where they lie:
+On the same host, through shared memory, without a disk or a second copy:
 
     with publish(model.state_dict(), version=7) as files:
         llm.call(UpdateWeights(files, version=7))
@@ -10,9 +10,9 @@ From anywhere, over a process group that the trainer opens as rank 0, while each
 
     send_weights(model.state_dict(), "tcp://10.0.0.1:29500", world_size=1 + engines)
 
-With `backend="nccl"` on both sides the bytes go from GPU to GPU; every rank needs a card of its own.
+With `backend="nccl"` on both sides the bytes go from GPU to GPU; every rank needs a GPU of its own.
 
-On the same card, by handles of the memory that the trainer has them in; nothing is copied but into the engine:
+On the same GPU, by handles of the trainer's memory; the only copy is the one into the engine:
 
     with share(model.state_dict()) as shared:
         llm.call(UpdateWeights(shared))
@@ -49,9 +49,9 @@ def publish(
     version: int | None = None,
     checksum: bool = False,
 ) -> Iterator[FileSource]:
-    """`tensors` as a file that engines on this host can load; gone at the end of the block.
+    """Write `tensors` to a file that engines on this host can load; it is removed at the end of the block.
 
-    It lies in shared memory unless `folder` says otherwise. `checksum` has engines verify every byte.
+    The file is in shared memory unless `folder` is given. With `checksum`, engines verify every byte.
     """
     parent = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
     with scratch.folder("weights-", parent) as own:
@@ -82,7 +82,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 @contextmanager
 def share(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedMemorySource]:
-    """Handles of `tensors`, all on one GPU, for an engine on the same one. Change nothing before the end of the block."""
+    """Handles of `tensors`, all on one GPU, for an engine on that GPU. Do not modify them inside the block."""
     try:
         yield ipc.shared(tensors)
     except ValueError as error:
@@ -98,21 +98,21 @@ def send_weights(
     bucket_bytes: int = BUCKET,
     backend: Backend = "gloo",
 ) -> None:
-    """Broadcast `tensors` to the engines of a group of `world_size`, of which we are rank 0.
+    """Broadcast `tensors` to the engines of a group of `world_size`, in which the caller is rank 0.
 
-    Returns when all engines have all of them. RequestError if one refuses, with its reason; SourceLost if one is gone
-    or time is up. Either way no engine has been left waiting, and those that could keep their old weights have.
+    Returns when all engines have received all tensors. Raises RequestError with the reason if an engine refuses, and
+    SourceLost if one is gone or the timeout passes. In both cases no engine is left waiting, and engines that can
+    keep their old weights do.
     """
-    group = BroadcastSource(
-        init_method, world_size, rank=1, timeout_s=timeout_s
-    )  # only to be checked like the engines' own
+    # Validates the arguments as the engines do.
+    source = BroadcastSource(init_method, world_size, rank=1, timeout_s=timeout_s)
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    circle = BroadcastGroup(group.address, world_size, 0, timeout_s, backend=backend, device=device)
+    group = BroadcastGroup(source.address, world_size, 0, timeout_s, backend=backend, device=device)
     try:
-        objections = offer(circle, tensors, bucket_bytes)
-        circle.leave(last=True)
+        objections = offer(group, tensors, bucket_bytes)
+        group.leave(last=True)
     except BaseException:
-        circle.leave()
+        group.leave()
         raise
     if objections:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in objections.items())

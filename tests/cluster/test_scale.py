@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headgate import cli
-from headgate.cli.up import Asked, recipe, what_was_asked
+from headgate.cli.up import FleetSpec, fleet_spec, recipe
 from headgate.client import AsyncFleet, Fleet
 from headgate.cluster.fleetfile import read_fleet_file
 from headgate.config import RouteConfig
@@ -229,41 +229,41 @@ def test_the_files_that_are_documented_are_fleets(tmp_path: Path):
     page = (Path(__file__).parents[2] / "docs/ray.md").read_text()
     shown = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(shown) == 2
-    asked = [fleet_asked("--ray", "auto", "--fleet", written(tmp_path, text)) for text in shown]
+    asked = [parsed_spec("--ray", "auto", "--fleet", written(tmp_path, text)) for text in shown]
     assert asked[0].counts == {"mixed": 2} and asked[0].bounds["mixed"].most == 6 and asked[0].model == "/models/qwen"
     assert asked[1].counts == {"prefill": 1, "decode": 3} and asked[1].groups["decode"].gpus == 1
 
 
-def fleet_asked(*flags: object) -> Asked:
-    return what_was_asked(cli.parser().parse_args(["up", *map(str, flags)]))
+def parsed_spec(*flags: object) -> FleetSpec:
+    return fleet_spec(cli.parser().parse_args(["up", *map(str, flags)]))
 
 
 def test_flags_of_the_command_line_are_for_every_role_and_those_of_a_file_come_after():
-    asked = fleet_asked("--ray", "auto", "--cpus", 4, "--autoscale", "decode=2:3", "--prefill", 1)
+    asked = parsed_spec("--ray", "auto", "--cpus", 4, "--autoscale", "decode=2:3", "--prefill", 1)
     assert asked.counts == {"prefill": 1, "decode": 2} and asked.most == 4
     assert {group.cpus for group in asked.groups.values()} == {4}
-    assert fleet_asked().counts == {"mixed": 2} and fleet_asked("--mixed", 1).counts == {"mixed": 1}
+    assert parsed_spec().counts == {"mixed": 2} and parsed_spec("--mixed", 1).counts == {"mixed": 1}
 
 
 @pytest.mark.parametrize("flags", [("--mixed", 0), ("--mixed", 0, "--decode", 0), ("--decode", 0)])
-def test_a_fleet_of_nobody_is_refused_and_not_taken_for_the_default(flags: tuple[object, ...]):
-    with pytest.raises(RequestError, match="at least one server for answers"):
-        fleet_asked(*flags)
+def test_a_fleet_without_decode_servers_is_refused_instead_of_using_the_default(flags: tuple[object, ...]):
+    with pytest.raises(RequestError, match="at least one mixed or decode server"):
+        parsed_spec(*flags)
 
 
-def test_a_place_for_fewer_gpus_than_ranks_is_refused_before_anything_is_started(tmp_path: Path):
+def test_fewer_gpus_than_ranks_are_refused_before_any_server_starts(tmp_path: Path):
     text = '[mixed]\ngpus = {}\nserve = ["--tensor-parallel", "2"]'
-    with pytest.raises(RequestError, match="mixed: 2 ranks need a GPU each, and gpus is 1; say gpus = 2"):
-        fleet_asked("--ray", "auto", "--fleet", written(tmp_path, text.format(1)))
+    with pytest.raises(RequestError, match="mixed: 2 ranks need a GPU each, but gpus is 1; set gpus = 2"):
+        parsed_spec("--ray", "auto", "--fleet", written(tmp_path, text.format(1)))
     for enough in (2, 0):  # 0: on CPUs
-        assert fleet_asked("--ray", "auto", "--fleet", written(tmp_path, text.format(enough))).counts == {"mixed": 1}
+        assert parsed_spec("--ray", "auto", "--fleet", written(tmp_path, text.format(enough))).counts == {"mixed": 1}
 
 
-def test_engines_of_several_ranks_are_not_told_to_exchange_kv(tmp_path: Path):
+def test_engines_of_several_ranks_do_not_exchange_kv(tmp_path: Path):
     for flags, alone in (('["--tensor-parallel", "2"]', False), ('["--kv-blocks", "64"]', True)):
         file = written(tmp_path, f"[mixed]\nserve = {flags}")
         options = cli.parser().parse_args(["up", "--fleet", str(file)])
-        made = recipe(options, what_was_asked(options), "mixed", "/m", "m", {})
+        made = recipe(options, fleet_spec(options), "mixed", "/m", "m", {})
         assert made.exchanges_kv is alone and made.arguments[-2:] == tuple(json.loads(flags))
 
 
@@ -288,7 +288,7 @@ def said(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
         (("--autoscale", "mixed"), "ROLE=LEAST:MOST"),
         (("--autoscale", "mixed=3:1"), "1 <= LEAST <= MOST"),
         (("--autoscale", "mixed=2:4", "--mixed", 5), "--mixed 5 is not within"),
-        (("--autoscale", "prefill=1:2"), "--decode N"),
+        (("--autoscale", "prefill=1:2"), "requires at least one --decode"),
     ],
 )
 def test_flags_that_make_no_sense_are_one_sentence(flags: tuple, about: str, capsys: pytest.CaptureFixture[str]):
@@ -300,9 +300,9 @@ def test_flags_that_make_no_sense_are_one_sentence(flags: tuple, about: str, cap
     [
         ("[mixed]\ncount = 2", ("--mixed", 3), "leave out --mixed"),
         ("[mixed]\ngpus = 1", (), "add --ray"),
-        ("[prefill]\ncount = 1", (), "--decode N"),
-        ("", (), "at least one server for answers"),
-        ('[mixed]\nserve = ["--port", "1"]', (), "--port of its servers is the fleet's own business"),
+        ("[prefill]\ncount = 1", (), "requires at least one --decode"),
+        ("", (), "at least one mixed or decode server"),
+        ('[mixed]\nserve = ["--port", "1"]', (), "--port of a server is set by headgate up"),
     ],
 )
 def test_a_file_that_does_not_go_with_the_flags_is_one_sentence(

@@ -226,7 +226,7 @@ def test_a_person_can_replay_a_file(tmp_path, capsys):
     path = run_and_crash(busy(recorded(tmp_path)), tmp_path, steps=3)
     assert main(["replay", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "plans run again; every plan is consistent" in said and "the engine died of: " in said
+    assert "plans run again; every plan is consistent" in said and "the engine crashed with: " in said
     path.write_text("{}")
     assert main(["replay", str(path)]) == 2
     assert "cannot be replayed" in capsys.readouterr().err

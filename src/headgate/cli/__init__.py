@@ -1,8 +1,8 @@
-"""The command line: the only reader of flags and environment.
+"""The command line: the only reader of flags and environment variables.
 
-It turns them into a config, and the errors of what it calls into one sentence and an exit code. Each command is a module
-with a function that adds its flags and one that runs it. Nothing that takes long is imported before it is known to be
-needed.
+Commands turn both into a config; `main` turns errors into one sentence and an exit code. Each command is a module
+with a function that adds its flags and a function that runs it. Slow imports are made inside the function that needs
+them. Command modules do not import from this one.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os
         result: int = options.run(options, environ)
         sys.stdout.flush()
     except CannotStart:
-        return FAILED  # the engine has said why
+        return FAILED  # the engine has logged the reason
     except RequestError as error:
-        return say(str(error), WRONG_USE)
+        return fail(str(error), WRONG_USE)
     except HeadgateError as error:
-        return say(str(error), FAILED)
+        return fail(str(error), FAILED)
     except BrokenPipeError:
-        # Whoever read our output has heard enough; the interpreter must not try to write the rest when it ends.
+        # The reader of our output has closed the pipe; keep the interpreter from flushing the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        return say("interrupted", 130)
+        return fail("interrupted", 130)
     return result
 
 
-def say(sentence: str, code: int) -> int:
+def fail(sentence: str, code: int) -> int:
     print(f"headgate: {sentence}", file=sys.stderr)
     return code
 
@@ -66,24 +66,24 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="headgate", description="Serve large language models.")
     root.add_argument("--version", action="version", version=f"headgate {__version__}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_serve(_command(commands, "serve", "serve a model over HTTP, with OpenAI's API"))
-    add_route(_command(commands, "route", "put one address in front of many servers"))
-    add_up(_command(commands, "up", "start several servers, here or on a Ray cluster, and a router"))
-    add_scale(_command(commands, "scale", "have more servers, or fewer, while they serve"))
-    add_top(_command(commands, "top", "show what a server or a fleet is doing, in the terminal"))
-    bench = _command(commands, "bench", "measure a server")
-    benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    add_bench_serve(_command(benches, "serve", "send requests to a server and time its answers"))
-    add_bench_lifecycle(_command(benches, "lifecycle", "abort and pause under load and time that"))
-    add_bench_prefix(_command(benches, "prefix", "time first tokens with and without a cached prefix"))
-    add_bench_disagg(_command(benches, "disagg", "time streams while long prompts arrive"))
-    add_bench_router(_command(benches, "router", "time what a router adds, and see where it sends conversations"))
-    add_bench_compare(_command(benches, "compare", "put the results of several benches side by side"))
-    add_doctor(_command(commands, "doctor", "say what this machine has, and what that means"))
-    add_replay(_command(commands, "replay", "run the last plans of a crashed engine again, on a fake device"))
-    add_simulate(_command(commands, "simulate", "run a whole fleet in one process, with faults drawn from a seed"))
-    add_chaos(_command(commands, "chaos", "break a fleet of real processes on purpose, and check every answer"))
-    add_completion(_command(commands, "completion", "print what a shell needs to complete commands"))
+    add_serve(_command(commands, "serve", "serve a model over HTTP with an OpenAI-compatible API"))
+    add_route(_command(commands, "route", "route requests to several servers behind one address"))
+    add_up(_command(commands, "up", "start several servers and a router, locally or on a Ray cluster"))
+    add_scale(_command(commands, "scale", "change the number of servers of a running fleet"))
+    add_top(_command(commands, "top", "show the live state of a server or a fleet in the terminal"))
+    bench = _command(commands, "bench", "benchmark a server or a router")
+    benches = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    add_bench_serve(_command(benches, "serve", "send requests to a server and measure latency and throughput"))
+    add_bench_lifecycle(_command(benches, "lifecycle", "measure how long aborts and pauses take under load"))
+    add_bench_prefix(_command(benches, "prefix", "measure time to first token with and without a cached prefix"))
+    add_bench_disagg(_command(benches, "disagg", "measure token latency of streams while long prompts arrive"))
+    add_bench_router(_command(benches, "router", "measure a router's overhead and its cache-aware placement"))
+    add_bench_compare(_command(benches, "compare", "compare the results of several benchmark runs"))
+    add_doctor(_command(commands, "doctor", "check whether this machine can serve models"))
+    add_replay(_command(commands, "replay", "replay the last steps of a crashed engine on a fake device"))
+    add_simulate(_command(commands, "simulate", "simulate a fleet in one process, with faults drawn from a seed"))
+    add_chaos(_command(commands, "chaos", "inject faults into a fleet of real processes and check every answer"))
+    add_completion(_command(commands, "completion", "print a shell completion script"), root)
     return root
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def result_file(text: str) -> Path:
-    """A file that can be written later: that it cannot is better known before a long run than after it."""
+    """An output file. A missing folder is reported before the benchmark runs rather than after it."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
@@ -32,27 +32,25 @@ def add_bench_serve(command: argparse.ArgumentParser) -> None:
     load = command.add_argument_group("load")
     add, pace = load.add_argument, load.add_mutually_exclusive_group()
     pace.add_argument(
-        "--rate", type=float, metavar="PER_S", help="open loop: requests arrive at random, so many a second"
+        "--rate", type=float, metavar="PER_S", help="open loop: Poisson arrivals at this many per second"
     )
-    pace.add_argument(
-        "--concurrency", type=int, metavar="N", help="closed loop: N clients, each waiting (default: 8)"
-    )
-    add("--requests", type=int, metavar="N", help="how many in all (default: 100, or the whole trace)")
+    pace.add_argument("--concurrency", type=int, metavar="N", help="closed loop: N clients in parallel (default: 8)")
+    add("--requests", type=int, metavar="N", help="total requests (default: 100, or the whole trace)")
     add("--dataset", default="random", help="random, shared-prefix, multi-turn, trace:FILE (random)")
-    add("--seed", type=int, default=0, help="of arrivals and prompts (default: 0)")
-    add("--timeout", type=float, default=600.0, metavar="S", help="for one request (default: 600)")
+    add("--seed", type=int, default=0, help="seed of arrival times and prompts (default: 0)")
+    add("--timeout", type=float, default=600.0, metavar="S", help="timeout per request (default: 600)")
 
     add = command.add_argument_group("requests").add_argument
-    add("--api", choices=("chat", "completions"), default="chat", help="default: chat")
-    add("--model", help="name (default: the first that the server lists)")
-    add("--prompt-words", type=int, default=64, metavar="N", help="words in a prompt (default: %(default)s)")
-    add("--max-tokens", type=int, default=64, metavar="N", help="tokens in an answer (default: %(default)s)")
-    add("--ignore-eos", action="store_true", help="answers always have --max-tokens (not every server can)")
-    add("--api-key", metavar="KEY", help="else $OPENAI_API_KEY")
+    add("--api", choices=("chat", "completions"), default="chat", help="endpoint (default: chat)")
+    add("--model", help="model name (default: the first one listed)")
+    add("--prompt-words", type=int, default=64, metavar="N", help="words per prompt (default: %(default)s)")
+    add("--max-tokens", type=int, default=64, metavar="N", help="tokens per answer (default: %(default)s)")
+    add("--ignore-eos", action="store_true", help="generate exactly --max-tokens (if the server can)")
+    add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")
 
     add = command.add_argument_group("results").add_argument
-    add("--json", type=result_file, metavar="FILE", help="write them, and every request, as JSON")
-    add("--plot", type=result_file, metavar="FILE", help="draw them as PNG (needs the extra `bench`)")
+    add("--json", type=result_file, metavar="FILE", help="write the summary and every request as JSON")
+    add("--plot", type=result_file, metavar="FILE", help="write a PNG plot (needs the extra `bench`)")
 
 
 def bench_serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -108,12 +106,12 @@ def add_bench_lifecycle(command: argparse.ArgumentParser) -> None:
     command.usage = "headgate bench lifecycle [URL ...] [options]"
     command.set_defaults(run=bench_lifecycle)
     add = command.add_argument
-    add("url", nargs="*", metavar="URL", help="servers, one after another (default: http://127.0.0.1:8000)")
-    add("--concurrency", type=int, default=8, metavar="N", help="answers at once (default: %(default)s)")
-    add("--rounds", type=int, default=20, metavar="N", help="of each kind (default: %(default)s)")
-    add("--max-tokens", type=int, default=1000, metavar="N", help="of an answer that nobody ends (default: 1000)")
-    add("--model", help="name (default: the first that the server lists)")
-    add("--api-key", metavar="KEY", help="the admin's; else $HEADGATE_ADMIN_KEY")
+    add("url", nargs="*", metavar="URL", help="servers, tested in turn (default: http://127.0.0.1:8000)")
+    add("--concurrency", type=int, default=8, metavar="N", help="concurrent answers (default: %(default)s)")
+    add("--rounds", type=int, default=20, metavar="N", help="rounds per operation (default: %(default)s)")
+    add("--max-tokens", type=int, default=1000, metavar="N", help="length of answers that are not aborted (1000)")
+    add("--model", help="model name (default: the first one listed)")
+    add("--api-key", metavar="KEY", help="admin key; default: $HEADGATE_ADMIN_KEY")
     add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
 
 
@@ -140,10 +138,10 @@ def bench_lifecycle(options: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 
 def add_shared(command: argparse.ArgumentParser) -> None:
-    """What every trial of an ordinary client takes."""
+    """Flags that every benchmark with ordinary client requests has."""
     add = command.add_argument
-    add("--model", help="name (default: the first that the server lists)")
-    add("--api-key", metavar="KEY", help="else $OPENAI_API_KEY")
+    add("--model", help="model name (default: the first one listed)")
+    add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")
     add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
 
 
@@ -152,9 +150,9 @@ def add_bench_prefix(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=bench_prefix)
     add = command.add_argument
     add("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="a server (default: %(default)s)")
-    add("--rounds", type=int, default=5, metavar="N", help="prefixes (default: %(default)s)")
-    add("--warm", type=int, default=4, metavar="N", help="requests with each, after the first (default: %(default)s)")
-    add("--prefix-words", type=int, default=512, metavar="N", help="words in a prefix (default: %(default)s)")
+    add("--rounds", type=int, default=5, metavar="N", help="distinct prefixes (default: %(default)s)")
+    add("--warm", type=int, default=4, metavar="N", help="requests per prefix after the first (default: %(default)s)")
+    add("--prefix-words", type=int, default=512, metavar="N", help="words per prefix (default: %(default)s)")
     add_shared(command)
 
 
@@ -181,11 +179,11 @@ def add_bench_disagg(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=bench_disagg)
     add = command.add_argument
     add("url", nargs="?", default="http://127.0.0.1:8080", metavar="URL", help="a router (default: %(default)s)")
-    add("--streams", type=int, default=4, metavar="N", help="answers at once (default: %(default)s)")
-    add("--max-tokens", type=int, default=256, metavar="N", help="of each of them (default: %(default)s)")
-    add("--prompts", type=int, default=16, metavar="N", help="long prompts (default: %(default)s)")
-    add("--prompt-words", type=int, default=1024, metavar="N", help="words in each (default: %(default)s)")
-    add("--interval", type=float, default=0.5, metavar="S", help="from one to the next (default: %(default)s)")
+    add("--streams", type=int, default=4, metavar="N", help="concurrent streams (default: %(default)s)")
+    add("--max-tokens", type=int, default=256, metavar="N", help="tokens per stream (default: %(default)s)")
+    add("--prompts", type=int, default=16, metavar="N", help="number of long prompts (default: %(default)s)")
+    add("--prompt-words", type=int, default=1024, metavar="N", help="words per long prompt (default: %(default)s)")
+    add("--interval", type=float, default=0.5, metavar="S", help="time between long prompts (default: %(default)s)")
     add_shared(command)
 
 
@@ -214,18 +212,32 @@ def add_bench_router(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=bench_router)
     add = command.add_argument
     add("url", nargs="?", default="http://127.0.0.1:8080", metavar="URL", help="a router (default: %(default)s)")
-    add("--direct", action="append", default=[], metavar="URL", help="a worker to compare with (whoever answers)")
-    add("--conversations", type=int, default=16, metavar="N", help="at once (default: %(default)s)")
-    add("--turns", type=int, default=4, metavar="N", help="of each (default: %(default)s)")
-    add("--system-prompts", type=int, default=4, metavar="N", help="that they share (default: %(default)s)")
-    add("--think", type=float, default=1.0, metavar="S", help="before a question, on average (default: %(default)s)")
-    add("--zipf", action="store_true", help="the first of them is most conversations', the second half as many'")
-    add("--system-words", type=int, default=256, metavar="N", help="words in each (default: %(default)s)")
-    add("--max-tokens", type=int, default=16, metavar="N", help="tokens in an answer (default: %(default)s)")
-    add("--ignore-eos", action="store_true", help="answers always have --max-tokens (not every server can)")
-    add("--rounds", type=int, default=50, metavar="N", help="requests timed one by one (default: %(default)s)")
-    add("--concurrency", type=int, default=8, metavar="N", help="clients at once, for requests/s (%(default)s)")
-    add("--seed", type=int, metavar="N", help="of prompts (default: such as no cache has seen)")
+    add(
+        "--direct",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="worker to compare with (default: those that answered)",
+    )
+    add("--conversations", type=int, default=16, metavar="N", help="concurrent conversations (default: %(default)s)")
+    add("--turns", type=int, default=4, metavar="N", help="turns per conversation (default: %(default)s)")
+    add("--system-prompts", type=int, default=4, metavar="N", help="shared system prompts (default: %(default)s)")
+    add(
+        "--think", type=float, default=1.0, metavar="S", help="mean pause before each question (default: %(default)s)"
+    )
+    add("--zipf", action="store_true", help="choose system prompts by a Zipf distribution")
+    add("--system-words", type=int, default=256, metavar="N", help="words per system prompt (default: %(default)s)")
+    add("--max-tokens", type=int, default=16, metavar="N", help="tokens per answer (default: %(default)s)")
+    add("--ignore-eos", action="store_true", help="generate exactly --max-tokens (if the server can)")
+    add("--rounds", type=int, default=50, metavar="N", help="requests timed one at a time (default: %(default)s)")
+    add(
+        "--concurrency",
+        type=int,
+        default=8,
+        metavar="N",
+        help="clients of the throughput test (default: %(default)s)",
+    )
+    add("--seed", type=int, metavar="N", help="seed of prompts (default: random, so no cache hits)")
     add_shared(command)
 
 
@@ -259,8 +271,8 @@ def bench_router(options: argparse.Namespace, environ: Mapping[str, str]) -> int
 def add_bench_compare(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=bench_compare)
     add = command.add_argument
-    add("file", nargs="+", type=Path, metavar="FILE", help="what a bench wrote with --json; ratios are to the first")
-    add("--plot", type=result_file, metavar="FILE", help="draw them as PNG (needs the extra `bench`)")
+    add("file", nargs="+", type=Path, metavar="FILE", help="--json output of a benchmark; ratios are to the first")
+    add("--plot", type=result_file, metavar="FILE", help="write a PNG plot (needs the extra `bench`)")
 
 
 def bench_compare(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -23,14 +23,14 @@ FLEET_LOGS = ("headgate.cluster", "headgate.testing.chaos")
 def add_chaos(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=chaos)
     add = command.add_argument
-    add("--minutes", type=float, default=10.0, metavar="M", help="how long (default: 10)")
-    add("--every", type=float, default=2.0, metavar="S", help="seconds from one fault to the next (2)")
-    add("--clients", type=int, default=64, metavar="N", help="requests at once (64)")
-    add("--servers", type=int, default=3, metavar="N", help="one of them computes prompts for the others (3)")
-    add("--seed", type=int, default=0, metavar="N", help="the same faults again, at the same times (0)")
-    add("--only", default="", metavar="KINDS", help="faults or groups of them, with commas (default: all)")
-    add("--report", type=Path, metavar="DIR", help="for chaos.json, timeline.png and fleet.log")
-    command.epilog = "docs/chaos.md says what goes wrong and what is checked. Exits with 1 if anything fails."
+    add("--minutes", type=float, default=10.0, metavar="M", help="duration (default: 10)")
+    add("--every", type=float, default=2.0, metavar="S", help="seconds between faults (2)")
+    add("--clients", type=int, default=64, metavar="N", help="concurrent requests (64)")
+    add("--servers", type=int, default=3, metavar="N", help="servers, one of them for prefill only (3)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the faults and their times (0)")
+    add("--only", default="", metavar="KINDS", help="faults or fault groups, comma-separated (all)")
+    add("--report", type=Path, metavar="DIR", help="write chaos.json, timeline.png and fleet.log here")
+    command.epilog = "docs/chaos.md lists the faults and the checks. Exits with 1 if a check fails."
 
 
 def chaos(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -60,7 +60,7 @@ def chaos(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def keep_log(folder: Path | None) -> None:
-    """What the fleet says is much, and goes to a file or nowhere."""
+    """Send the verbose logs of the fleet to a file, or discard them."""
     handler: logging.Handler = logging.NullHandler()
     if folder is not None:
         try:
@@ -77,7 +77,7 @@ def keep_log(folder: Path | None) -> None:
 
 
 async def run(settings: Settings, environ: Mapping[str, str]) -> ChaosReport | None:
-    """The first Ctrl-C ends the faults and judges what there was; the second ends it all."""
+    """The first Ctrl-C stops the faults and checks the results so far; the second stops everything."""
     from headgate.listening import StopSignals
     from headgate.testing.chaos.run import ChaosRun
 

@@ -1,51 +1,50 @@
-"""`headgate completion SHELL`: what a shell needs to complete commands and flags, read off the parser itself."""
+"""`headgate completion SHELL`: a completion script for commands and flags, generated from the argument parser."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
-def add_completion(command: argparse.ArgumentParser) -> None:
-    command.set_defaults(run=completion)
+def add_completion(command: argparse.ArgumentParser, root: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=partial(completion, root))
     command.add_argument("shell", choices=tuple(SHELLS), metavar="SHELL", help=f"{', '.join(SHELLS)}")
     command.epilog = "In ~/.bashrc: source <(headgate completion bash)"
 
 
-def completion(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.cli import parser
-
-    print(SHELLS[options.shell](list(nodes(parser()))), end="")
+def completion(root: argparse.ArgumentParser, options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    print(SHELLS[options.shell](list(nodes(root))), end="")
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     names: tuple[str, ...]
-    what: str
+    help: str
     takes_value: bool
     choices: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What may follow the commands of `path`."""
+    """Completions after the commands of `path`."""
 
     path: str
-    words: dict[str, str]  # commands, or choices of an argument, and what they are
+    words: dict[str, str]  # subcommands or choices of an argument, with their help
     flags: tuple[Flag, ...]
 
 
 def nodes(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Node]:
-    """The parser's tree, the root first."""
+    """The tree of parsers, starting with the root."""
     words: dict[str, str] = {}
     flags = []
     below: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
         if action.help == argparse.SUPPRESS:
-            continue  # not for people
+            continue  # internal flag
         if isinstance(action, argparse._SubParsersAction):
             below = dict(action.choices)
             words |= {choice.dest: choice.help or "" for choice in action._choices_actions}
@@ -60,9 +59,9 @@ def nodes(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Node]:
 
 def _flag(action: argparse.Action) -> Flag:
     described: Any = {**vars(action), "prog": "headgate"}
-    what = (action.help or "") % described
+    text = (action.help or "") % described
     choices = tuple(map(str, action.choices or ()))
-    return Flag(tuple(action.option_strings), what, action.nargs != 0, choices)
+    return Flag(tuple(action.option_strings), text, action.nargs != 0, choices)
 
 
 # ------------------------------------------------------------------------------------------------------------ shells
@@ -89,7 +88,7 @@ complete -o default -F _headgate headgate
 
 
 def bash(tree: list[Node]) -> str:
-    """Where nothing is proposed, bash proposes files."""
+    """The script for bash. Where it proposes nothing, bash completes file names."""
     paths = "|".join(f'"{" " * (" " not in node.path)}{node.path}"' for node in tree if node.path)
     values, words = [], []
     for node in tree:
@@ -125,16 +124,16 @@ def fish(tree: list[Node]) -> str:
     lines = [FISH.format(paths=" ".join(f"'{node.path}'" for node in tree if node.path))]
     for node in tree:
         begin = f"complete -c headgate -n '__headgate_at {node.path}'"
-        lines += [f"{begin} -f -a {word} -d {_quoted(what)}\n" for word, what in node.words.items()]
+        lines += [f"{begin} -f -a {word} -d {_quoted(text)}\n" for word, text in node.words.items()]
         for flag in node.flags:
             names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names)
             value = f" -x -a '{' '.join(flag.choices)}'" if flag.choices else " -r" * flag.takes_value
-            lines.append(f"{begin} {names}{value} -d {_quoted(flag.what)}\n")
+            lines.append(f"{begin} {names}{value} -d {_quoted(flag.help)}\n")
     return "".join(lines)
 
 
 def _quoted(text: str) -> str:
-    """For fish, in which a backslash and a quote are the only odd characters between quotes."""
+    """Quote for fish, where only the backslash and the quote are special inside single quotes."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

@@ -1,3 +1,3 @@
-"""What a command that did not do what it was asked ends with."""
+"""Exit codes of commands that fail: at run time, or because of wrong arguments."""
 
 FAILED, WRONG_USE = 1, 2

@@ -12,17 +12,17 @@ from headgate.errors import RequestError
 
 def add_replay(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=replay)
-    command.add_argument("file", type=Path, metavar="FILE", help="what the engine left behind; its log says where")
+    command.add_argument("file", type=Path, metavar="FILE", help="crash file; the engine logs its path")
 
 
 def replay(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Exits with 1 if a plan makes no sense."""
-    from headgate.engine.replay import replay as run_again
+    """Exits with 1 if a plan is inconsistent."""
+    from headgate.engine.replay import replay as run_replay
 
     try:
-        found = run_again(options.file)
+        found = run_replay(options.file)
     except (OSError, ValueError) as error:
         raise RequestError(f"{options.file} cannot be replayed: {error}") from None
-    print(f"the engine died of: {found.error.strip().splitlines()[-1] if found.error else 'nothing it knew'}")
+    print(f"the engine crashed with: {found.error.strip().splitlines()[-1] if found.error else 'no recorded error'}")
     print(found)
     return 0 if found.fault is None else FAILED

@@ -16,60 +16,80 @@ def add_route(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=route)
     add = command.add_argument
     add("worker", nargs="*", metavar="URL", help="workers, as URL or URL=ROLE (mixed, prefill, decode)")
-    add("--workers", type=Path, metavar="FILE", help="lines of `URL [role]`; read again when it changes")
+    add("--workers", type=Path, metavar="FILE", help="file with lines of `URL [role]`; watched for changes")
 
-    add = command.add_argument_group("where it listens").add_argument
-    add("--host", default="127.0.0.1", help="address (default: %(default)s, this machine alone)")
-    add("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
+    add = command.add_argument_group("network").add_argument
+    add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
+    add("--port", type=int, default=8080, help="port to bind; 0: any free port (default: %(default)s)")
 
-    add("--with-parent", action="store_true", help=argparse.SUPPRESS)  # as of headgate serve
+    add("--with-parent", action="store_true", help=argparse.SUPPRESS)  # see headgate serve
 
-    add = command.add_argument_group("who gets a request").add_argument
+    add = command.add_argument_group("load balancing").add_argument
     add("--policy", choices=POLICIES, default="cache_aware", metavar="NAME", help=f"{', '.join(POLICIES)}")
-    add("--prefill-policy", choices=POLICIES, default="cache_aware", metavar="NAME", help="for prompts alone")
-    add("--decode-policy", choices=POLICIES, default="least_tokens", metavar="NAME", help="for answers alone")
+    add(
+        "--prefill-policy",
+        choices=POLICIES,
+        default="cache_aware",
+        metavar="NAME",
+        help="for prefill workers (cache_aware)",
+    )
+    add(
+        "--decode-policy",
+        choices=POLICIES,
+        default="least_tokens",
+        metavar="NAME",
+        help="for decode workers (least_tokens)",
+    )
 
-    add = command.add_argument_group("where prompts and answers are computed apart").add_argument
+    add = command.add_argument_group("prefill/decode disaggregation").add_argument
     add_disaggregation(add)
-    add("--ticket-timeout", type=float, default=10.0, metavar="S", help="for a prefill worker to begin (10)")
+    add("--ticket-timeout", type=float, default=10.0, metavar="S", help="wait for a prefill worker to begin (10)")
 
     add = command.add_argument_group("limits").add_argument
-    add("--max-in-flight", type=int, metavar="N", help="requests at once (default: what the workers take)")
-    add("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait beyond those (1024)")
-    add("--retries", type=int, default=3, metavar="N", help="attempts that bring no token, beyond the first (3)")
-    add("--patience", type=float, default=30.0, metavar="S", help="for a worker to come back when none is ready (30)")
-    add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="for a client to read on (30)")
-    add("--drain-timeout", type=float, default=30.0, metavar="S", help="for requests to finish at the end (30)")
+    add("--max-in-flight", type=int, metavar="N", help="concurrent requests (default: the workers' capacity)")
+    add("--max-queue", type=int, default=1024, metavar="N", help="queued requests beyond those (1024)")
+    add("--retries", type=int, default=3, metavar="N", help="retries of attempts that produced no token (3)")
+    add("--patience", type=float, default=30.0, metavar="S", help="wait for a worker when none is ready (30)")
+    add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="drop clients that read nothing (30)")
+    add("--drain-timeout", type=float, default=30.0, metavar="S", help="let requests finish at shutdown (30)")
 
-    add = command.add_argument_group("who may call, and what is logged").add_argument
-    add("--api-keys", type=Path, metavar="FILE", help="lines of name:key, or JSON; else $HEADGATE_API_KEYS")
-    add("--admin-key", metavar="KEY", help="for control calls; better in $HEADGATE_ADMIN_KEY")
-    add("--worker-key", metavar="KEY", help="the workers' admin key; better in $HEADGATE_WORKER_KEY")
+    add = command.add_argument_group("access and logging").add_argument
+    add("--api-keys", type=Path, metavar="FILE", help="name:key lines or JSON; default: $HEADGATE_API_KEYS")
+    add("--admin-key", metavar="KEY", help="for control calls; prefer $HEADGATE_ADMIN_KEY")
+    add("--worker-key", metavar="KEY", help="the workers' admin key; prefer $HEADGATE_WORKER_KEY")
     add("--log-format", choices=("text", "json"), default="text", metavar="FORMAT", help="text or json (text)")
-    add("--log-level", type=str.upper, choices=LOG_LEVELS, default="INFO", metavar="LEVEL", help="default: info")
+    add(
+        "--log-level",
+        type=str.upper,
+        choices=LOG_LEVELS,
+        default="INFO",
+        metavar="LEVEL",
+        help="debug, info, warning or error (info)",
+    )
 
 
 def add_disaggregation(add: Callable[..., argparse.Action]) -> None:
-    """Flags of `headgate route` that `headgate up` has as well."""
+    """Flags that `headgate route` and `headgate up` share."""
     add(
         "--disaggregate-tokens",
         type=int,
         default=256,
         metavar="N",
-        help="shorter prompts are not sent elsewhere (256)",
+        help="prompts below N tokens skip the prefill worker (256)",
     )
     add(
         "--preempt-retry-count",
         type=int,
         default=3,
         metavar="N",
-        help="moves of an answer for want of room; it stays where the last one goes (3)",
+        help="how often a preempted answer may move to another worker; after that it stays (3)",
     )
     add(
         "--preempt-retry-exclude-decode",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="not back to the worker that had no room, unless it is the only one (default)",
+        help="do not move a preempted answer back to the worker that preempted it, unless no other is left "
+        "(default: on)",
     )
 
 
@@ -111,6 +131,6 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def announce(url: str, workers: list[str]) -> None:
-    told = ", ".join(workers) or "none yet; POST /v1/workers adds one"
-    print(f"\nHeadgate {__version__} routes.\n", flush=True)
-    print(f"  listening  {url}\n  dashboard  {url}/dashboard\n  workers    {told}\n", flush=True)
+    listed = ", ".join(workers) or "none yet; POST /v1/workers adds one"
+    print(f"\nHeadgate {__version__} router is ready.\n", flush=True)
+    print(f"  listening  {url}\n  dashboard  {url}/dashboard\n  workers    {listed}\n", flush=True)

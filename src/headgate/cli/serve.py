@@ -27,32 +27,32 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (SmolLM2-135M-Instruct)")
 
-    add = command.add_argument_group("where it listens").add_argument
-    add("--host", default="127.0.0.1", help="address (default: %(default)s, this machine alone)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    add("--served-name", metavar="NAME", help="what clients call the model (default: its own name)")
-    add("--register", metavar="URL", help="a router to join; its key: $HEADGATE_ROUTER_KEY")
-    add("--role", choices=ROLES, default="mixed", metavar="ROLE", help="there: mixed, prefill or decode (mixed)")
+    add = command.add_argument_group("network").add_argument
+    add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
+    add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
+    add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
+    add("--register", metavar="URL", help="router to join; its key: $HEADGATE_ROUTER_KEY")
+    add("--role", choices=ROLES, default="mixed", metavar="ROLE", help="role there: mixed, prefill, decode (mixed)")
     add(
         "--kv-listen",
         default=KV_LISTEN,
         metavar="IP:PORT",
-        help="where engines fetch KV; 0: any port (%(default)s)",
+        help="bind address for KV transfer (%(default)s)",
     )
     add(
         "--kv-transport",
         choices=KV_TRANSPORTS,
         default="auto",
         metavar="KIND",
-        help="how KV travels: auto, tcp or nixl (auto)",
+        help="KV transfer backend: auto, tcp or nixl (auto)",
     )
-    add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="where KV may be fetched (this machine)")
-    # For whoever starts servers and must not outlive them: it holds the other end of our standard input.
+    add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="networks to fetch KV from (this machine)")
+    # For a supervising process, which holds the other end of our standard input: the server exits when it closes.
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)
 
-    add = command.add_argument_group("how it computes").add_argument
+    add = command.add_argument_group("compute").add_argument
     add("--replicas", type=int, default=1, metavar="N", help="engine processes behind one API (default: 1)")
-    add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share one model, per engine (1)")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="processes that share one model, per engine (1)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     add("--dtype", choices=DTYPES, default="auto", metavar="TYPE", help=f"{', '.join(DTYPES)} (the checkpoint's)")
     add(
@@ -60,35 +60,35 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         choices=FP8,
         default="none",
         metavar="WHAT",
-        help="weights, kv or both in eight bits, on a GPU (none)",
+        help="FP8 storage on a GPU: weights, kv or both (none)",
     )
-    add("--deterministic", action="store_true", help="answers never depend on what else runs, to the bit")
+    add("--deterministic", action="store_true", help="bitwise identical answers whatever else is running")
 
     add = command.add_argument_group("limits").add_argument
     add("--max-context", type=int, metavar="TOKENS", help="prompt and answer together (default: the model's)")
     add("--max-running", type=int, default=256, metavar="N", help="answers computed at once, per engine (256)")
     add("--max-queue", type=int, default=1024, metavar="N", help="answers that may wait beyond those (1024)")
-    add("--kv-blocks", type=int, metavar="N", help="blocks of 32 tokens of KV cache (default: what fits)")
-    add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="for a client to read on (30)")
-    add("--drain-timeout", type=float, default=30.0, metavar="S", help="for requests to finish at the end (30)")
+    add("--kv-blocks", type=int, metavar="N", help="KV cache blocks of 32 tokens (default: what fits)")
+    add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="drop clients that read nothing (30)")
+    add("--drain-timeout", type=float, default=30.0, metavar="S", help="let requests finish at shutdown (30)")
     add(
         "--kv-times",
         type=kv_times,
         default=KvTimes(),
         metavar="L,W,E",
-        help="lease, fetch, export seconds (30,10,30)",
+        help="KV lease, fetch and export timeouts (30,10,30)",
     )
     add(
         "--on-preempt",
         choices=PREEMPTED,
         default="recompute",
         metavar="WHAT",
-        help="recompute, or reschedule elsewhere",
+        help="recompute here or reschedule elsewhere (recompute)",
     )
 
-    add = command.add_argument_group("who may call, and what is logged").add_argument
-    add("--api-keys", type=Path, metavar="FILE", help="lines of name:key, or JSON; else $HEADGATE_API_KEYS")
-    add("--admin-key", metavar="KEY", help="for control calls; better in $HEADGATE_ADMIN_KEY")
+    add = command.add_argument_group("access and logging").add_argument
+    add("--api-keys", type=Path, metavar="FILE", help="name:key lines or JSON; default: $HEADGATE_API_KEYS")
+    add("--admin-key", metavar="KEY", help="for control calls; prefer $HEADGATE_ADMIN_KEY")
     add(
         "--log-format",
         choices=("text", "json"),
@@ -96,7 +96,14 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help="text or json (default: text)",
     )
-    add("--log-level", type=str.upper, choices=LOG_LEVELS, default="INFO", metavar="LEVEL", help="default: info")
+    add(
+        "--log-level",
+        type=str.upper,
+        choices=LOG_LEVELS,
+        default="INFO",
+        metavar="LEVEL",
+        help="debug, info, warning or error (info)",
+    )
 
 
 def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -141,21 +148,24 @@ def registration(options: argparse.Namespace, environ: Mapping[str, str]) -> Reg
 
 
 def worker_key(options: argparse.Namespace, environ: Mapping[str, str], api_keys: Mapping[str, str]) -> str | None:
-    """The key of the router that callers must come through; drawn for one that has keys, and told to it."""
+    """The key that a router must present; a server with this key accepts requests from that router only.
+
+    Drawn at random, and sent at registration, when the server joins a router that has keys.
+    """
     if (key := checked_key(environ.get("HEADGATE_WORKER_KEY"), "HEADGATE_WORKER_KEY")) is not None:
         return key
-    joins = options.register is not None and "HEADGATE_ROUTER_KEY" in environ
-    return secrets.token_urlsafe(32) if joins and not api_keys else None
+    registers = options.register is not None and "HEADGATE_ROUTER_KEY" in environ
+    return secrets.token_urlsafe(32) if registers and not api_keys else None
 
 
 def end_with_parent() -> None:
-    """Stop, as after a signal, when the other end of our standard input closes."""
+    """Send ourselves SIGTERM when the other end of standard input closes."""
     import os
     import signal
     import threading
 
     def watch() -> None:
-        # Not through `sys.stdin`, whose lock the interpreter wants at exit.
+        # Not through `sys.stdin`: the interpreter needs its lock at exit.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -210,7 +220,7 @@ def checked_port(port: int) -> int:
 
 
 def read_keys(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
-    """API keys by tenant, and the admin key; a flag wins over the environment."""
+    """API keys by tenant, and the admin key. Flags take precedence over the environment."""
     from headgate.contract.keys import parse_keys, read_keys
 
     keys: dict[str, str] = {}
@@ -225,13 +235,13 @@ def read_keys(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
 
 def checked_key(key: str | None, where: str) -> str | None:
     if key is not None and not key.strip():
-        # A script whose variable is not set must not open the server to everyone.
+        # A script with an unset variable must not start an unprotected server.
         raise RequestError(f"{where} is empty; give it a key or leave it out")
     return key
 
 
 def announce(ready: ServerReady) -> None:
-    """Tell that requests are taken now: a block for people, a line for machines."""
+    """Report that the server accepts requests: as a block of text, or as one JSON log line."""
     import logging
 
     log = logging.getLogger(__name__)
@@ -260,16 +270,16 @@ def ready_block(ready: ServerReady) -> str:
         "context": f"{info.max_context} tokens",
         "KV cache": f"{info.num_blocks} blocks of {info.block_size} tokens: {kv_tokens} tokens per engine",
         "engines": f"{engines} with up to {info.max_running} answers at once; {config.max_queue} may wait",
-        "listening": f"{ready.url} ({ready.url}/openapi.json says what there is)",
+        "listening": f"{ready.url} (API description: {ready.url}/openapi.json)",
         "dashboard": f"{ready.url}/dashboard",
     }
-    told = "\n".join(f"  {name:<10} {value}" for name, value in lines.items())
-    return f"\nHeadgate {__version__} is ready.\n\n{told}\n\nTry it:\n\n  {curl(ready)}\n"
+    table = "\n".join(f"  {name:<10} {value}" for name, value in lines.items())
+    return f"\nHeadgate {__version__} is ready.\n\n{table}\n\nTry it:\n\n  {curl(ready)}\n"
 
 
 def curl(ready: ServerReady) -> str:
     """A command that can be pasted into a shell."""
-    # Small models lose the thread at OpenAI's default temperature of 1.
+    # Small models become incoherent at OpenAI's default temperature of 1.
     settings = '"temperature": 0.2, "max_tokens": 100, "stream": true'
     path, body = "/v1/completions", f'{{"prompt": "Once upon a time", {settings}}}'
     if ready.chat:

@@ -19,9 +19,9 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=int, metavar="N", help="run one seed")
     which.add_argument("--seeds", type=seed_range, metavar="A:B", help="run seeds A to B - 1, on all cores")
-    command.add_argument("--trace", action="store_true", help="print all that happened in the run of one seed")
+    command.add_argument("--trace", action="store_true", help="print every event (with --seed)")
     command.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
-    command.epilog = "docs/testing.md says what is simulated, what goes wrong in it, and what is checked."
+    command.epilog = "docs/testing.md describes the simulation, its faults and its checks. Exits with 1 on a failure."
 
 
 def seed_range(text: str) -> range:
@@ -32,7 +32,7 @@ def seed_range(text: str) -> range:
 
 
 def simulate(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Exits with 1 if something went wrong that should not."""
+    """Exits with 1 if a check failed."""
     if options.jobs is not None and options.jobs < 1:
         raise RequestError("--jobs must be at least 1")
     return _one(options.seed, trace=options.trace) if options.seeds is None else _many(options.seeds, options.jobs)
@@ -44,8 +44,8 @@ def _one(seed: int, *, trace: bool) -> int:
     report = run(seed, chatty=trace)
     if trace:
         print(report.timeline())
-    _tell(report)
-    print(f"seed {seed}: {'WRONG' if report.failures else 'all is well'}; trace {report.hash}")
+    _print_failures(report)
+    print(f"seed {seed}: {'FAILED' if report.failures else 'passed'}; trace {report.hash}")
     return FAILED if report.failures else 0
 
 
@@ -53,7 +53,7 @@ def _many(seeds: range, jobs: int | None) -> int:
     from headgate.testing.sim.runner import run_seeds
 
     began_s = time.monotonic()
-    summary = run_seeds(seeds, jobs=jobs, on_failure=_tell)
+    summary = run_seeds(seeds, jobs=jobs, on_failure=_print_failures)
     print("\n".join(summary.lines()))
     print(f"took      {time.monotonic() - began_s:.1f} s")
     if summary.failures:
@@ -61,6 +61,6 @@ def _many(seeds: range, jobs: int | None) -> int:
     return FAILED if summary.failures else 0
 
 
-def _tell(report: SimulationReport) -> None:
+def _print_failures(report: SimulationReport) -> None:
     for failure in report.failures:
         print(f"seed {report.seed}: {failure}", flush=True)

@@ -1,4 +1,4 @@
-"""`headgate top`: a server or a fleet at a glance, in a terminal."""
+"""`headgate top`: the live state of a server or a fleet, in a terminal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from headgate.dashboard.frame import Frame, MemberView, Point, RequestView
     from headgate.httpclient import HttpAddress
 
-SILENT_S = 6.0  # a frame comes every second; after so long nobody is there
-AGAIN_S = 1.0
+SILENT_S = 6.0  # frames arrive every second; after this long the server is considered unreachable
+RETRY_S = 1.0
 
 Line = list[tuple[str, str]]  # pieces of text, each with its colour
 
@@ -44,8 +44,8 @@ def add_top(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=top)
     add = command.add_argument
     add("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="server or router (%(default)s)")
-    add("--once", action="store_true", help="print one frame and end")
-    add("--api-key", metavar="KEY", help="an API key, or the admin key; else $HEADGATE_ADMIN_KEY")
+    add("--once", action="store_true", help="print one frame and exit")
+    add("--api-key", metavar="KEY", help="API or admin key; default: $HEADGATE_ADMIN_KEY")
 
 
 def top(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -65,7 +65,7 @@ def top(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 async def _print(address: HttpAddress, key: str | None, url: str, *, once: bool) -> None:
-    """Frame after frame, for a pipe; the first that has rates, and no more, if one is wanted."""
+    """Print frames as text, for a pipe. With `once`, print only the first frame that has rates."""
     history: deque[Point] = deque(maxlen=240)
     async with aclosing(frames(address, key)) as coming:
         async for frame in coming:
@@ -81,7 +81,7 @@ async def _print(address: HttpAddress, key: str | None, url: str, *, once: bool)
 
 
 async def _live(address: HttpAddress, key: str | None, url: str, show: Callable[[list[Line]], None]) -> None:
-    """Until q is pressed; a server that goes away is waited for."""
+    """Show frames until q is pressed; reconnect when the server goes away."""
     task, loop, keyboard = asyncio.current_task(), asyncio.get_running_loop(), sys.stdin.fileno()
     assert task is not None
 
@@ -93,7 +93,7 @@ async def _live(address: HttpAddress, key: str | None, url: str, show: Callable[
     try:
         while True:
             await _follow(address, key, url, show)
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
     except asyncio.CancelledError:
         return
     finally:
@@ -119,7 +119,7 @@ def _remember(frame: Frame, history: deque[Point]) -> None:
 
 
 async def frames(address: HttpAddress, key: str | None) -> AsyncGenerator[Frame]:
-    """Raises Unreachable with the reason when there are no more."""
+    """Frames of the server's event stream. Raises Unreachable when the connection fails."""
     from headgate.httpclient import HttpFailure
 
     where = f"{address.host}:{address.port}"
@@ -132,7 +132,7 @@ async def frames(address: HttpAddress, key: str | None) -> AsyncGenerator[Frame]
                     return
                 yield frame
     except TimeoutError:
-        raise Unreachable(f"{where} has said nothing for {SILENT_S:g} s") from None
+        raise Unreachable(f"{where} has sent nothing for {SILENT_S:g} s") from None
     except (OSError, EOFError, HttpFailure) as error:
         raise Unreachable(f"{where} cannot be reached: {error}") from None
 
@@ -153,7 +153,7 @@ async def _frames(address: HttpAddress, key: str | None, where: str) -> AsyncGen
                 try:
                     yield decode(line[6:])
                 except msgspec.MsgspecError as error:
-                    raise Unreachable(f"{where} speaks of something else: {error}") from None
+                    raise Unreachable(f"{where} sends frames that this version cannot read: {error}") from None
 
 
 def _reason(body: bytes) -> str:
@@ -165,20 +165,20 @@ def _reason(body: bytes) -> str:
         return "it has no dashboard"
 
 
-# --------------------------------------------------------------------------------------------------------- the picture
+# ------------------------------------------------------------------------------------------------------------ rendering
 
 
 def render(frame: Frame, history: deque[Point], url: str, width: int, height: int) -> list[Line]:
     lines = [_head(frame, url), *_rates(frame, history), []]
-    lines += _table(CARD_TITLES, [_card(card) for card in frame.cards])
+    lines += _table(MEMBER_TITLES, [_member(member) for member in frame.cards])
     lines.append([])
     if not frame.sees_requests:
-        lines.append([("requests are shown to those who have a key (--api-key)", DIM)])
+        lines.append([("requests are shown only with a key (--api-key)", DIM)])
     elif not frame.requests:
         lines.append([("nothing is in flight", DIM)])
     else:
         room = max(height - len(lines) - 2, 3)
-        names = {card.id: card.name for card in frame.cards}
+        names = {member.id: member.name for member in frame.cards}
         lines += _table(REQUEST_TITLES, [_request(request, names) for request in frame.requests[:room]])
         if frame.total > room:
             lines.append([(f"and {frame.total - room} more", DIM)])
@@ -186,9 +186,9 @@ def render(frame: Frame, history: deque[Point], url: str, width: int, height: in
 
 
 def _head(frame: Frame, url: str) -> Line:
-    who = "admin" if frame.admin else frame.tenant or "no key"
-    what = f"{frame.model or 'no model'} · {frame.kind} {frame.version} · {who}"
-    return [("headgate ", BOLD), (frame.state, COLOURS.get(frame.state, DIM)), (f"  {what}  ", PLAIN), (url, DIM)]
+    viewer = "admin" if frame.admin else frame.tenant or "no key"
+    text = f"{frame.model or 'no model'} · {frame.kind} {frame.version} · {viewer}"
+    return [("headgate ", BOLD), (frame.state, COLOURS.get(frame.state, DIM)), (f"  {text}  ", PLAIN), (url, DIM)]
 
 
 def _rates(frame: Frame, history: deque[Point]) -> Iterator[Line]:
@@ -209,7 +209,7 @@ def _rates(frame: Frame, history: deque[Point]) -> Iterator[Line]:
 
 
 def _ends(history: deque[Point]) -> str:
-    """What went otherwise in the last minutes."""
+    """Retries, resumes and aborts over the recorded history."""
     causes: dict[str, int] = {}
     for point in history:
         for cause, count in point.aborts.items():
@@ -224,26 +224,26 @@ def sparkline(values: list[float]) -> str:
     return "".join(SPARKS[min(int(value / most * len(SPARKS)), len(SPARKS) - 1)] for value in values)
 
 
-CARD_TITLES = ("WORKER", "STATE", "ROLE", ">RUN", ">WAIT", ">TOKENS/S", ">WEIGHTS", "KV BLOCKS")
+MEMBER_TITLES = ("WORKER", "STATE", "ROLE", ">RUN", ">WAIT", ">TOKENS/S", ">WEIGHTS", "KV BLOCKS")
 REQUEST_TITLES = ("REQUEST", "PHASE", ">AGE", ">TOKENS", "WORKER", "TENANT")
 
 
-def _card(card: MemberView) -> tuple[str, ...]:
+def _member(member: MemberView) -> tuple[str, ...]:
     return (
-        *(card.name, card.state, card.role or "-", str(card.running), str(card.waiting)),
-        "-" if card.tokens_s is None else f"{card.tokens_s:,.0f}",
-        "-" if card.version is None else f"v{card.version}",
-        _blocks(card),
+        *(member.name, member.state, member.role or "-", str(member.running), str(member.waiting)),
+        "-" if member.tokens_s is None else f"{member.tokens_s:,.0f}",
+        "-" if member.version is None else f"v{member.version}",
+        _blocks(member),
     )
 
 
-def _blocks(card: MemberView, width: int = 20) -> str:
-    if not card.total:
+def _blocks(member: MemberView, width: int = 20) -> str:
+    if not member.total:
         return "-"
-    held, cached = (round(width * blocks / card.total) for blocks in (card.held, card.cached))
+    held, cached = (round(width * blocks / member.total) for blocks in (member.held, member.cached))
     cached = min(cached, width - held)
     bar = "█" * held + "▒" * cached + "·" * (width - held - cached)
-    return f"{bar} {card.held:,} held, {card.cached:,} cached of {card.total:,}"
+    return f"{bar} {member.held:,} held, {member.cached:,} cached of {member.total:,}"
 
 
 def _request(request: RequestView, names: Mapping[str, str]) -> tuple[str, ...]:
@@ -255,7 +255,7 @@ def _request(request: RequestView, names: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _printable(text: str) -> str:
-    """What clients call things must not move the cursor."""
+    """Names chosen by clients must not contain control characters, which could move the cursor."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -266,7 +266,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[Line]:
-    """Columns as wide as what is in them; those whose title begins with > are numbers, to the right."""
+    """Rows padded to the width of each column; a title that begins with > marks a right-aligned column."""
     names = [title.lstrip(">") for title in titles]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     for row in (tuple(names), *rows):
@@ -296,7 +296,7 @@ def coloured(line: Line) -> str:
 
 @contextmanager
 def _screen() -> Iterator[Callable[[list[Line]], None]]:
-    """The terminal as a canvas, given back as it was."""
+    """Use the terminal's alternate screen, and restore the terminal afterwards."""
     import termios
     import tty
 
