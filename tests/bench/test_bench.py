@@ -1,4 +1,4 @@
-"""The load generator, against a scripted server that speaks OpenAI's API over a bare socket."""
+"""The load generator, against a scripted OpenAI-compatible server on a plain socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from headgate import cli
 from headgate.bench.client import HttpAddress, TimedRequest
 from headgate.bench.load import ClosedLoop, Load, OpenLoop, Result, measure
-from headgate.bench.report import save_json, save_plot, summarise, table
+from headgate.bench.report import save_json, save_plot, saved, summarise, table
 from headgate.errors import HeadgateError, RequestError
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +24,7 @@ def anyio_backend() -> str:
 
 
 class Scripted:
-    """Answers each request with the next thing from its script: a number of tokens, a status, or `None`: hang up."""
+    """Answers each request with the next entry of its script: a number of tokens, a status, or None to disconnect."""
 
     def __init__(self, *script: int | None) -> None:
         self.script = list(script)
@@ -82,7 +82,7 @@ async def listening(script: Scripted) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_closed_loop_keeps_so_many_clients_busy_and_no_more():
+async def test_a_closed_loop_keeps_exactly_n_clients_busy():
     script = Scripted(*[5] * 12)
     async with listening(script) as url:
         result = await measure(Load(url=url, pace=ClosedLoop(3), requests=12, max_tokens=5))
@@ -102,7 +102,7 @@ async def test_an_open_loop_does_not_wait_for_answers():
     assert script.bodies[0]["path"] == "/v1/completions" and "prompt" in script.bodies[0]
 
 
-async def test_what_goes_wrong_is_counted_by_its_reason():
+async def test_errors_are_counted_by_reason():
     script = Scripted(3, 429, None, 429)
     async with listening(script) as url:
         result = await measure(Load(url=url, pace=ClosedLoop(1), requests=4, api_key="k"))
@@ -111,7 +111,7 @@ async def test_what_goes_wrong_is_counted_by_its_reason():
     assert "queue_full" in table(result)
 
 
-async def test_a_server_that_is_not_there_is_one_sentence():
+async def test_an_unreachable_server_is_reported_in_one_sentence():
     with pytest.raises(HeadgateError, match="headgate serve"):
         await measure(Load(url="http://127.0.0.1:9", pace=ClosedLoop(1), requests=1))
 
@@ -126,7 +126,7 @@ def test_a_seed_gives_the_same_prompts_and_arrivals():
 @pytest.mark.parametrize(
     "wrong", [{"requests": 0}, {"max_tokens": 0}, {"pace": OpenLoop(0)}, {"pace": ClosedLoop(-1)}]
 )
-def test_a_load_that_makes_no_sense_is_refused(wrong):
+def test_an_invalid_load_is_refused(wrong):
     with pytest.raises(RequestError):
         Load(**{"url": "x", "pace": ClosedLoop(1)} | wrong)
 
@@ -139,21 +139,21 @@ def test_a_load_that_makes_no_sense_is_refused(wrong):
         ("https://h/base/v1/", HttpAddress("h", 443, "/base", True)),
     ],
 )
-def test_an_address_may_be_written_as_clients_write_it(url, address):
+def test_addresses_are_accepted_in_the_forms_that_clients_use(url, address):
     assert HttpAddress.of(url) == address
 
 
-def test_results_are_saved_for_machines_and_for_eyes(tmp_path):
+def test_results_are_saved_as_json_and_as_a_plot(tmp_path):
     samples = [TimedRequest(i, 0.1, 0.5, [0.1] * 4, 7, 5, "length", None) for i in range(4)]
     result = Result(Load(url="u", pace=ClosedLoop(1), requests=4), "m", 2.0, samples)
-    save_json(result, tmp_path / "r.json")
-    saved = json.loads((tmp_path / "r.json").read_text())
-    assert saved["summary"]["output_tokens_per_s"] == 10 and len(saved["samples"]) == 4
-    assert saved["summary"]["time_per_output_token_ms"]["p50"] == pytest.approx(100)
+    save_json(saved(result), tmp_path / "r.json")
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert read["summary"]["output_tokens_per_s"] == 10 and len(read["samples"]) == 4
+    assert read["summary"]["time_per_output_token_ms"]["p50"] == pytest.approx(100)
     save_plot(result, tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_fails_with_a_sentence_when_nobody_listens(capsys):
+def test_the_command_fails_with_one_sentence_when_no_server_listens(capsys):
     assert cli.main(["bench", "serve", "http://127.0.0.1:9", "--requests", "1"], {}) == 1
     assert "no OpenAI server" in capsys.readouterr().err

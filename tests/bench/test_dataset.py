@@ -86,7 +86,7 @@ def test_a_trace_says_when_what_and_how_much(tmp_path):
     ("lines", "about"),
     [
         ([], "is empty"),
-        ([{"timestamp": 1, "output_length": 1}], "trace.jsonl:1: there must be a prompt"),
+        ([{"timestamp": 1, "output_length": 1}], "trace.jsonl:1: give a prompt"),
         ([{"timestamp": 1, "prompt": "x", "output_length": 0}], "output_length must be at least 1"),
         ([{"timestamp": 1, "prompt": "x", "output_length": 1}, {"prompt": "x"}], "trace.jsonl:2: Object missing"),
     ],

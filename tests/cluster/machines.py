@@ -1,4 +1,4 @@
-"""A Ray cluster of several machines that are all this one, and a fleet on it. Nothing listens beyond loopback."""
+"""A Ray cluster of several nodes on this machine. Nothing listens beyond loopback."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from tests.api.serving import wait_until
 from tests.router.test_up import is_running
 
-# Ray takes 127.0.0.1 for a name of the machine's outward address, and this for what it is.
+# Ray replaces 127.0.0.1 by the machine's external address, but not this address.
 LOOPBACK = "127.0.0.2"
 START_S = 240.0
 NODE: dict[str, Any] = {"node_ip_address": LOOPBACK, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
 class Machines:
-    """A head that runs nothing, and nodes that can be killed."""
+    """A head without CPUs, and nodes that can be killed."""
 
     def __init__(self, cpus: int) -> None:
         from ray.cluster_utils import Cluster
@@ -40,11 +40,11 @@ class Machines:
         return int(node.all_processes["raylet"][0].process.pid)
 
     def running(self, node: Any) -> set[int]:
-        """Everything that runs there."""
+        """All processes on that node."""
         return below(self.raylet(node))
 
     def kill(self, node: Any) -> set[int]:
-        """As when somebody pulls the plug: all of it at once, and nobody says goodbye."""
+        """Kill all processes of a node at once, like a power failure."""
         victims = [self.raylet(node), *self.running(node)]
         for pid in victims:
             with suppress(ProcessLookupError):
@@ -72,7 +72,7 @@ def parent(pid: int) -> int:
 
 
 def below(pid: int) -> set[int]:
-    """Its children, whichever of its threads has started them, and theirs."""
+    """All descendants of a process, whichever of its threads started them."""
     parents = {}
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -85,7 +85,7 @@ def below(pid: int) -> set[int]:
 
 
 def servers_in(pids: set[int]) -> set[int]:
-    """Those of these processes that are servers or engines of ours."""
+    """The Headgate servers and engines among these processes."""
     found = set()
     for pid in pids:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Servers that are kept running: how many there are, who goes, and what is told of those that cannot start."""
+"""Supervision of servers: their number, which are removed first, restarts, and errors at start-up."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from headgate.cluster.fleet import CannotStartServer, Hooks, ServerFleet, Server
 from headgate.errors import RequestError
 
 
-class Scripted:
-    """Lives that last until the test ends them."""
+class ScriptedLauncher:
+    """Servers that run until the test ends them."""
 
     def __init__(self, *, keeps_address: bool = True) -> None:
         self.keeps_address = keeps_address
         self.may_start = asyncio.Event()
-        self.may_end = asyncio.Event()  # when told to
+        self.may_end = asyncio.Event()  # after cancellation
         self.deaths: dict[int, asyncio.Event] = {}
         self.refuses = self.breaks = ""
         self.ended: list[int] = []
 
-    async def __aenter__(self) -> Scripted:
+    async def __aenter__(self) -> ScriptedLauncher:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         pass
 
-    async def live(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
+    async def run(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
         death = self.deaths[server.index] = asyncio.Event()
         try:
             await self.may_start.wait()
             if self.refuses:
-                server.sentence = self.refuses
+                server.error = self.refuses
                 return
             if self.breaks:
                 raise OSError(self.breaks)
@@ -49,15 +49,15 @@ class Scripted:
             raise
 
 
-class Told:
-    """What whoever sends requests has heard."""
+class HookCalls:
+    """Records the calls of the fleet's hooks."""
 
     def __init__(self) -> None:
-        self.words: list[tuple[str, str]] = []
-        self.hooks = Hooks(*(self._note(word) for word in ("ready", "leave", "gone")))
+        self.calls: list[tuple[str, str]] = []
+        self.hooks = Hooks(*(self._record(name) for name in ("ready", "leave", "gone")))
 
-    def _note(self, word: str) -> Callable[[ServerProcess], None]:
-        return lambda server: self.words.append((word, server.url))
+    def _record(self, name: str) -> Callable[[ServerProcess], None]:
+        return lambda server: self.calls.append((name, server.url))
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -69,21 +69,21 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "FIRST_BACKOFF_S", 0.01)
 
 
-def started(keeps_address: bool = True) -> Scripted:
-    launcher = Scripted(keeps_address=keeps_address)
+def started(keeps_address: bool = True) -> ScriptedLauncher:
+    launcher = ScriptedLauncher(keeps_address=keeps_address)
     launcher.may_start.set()
     launcher.may_end.set()
     return launcher
 
 
-def test_all_are_ready_and_all_end():
+def test_all_servers_become_ready_and_all_are_stopped():
     async def test() -> None:
-        launcher, told = started(), Told()
-        async with ServerFleet(launcher, {"prefill": 1, "decode": 2}, told.hooks) as fleet:
+        launcher, recorded = started(), HookCalls()
+        async with ServerFleet(launcher, {"prefill": 1, "decode": 2}, recorded.hooks) as fleet:
             await fleet.ready()
             assert fleet.running == {"mixed": 0, "prefill": 1, "decode": 2} == fleet.wanted
             assert [server.role for server in fleet.servers] == ["prefill", "decode", "decode"]
@@ -92,31 +92,35 @@ def test_all_are_ready_and_all_end():
     run(test)
 
 
-def test_one_that_dies_is_started_again_and_its_lost_address_is_told():
+def test_a_server_that_dies_is_restarted_and_its_lost_address_is_reported():
     async def test() -> None:
-        launcher, told = started(keeps_address=False), Told()
-        async with ServerFleet(launcher, {"mixed": 1}, told.hooks) as fleet:
+        launcher, recorded = started(keeps_address=False), HookCalls()
+        async with ServerFleet(launcher, {"mixed": 1}, recorded.hooks) as fleet:
             await fleet.ready()
             launcher.deaths[0].set()
             while fleet.servers[0].starts < 2 or not fleet.servers[0].ready:
                 await asyncio.sleep(0.001)
-            assert told.words == [("ready", "http://0.1:80"), ("gone", "http://0.1:80"), ("ready", "http://0.2:80")]
+            assert recorded.calls == [
+                ("ready", "http://0.1:80"),
+                ("gone", "http://0.1:80"),
+                ("ready", "http://0.2:80"),
+            ]
 
     run(test)
 
 
-def test_growing_waits_for_the_new_ones_and_shrinking_takes_the_newest_once_they_have_ended():
+def test_scaling_up_waits_for_new_servers_and_scaling_down_waits_until_the_newest_have_ended():
     async def test() -> None:
-        launcher, told = started(), Told()
-        async with ServerFleet(launcher, {"mixed": 1}, told.hooks) as fleet:
+        launcher, recorded = started(), HookCalls()
+        async with ServerFleet(launcher, {"mixed": 1}, recorded.hooks) as fleet:
             await fleet.ready()
             assert await fleet.scale({"mixed": 3}, 60) and fleet.running["mixed"] == 3
             launcher.may_end.clear()
-            told.words.clear()
+            recorded.calls.clear()
             shrinking = asyncio.create_task(fleet.scale({"mixed": 1}, 60))
             await asyncio.sleep(0.01)
-            # They get nothing more at once, and are waited for.
-            assert [word for word, _ in told.words] == ["leave", "leave"] and not shrinking.done()
+            # They get no more requests at once, and the call waits for them.
+            assert [name for name, _ in recorded.calls] == ["leave", "leave"] and not shrinking.done()
             assert fleet.running["mixed"] == 1
             launcher.may_end.set()
             assert await shrinking and launcher.ended == [2, 1]
@@ -125,10 +129,10 @@ def test_growing_waits_for_the_new_ones_and_shrinking_takes_the_newest_once_they
     run(test)
 
 
-def test_who_is_not_up_yet_goes_first():
+def test_servers_that_are_not_ready_are_removed_first():
     async def test() -> None:
-        launcher, told = started(), Told()
-        async with ServerFleet(launcher, {"mixed": 2}, told.hooks) as fleet:
+        launcher, recorded = started(), HookCalls()
+        async with ServerFleet(launcher, {"mixed": 2}, recorded.hooks) as fleet:
             await fleet.ready()
             launcher.may_start.clear()
             assert not await fleet.scale({"mixed": 4}, 0.01)
@@ -141,10 +145,10 @@ def test_who_is_not_up_yet_goes_first():
     run(test)
 
 
-def test_20_a_change_that_takes_too_long_says_so_and_goes_on():
+def test_20_scaling_that_times_out_reports_it_and_continues():
     async def test() -> None:
-        launcher = Scripted()
-        async with ServerFleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+        launcher = ScriptedLauncher()
+        async with ServerFleet(launcher, {"mixed": 1}, HookCalls().hooks) as fleet:
             assert not await fleet.scale({"mixed": 2}, 0.01)
             launcher.may_start.set()
             launcher.may_end.set()
@@ -154,21 +158,21 @@ def test_20_a_change_that_takes_too_long_says_so_and_goes_on():
     run(test)
 
 
-def test_what_the_first_server_says_that_cannot_start_ends_the_start():
+def test_the_error_of_the_first_server_that_cannot_start_ends_the_start():
     async def test() -> None:
         launcher = started()
         launcher.refuses = "there is no such model"
-        async with ServerFleet(launcher, {"mixed": 2}, Told().hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 2}, HookCalls().hooks) as fleet:
             with pytest.raises(CannotStartServer, match="no such model"):
                 await fleet.ready()
 
     run(test)
 
 
-def test_a_new_server_that_cannot_start_is_told_and_given_up_and_the_others_serve_on():
+def test_a_new_server_that_cannot_start_is_reported_and_dropped_and_the_others_keep_serving():
     async def test() -> None:
         launcher = started()
-        async with ServerFleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 1}, HookCalls().hooks) as fleet:
             await fleet.ready()
             launcher.refuses = "no memory"
             with pytest.raises(CannotStartServer, match="no memory"):
@@ -179,10 +183,10 @@ def test_a_new_server_that_cannot_start_is_told_and_given_up_and_the_others_serv
 
 
 @pytest.mark.parametrize("trouble", ["refuses", "breaks"])
-def test_one_that_has_served_before_is_tried_for_ever(trouble: str):
+def test_a_server_that_was_ready_once_is_restarted_forever(trouble: str):
     async def test() -> None:
         launcher = started()
-        async with ServerFleet(launcher, {"mixed": 1}, Told().hooks) as fleet:
+        async with ServerFleet(launcher, {"mixed": 1}, HookCalls().hooks) as fleet:
             await fleet.ready()
             setattr(launcher, trouble, "the disk is not there")
             launcher.deaths[0].set()
@@ -198,15 +202,15 @@ def test_one_that_has_served_before_is_tried_for_ever(trouble: str):
 @pytest.mark.parametrize(
     ("counts", "about"),
     [
-        ({"boss": 1}, "not for 'boss'"),
+        ({"boss": 1}, "not 'boss'"),
         ({"mixed": -1}, "at least 0"),
-        ({"mixed": 0}, "for the answers"),
-        ({"decode": 9}, "between 1 and 4; 9 is outside"),
+        ({"mixed": 0}, "at least one mixed or decode"),
+        ({"decode": 9}, "between 1 and 4, the limits of --autoscale, not 9"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(counts: dict[str, int], about: str):
+def test_invalid_counts_are_refused_and_change_nothing(counts: dict[str, int], about: str):
     async def test() -> None:
-        async with ServerFleet(started(), {"mixed": 1}, Told().hooks, {"decode": ScaleBounds(1, 4)}) as fleet:
+        async with ServerFleet(started(), {"mixed": 1}, HookCalls().hooks, {"decode": ScaleBounds(1, 4)}) as fleet:
             with pytest.raises(RequestError, match=about):
                 await fleet.scale(counts, 5)
             assert fleet.wanted == {"mixed": 1, "prefill": 0, "decode": 0}

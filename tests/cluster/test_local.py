@@ -1,4 +1,4 @@
-"""A fleet on this machine that grows and shrinks while it serves: by word, and by itself."""
+"""A local fleet that is scaled while it serves: on request, and automatically."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def fleet(model: Path, tmp_path: Path) -> Iterator[Served]:
         yield fleet
 
 
-def test_44_it_grows_and_shrinks_under_streams_and_none_is_hurt(fleet: Served):
+def test_44_scaling_up_and_down_under_load_breaks_no_stream(fleet: Served):
     asked = requests(16, 300)
     client = AsyncFleet(fleet.url)
 
-    async def ask_while(salt: str, deed: Callable[[], Awaitable[object]], wanted: list) -> None:
+    async def ask_while(salt: str, action: Callable[[], Awaitable[object]], wanted: list) -> None:
         asking = Asking(fleet.url, asked, salt)
         async with asyncio.timeout(200):
             answering = asyncio.create_task(asking.all())
             while sum(count > 3 for count in asking.events) < 6:
                 await asyncio.sleep(0.01)
-            await deed()
+            await action()
             assert differences(await answering, wanted) == []
 
     async def main() -> None:
@@ -63,7 +63,7 @@ def test_44_it_grows_and_shrinks_under_streams_and_none_is_hurt(fleet: Served):
     assert not any("Traceback" in message for message in fleet.messages())
 
 
-def test_it_grows_by_itself_when_requests_wait_and_shrinks_when_they_do_not(model: Path):
+def test_the_fleet_autoscales_up_when_requests_wait_and_down_when_they_do_not(model: Path):
     flags = ("--autoscale", "mixed=1:2", "--max-running", 2, "--kv-blocks", 512)
     with up(model, *flags) as fleet:
         client = AsyncFleet(fleet.url)

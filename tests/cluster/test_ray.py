@@ -1,4 +1,4 @@
-"""A fleet on a real Ray cluster of several nodes: placed, killed under load, grown, shrunk, and ended.
+"""A fleet on a real Ray cluster of several nodes: placement, killed nodes under load, scaling and shutdown.
 
 Run by `make test-ray`, in an environment that has Ray.
 """
@@ -40,7 +40,7 @@ HEALED_S = 180.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    load_kernels()  # a fresh environment has to compile them, which is not what the servers' time to start is for
+    load_kernels()  # compile them here in a fresh environment, not within the servers' start-up timeout
     return tiny_model(tmp_path_factory.mktemp("ray") / "tiny", max_position_embeddings=4096)
 
 
@@ -59,7 +59,7 @@ def running(cluster: Machines, model: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def fleet(running: Served, cluster: Machines) -> Served:
-    """As every test finds it."""
+    """The fleet with its initial number of servers and nodes."""
     cluster.add(NODES - len(cluster.nodes))
     with running.client("root", follow_redirects=False) as http:
         answer = http.post("/v1/scale", json={"mixed": SERVERS, "timeout": HEALED_S}, timeout=HEALED_S + 30)
@@ -83,8 +83,8 @@ def by_node(cluster: Machines, fleet: Served) -> list[set[int]]:
     return [cluster.running(node) & pids for node in cluster.nodes]
 
 
-def ask_while(fleet: Served, salt: str, deed: Callable[[], Awaitable[None]]) -> None:
-    """32 seeded streams get what an undisturbed run gives, though `deed` is done when half of them are on their way."""
+def ask_while(fleet: Served, salt: str, action: Callable[[], Awaitable[None]]) -> None:
+    """Check that 32 seeded streams equal an undisturbed run, although `action` runs in the middle of them."""
     asked = requests(32, 400)
 
     async def main() -> None:
@@ -95,7 +95,7 @@ def ask_while(fleet: Served, salt: str, deed: Callable[[], Awaitable[None]]) -> 
             while sum(count > 3 for count in asking.events) < 12:
                 assert not answering.done() or answering.result()
                 await asyncio.sleep(0.01)
-            await deed()
+            await action()
             assert differences(await answering, wanted) == []
 
     asyncio.run(main())
@@ -108,8 +108,8 @@ def resumes(fleet: Served) -> float:
     )
 
 
-def test_servers_are_spread_over_the_nodes_and_take_nobody_s_word_but_the_router_s(fleet: Served, cluster: Machines):
-    # Each node would have room for all of them.
+def test_servers_are_spread_over_the_nodes_and_accept_requests_from_the_router_only(fleet: Served, cluster: Machines):
+    # Each node has room for all of them.
     assert sorted(map(len, by_node(cluster, fleet))) == [1, 1, 2]
     worker = workers(fleet)[0]
     assert LOOPBACK in worker["url"]
@@ -121,35 +121,35 @@ def test_servers_are_spread_over_the_nodes_and_take_nobody_s_word_but_the_router
         assert http.post("/v1/scale", json={"mixed": 1}).status_code == 403
 
 
-def test_36_a_node_is_killed_under_32_streams_all_finish_right_and_the_fleet_heals(fleet: Served, cluster: Machines):
+def test_36_all_32_streams_survive_a_killed_node_and_the_fleet_recovers(fleet: Served, cluster: Machines):
     before, moved = {each["url"] for each in workers(fleet)}, resumes(fleet)
     full = max(cluster.nodes, key=lambda node: len(servers_in(cluster.running(node))))
     killed: set[int] = set()
 
-    async def pull_the_plug() -> None:
+    async def kill_node() -> None:
         killed.update(await asyncio.to_thread(cluster.kill, full))
 
-    ask_while(fleet, "killed", pull_the_plug)
+    ask_while(fleet, "killed", kill_node)
     assert resumes(fleet) > moved
     wait_for(fleet, SERVERS)
     after = {each["url"] for each in workers(fleet)}
-    assert len(after - before) == 2  # those of that node came back elsewhere
+    assert len(after - before) == 2  # the servers of that node were restarted on other nodes
     assert sum(map(len, by_node(cluster, fleet))) == SERVERS
     gone(killed)
 
 
-def test_a_server_whose_keeper_is_killed_dies_with_it_and_comes_back(fleet: Served, cluster: Machines):
+def test_a_server_dies_with_its_actor_and_is_restarted(fleet: Served, cluster: Machines):
     victim = workers(fleet)[0]["pid"]
     everything = {victim, *below(victim)}
-    keeper = parent(victim)
-    assert keeper in set().union(*map(cluster.running, cluster.nodes))
-    os.kill(keeper, signal.SIGKILL)
+    actor = parent(victim)
+    assert actor in set().union(*map(cluster.running, cluster.nodes))
+    os.kill(actor, signal.SIGKILL)
     gone(everything)
     wait_until(lambda: victim not in {each["pid"] for each in workers(fleet)}, HEALED_S)
     wait_for(fleet, SERVERS)
 
 
-def test_44_it_grows_and_shrinks_under_32_streams_and_none_is_hurt(fleet: Served, cluster: Machines):
+def test_44_scaling_up_and_down_breaks_none_of_32_streams(fleet: Served, cluster: Machines):
     async def scale(number: int) -> None:
         flags = (f"mixed={number}", "--url", fleet.url, "--timeout", HEALED_S)
         environment = clean_environment(HEADGATE_ADMIN_KEY="root")
@@ -176,15 +176,18 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
-def test_what_finds_no_room_in_time_is_named(cluster: Machines, model: Path):
+def test_servers_that_find_no_resources_in_time_are_named(cluster: Machines, model: Path):
     flags = ("--ray", cluster.address, "--mixed", 1, "--cpus", 99, "--room-timeout", 3, "--port", 0)
     done = run("up", model, *flags)
     assert done.returncode == 1, done.stderr
-    assert "after 3 s the Ray cluster has no room for worker 0 (mixed: 99 CPU); free are" in the_sentence(done)
+    assert (
+        "after 3 s the Ray cluster has no room for worker 0 (mixed: 99 CPU); free on all nodes together:"
+        in the_sentence(done)
+    )
 
 
 @pytest.mark.usefixtures("fleet")
-def test_growing_beyond_the_cluster_is_refused_with_what_is_pending_and_nobody_is_hurt(
+def test_scaling_beyond_the_cluster_fails_with_the_pending_servers_and_the_others_keep_serving(
     cluster: Machines, model: Path
 ):
     flags = ("--ray", cluster.address, "--mixed", 1, "--cpus", 3, "--room-timeout", 10, "--kv-blocks", 64)
@@ -192,20 +195,20 @@ def test_growing_beyond_the_cluster_is_refused_with_what_is_pending_and_nobody_i
         answer = http.post("/v1/scale", json={"mixed": 4, "timeout": 200}, timeout=230)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "scale_failed")
         assert "after 10 s the Ray cluster has no room for worker" in answer.json()["error"]["message"]
-        # What was found room for stays; the rest is not wanted any more.
-        stands = wait_until(lambda: settled(http), HEALED_S)
-        assert 1 <= stands["wanted"]["mixed"] <= NODES
+        # Servers that found room stay; the others are no longer wanted.
+        size = wait_until(lambda: settled(http), HEALED_S)
+        assert 1 <= size["wanted"]["mixed"] <= NODES
         body = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True}
         assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
 
 
 def settled(http: httpx.Client) -> dict[str, Any] | None:
-    stands = http.get("/v1/scale").json()["result"]
-    return stands if stands["wanted"] == stands["ready"] else None
+    size = http.get("/v1/scale").json()["result"]
+    return size if size["wanted"] == size["ready"] else None
 
 
 @pytest.mark.usefixtures("fleet")
-def test_servers_for_each_half_move_kv_from_node_to_node(cluster: Machines, model: Path):
+def test_prefill_and_decode_servers_transfer_kv_between_nodes(cluster: Machines, model: Path):
     prompt = random.Random(0).choices(range(256), k=300)
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     flags = ("--ray", cluster.address, "--prefill", 1, "--decode", 1, "--kv-blocks", 64, "--max-context", 512)
@@ -221,20 +224,20 @@ def test_servers_for_each_half_move_kv_from_node_to_node(cluster: Machines, mode
     ("address", "about"),
     [("127.0.0.2:9", "no Ray cluster answers at 127.0.0.2:9"), ("ray://x:1", "HOST:PORT"), ("nonsense", "HOST:PORT")],
 )
-def test_a_wrong_address_is_one_sentence(model: Path, address: str, about: str):
+def test_a_wrong_ray_address_is_reported_in_one_sentence(model: Path, address: str, about: str):
     done = run("up", model, "--ray", address, "--port", 0)
     assert done.returncode in (1, 2) and about in the_sentence(done)
 
 
 @pytest.mark.usefixtures("fleet")
-def test_a_model_that_the_nodes_do_not_have_is_one_sentence(cluster: Machines, tmp_path: Path):
+def test_a_model_missing_on_the_nodes_is_reported_in_one_sentence(cluster: Machines, tmp_path: Path):
     done = run("up", tmp_path / "nowhere", "--ray", cluster.address, "--mixed", 1, "--port", 0)
     assert done.returncode == 1 and "nowhere is neither a folder" in the_sentence(done)
 
 
 @pytest.mark.usefixtures("fleet")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_end_leaves_no_process_however_it_comes(cluster: Machines, model: Path, number: int):
+def test_no_process_is_left_after_sigterm_or_sigkill(cluster: Machines, model: Path, number: int):
     before = servers_in(set().union(*map(cluster.running, cluster.nodes)))
     with up(model, "--ray", cluster.address, "--mixed", 1, "--cpus", 0.5, "--kv-blocks", 64) as other:
         ours = servers_in(set().union(*map(cluster.running, cluster.nodes))) - before

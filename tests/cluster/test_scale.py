@@ -1,4 +1,4 @@
-"""Growing and shrinking from outside: POST /v1/scale, `headgate scale`, fleet files, and flags that make no sense."""
+"""Scaling through POST /v1/scale and `headgate scale`; fleet files; invalid flags."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def scale(router: LiveRouter, *arguments: str) -> int:
     return cli.main(["scale", *arguments, "--url", router.url], {"HEADGATE_ADMIN_KEY": "root"})
 
 
-def test_a_router_that_has_started_no_servers_says_so(router: LiveRouter):
+def test_a_router_without_servers_of_its_own_refuses_to_scale(router: LiveRouter):
     router.router.scaler = None
     for answer in (router.get("/v1/scale", key="root"), router.post("/v1/scale", {"mixed": 2}, key="root")):
         assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_fleet")
         assert "headgate up" in answer.json()["error"]["message"]
 
 
-def test_59_scaling_answers_200_when_it_is_so_202_before_and_502_when_it_cannot_be(router: LiveRouter):
+def test_59_scaling_answers_200_when_done_202_when_not_done_in_time_and_502_on_failure(router: LiveRouter):
     done = router.post("/v1/scale", {"mixed": 3}, key="root")
     assert (done.status_code, done.json()["status"]) == (200, "success")
     assert done.json()["result"]["ready"] == {"mixed": 3, "prefill": 0, "decode": 0}
@@ -86,13 +86,13 @@ def test_59_scaling_answers_200_when_it_is_so_202_before_and_502_when_it_cannot_
         ({"timeout": 3}, "mixed"),
     ],
 )
-def test_a_body_that_makes_no_sense_is_refused(router: LiveRouter, body: dict[str, Any], param: str):
+def test_an_invalid_scale_body_is_refused(router: LiveRouter, body: dict[str, Any], param: str):
     refused = router.post("/v1/scale", body, key="root")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     assert router.router.scaler.wanted["mixed"] == 2
 
 
-def test_28_how_many_there_should_be_and_how_many_there_are_shows_in_metrics(router: LiveRouter):
+def test_28_wanted_and_ready_servers_are_in_the_metrics(router: LiveRouter):
     router.router.scaler.in_time = False
     router.post("/v1/scale", {"mixed": 3}, key="root")
     values = metric_values(router.get("/metrics").text)
@@ -104,7 +104,7 @@ def test_28_how_many_there_should_be_and_how_many_there_are_shows_in_metrics(rou
     assert "servers_wanted" not in router.get("/metrics").text
 
 
-def test_only_the_admin_scales(router: LiveRouter):
+def test_scaling_requires_the_admin_key(router: LiveRouter):
     assert router.post("/v1/scale", {"mixed": 1}).status_code == 403 == router.get("/v1/scale").status_code
 
 
@@ -120,7 +120,7 @@ def test_the_command_and_both_clients_scale(router: LiveRouter, capsys: pytest.C
 
 
 @pytest.mark.parametrize("text", ["mixed", "mixed=", "mixed=-1", "boss=2", "mixed=1.5", "=3"])
-def test_a_count_that_makes_no_sense_is_one_sentence(text: str, capsys: pytest.CaptureFixture[str]):
+def test_an_invalid_count_is_refused_in_one_sentence(text: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["scale", text], {}) == cli.WRONG_USE
     assert "ROLE=N" in capsys.readouterr().err
     assert cli.main(["scale", "mixed=1", "mixed=2"], {}) == cli.WRONG_USE
@@ -130,7 +130,7 @@ def test_a_count_that_makes_no_sense_is_one_sentence(text: str, capsys: pytest.C
 # ----------------------------------------------------------------------------------------------------------------- load
 
 
-def test_what_waits_is_told_from_what_computes():
+def test_waiting_requests_are_distinguished_from_running_ones():
     async def test() -> None:
         router = Router(RouteConfig())
         worker = router.fleet.add("http://127.0.0.1:1")
@@ -148,12 +148,16 @@ def test_what_waits_is_told_from_what_computes():
         )
         router.live["", "a", 0] = waiting  # type: ignore[assignment]
         load = load_of(router, "mixed")
-        assert (load.queue_s, load.kv_usage, load.busy) == (0, 0.75, 0.25)  # a long prompt, and nobody waits there
+        assert (load.queue_s, load.kv_usage, load.busy) == (
+            0,
+            0.75,
+            0.25,
+        )  # a long prompt is being computed; nothing waits
         worker.waiting = 1
         assert load_of(router, "mixed").queue_s >= 7 and load_of(router, "prefill").queue_s == 0
         waiting.journal.tokens = 1
         assert load_of(router, "mixed").queue_s == 0
-        waiting.journal.tokens, waiting.worker = 0, None  # nobody has it yet
+        waiting.journal.tokens, waiting.worker = 0, None  # not placed yet
         assert load_of(router, "mixed").queue_s >= 7 and load_of(router, "prefill").queue_s == 0
         router.hold(queue=True)
         assert load_of(router, "mixed") is None
@@ -163,7 +167,7 @@ def test_what_waits_is_told_from_what_computes():
     asyncio.run(test())
 
 
-def test_a_fleet_without_anybody_has_no_load():
+def test_a_fleet_without_workers_has_no_load():
     async def test() -> None:
         router = Router(RouteConfig())
         assert load_of(router, "mixed") == (0, 0, 0)
@@ -172,7 +176,7 @@ def test_a_fleet_without_anybody_has_no_load():
     asyncio.run(test())
 
 
-def test_numbers_that_workers_report_become_the_load():
+def test_the_load_is_computed_from_what_workers_report():
     with fake_worker() as fake, live_router(fake.url) as router:
         load = router.do(lambda: load_of(router.router, "mixed"))
         assert load.queue_s == 0 and 0 <= load.kv_usage <= 1 and 0 <= load.busy <= 1
@@ -215,33 +219,33 @@ def test_a_fleet_file_is_toml_or_json_with_the_same_names(tmp_path: Path):
         ("[mixed]\ncuont = 2", "cuont"),
         ("[mixed]\ncount = -1", "count"),
         ("[mixed]\ncpus = 0", "cpus"),
-        ('[mixed]\nautoscale = "6:2"', "mixed: autoscale is LEAST:MOST"),
-        ('[mixed]\ncount = 9\nautoscale = "1:6"', "count is 9"),
+        ('[mixed]\nautoscale = "6:2"', "mixed: autoscale must be LEAST:MOST"),
+        ('[mixed]\ncount = 9\nautoscale = "1:6"', "count 9 is outside autoscale 1:6"),
         ("[mixed", "fleet.toml"),
     ],
 )
-def test_a_fleet_file_that_makes_no_sense_is_refused_by_name(tmp_path: Path, text: str, about: str):
+def test_an_invalid_fleet_file_is_refused_with_the_field_name(tmp_path: Path, text: str, about: str):
     with pytest.raises(RequestError, match=about):
         read_fleet_file(written(tmp_path, text))
 
 
-def test_the_files_that_are_documented_are_fleets(tmp_path: Path):
+def test_the_documented_fleet_files_are_valid(tmp_path: Path):
     page = (Path(__file__).parents[2] / "docs/ray.md").read_text()
     shown = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(shown) == 2
-    asked = [parsed_spec("--ray", "auto", "--fleet", written(tmp_path, text)) for text in shown]
-    assert asked[0].counts == {"mixed": 2} and asked[0].bounds["mixed"].most == 6 and asked[0].model == "/models/qwen"
-    assert asked[1].counts == {"prefill": 1, "decode": 3} and asked[1].groups["decode"].gpus == 1
+    specs = [parsed_spec("--ray", "auto", "--fleet", written(tmp_path, text)) for text in shown]
+    assert specs[0].counts == {"mixed": 2} and specs[0].bounds["mixed"].most == 6 and specs[0].model == "/models/qwen"
+    assert specs[1].counts == {"prefill": 1, "decode": 3} and specs[1].groups["decode"].gpus == 1
 
 
 def parsed_spec(*flags: object) -> FleetSpec:
     return fleet_spec(cli.parser().parse_args(["up", *map(str, flags)]))
 
 
-def test_flags_of_the_command_line_are_for_every_role_and_those_of_a_file_come_after():
-    asked = parsed_spec("--ray", "auto", "--cpus", 4, "--autoscale", "decode=2:3", "--prefill", 1)
-    assert asked.counts == {"prefill": 1, "decode": 2} and asked.most == 4
-    assert {group.cpus for group in asked.groups.values()} == {4}
+def test_command_line_flags_apply_to_every_role():
+    spec = parsed_spec("--ray", "auto", "--cpus", 4, "--autoscale", "decode=2:3", "--prefill", 1)
+    assert spec.counts == {"prefill": 1, "decode": 2} and spec.most == 4
+    assert {group.cpus for group in spec.groups.values()} == {4}
     assert parsed_spec().counts == {"mixed": 2} and parsed_spec("--mixed", 1).counts == {"mixed": 1}
 
 
@@ -260,19 +264,19 @@ def test_fewer_gpus_than_ranks_are_refused_before_any_server_starts(tmp_path: Pa
 
 
 def test_engines_of_several_ranks_do_not_exchange_kv(tmp_path: Path):
-    for flags, alone in (('["--tensor-parallel", "2"]', False), ('["--kv-blocks", "64"]', True)):
+    for flags, single_rank in (('["--tensor-parallel", "2"]', False), ('["--kv-blocks", "64"]', True)):
         file = written(tmp_path, f"[mixed]\nserve = {flags}")
         options = cli.parser().parse_args(["up", "--fleet", str(file)])
         made = recipe(options, fleet_spec(options), "mixed", "/m", "m", {})
-        assert made.exchanges_kv is alone and made.arguments[-2:] == tuple(json.loads(flags))
+        assert made.exchanges_kv is single_rank and made.arguments[-2:] == tuple(json.loads(flags))
 
 
-def test_a_fleet_file_that_is_not_there_is_one_sentence(tmp_path: Path):
+def test_a_missing_fleet_file_is_reported_in_one_sentence(tmp_path: Path):
     with pytest.raises(RequestError, match="cannot be read"):
         read_fleet_file(tmp_path / "none.toml")
 
 
-def said(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
     assert cli.main(["up", *map(str, flags), "--port", "0"], {}) in (cli.WRONG_USE, cli.FAILED)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("headgate: ")]
     return line
@@ -291,8 +295,8 @@ def said(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
         (("--autoscale", "prefill=1:2"), "requires at least one --decode"),
     ],
 )
-def test_flags_that_make_no_sense_are_one_sentence(flags: tuple, about: str, capsys: pytest.CaptureFixture[str]):
-    assert about in said(capsys, *flags)
+def test_invalid_flags_are_refused_in_one_sentence(flags: tuple, about: str, capsys: pytest.CaptureFixture[str]):
+    assert about in error_of(capsys, *flags)
 
 
 @pytest.mark.parametrize(
@@ -305,14 +309,14 @@ def test_flags_that_make_no_sense_are_one_sentence(flags: tuple, about: str, cap
         ('[mixed]\nserve = ["--port", "1"]', (), "--port of a server is set by headgate up"),
     ],
 )
-def test_a_file_that_does_not_go_with_the_flags_is_one_sentence(
+def test_a_fleet_file_that_conflicts_with_flags_is_refused_in_one_sentence(
     tmp_path: Path, text: str, flags: tuple, about: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert about in said(capsys, "--fleet", written(tmp_path, text), *flags)
+    assert about in error_of(capsys, "--fleet", written(tmp_path, text), *flags)
 
 
-def test_ray_that_is_not_installed_is_one_sentence(
+def test_a_missing_ray_package_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert "pip install 'headgate[ray]'" in said(capsys, "--ray", "127.0.0.1:6379")
+    assert "pip install 'headgate[ray]'" in error_of(capsys, "--ray", "127.0.0.1:6379")

@@ -1,1 +1,1 @@
-"""How fast is it? Load generators that see a server as its clients do. Knows nothing of how ours is built."""
+"""Benchmarks: load generators that use any server over HTTP, as its clients do. They import nothing of the engine."""

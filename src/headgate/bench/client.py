@@ -1,4 +1,4 @@
-"""One streamed request, timed. See `headgate.httpclient` for why it is no general HTTP client."""
+"""One timed streaming request. `headgate.httpclient` explains why it does not use a general HTTP client."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ clock = time.perf_counter
 
 
 class TimedRequest(msgspec.Struct):
-    """One request, as its client saw it. Times are in seconds; `start_s` counts from the start of the run."""
+    """One request, as measured by its client. Times are in seconds; `start_s` counts from the start of the run."""
 
     start_s: float = 0.0
     first_token_s: float | None = None
     total_s: float = 0.0
-    gaps_s: list[float] = []  # between one piece of text and the next
+    gaps_s: list[float] = []  # between consecutive pieces of text
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str | None = None
-    error: str | None = None  # short enough to be counted by
-    cached_tokens: int = 0  # of the prompt, as the server says
-    worker: str | None = None  # who answered, as a router says
+    error: str | None = None  # short, so that equal errors can be counted
+    cached_tokens: int = 0  # of the prompt, as reported by the server
+    worker: str | None = None  # the worker that answered, as reported by a router
 
 
 class TimedReply(msgspec.Struct):
@@ -44,12 +44,12 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def said(self) -> str:
+    def content(self) -> str:
         return self.text or (self.delta and self.delta.content) or ""
 
     @property
-    def speaks(self) -> bool:
-        return bool(self.said or (self.delta and self.delta.reasoning_content))
+    def has_text(self) -> bool:
+        return bool(self.content or (self.delta and self.delta.reasoning_content))
 
 
 class _PromptDetails(msgspec.Struct):
@@ -84,7 +84,7 @@ def address_of(url: str) -> HttpAddress:
 
 
 async def ask(address: HttpAddress, path: str, body: bytes, *, api_key: str | None, timeout_s: float) -> TimedReply:
-    """Send one streamed request and watch its answer come; what goes wrong is part of the sample."""
+    """Send one streaming request and time its answer; an error is recorded in the sample."""
     sample, text = TimedRequest(gaps_s=[]), ""
     begun_s = clock()
     try:
@@ -103,7 +103,7 @@ async def ask(address: HttpAddress, path: str, body: bytes, *, api_key: str | No
 
 
 async def _watch(answer: HttpResponse, sample: TimedRequest, begun_s: float) -> str:
-    last_s, pieces, said = None, 0, []
+    last_s, pieces, text = None, 0, []
     async for line in answer.lines():
         if not line.startswith(b"data:"):
             continue
@@ -117,9 +117,9 @@ async def _watch(answer: HttpResponse, sample: TimedRequest, begun_s: float) -> 
             _count(event.usage, sample)
         for choice in event.choices:
             sample.finish_reason = choice.finish_reason or sample.finish_reason
-            if choice.speaks:
+            if choice.has_text:
                 now_s = clock()
-                said.append(choice.said)
+                text.append(choice.content)
                 if last_s is None:
                     sample.first_token_s = now_s - begun_s
                 else:
@@ -128,7 +128,7 @@ async def _watch(answer: HttpResponse, sample: TimedRequest, begun_s: float) -> 
     else:
         sample.error = sample.error or "stream cut"
     sample.output_tokens = sample.output_tokens or pieces
-    return "".join(said)
+    return "".join(text)
 
 
 def _count(usage: _Usage, sample: TimedRequest) -> None:

@@ -1,7 +1,7 @@
-"""The same figures of several runs side by side: as ratios to the first one, and drawn.
+"""Compares several benchmark runs: a table with ratios to the first run, and a plot.
 
-A run is a file that `bench serve`, `bench lifecycle`, `bench prefix` or `bench router` has written; a figure that a run
-lacks is a dash in its column. Runs of different kinds have nothing to compare.
+A run is a file written by `bench serve`, `bench lifecycle`, `bench prefix` or `bench router`. A figure that a run
+lacks is shown as a dash. All runs must be of the same benchmark.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headgate.bench import lifecycle, prefix, router
 from headgate.bench.report import Saved, Spread, drawing
 from headgate.errors import RequestError
 
-Name = tuple[str, str]  # what is measured, and which number of it
+Name = tuple[str, str]  # the quantity, and the statistic of it
 
 PERCENTILES = ("p50", "p90", "p99")
 
@@ -24,17 +24,17 @@ PERCENTILES = ("p50", "p90", "p99")
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
     label: str
-    kind: str  # which bench it is of
+    kind: str  # the benchmark
     figures: Mapping[Name, float]
 
 
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
-    """All runs of all files; those of one kind, and at least two."""
+    """All runs of all files: at least two, of the same benchmark."""
     runs = [run for path in paths for run in read_file(path)]
     kinds = {run.kind for run in runs}
     if len(kinds) > 1:
         raise RequestError(
-            f"these are results of different things: {', '.join(sorted(kinds))}; compare like with like"
+            f"these are results of different benchmarks: {', '.join(sorted(kinds))}; give files of one benchmark"
         )
     if len(runs) < 2:
         raise RequestError("there is only one result; give another file to compare it with")
@@ -51,7 +51,7 @@ def read_file(path: Path) -> list[ComparedRun]:
             return list(read(data, str(path.with_suffix(""))))
         except msgspec.MsgspecError:
             continue
-    raise RequestError(f"{path} is no result of `headgate bench`; write one with its --json")
+    raise RequestError(f"{path} is not a result of `headgate bench`; write one with --json")
 
 
 def _serve(data: bytes, label: str) -> Iterator[ComparedRun]:
@@ -112,7 +112,7 @@ def names_of(runs: Sequence[ComparedRun]) -> list[Name]:
 
 
 def table(runs: Sequence[ComparedRun]) -> str:
-    """One line per figure; behind each number its ratio to the first run's."""
+    """One line per figure, with the ratio of each run to the first."""
     first, *others = runs
     labels = _short([run.label for run in runs])
     width = max(12, *(len(label) + 2 for label in labels))
@@ -120,8 +120,8 @@ def table(runs: Sequence[ComparedRun]) -> str:
     lines = [head]
     for what, number in names_of(runs):
         base = first.figures.get((what, number))
-        cells = (f"{_told(value, width)}{_ratio(base, value):>8}" for value in _values(others, (what, number)))
-        lines.append(f"{what + ' ' + number:<36}{_told(base, width)}" + "".join(cells))
+        cells = (f"{_cell(value, width)}{_ratio(base, value):>8}" for value in _values(others, (what, number)))
+        lines.append(f"{what + ' ' + number:<36}{_cell(base, width)}" + "".join(cells))
     return "\n".join(lines)
 
 
@@ -129,7 +129,7 @@ def _values(runs: Sequence[ComparedRun], name: Name) -> list[float | None]:
     return [run.figures.get(name) for run in runs]
 
 
-def _told(value: float | None, width: int) -> str:
+def _cell(value: float | None, width: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width}.2f}"
 
 
@@ -138,7 +138,7 @@ def _ratio(base: float | None, value: float | None) -> str:
 
 
 def _short(labels: Sequence[str]) -> list[str]:
-    """Names of files without their folders, if that still tells them apart."""
+    """File names without their folders, if they are still distinct."""
     names = [label.rpartition("/")[2] for label in labels]
     return names if len(set(names)) == len(names) else list(labels)
 
@@ -147,7 +147,7 @@ def _short(labels: Sequence[str]) -> list[str]:
 
 
 def save_plot(runs: Sequence[ComparedRun], path: Path) -> None:
-    """One panel per thing that is measured, one bar per run."""
+    """One panel per quantity, one bar per run."""
     pyplot = drawing()
     panels: dict[str, list[str]] = {}
     for what, number in names_of(runs):

@@ -1,7 +1,7 @@
-"""What is asked: conversations, most of them of one turn. The same seed gives the same ones.
+"""The prompts of a benchmark: conversations, most of them with one turn. The same seed gives the same conversations.
 
-Random words share nothing. *shared-prefix* has groups whose prompts begin alike, as with system prompts; *multi-turn* goes
-on with the server's own answers, as people do; *trace* is what somebody has recorded.
+*random* prompts share no prefix. *shared-prefix* has groups of prompts with a common prefix, like system prompts.
+*multi-turn* continues with the server's own answers. *trace* replays a recording.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     turns: tuple[Turn, ...]
-    at_s: float = 0.0  # when it began, if that was recorded
+    at_s: float = 0.0  # recorded start time, if any
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _counts(text: str, rest: str, *, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many requests, and how long, where the dataset does not say."""
+    """Number and length of requests, where the dataset does not define them."""
 
     requests: int
     prompt_words: int
@@ -132,7 +132,7 @@ class _Recorded(msgspec.Struct):
 
 
 def read_trace(path: Path, chance: random.Random) -> list[Conversation]:
-    """From JSON lines: `timestamp` in seconds, `output_length` in tokens, and `prompt`, or `prompt_length` in words."""
+    """Read JSON lines: `timestamp` in seconds, `output_length` in tokens, `prompt`, or `prompt_length` in words."""
     try:
         lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     except OSError as error:
@@ -155,7 +155,7 @@ def _read_line(line: bytes, where: str) -> _Recorded:
     if recorded.output_length < 1:
         raise RequestError(f"{where}: output_length must be at least 1")
     if recorded.prompt is None and (recorded.prompt_length or 0) < 1:
-        raise RequestError(f"{where}: there must be a prompt, or a prompt_length of at least 1")
+        raise RequestError(f"{where}: give a prompt, or a prompt_length of at least 1")
     return recorded
 
 

@@ -1,7 +1,8 @@
-"""What long prompts do to those who are being answered: some streams run, first alone, then while long prompts arrive.
+"""Measures how long prompts delay running streams: streams run first alone, then while long prompts arrive.
 
-Where prompts and answers share an engine, a step that computes a part of a long prompt makes every stream wait for it.
-Where they do not, streams should not notice. Ask the same of a router in front of either kind of fleet.
+If one engine does both prefill and decode, a step that computes part of a long prompt delays every stream. With
+disaggregated prefill, streams should not slow down. Run the same benchmark against a router in front of either kind
+of fleet.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
-from headgate.bench.client import TimedRequest, address_of, ask
+from headgate.bench.client import TimedRequest, ask
 from headgate.bench.dataset import some_words
-from headgate.bench.load import ClosedLoop, Load, first_model
-from headgate.bench.report import Spread
+from headgate.bench.load import ClosedLoop, Load
+from headgate.bench.report import Spread, cells, count_errors, error_lines, first_token_times_s, gaps_s
+from headgate.bench.trial import Trial
 from headgate.errors import HeadgateError, RequestError
 
 STREAM_WORDS = 8  # of a stream's prompt
@@ -28,22 +29,18 @@ Send = Callable[[], Coroutine[None, None, TimedRequest]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DisaggTrial:
-    url: str
-    streams: int = 4  # at once, each followed by another as long as there are prompts to come
+class DisaggTrial(Trial):
+    streams: int = 4  # concurrent streams; each is replaced when it ends, until all long prompts are answered
     max_tokens: int = 256  # of a stream
     prompts: int = 16
     prompt_words: int = 1024
-    interval_s: float = 0.5  # from one long prompt to the next
+    interval_s: float = 0.5  # between long prompts
     answer_tokens: int = 4  # to a long prompt
-    model: str | None = None
-    api_key: str | None = None
-    timeout_s: float = 120.0
+
+    POSITIVE: ClassVar = ("streams", "max_tokens", "prompts", "prompt_words", "answer_tokens")
 
     def __post_init__(self) -> None:
-        for name in ("streams", "max_tokens", "prompts", "prompt_words", "answer_tokens"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} must be at least 1")
+        Trial.__post_init__(self)
         if not self.interval_s >= 0:
             raise RequestError("interval must be at least 0")
 
@@ -55,9 +52,7 @@ class DisaggReading(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, samples: list[TimedRequest]) -> DisaggReading:
-        first_s = [sample.first_token_s for sample in samples if sample.first_token_s is not None]
-        gaps_s = [gap_s for sample in samples for gap_s in sample.gaps_s]
-        return cls(len(samples), Spread.of(first_s), Spread.of(gaps_s))
+        return cls(len(samples), Spread.of(first_token_times_s(samples)), Spread.of(gaps_s(samples)))
 
 
 class DisaggReport(msgspec.Struct, frozen=True):
@@ -67,8 +62,8 @@ class DisaggReport(msgspec.Struct, frozen=True):
     prompt_words: int
     interval_s: float
     prompt_tokens: float  # of a long prompt, on average
-    alone: DisaggReading  # streams that have the servers to themselves
-    beside: DisaggReading  # streams beside long prompts
+    alone: DisaggReading  # streams without other load
+    beside: DisaggReading  # streams while long prompts arrive
     long: DisaggReading
     errors: dict[str, int]
 
@@ -78,10 +73,9 @@ def run(trial: DisaggTrial) -> DisaggReport:
 
 
 async def measure(trial: DisaggTrial) -> DisaggReport:
-    address = address_of(trial.url)
-    model = trial.model or await first_model(address, trial.api_key)
+    address, model = trial.address, await trial.find_model()
     load = Load(url=trial.url, pace=ClosedLoop(1), api="completions", ignore_eos=True)
-    chance = random.Random(secrets.randbits(64))  # no prompt is found in a cache
+    chance = random.Random(secrets.randbits(64))  # no prompt may be cached
 
     async def send(words: int, max_tokens: int) -> TimedRequest:
         body = load.body(model, [some_words(chance, words)], max_tokens)
@@ -90,26 +84,26 @@ async def measure(trial: DisaggTrial) -> DisaggReport:
     async def stream() -> TimedRequest:
         return await send(STREAM_WORDS, trial.max_tokens)
 
-    await stream()  # whatever happens at the first request only
+    await stream()  # exclude one-time costs of the first request
     alone = await asyncio.gather(*(stream() for _ in range(trial.streams)))
     beside, long = await _together(trial, stream, lambda: send(trial.prompt_words, trial.answer_tokens))
     return _report(trial, model, alone, beside, long)
 
 
 async def _together(trial: DisaggTrial, stream: Send, prompt: Send) -> tuple[list[TimedRequest], list[TimedRequest]]:
-    """Streams, one after another on each line, from before the first long prompt until after the last."""
+    """Run streams from before the first long prompt until after the last one."""
     over = False
     beside: list[TimedRequest] = []
 
-    async def line() -> None:
+    async def keep_streaming() -> None:
         while not over:
             beside.append(await stream())
             if beside[-1].error is not None:
-                await asyncio.sleep(trial.interval_s)  # a server that refuses is not asked without end
+                await asyncio.sleep(trial.interval_s)  # do not flood a server that refuses
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(trial.streams):
-            tasks.create_task(line())
+            tasks.create_task(keep_streaming())
         sent = []
         for _ in range(trial.prompts):
             await asyncio.sleep(trial.interval_s)
@@ -122,7 +116,7 @@ async def _together(trial: DisaggTrial, stream: Send, prompt: Send) -> tuple[lis
 def _report(
     trial: DisaggTrial, model: str, alone: list[TimedRequest], beside: list[TimedRequest], long: list[TimedRequest]
 ) -> DisaggReport:
-    errors = Counter(sample.error for sample in (*alone, *beside, *long) if sample.error)
+    errors = count_errors([*alone, *beside, *long])
     answered = [sample for sample in long if sample.error is None]
     if not answered:
         raise HeadgateError(f"{trial.url} answered no prompt of {trial.prompt_words} words: {', '.join(errors)}")
@@ -136,7 +130,7 @@ def _report(
         alone=DisaggReading.of(alone),
         beside=DisaggReading.of(beside),
         long=DisaggReading.of(answered),
-        errors=dict(errors.most_common()),
+        errors=errors,
     )
 
 
@@ -151,16 +145,8 @@ def table(report: DisaggReport) -> str:
         _line("first token, streams beside them", report.beside.first_token_ms),
         _line("first token, long prompts", report.long.first_token_ms),
     ]
-    if report.errors:
-        lines += ["", "errors: " + ", ".join(f"{error} ({count})" for error, count in report.errors.items())]
-    return "\n".join(lines)
+    return "\n".join(lines + error_lines(report.errors))
 
 
 def _line(name: str, spread: Spread | None) -> str:
-    if spread is None:
-        return f"{name:<38}{'-':>40}"
-    return f"{name:<38}{spread.p50:>10.2f}{spread.p90:>10.2f}{spread.p99:>10.2f}{spread.max:>10.2f}"
-
-
-def save_json(report: DisaggReport, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return f"{name:<38}{cells(spread, 'p50', 'p90', 'p99', 'max')}"

@@ -1,9 +1,10 @@
-"""How long it takes to stop: aborts and pauses, timed under load, on one server or on two side by side.
+"""Measures how long aborts and pauses take under load, on one or several servers.
 
-Every round keeps `concurrency` long answers running. An *abort* is timed from the call until its blocks are free: our
-answer promises that; of a server whose answer does not (vLLM's), until its metrics count one running request less. A
-*disconnect* is timed from closing the socket until the metrics say so, on every server alike; asking for metrics again and
-again costs a few milliseconds itself. A *pause* is timed from the call to its answer. *step* is the time between tokens.
+Every round keeps `concurrency` long answers running. An *abort* is timed from the call until its blocks are free:
+Headgate's answer guarantees that; for vLLM, whose answer does not, until its metrics report one running request
+fewer. A *disconnect* is timed from closing the socket until the metrics report it, on every server alike; polling the
+metrics costs a few milliseconds itself. A *pause* is timed from the call to its answer. *step* is the time between
+tokens.
 """
 
 from __future__ import annotations
@@ -15,24 +16,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from headgate.bench.client import address_of, clock
-from headgate.bench.load import first_model
-from headgate.bench.report import Spread
-from headgate.errors import HeadgateError, RequestError
+from headgate.bench.client import clock
+from headgate.bench.report import Spread, cells
+from headgate.bench.trial import Trial
+from headgate.errors import HeadgateError
 from headgate.httpclient import HttpFailure, HttpResponse, call
 
-SETTLE_S = 1.0  # after which a server that still counts requests is given one, so that it counts anew
-PIECES = 8  # of each answer, before anything is timed
+SETTLE_S = 1.0  # after which a server that still counts requests is sent one, to make it update its count
+PIECES = 8  # pieces of each answer to wait for before timing anything
 RUNNING = re.compile(rb"^\w+:num_requests_running(?:{[^}]*})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 class LifecycleReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of one server, in milliseconds; what it cannot do is left out."""
+    """Results of one server in milliseconds; operations that it does not support are left out."""
 
     url: str
     model: str
@@ -46,40 +46,34 @@ class LifecycleReport(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifecycleTrial:
-    url: str
+class LifecycleTrial(Trial):
     concurrency: int = 8
     rounds: int = 20
     max_tokens: int = 1000
     prompt_words: int = 64
-    model: str | None = None
-    api_key: str | None = None
-    timeout_s: float = 60.0
+    timeout_s: float = 60.0  # per round
 
-    def __post_init__(self) -> None:
-        for name in ("concurrency", "rounds", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} must be at least 1")
+    POSITIVE: ClassVar = ("concurrency", "rounds", "max_tokens")
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One answer that is being read, and when its pieces came."""
+    """One answer that is being read, and the times at which its pieces arrived."""
 
     id: str
     times_s: list[float] = field(default_factory=list)
-    came: asyncio.Event = field(default_factory=asyncio.Event)  # a piece, or the end
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def hear(self) -> None:
+    def add_piece(self) -> None:
         self.times_s.append(clock())
-        self.came.set()
+        self.arrived.set()
 
     async def at_pace(self) -> list[float]:
         """Seconds between the next few pieces."""
         first = len(self.times_s)
         while len(self.times_s) < first + PIECES:
-            self.came.clear()
-            await self.came.wait()
+            self.arrived.clear()
+            await self.arrived.wait()
         return [later - sooner for sooner, later in pairwise(self.times_s[first:])]
 
 
@@ -92,7 +86,7 @@ class Bench:
     def __init__(self, trial: LifecycleTrial, model: str) -> None:
         self._trial = trial
         self._model = model
-        self._address = address_of(trial.url)
+        self._address = trial.address
         self._gaps_s: list[float] = []
         self._reading: dict[_Stream, asyncio.Task[None]] = {}
 
@@ -105,11 +99,9 @@ class Bench:
             report.abort_ms = await self._repeat(self._time_other_abort)
         report.disconnect_ms = await self._repeat(self._time_disconnect)
         if path := await self._pause_path():
-            ours = path.startswith("/v1/")
+            freeze = "freeze" if path.startswith("/v1/") else "keep"
             report.pause_abort_ms = await self._repeat(lambda _: self._time_pause(path, "abort"))
-            report.pause_freeze_ms = await self._repeat(
-                lambda _: self._time_pause(path, "freeze" if ours else "keep")
-            )
+            report.pause_freeze_ms = await self._repeat(lambda _: self._time_pause(path, freeze))
         report.step_ms = Spread.of(self._gaps_s)
         return report
 
@@ -120,7 +112,7 @@ class Bench:
                 times_s.append(await time_one(streams))
         return Spread.of(times_s)
 
-    # -- what is timed ----------------------------------------------------------
+    # -- timed operations -------------------------------------------------------
 
     async def _time_abort(self, streams: list[_Stream]) -> float:
         began_s = clock()
@@ -158,12 +150,12 @@ class Bench:
 
     @asynccontextmanager
     async def _load(self) -> AsyncIterator[list[_Stream]]:
-        """Answers that have all begun; at the end of the block their clients have left."""
+        """Answers that have all started; at the end of the block their clients disconnect."""
         streams = [_Stream(f"bench-{secrets.token_hex(6)}") for _ in range(self._trial.concurrency)]
         self._reading = {stream: asyncio.create_task(self._read(stream)) for stream in streams}
         try:
-            await self._wait_for(stream.came.wait() for stream in streams)
-            # Only now: until all have begun, steps are long with other answers' prompts.
+            await self._wait_for(stream.arrived.wait() for stream in streams)
+            # Measured only now: until all answers have started, steps also compute prompts.
             gaps_s = await self._wait_for(stream.at_pace() for stream in streams)
             self._gaps_s += [gap_s for each in gaps_s for gap_s in each]
             yield streams
@@ -174,7 +166,7 @@ class Bench:
             await self._settle()
 
     async def _wait_for(self, waits: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """What the streams come to, or the failure of the first that ends instead."""
+        """The results of `waits`; raises if an answer ends before them."""
         waiting = asyncio.gather(*waits)
         running: list[asyncio.Future[Any]] = [waiting, *self._reading.values()]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -184,10 +176,10 @@ class Bench:
         for task in self._reading.values():
             if task.done():
                 await task
-        raise HeadgateError(f"{self._trial.url}: an answer ended by itself; ask for more tokens")
+        raise HeadgateError(f"{self._trial.url}: an answer ended too early; raise --max-tokens")
 
     async def _settle(self) -> None:
-        """Wait until the server counts no request. vLLM's count stands still when a pause has aborted them all."""
+        """Wait until the server counts no request. vLLM's count is stale after a pause has aborted all requests."""
         counting_s = clock()
         while await self._running():
             if clock() - counting_s > SETTLE_S:
@@ -208,9 +200,9 @@ class Bench:
                 raise HeadgateError(f"{self._trial.url} answered {answer.status}: {(await answer.body())[:200]!r}")
             async for line in answer.lines():
                 if line.startswith(b"data: {"):
-                    stream.hear()
+                    stream.add_piece()
 
-    # -- asking -----------------------------------------------------------------
+    # -- HTTP -------------------------------------------------------------------
 
     def _call(self, method: str, path: str, body: object = None) -> _Calling:
         data = b"" if body is None else msgspec.json.encode(body)
@@ -239,7 +231,7 @@ class Bench:
 
 
 async def measure(trial: LifecycleTrial) -> LifecycleReport:
-    model = trial.model or await first_model(address_of(trial.url), trial.api_key)
+    model = await trial.find_model()
     try:
         return await Bench(trial, model).run()
     except TimeoutError:
@@ -249,10 +241,10 @@ async def measure(trial: LifecycleTrial) -> LifecycleReport:
 
 
 def run(trials: list[LifecycleTrial]) -> list[LifecycleReport]:
-    async def one_after_another() -> list[LifecycleReport]:
+    async def measure_all() -> list[LifecycleReport]:
         return [await measure(trial) for trial in trials]
 
-    return asyncio.run(one_after_another())
+    return asyncio.run(measure_all())
 
 
 ROWS = {
@@ -273,11 +265,7 @@ def table(reports: list[LifecycleReport]) -> str:
         ]
         for name, attribute in ROWS.items():
             spread: Spread | None = getattr(report, attribute)
-            told = "-" if spread is None else f"{spread.p50:>10.2f}{spread.p99:>10.2f}{spread.max:>10.2f}"
-            lines.append(f"  {name:<16}{told:>10}")
+            numbers = f"{'-':>10}" if spread is None else cells(spread, "p50", "p99", "max")
+            lines.append(f"  {name:<16}{numbers}")
         lines.append("")
     return "\n".join(lines)
-
-
-def save_json(reports: list[LifecycleReport], path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(reports)) + b"\n")

@@ -1,9 +1,9 @@
-"""Load on a server: which requests, and when each is sent.
+"""Generates load on a server: which requests are sent, and when.
 
-Closed loop: N clients, each sending its next request when the last one is answered; asks what a server can do at most.
-Open loop: requests arrive at random times whatever the server does, as from a crowd; asks how long people wait. As
-recorded: they arrive when the trace says. Of a conversation, the first request counts for that; the next one is sent when
-its answer is there.
+Closed loop: N clients, each sending its next request after the last answer; measures maximum throughput. Open loop:
+requests arrive as a Poisson process, independent of the server; measures latency under load. As recorded: requests
+arrive at the times of the trace. In a conversation these rules apply to the first request; each further one is sent
+after the previous answer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Load:
             case OpenLoop(amount) | ClosedLoop(amount) if not amount > 0:
                 raise RequestError("rate and concurrency must be above 0")
             case AsRecorded() if not isinstance(self.dataset, Trace):
-                raise RequestError("only a trace says when requests are sent")
+                raise RequestError("only a trace has recorded arrival times")
 
     @property
     def path(self) -> str:
@@ -80,8 +80,8 @@ class Load:
     def conversations(self) -> list[Conversation]:
         return conversations(self.dataset, Shape(self.requests, self.prompt_words, self.max_tokens, self.seed))
 
-    def body(self, model: str, said: Sequence[str], max_tokens: int) -> bytes:
-        """Of a request; `said` are prompts and answers in turn, and the last one is to be answered."""
+    def body(self, model: str, messages: Sequence[str], max_tokens: int) -> bytes:
+        """The body of a request; `messages` alternates prompts and answers and ends with the prompt to answer."""
         body: dict[str, object] = {
             "model": model,
             "stream": True,
@@ -93,10 +93,10 @@ class Load:
             body["ignore_eos"] = True
         if self.api == "chat":
             roles = cycle(("user", "assistant"))
-            body["messages"] = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+            body["messages"] = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=False)]
         else:
-            # Nothing between a prompt and its answer, or the KV of the answer would not be that of this prompt.
-            exchanges = zip_longest(said[::2], said[1::2], fillvalue="")
+            # No separator between a prompt and its answer: otherwise the cached KV of the answer would not match.
+            exchanges = zip_longest(messages[::2], messages[1::2], fillvalue="")
             body["prompt"] = "\n".join(prompt + answer for prompt, answer in exchanges)
         return msgspec.json.encode(body)
 
@@ -138,43 +138,43 @@ async def measure(load: Load, *, progress: bool = False) -> Result:
             bar.update()
             return reply
 
-        async def hold(talk: Conversation) -> None:
-            said: list[str] = []
+        async def converse(talk: Conversation) -> None:
+            messages: list[str] = []
             for turn in talk.turns:
-                said.append(turn.prompt)
-                reply = await send(load.body(model, said, turn.max_tokens))
+                messages.append(turn.prompt)
+                reply = await send(load.body(model, messages, turn.max_tokens))
                 if reply.sample.error is not None:
-                    return  # nobody goes on with an answer that did not come
-                said.append(reply.text)
+                    return  # the next turn would need this answer
+                messages.append(reply.text)
 
         match load.pace:
             case OpenLoop(rate):
-                await _begin_openly(talks, load.arrivals_s(rate, len(talks)), hold)
+                await _run_open(talks, load.arrivals_s(rate, len(talks)), converse)
             case AsRecorded():
-                await _begin_openly(talks, [talk.at_s for talk in talks], hold)
+                await _run_open(talks, [talk.at_s for talk in talks], converse)
             case ClosedLoop(concurrency):
-                await _hold_in_turn(talks, concurrency, hold)
+                await _run_closed(talks, concurrency, converse)
     return Result(load, model, clock() - begun_s, samples)
 
 
-Hold = Callable[[Conversation], Coroutine[None, None, None]]
+Converse = Callable[[Conversation], Coroutine[None, None, None]]
 
 
-async def _begin_openly(talks: list[Conversation], arrivals_s: list[float], hold: Hold) -> None:
+async def _run_open(talks: list[Conversation], arrivals_s: list[float], converse: Converse) -> None:
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
     async with asyncio.TaskGroup() as tasks:
         for talk, arrival_s in zip(talks, arrivals_s, strict=True):
-            await asyncio.sleep(begun_s + arrival_s - loop.time())  # late is sent at once
-            tasks.create_task(hold(talk))
+            await asyncio.sleep(begun_s + arrival_s - loop.time())  # a late request is sent at once
+            tasks.create_task(converse(talk))
 
 
-async def _hold_in_turn(talks: list[Conversation], concurrency: int, hold: Hold) -> None:
+async def _run_closed(talks: list[Conversation], concurrency: int, converse: Converse) -> None:
     rest = iter(talks)
 
     async def client() -> None:
         for talk in rest:
-            await hold(talk)
+            await converse(talk)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(concurrency):

@@ -1,7 +1,7 @@
-"""What a prefix cache is worth: the time to the first token of a prompt whose prefix is new, and of one whose is not.
+"""Measures what a prefix cache saves: the time to first token with a new prefix and with a cached one.
 
-Each round makes up a prefix that no server has seen, sends one request with it (*cold*), and then others that begin with it
-and end differently (*warm*), one after another, so that nothing else is timed than computing the prompt.
+Each round makes a random prefix, sends one request with it (*cold*), then others with the same prefix and different
+endings (*warm*). Requests are sent one at a time, so that only the prefill is measured.
 """
 
 from __future__ import annotations
@@ -10,46 +10,39 @@ import asyncio
 import random
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
-from headgate.bench.client import TimedRequest, address_of, ask
+from headgate.bench.client import TimedRequest, ask
 from headgate.bench.dataset import some_words
-from headgate.bench.load import ClosedLoop, Load, first_model
-from headgate.bench.report import Spread, cached_share
-from headgate.errors import HeadgateError, RequestError
+from headgate.bench.load import ClosedLoop, Load
+from headgate.bench.report import Spread, cached_share, cells, first_token_times_s
+from headgate.bench.trial import Trial
+from headgate.errors import HeadgateError
 
 QUESTION_WORDS = 8  # after the prefix, different in each request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixTrial:
-    url: str
+class PrefixTrial(Trial):
     rounds: int = 5
     warm: int = 4  # requests per round after the cold one
     prefix_words: int = 512
     max_tokens: int = 4
-    model: str | None = None
-    api_key: str | None = None
-    timeout_s: float = 120.0
 
-    def __post_init__(self) -> None:
-        for name in ("rounds", "warm", "prefix_words", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} must be at least 1")
+    POSITIVE: ClassVar = ("rounds", "warm", "prefix_words", "max_tokens")
 
 
 class PrefixReading(msgspec.Struct, frozen=True):
     first_token_ms: Spread | None
     prompt_tokens: int
-    cached_share: float  # of prompt tokens, as the server says
+    cached_share: float  # of prompt tokens, as reported by the server
 
     @classmethod
     def of(cls, samples: list[TimedRequest]) -> PrefixReading:
-        times_s = [sample.first_token_s for sample in samples if sample.first_token_s is not None]
         prompt_tokens = sum(sample.prompt_tokens for sample in samples)
-        return cls(Spread.of(times_s), prompt_tokens, cached_share(samples))
+        return cls(Spread.of(first_token_times_s(samples)), prompt_tokens, cached_share(samples))
 
 
 class PrefixReport(msgspec.Struct, frozen=True):
@@ -62,7 +55,7 @@ class PrefixReport(msgspec.Struct, frozen=True):
 
     @property
     def speedup(self) -> float | None:
-        """How many times sooner the first token comes, at the median."""
+        """Ratio of the median times to first token, cold over warm."""
         cold, warm = self.cold.first_token_ms, self.warm.first_token_ms
         return cold.p50 / warm.p50 if cold and warm else None
 
@@ -72,10 +65,9 @@ def run(trial: PrefixTrial) -> PrefixReport:
 
 
 async def measure(trial: PrefixTrial) -> PrefixReport:
-    address = address_of(trial.url)
-    model = trial.model or await first_model(address, trial.api_key)
+    address, model = trial.address, await trial.find_model()
     load = Load(url=trial.url, pace=ClosedLoop(1), api="completions", ignore_eos=True)
-    chance = random.Random(secrets.randbits(64))  # a seed would make the second run warm from the start
+    chance = random.Random(secrets.randbits(64))  # with a fixed seed, a second run would find its prefixes cached
 
     async def send(prefix: str) -> TimedRequest:
         body = load.body(model, [f"{prefix} {some_words(chance, QUESTION_WORDS)}"], trial.max_tokens)
@@ -103,13 +95,8 @@ def table(report: PrefixReport) -> str:
         f"{'first token, ms':<18}{'p50':>10}{'p90':>10}{'p99':>10}{'cached':>10}",
     ]
     for name, reading in (("cold", report.cold), ("warm", report.warm)):
-        spread = reading.first_token_ms
-        times = "" if spread is None else f"{spread.p50:>10.2f}{spread.p90:>10.2f}{spread.p99:>10.2f}"
-        lines.append(f"{name:<18}{times or '-':>30}{reading.cached_share:>10.1%}")
+        times = cells(reading.first_token_ms, "p50", "p90", "p99")
+        lines.append(f"{name:<18}{times}{reading.cached_share:>10.1%}")
     if report.speedup is not None:
         lines += ["", f"a known prefix brings the first token {report.speedup:.1f} times as soon"]
     return "\n".join(lines)
-
-
-def save_json(report: PrefixReport, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

@@ -1,9 +1,9 @@
-"""Results for people (a table), for machines (JSON) and for eyes (a plot)."""
+"""Results of benchmarks: statistics that they share, JSON files, and the table and plot of `bench serve`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from headgate.bench.load import Result
 from headgate.errors import HeadgateError
 
 PERCENTILES = (50, 90, 99)
+COLUMN = 10  # width of a number in tables
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """How a number is spread over requests, in milliseconds."""
+    """The distribution of a time over requests, in milliseconds."""
 
     mean: float
     p50: float
@@ -51,7 +52,7 @@ class LoadSummary(msgspec.Struct, frozen=True):
     time_per_output_token_ms: Spread | None
     end_to_end_ms: Spread | None
     dataset: str = ""
-    cached_share: float = 0.0  # of prompt tokens, as the server says
+    cached_share: float = 0.0  # of prompt tokens, as reported by the server
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -68,13 +69,13 @@ def summarise(result: Result) -> LoadSummary:
         pace=str(result.load.pace),
         requests=len(result.samples),
         completed=len(done),
-        errors=dict(Counter(sample.error for sample in result.samples if sample.error).most_common()),
+        errors=count_errors(result.samples),
         elapsed_s=elapsed_s,
         requests_per_s=len(done) / elapsed_s,
         prompt_tokens_per_s=sum(sample.prompt_tokens for sample in done) / elapsed_s,
         output_tokens_per_s=sum(sample.output_tokens for sample in done) / elapsed_s,
-        time_to_first_token_ms=Spread.of([s.first_token_s for s in done if s.first_token_s is not None]),
-        inter_token_latency_ms=Spread.of([gap_s for sample in done for gap_s in sample.gaps_s]),
+        time_to_first_token_ms=Spread.of(first_token_times_s(done)),
+        inter_token_latency_ms=Spread.of(gaps_s(done)),
         time_per_output_token_ms=Spread.of([each for sample in done if (each := per_token_s(sample)) is not None]),
         end_to_end_ms=Spread.of([sample.total_s for sample in done]),
         dataset=str(result.load.dataset),
@@ -82,15 +83,52 @@ def summarise(result: Result) -> LoadSummary:
     )
 
 
+# ----------------------------------------------------------------------------------------- shared by all benchmarks
+
+
+def first_token_times_s(samples: Iterable[TimedRequest]) -> list[float]:
+    return [sample.first_token_s for sample in samples if sample.first_token_s is not None]
+
+
+def gaps_s(samples: Iterable[TimedRequest]) -> list[float]:
+    return [gap_s for sample in samples for gap_s in sample.gaps_s]
+
+
+def count_errors(samples: Iterable[TimedRequest]) -> dict[str, int]:
+    """How often each error occurred, the most frequent first."""
+    return dict(Counter(sample.error for sample in samples if sample.error).most_common())
+
+
 def cached_share(samples: Sequence[TimedRequest]) -> float:
     return sum(sample.cached_tokens for sample in samples) / max(1, sum(sample.prompt_tokens for sample in samples))
 
 
 def per_token_s(sample: TimedRequest) -> float | None:
-    """After the first one; a chunk may bring several."""
+    """Mean time per token after the first; a chunk may contain several tokens."""
     if sample.first_token_s is None or sample.output_tokens < 2:
         return None
     return (sample.total_s - sample.first_token_s) / (sample.output_tokens - 1)
+
+
+def cells(spread: Spread | None, *statistics: str) -> str:
+    """The columns of a table row: these statistics, or one dash if there were no samples."""
+    if spread is None:
+        return f"{'-':>{COLUMN * len(statistics)}}"
+    return "".join(f"{getattr(spread, name):>{COLUMN}.2f}" for name in statistics)
+
+
+def error_lines(errors: Mapping[str, int]) -> list[str]:
+    """The last lines of a table, if there were errors."""
+    if not errors:
+        return []
+    return ["", "errors: " + ", ".join(f"{error} ({count})" for error, count in errors.items())]
+
+
+def save_json(report: msgspec.Struct | Sequence[msgspec.Struct], path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+# --------------------------------------------------------------------------------------------------------- bench serve
 
 
 def table(result: Result) -> str:
@@ -124,13 +162,12 @@ def _row(name: str, spread: Spread | None) -> str:
     return f"{name:<22}" + "".join(f"{value:>10.2f}" for value in msgspec.structs.astuple(spread))
 
 
-def save_json(result: Result, path: Path) -> None:
-    saved = msgspec.json.encode(Saved(summarise(result), result.samples))
-    path.write_bytes(msgspec.json.format(saved, indent=1) + b"\n")
+def saved(result: Result) -> Saved:
+    return Saved(summarise(result), result.samples)
 
 
 def drawing() -> Any:
-    """Matplotlib, which needs no screen here."""
+    """Matplotlib's pyplot with a backend that needs no display."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -142,19 +179,21 @@ def drawing() -> Any:
 
 
 def save_plot(result: Result, path: Path) -> None:
-    """Where the time went: how first-token and end-to-end times are spread, and how they went over the run."""
+    """The distributions of latencies, and first-token and end-to-end times over the run."""
     pyplot = drawing()
     done = result.completed
-    figure, (spread, course) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (spread, timeline) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, values_s in _series(done).items():
         ordered_ms = np.sort(np.asarray(values_s)) * 1000
         spread.plot(ordered_ms, np.arange(1, len(ordered_ms) + 1) / max(len(ordered_ms), 1), label=name)
-    spread.set(xscale="log", xlabel="milliseconds", ylabel="share of them that took at most this", ylim=(0, 1.02))
+    spread.set(xscale="log", xlabel="milliseconds", ylabel="cumulative share", ylim=(0, 1.02))
     spread.legend()
-    course.scatter([s.start_s for s in done], [(s.first_token_s or 0) * 1000 for s in done], s=8, label="first token")
-    course.scatter([s.start_s for s in done], [s.total_s * 1000 for s in done], s=8, label="end to end")
-    course.set(yscale="log", xlabel="sent after, in seconds", ylabel="milliseconds")
-    course.legend()
+    timeline.scatter(
+        [s.start_s for s in done], [(s.first_token_s or 0) * 1000 for s in done], s=8, label="first token"
+    )
+    timeline.scatter([s.start_s for s in done], [s.total_s * 1000 for s in done], s=8, label="end to end")
+    timeline.set(yscale="log", xlabel="seconds since the start", ylabel="milliseconds")
+    timeline.legend()
     figure.suptitle(f"{result.model}: {result.load.pace}, {len(done)} of {len(result.samples)} requests", fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -162,8 +201,8 @@ def save_plot(result: Result, path: Path) -> None:
 
 def _series(done: list[TimedRequest]) -> dict[str, list[float]]:
     series = {
-        "first token": [sample.first_token_s for sample in done if sample.first_token_s is not None],
-        "between tokens": [gap_s for sample in done for gap_s in sample.gaps_s],
+        "first token": first_token_times_s(done),
+        "between tokens": gaps_s(done),
         "end to end": [sample.total_s for sample in done],
     }
     return {name: values for name, values in series.items() if values}

@@ -1,8 +1,9 @@
-"""What a router costs and where it sends things: conversations through it, then the same requests through it and past it.
+"""Measures the overhead of a router and the quality of its placement.
 
-*Placement*: conversations that share system prompts go on with the answers they get. Whoever answers is read from
-`X-Headgate-Worker`, what was cached from usage. *Overhead*: short requests one at a time, each through the router and then
-straight to the worker that answered it, so that both find the same machine in the same mood; then many at once.
+*Placement*: conversations with shared system prompts, which continue with the answers they get. The worker is read
+from `X-Headgate-Worker`, the cached tokens from usage. *Overhead*: short requests one at a time, each through the
+router and then directly to the worker that answered it, so that both run under the same conditions; then many
+concurrently.
 """
 
 from __future__ import annotations
@@ -13,69 +14,60 @@ import secrets
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
 from headgate.bench.client import TimedReply, TimedRequest, address_of, ask, clock
 from headgate.bench.dataset import some_words
-from headgate.bench.load import first_model
-from headgate.bench.report import Spread, cached_share
+from headgate.bench.report import Spread, cached_share, count_errors, error_lines
+from headgate.bench.trial import Trial
 from headgate.errors import HeadgateError, RequestError
 
 CHAT = "/v1/chat/completions"
-SHORT_WORDS = 8  # of a prompt whose overhead is timed
+SHORT_WORDS = 8  # in a prompt of the overhead test
 
 Message = dict[str, str]
-Send = Callable[[str, list[Message]], Awaitable[TimedReply]]  # to that address
+Send = Callable[[str, list[Message]], Awaitable[TimedReply]]  # (url, messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterTrial:
-    url: str
-    direct: tuple[str, ...] = ()  # workers to compare with; none: whoever has answered through the router
+class RouterTrial(Trial):
+    direct: tuple[str, ...] = ()  # workers to compare with; empty: those that answered through the router
     conversations: int = 16
     turns: int = 4
     system_prompts: int = 4
     system_words: int = 256
-    zipf: bool = False  # the first system prompt is most conversations', the second half as many', and so on
-    think_s: float = 1.0  # on average, before each question
+    zipf: bool = False  # the most popular system prompt is used twice as often as the second, and so on
+    think_s: float = 1.0  # mean pause before each question
     max_tokens: int = 16
     ignore_eos: bool = False
-    rounds: int = 50  # of the overhead, one at a time; and as many for each of `concurrency` at once
+    rounds: int = 50  # requests of the overhead test, one at a time; then as many for each of `concurrency` clients
     concurrency: int = 8
-    model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 120.0
-    seed: int | None = None  # None: prompts that no cache has seen
+    seed: int | None = None  # None: random prompts, which are in no cache
+
+    POSITIVE: ClassVar = (
+        *("conversations", "turns", "system_prompts", "system_words"),
+        *("max_tokens", "rounds", "concurrency"),
+    )
 
     def __post_init__(self) -> None:
-        for name in (
-            "conversations",
-            "turns",
-            "system_prompts",
-            "system_words",
-            "max_tokens",
-            "rounds",
-            "concurrency",
-        ):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} must be at least 1")
+        Trial.__post_init__(self)
         if not self.think_s >= 0:
             raise RequestError("think must be at least 0")
 
 
 class PlacementFigures(msgspec.Struct, frozen=True):
     requests: int
-    at_home: float | None  # share of turns after the first whose worker had the turn before
+    at_home: float | None  # share of later turns that went to the worker of the previous turn
     busiest_over_mean: float | None
-    workers: dict[str, int]  # requests by worker; empty if answers do not say who made them
-    cached_share: float  # of prompt tokens, as the workers say
+    workers: dict[str, int]  # requests by worker; empty if answers do not name their worker
+    cached_share: float  # of prompt tokens, as reported by the workers
 
 
-# What is timed of an answer that has come.
+# The measured times of an answer.
 TIMES_S: dict[str, Callable[[TimedRequest], float | None]] = {
     "first_token_ms": lambda sample: sample.first_token_s,
     "between_pieces_ms": lambda sample: statistics.fmean(sample.gaps_s) if sample.gaps_s else None,
@@ -91,7 +83,7 @@ class RouterReading(msgspec.Struct, frozen=True):
     first_token_ms: Spread | None
     between_pieces_ms: Spread | None
     end_to_end_ms: Spread | None
-    requests_per_s: float  # at once
+    requests_per_s: float  # of concurrent clients
 
     @classmethod
     def of(cls, samples: Sequence[TimedRequest], requests_per_s: float) -> RouterReading:
@@ -108,8 +100,8 @@ class RouterReport(msgspec.Struct, frozen=True):
     system_words: int
     placement: PlacementFigures
     router: RouterReading
-    direct: RouterReading | None  # None: there was nobody to compare with
-    added: dict[str, float]  # by the name of a reading, in milliseconds: the median of what each pair differs by
+    direct: RouterReading | None  # None: there was no worker to compare with
+    added: dict[str, float]  # by name of a time, in milliseconds: median of the differences within pairs
     errors: dict[str, int]
 
 
@@ -118,7 +110,7 @@ def run(trial: RouterTrial) -> RouterReport:
 
 
 async def measure(trial: RouterTrial) -> RouterReport:
-    model = trial.model or await first_model(address_of(trial.url), trial.api_key)
+    model = await trial.find_model()
     chance = random.Random(secrets.randbits(64) if trial.seed is None else trial.seed)
     samples: list[TimedRequest] = []
 
@@ -132,8 +124,8 @@ async def measure(trial: RouterTrial) -> RouterReport:
     pairs = await _pairs(trial, chance, send)
     routed, direct = [pair[0] for pair in pairs], [pair[1] for pair in pairs if pair[1] is not None]
     workers = trial.direct or tuple({sample.worker for sample in routed if sample.worker})
-    through = await _at_once(trial, chance, send, (trial.url,))
-    past = await _at_once(trial, chance, send, workers) if direct else 0.0
+    routed_per_s = await _requests_per_s(trial, chance, send, (trial.url,))
+    direct_per_s = await _requests_per_s(trial, chance, send, workers) if direct else 0.0
     if all(sample.error is not None for sample in samples):
         raise HeadgateError(f"{trial.url} answered nothing: {samples[0].error}")
     return RouterReport(
@@ -144,10 +136,10 @@ async def measure(trial: RouterTrial) -> RouterReport:
         system_prompts=trial.system_prompts,
         system_words=trial.system_words,
         placement=placement_of(talks),
-        router=RouterReading.of(_answered(routed), through),
-        direct=RouterReading.of(_answered(direct), past) if direct else None,
+        router=RouterReading.of(_answered(routed), routed_per_s),
+        direct=RouterReading.of(_answered(direct), direct_per_s) if direct else None,
         added=_added(pairs),
-        errors=dict(Counter(sample.error for sample in samples if sample.error).most_common()),
+        errors=count_errors(samples),
     )
 
 
@@ -169,7 +161,7 @@ def _body(trial: RouterTrial, model: str, messages: list[Message]) -> bytes:
 
 
 async def _converse(trial: RouterTrial, chance: random.Random, send: Send) -> list[list[TimedRequest]]:
-    """The answers of each conversation; all of them go on at the same time."""
+    """The requests of each conversation; all conversations run concurrently."""
     systems = [some_words(chance, trial.system_words) for _ in range(trial.system_prompts)]
     questions = [
         [some_words(chance, 2 * SHORT_WORDS) for _ in range(trial.turns)] for _ in range(trial.conversations)
@@ -182,14 +174,14 @@ async def _converse(trial: RouterTrial, chance: random.Random, send: Send) -> li
     async def talk(number: int) -> list[TimedRequest]:
         system = popular[number] if trial.zipf else systems[number % len(systems)]
         messages = [{"role": "system", "content": system}]
-        told = []
+        samples = []
         for question, pause_s in zip(questions[number], pauses_s[number], strict=True):
             await asyncio.sleep(pause_s)
             messages.append({"role": "user", "content": question})
             reply = await send(trial.url, messages)
-            told.append(reply.sample)
+            samples.append(reply.sample)
             messages.append({"role": "assistant", "content": reply.text})
-        return told
+        return samples
 
     return list(await asyncio.gather(*(talk(number) for number in range(trial.conversations))))
 
@@ -213,7 +205,7 @@ def placement_of(talks: Sequence[Sequence[TimedRequest]]) -> PlacementFigures:
 async def _pairs(
     trial: RouterTrial, chance: random.Random, send: Send
 ) -> list[tuple[TimedRequest, TimedRequest | None]]:
-    """One at a time: through the router, and past it to the same worker. Nobody is compared with his first request."""
+    """Requests one at a time, through the router and then directly to the same worker, after a warm-up pair."""
     pairs = []
     for number in range(trial.rounds + 1):
         routed = (await send(trial.url, _short(chance))).sample
@@ -222,8 +214,8 @@ async def _pairs(
     return pairs[1:]
 
 
-async def _at_once(trial: RouterTrial, chance: random.Random, send: Send, urls: Sequence[str]) -> float:
-    """Requests per second of so many clients, each of which waits for its answer."""
+async def _requests_per_s(trial: RouterTrial, chance: random.Random, send: Send, urls: Sequence[str]) -> float:
+    """Throughput of a closed loop of `concurrency` clients."""
     prompts = iter([_short(chance) for _ in range(trial.rounds * trial.concurrency)])
     answered = 0
 
@@ -239,7 +231,7 @@ async def _at_once(trial: RouterTrial, chance: random.Random, send: Send, urls: 
 
 
 def _added(pairs: Sequence[tuple[TimedRequest, TimedRequest | None]]) -> dict[str, float]:
-    """Both of a pair met the machine in the same mood, which two medians of many did not."""
+    """Median differences within pairs: unlike the difference of two medians, they exclude drift of the machine."""
     answered = [(one, other) for one, other in pairs if other is not None and not (one.error or other.error)]
     added = {}
     for name in TIMES_S:
@@ -275,9 +267,7 @@ def table(report: RouterReport) -> str:
         f"{'requests/s at once':<22}{report.router.requests_per_s:>12.1f}"
         + (f"{'':>10}{report.direct.requests_per_s:>12.1f}" if report.direct else ""),
     ]
-    if report.errors:
-        lines += ["", "errors: " + ", ".join(f"{error} ({count})" for error, count in report.errors.items())]
-    return "\n".join(lines)
+    return "\n".join(lines + error_lines(report.errors))
 
 
 ROWS = {
@@ -301,7 +291,3 @@ def _share(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def save_json(report: RouterReport, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

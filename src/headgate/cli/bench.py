@@ -56,7 +56,7 @@ def add_bench_serve(command: argparse.ArgumentParser) -> None:
 def bench_serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from headgate.bench.dataset import parse_dataset
     from headgate.bench.load import Load, run
-    from headgate.bench.report import save_json, save_plot, table
+    from headgate.bench.report import save_json, save_plot, saved, table
 
     dataset = parse_dataset(options.dataset)
     load = Load(
@@ -76,7 +76,7 @@ def bench_serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     result = run(load, progress=sys.stderr.isatty())
     print(table(result))
     if options.json:
-        save_json(result, options.json)
+        save_json(saved(result), options.json)
     if options.plot:
         save_plot(result, options.plot)
     return 0 if result.completed else FAILED
@@ -116,7 +116,8 @@ def add_bench_lifecycle(command: argparse.ArgumentParser) -> None:
 
 
 def bench_lifecycle(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.bench.lifecycle import LifecycleTrial, run, save_json, table
+    from headgate.bench.lifecycle import LifecycleTrial, run, table
+    from headgate.bench.report import save_json
 
     reports = run(
         [
@@ -157,7 +158,8 @@ def add_bench_prefix(command: argparse.ArgumentParser) -> None:
 
 
 def bench_prefix(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.bench.prefix import PrefixTrial, run, save_json, table
+    from headgate.bench.prefix import PrefixTrial, run, table
+    from headgate.bench.report import save_json
 
     trial = PrefixTrial(
         url=options.url,
@@ -188,7 +190,8 @@ def add_bench_disagg(command: argparse.ArgumentParser) -> None:
 
 
 def bench_disagg(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.bench.disagg import DisaggTrial, run, save_json, table
+    from headgate.bench.disagg import DisaggTrial, run, table
+    from headgate.bench.report import save_json
 
     trial = DisaggTrial(
         url=options.url,
@@ -242,7 +245,8 @@ def add_bench_router(command: argparse.ArgumentParser) -> None:
 
 
 def bench_router(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    from headgate.bench.router import RouterTrial, run, save_json, table
+    from headgate.bench.report import save_json
+    from headgate.bench.router import RouterTrial, run, table
 
     trial = RouterTrial(
         url=options.url,

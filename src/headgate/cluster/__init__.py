@@ -1,1 +1,1 @@
-"""Where engines live: servers as processes of this machine."""
+"""Starts, supervises and scales servers, on this machine or on a Ray cluster."""

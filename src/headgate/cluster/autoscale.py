@@ -1,9 +1,9 @@
-"""How many servers there should be: a pure function of what is seen, and a loop that asks it.
+"""Autoscaling: a pure function from observed load to a number of servers, and a loop that applies it.
 
-It grows when requests have waited for long, or KV is short, for a few seconds, and only when those that were asked for are
-up. It shrinks, one at a time, when for minutes nothing has waited and one server fewer would still be half empty. Between
-the two lies a wide band in which nothing happens, so noise around a constant load changes nothing. A shrink that soon turns
-out to have been wrong doubles the time until the next.
+The number grows when requests wait too long or KV is nearly full for a few seconds, and only after the servers
+already requested are ready. It shrinks by one when for minutes no request has waited and one server fewer would still
+be at most half full. The wide band between the two conditions keeps noise around a constant load from changing
+anything. If the number must grow again soon after it shrank, the wait before the next shrink doubles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headgate.errors import RequestError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,18 @@ class ScaleBounds:
     def of(cls, text: str, where: str) -> ScaleBounds:
         found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
-            raise RequestError(f"{where} is LEAST:MOST with 1 <= LEAST <= MOST, such as 1:6, not {text!r}")
+            raise RequestError(f"{where} must be LEAST:MOST with 1 <= LEAST <= MOST, such as 1:6, not {text!r}")
         return cls(int(found[1]), int(found[2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is seen of the servers of one role."""
+    """The observed load of the servers of one role."""
 
     now_s: float
-    wanted: int  # that there should be
-    ready: int  # that take requests
-    queue_s: float  # how long the oldest of the requests that wait has waited
+    wanted: int  # requested number of servers
+    ready: int  # servers that accept requests
+    queue_s: float  # age of the oldest waiting request
     kv_usage: float  # share of KV blocks that are held, 0 to 1
     busy: float  # running sequences, as a share of those that may run
 
@@ -53,23 +53,23 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    grow_queue_s: float = 2.0  # a request has waited so long
-    grow_kv_usage: float = 0.9  # or so much of the KV is held
-    grow_after_s: float = 5.0  # for so long
-    shrink_fullness: float = 0.5  # with one server fewer, at most so much KV held and so many places taken
-    shrink_after_s: float = 120.0  # for so long, and nothing has waited
-    longest_patience_s: float = 3600.0  # that a shrink waits after earlier ones were wrong
-    rest_s: float = 15.0  # after a change
-    start_s: float = 300.0  # for servers that were asked for to be up, before more are
+    grow_queue_s: float = 2.0  # grow when a request has waited this long
+    grow_kv_usage: float = 0.9  # or when this share of KV is held
+    grow_after_s: float = 5.0  # and either has been so for this long
+    shrink_fullness: float = 0.5  # shrink when one server fewer would have at most this share of KV and slots in use
+    shrink_after_s: float = 120.0  # and this has been so for this long, without waiting requests
+    longest_patience_s: float = 3600.0  # longest wait before a shrink, after doubling
+    rest_s: float = 15.0  # no change for this long after a change
+    start_s: float = 300.0  # how long to wait for requested servers to be ready before requesting more
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscaleState:
-    """What the next decision needs to know of the past."""
+    """What the next decision depends on besides the current load."""
 
     wanted: int
     changed_s: float
-    patience_s: float  # for how long it must be quiet before one goes
+    patience_s: float  # how long the load must be low before a server is removed
     hot_since_s: float | None = None
     cool_since_s: float | None = None
     shrank_s: float | None = None
@@ -82,8 +82,8 @@ class AutoscaleState:
 def decide(
     seen: Snapshot, memory: AutoscaleState, bounds: ScaleBounds, thresholds: Thresholds
 ) -> tuple[int, AutoscaleState]:
-    """How many there should be from now on."""
-    memory = _noticed(seen, memory, thresholds)
+    """The new number of servers, and the state for the next decision."""
+    memory = _observed(seen, memory, thresholds)
     wanted = seen.wanted
     if _should_grow(seen, memory, thresholds):
         wanted += wanted if seen.queue_s >= 4 * thresholds.grow_queue_s else 1
@@ -93,8 +93,8 @@ def decide(
     return wanted, memory if wanted == seen.wanted else _changed(seen, memory, wanted, thresholds)
 
 
-def _noticed(seen: Snapshot, memory: AutoscaleState, thresholds: Thresholds) -> AutoscaleState:
-    if seen.wanted != memory.wanted:  # somebody else has changed it
+def _observed(seen: Snapshot, memory: AutoscaleState, thresholds: Thresholds) -> AutoscaleState:
+    if seen.wanted != memory.wanted:  # changed by `headgate scale`
         memory = replace(memory, wanted=seen.wanted, changed_s=seen.now_s, hot_since_s=None, cool_since_s=None)
     hot_since_s = memory.hot_since_s if memory.hot_since_s is not None else seen.now_s
     cool_since_s = memory.cool_since_s if memory.cool_since_s is not None else seen.now_s
@@ -110,7 +110,7 @@ def _is_hot(seen: Snapshot, thresholds: Thresholds) -> bool:
 
 
 def _is_cool(seen: Snapshot, thresholds: Thresholds) -> bool:
-    """One server fewer would do."""
+    """Whether one server fewer would suffice."""
     if seen.wanted < 2 or seen.ready < seen.wanted or seen.queue_s > thresholds.grow_queue_s / 4:
         return False
     return seen.fullness * seen.ready / (seen.ready - 1) <= thresholds.shrink_fullness
@@ -140,7 +140,7 @@ def _changed(seen: Snapshot, memory: AutoscaleState, wanted: int, thresholds: Th
 
 
 class Autoscaler:
-    """Looks once a second, and has `want` make it so. `look` gives None while there is nothing to decide."""
+    """Decides once a second and calls `want` with a new number. `look` returns None if there is nothing to decide."""
 
     def __init__(
         self,
@@ -159,21 +159,21 @@ class Autoscaler:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(INTERVAL_S)
             try:
                 self.turn()
-            except Exception:  # the fleet serves on, whatever this has come to think
-                log.exception("autoscale has not decided")
+            except Exception:  # a bug here must not stop the fleet
+                log.exception("autoscaling failed")
 
     def turn(self) -> None:
         for role, bounds in self._bounds.items():
             seen = self._look(role, self._clock())
             if seen is None:
-                self._memories.pop(role, None)  # what was seen before a pause says nothing of the time after it
+                self._memories.pop(role, None)  # the load before a pause does not predict the load after it
                 continue
             memory = self._memories.get(role) or AutoscaleState.new(seen, self._thresholds)
             wanted, self._memories[role] = decide(seen, memory, bounds, self._thresholds)
             if wanted != seen.wanted:
-                why = f"waited {seen.queue_s:.1f} s, KV {seen.kv_usage:.0%}, busy {seen.busy:.0%}"
-                log.info("autoscale: %s %d -> %d (%s)", role, seen.wanted, wanted, why)
+                reason = f"waited {seen.queue_s:.1f} s, KV {seen.kv_usage:.0%}, busy {seen.busy:.0%}"
+                log.info("autoscale: %s %d -> %d (%s)", role, seen.wanted, wanted, reason)
                 self._want({role: wanted})

@@ -1,4 +1,4 @@
-"""A file that says what a fleet consists of: TOML, or JSON with the same names."""
+"""The fleet file: the servers of a fleet by role, in TOML, or in JSON with the same names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Number = Annotated[int, Meta(ge=0)]
 class RoleSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """The servers of one role."""
 
-    count: Number | None = None  # at the start; the least that autoscale allows, or 1
+    count: Number | None = None  # initial number; default: the least that autoscale allows, or 1
     autoscale: str | None = None  # LEAST:MOST
-    cpus: Annotated[float, Meta(gt=0)] | None = None  # that Ray sets aside for each
+    cpus: Annotated[float, Meta(gt=0)] | None = None  # reserved by Ray for each server
     gpus: Annotated[float, Meta(ge=0)] | None = None
-    serve: list[str] = []  # flags of `headgate serve`, after those for all
+    serve: list[str] = []  # flags of `headgate serve`, after those for all roles
 
     @property
     def bounds(self) -> ScaleBounds | None:
@@ -37,7 +37,7 @@ class RoleSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
 class FleetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     model: str | None = None
     served_name: str | None = None
-    serve: list[str] = []  # flags of `headgate serve`, for all
+    serve: list[str] = []  # flags of `headgate serve` for all roles
     mixed: RoleSection | None = None
     prefill: RoleSection | None = None
     decode: RoleSection | None = None
@@ -53,7 +53,7 @@ def read_fleet_file(path: Path) -> FleetFile:
     try:
         file = decode(path.read_bytes(), type=FleetFile)
     except OSError as error:
-        raise RequestError(f"the fleet in {path} cannot be read: {error.strerror}") from None
+        raise RequestError(f"the fleet file {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: {error}") from None
     for role, group in file.groups.items():
@@ -62,5 +62,5 @@ def read_fleet_file(path: Path) -> FleetFile:
         except RequestError as error:
             raise RequestError(f"{path}, {role}: {error}") from None
         if bounds is not None and not bounds.least <= group.number <= bounds.most:
-            raise RequestError(f"{path}, {role}: count is {group.number}, and autoscale {group.autoscale}")
+            raise RequestError(f"{path}, {role}: count {group.number} is outside autoscale {group.autoscale}")
     return file

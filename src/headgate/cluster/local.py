@@ -1,7 +1,8 @@
-"""Servers on this machine, each a process of its own that is gone when we are.
+"""Runs servers as child processes on this machine.
 
-A server ends when our end of its standard input closes, however we died. It is not in our process group, so Ctrl-C is ours
-to pass on. One that is started again has its old port.
+A server exits when the parent's end of its standard input closes, so it never outlives the parent, even one that is
+killed. It is not in the parent's process group: Ctrl-C does not reach it, and the parent stops it. A restarted server
+keeps its port.
 """
 
 from __future__ import annotations
@@ -11,19 +12,16 @@ import json
 import logging
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from headgate.cluster.fleet import ROLES, Hooks, Recipe, ServerFleet, ServerProcess
+from headgate.cluster.fleet import Recipe, ServerProcess
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 5.0  # beyond the time a server has to drain
+EXIT_MARGIN_S = 5.0  # for a server to exit after its drain timeout
 LONGEST_LINE = 2**20
-SAYS = "headgate: "
-
-LocalWorker = ServerProcess
+ERROR_PREFIX = "headgate: "
 
 
 class LocalLauncher:
@@ -39,7 +37,7 @@ class LocalLauncher:
     async def __aexit__(self, *exc: object) -> None:
         pass
 
-    async def live(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
+    async def run(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
         recipe = self._recipes[server.role]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "headgate.cli", "serve", *recipe.arguments),
@@ -53,91 +51,69 @@ class LocalLauncher:
         )
         server.pid = process.pid
         try:
-            await _listen(server, process, on_ready)
+            await _read_logs(server, process, on_ready)
             await process.wait()
         finally:
             await self._end(process)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Let it drain, and end it if it does not."""
+        """Let it drain, and kill it after the timeout."""
         if process.returncode is not None:
             return
-        drained = asyncio.ensure_future(_drain(process))
+        discarded = asyncio.ensure_future(_discard_logs(process))
         try:
             process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(self._drain_timeout_s + LAST_WORDS_S):
+            async with asyncio.timeout(self._drain_timeout_s + EXIT_MARGIN_S):
                 await process.wait()
         except (TimeoutError, ProcessLookupError):
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
         finally:
-            drained.cancel()
+            discarded.cancel()
 
 
-class LocalFleet(ServerFleet):
-    """Servers here that are all started alike, for whoever only wants to hear that they take requests."""
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        roles: Sequence[str],
-        environ: Mapping[str, str],
-        on_ready: Callable[[ServerProcess], None],
-        *,
-        drain_timeout_s: float = 30.0,
-    ) -> None:
-        recipes = dict.fromkeys(ROLES, Recipe(tuple(arguments), environ))
-        launcher = LocalLauncher(recipes, drain_timeout_s=drain_timeout_s)
-        super().__init__(launcher, Counter(roles), Hooks(on_ready, _nobody, _nobody))
-
-    @property
-    def workers(self) -> list[ServerProcess]:
-        return self.servers
-
-
-def _nobody(server: ServerProcess) -> None:
-    pass
-
-
-async def _listen(server: ServerProcess, process: asyncio.subprocess.Process, on_ready: Callable[[], None]) -> None:
-    """Read what it logs, to the end."""
+async def _read_logs(
+    server: ServerProcess, process: asyncio.subprocess.Process, on_ready: Callable[[], None]
+) -> None:
+    """Read the server's logs until it closes them."""
     assert process.stderr is not None
     while True:
         try:
             line = await process.stderr.readline()
-        except ValueError:  # longer than any line of ours
+        except ValueError:  # longer than LONGEST_LINE
             continue
         if not line:
             return
-        if _heard(server, line.decode("utf-8", "replace").rstrip()):
+        if _handle_line(server, line.decode("utf-8", "replace").rstrip()):
             on_ready()
 
 
-def _heard(server: ServerProcess, line: str) -> bool:
-    """Pass a line on; True if it says that the server is ready."""
-    if line.startswith(SAYS):
-        server.sentence = line.removeprefix(SAYS)
+def _handle_line(server: ServerProcess, line: str) -> bool:
+    """Log a line of the server; True if it reports that the server is ready."""
+    if line.startswith(ERROR_PREFIX):
+        server.error = line.removeprefix(ERROR_PREFIX)
     try:
-        told = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         log.debug("worker %d: %s", server.index, line)
         return False
-    if not isinstance(told, dict) or told.get("message") != "ready" or "url" not in told:
-        _log(server, told if isinstance(told, dict) else {})
+    if not isinstance(record, dict) or record.get("message") != "ready" or "url" not in record:
+        _log(server, record if isinstance(record, dict) else {})
         return False
-    server.url = told["url"]
+    server.url = record["url"]
     return True
 
 
-def _log(server: ServerProcess, told: Mapping[str, object]) -> None:
-    level = logging.getLevelNamesMapping().get(str(told.get("level", "")).upper(), logging.INFO)
-    who = f"worker {server.index}, {told.get('process')}"
-    log.log(level, "%s: %s%s", who, told.get("message"), f"\n{trace}" if (trace := told.get("traceback")) else "")
+def _log(server: ServerProcess, record: Mapping[str, object]) -> None:
+    level = logging.getLevelNamesMapping().get(str(record.get("level", "")).upper(), logging.INFO)
+    name = f"worker {server.index}, {record.get('process')}"
+    trace = f"\n{trace}" if (trace := record.get("traceback")) else ""
+    log.log(level, "%s: %s%s", name, record.get("message"), trace)
 
 
-async def _drain(process: asyncio.subprocess.Process) -> None:
-    """What it still says must go somewhere, or it would wait for a reader."""
+async def _discard_logs(process: asyncio.subprocess.Process) -> None:
+    """Keep reading, or the server would block on a full pipe."""
     assert process.stderr is not None
     while await process.stderr.read(65536):
         pass

@@ -1,10 +1,11 @@
-"""Servers on the machines of a Ray cluster, each with a place reserved for it.
+"""Runs servers on the machines of a Ray cluster, each in a placement group of its own.
 
-Ray says where there is room and tells us when a machine dies; everything else is as on one machine. On its node an actor,
-the keeper, starts the server as a child of its own: a server ends with its keeper, a keeper with its node or with us. Nodes
-need the same packages as we have, and the model where it was said to be. No weight and no request passes through Ray.
+Ray finds nodes with free resources and reports dead nodes; everything else is as on one machine. On its node an actor
+starts the server as a child process. The server exits with its actor, and the actor with its node or with this
+process. Nodes need the same packages as this machine, and the model at the given path. Weights and requests do not
+pass through Ray.
 
-Ray's calls wait for its head. They are made in threads, so that a head that does not answer holds up nobody's requests.
+Ray's calls block on the cluster's head. They run in threads, so that a head that does not answer delays no request.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from types import ModuleType
 from typing import Any
 
 from headgate.cluster.fleet import Recipe, ServerProcess
-from headgate.cluster.local import LAST_WORDS_S, LocalLauncher
+from headgate.cluster.local import EXIT_MARGIN_S, LocalLauncher
 from headgate.errors import HeadgateError, RequestError
 
 log = logging.getLogger(__name__)
 
-REACH_S = 5.0  # for the head to take a connection
-JOIN_S = 60.0  # for it to answer
-LOOK_EVERY_S = 0.25
-COMPLAIN_EVERY_S = 60.0
+CONNECT_S = 5.0  # for the head to accept a connection
+JOIN_S = 60.0  # for the head to answer
+POLL_INTERVAL_S = 0.25
+WARNING_INTERVAL_S = 60.0
 
 
 class RayMissing(RequestError):
@@ -39,11 +40,11 @@ class RayMissing(RequestError):
 
 
 class NoCluster(HeadgateError):
-    """There is no Ray cluster at that address, or none that takes us."""
+    """There is no Ray cluster at that address, or it refuses the connection."""
 
 
 class NoRoom(HeadgateError):
-    """The cluster has no place for what was asked, and did not get one in time."""
+    """The cluster did not have the required resources within the timeout."""
 
 
 def import_ray() -> ModuleType:
@@ -58,7 +59,7 @@ def import_ray() -> ModuleType:
 
 
 class RayLauncher:
-    """Use as `async with`, around the fleet."""
+    """Use with `async with`, around the fleet."""
 
     keeps_address = False
 
@@ -75,12 +76,12 @@ class RayLauncher:
         self._recipes = dict(recipes)
         self._drain_timeout_s = drain_timeout_s
         self._room_timeout_s = room_timeout_s
-        self._waiting: dict[ServerProcess, Recipe] = {}  # for room
-        self._nodes: Counter[str] = Counter()  # servers of ours, by node
+        self._waiting: dict[ServerProcess, Recipe] = {}  # for resources
+        self._nodes: Counter[str] = Counter()  # number of servers, by node
 
     async def __aenter__(self) -> RayLauncher:
         if self._address != "auto":
-            await asyncio.to_thread(_reach, self._address)
+            await asyncio.to_thread(_check_connection, self._address)
         await self._join()
         return self
 
@@ -88,7 +89,7 @@ class RayLauncher:
         await asyncio.to_thread(self._ray.shutdown)
 
     async def _join(self) -> None:
-        """Connect; in a thread that dies with us, since Ray goes on trying for minutes."""
+        """Connect in a daemon thread, because Ray keeps retrying for minutes."""
         joined: Future[None] = Future()
         logging.getLogger("ray").setLevel(logging.ERROR)
 
@@ -104,23 +105,25 @@ class RayLauncher:
             async with asyncio.timeout(JOIN_S):
                 await asyncio.wrap_future(joined)
         except TimeoutError:
-            raise NoCluster(f"what listens at {self._address} does not answer as a Ray cluster does") from None
+            raise NoCluster(f"{self._address} does not answer as a Ray cluster") from None
         except Exception as error:
-            raise NoCluster(f"the Ray cluster at {self._address} does not take us: {_one_line(error)}") from None
+            raise NoCluster(
+                f"the Ray cluster at {self._address} refuses the connection: {_one_line(error)}"
+            ) from None
 
     # -- one server ---------------------------------------------------------------------
 
-    async def live(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
+    async def run(self, server: ServerProcess, on_ready: Callable[[], None]) -> None:
         recipe = self._recipes[server.role]
         try:
             async with self._room(server, recipe) as group:
-                await self._kept(server, recipe, group, on_ready)
+                await self._run_actor(server, recipe, group, on_ready)
         except self._ray.exceptions.RayError as error:
-            server.sentence = server.sentence or f"Ray: {_one_line(error)}"
+            server.error = server.error or f"Ray: {_one_line(error)}"
 
     @asynccontextmanager
     async def _room(self, server: ServerProcess, recipe: Recipe) -> AsyncIterator[Any]:
-        """A place for it on some node, for as long as this lasts."""
+        """A placement group for the server, removed at the end of the block."""
         self._put(server, self._emptiest(recipe, await asyncio.to_thread(self._ray.nodes)))
         making = asyncio.ensure_future(asyncio.to_thread(self._reserve, recipe, server.node))
         self._waiting[server] = recipe
@@ -136,18 +139,18 @@ class RayLauncher:
                 await asyncio.to_thread(self._ray.util.remove_placement_group, group)
 
     def _reserve(self, recipe: Recipe, node: str) -> Any:
-        # Soft: where that node has no room, any other will do.
+        # A soft constraint: if that node has no room, Ray takes another.
         reserve = self._ray.util.placement_group
         return reserve([_bundle(recipe)], strategy="STRICT_PACK", _soft_target_node_id=node or None)
 
     def _put(self, server: ServerProcess, node: str) -> None:
-        """Count it there from now on, so that the next one goes elsewhere."""
+        """Count the server on this node, so that the next one prefers another."""
         self._nodes[server.node] -= 1
         self._nodes[node] += 1
         server.node = node
 
     def _emptiest(self, recipe: Recipe, nodes: Sequence[Mapping[str, Any]]) -> str:
-        """The node with the fewest servers of ours, so that one that dies takes few with it."""
+        """The node with the fewest servers of this fleet, so that the loss of a node affects few of them."""
         needs = _bundle(recipe).items()
         fit = [
             str(node["NodeID"])
@@ -157,61 +160,65 @@ class RayLauncher:
         return min(fit, key=lambda node: (self._nodes[node], node), default="")
 
     async def _granted(self, server: ServerProcess, group: Any) -> str:
-        """The node it got; raises NoRoom if a server that is new to the fleet gets none in time."""
-        began_s = complained_s = time.monotonic()
+        """The node of the placement group. For a server that was never ready, raises NoRoom after the timeout."""
+        began_s = warned_s = time.monotonic()
         while True:
-            told = await asyncio.to_thread(self._ray.util.placement_group_table, group)
-            if told.get("state") == "CREATED":
-                return str(next(iter(told["bundles_to_node_id"].values())))
+            table = await asyncio.to_thread(self._ray.util.placement_group_table, group)
+            if table.get("state") == "CREATED":
+                return str(next(iter(table["bundles_to_node_id"].values())))
             now_s = time.monotonic()
-            if not server.proven and now_s - began_s > self._room_timeout_s:
+            if not server.ever_ready and now_s - began_s > self._room_timeout_s:
                 raise NoRoom(f"after {self._room_timeout_s:g} s {await self._pending()}")
-            if now_s - complained_s > COMPLAIN_EVERY_S:
-                complained_s = now_s
-                log.warning("%s; waiting on", await self._pending())
-            await asyncio.sleep(LOOK_EVERY_S)
+            if now_s - warned_s > WARNING_INTERVAL_S:
+                warned_s = now_s
+                log.warning("%s; still waiting", await self._pending())
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _pending(self) -> str:
-        """Who waits for room, and what there is."""
+        """The servers that wait for resources, and the free resources."""
         waiting = sorted(self._waiting.items(), key=lambda each: each[0].index)
-        needs = ", ".join(f"worker {each.index} ({each.role}: {_told(_bundle(recipe))})" for each, recipe in waiting)
+        needs = ", ".join(
+            f"worker {each.index} ({each.role}: {_listed(_bundle(recipe))})" for each, recipe in waiting
+        )
         free = await asyncio.to_thread(self._ray.available_resources)
         shown = {name: free.get(name, 0.0) for name in ("CPU", "GPU")}
-        return f"the Ray cluster has no room for {needs}; free are {_told(shown)}, all nodes together"
+        return f"the Ray cluster has no room for {needs}; free on all nodes together: {_listed(shown)}"
 
-    async def _kept(self, server: ServerProcess, recipe: Recipe, group: Any, on_ready: Callable[[], None]) -> None:
-        keeper = await asyncio.to_thread(self._keeper, recipe, group)
+    async def _run_actor(
+        self, server: ServerProcess, recipe: Recipe, group: Any, on_ready: Callable[[], None]
+    ) -> None:
+        actor = await asyncio.to_thread(self._actor, recipe, group)
         try:
-            server.url, server.pid, server.sentence = await keeper.start.remote()
+            server.url, server.pid, server.error = await actor.start.remote()
             if server.url:
                 on_ready()
-                server.sentence = await keeper.ended.remote()
+                server.error = await actor.ended.remote()
         finally:
-            await self._dismiss(keeper)
+            await self._stop(actor)
 
-    def _keeper(self, recipe: Recipe, group: Any) -> Any:
+    def _actor(self, recipe: Recipe, group: Any) -> Any:
         place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
-        remote = self._ray.remote(Keeper).options(
+        remote = self._ray.remote(ServerActor).options(
             num_cpus=recipe.cpus, num_gpus=recipe.gpus, scheduling_strategy=place, max_restarts=0
         )
         addresses = sorted({node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]})
         threads = {"OMP_NUM_THREADS": str(max(1, int(recipe.cpus)))}
-        known = addresses if recipe.exchanges_kv else []
-        return remote.remote(recipe.arguments, threads | dict(recipe.environ), known, self._drain_timeout_s)
+        peers = addresses if recipe.exchanges_kv else []
+        return remote.remote(recipe.arguments, threads | dict(recipe.environ), peers, self._drain_timeout_s)
 
-    async def _dismiss(self, keeper: Any) -> None:
-        """Let the server end in its time; then nothing of it is left, and the keeper may go."""
+    async def _stop(self, actor: Any) -> None:
+        """Let the server drain and exit, then kill the actor."""
         try:
-            async with asyncio.timeout(self._drain_timeout_s + 2 * LAST_WORDS_S):
-                await keeper.stop.remote()
+            async with asyncio.timeout(self._drain_timeout_s + 2 * EXIT_MARGIN_S):
+                await actor.stop.remote()
         except (TimeoutError, self._ray.exceptions.RayError):
-            pass  # it has died, or its node does not answer: the server ends with it
+            pass  # the actor has died or its node does not answer; the server exits with the actor
         finally:
-            await asyncio.to_thread(self._ray.kill, keeper)
+            await asyncio.to_thread(self._ray.kill, actor)
 
 
-class Keeper:
-    """The actor. It holds the other end of its server's standard input: when it dies, so does the server."""
+class ServerActor:
+    """The Ray actor of one server. It holds the other end of the server's standard input, so both exit together."""
 
     def __init__(
         self, arguments: Sequence[str], environ: Mapping[str, str], peers: Sequence[str], drain_timeout_s: float
@@ -219,33 +226,33 @@ class Keeper:
         host = import_ray().util.get_node_ip_address()
         listen = f"[{host}]:0" if ":" in host else f"{host}:0"
         exchange = ("--kv-listen", listen, "--kv-peers", ",".join(peers)) if peers else ()
-        # What was asked comes last, and wins.
+        # The given arguments come last, because the last flag wins.
         recipe = Recipe(("--host", host, *exchange, *arguments), os.environ | dict(environ))
-        logging.basicConfig(level=logging.INFO)  # what the server says goes to Ray's logs of this node
+        logging.basicConfig(level=logging.INFO)  # the server's logs go to Ray's logs of this node
         self._launcher = LocalLauncher({"": recipe}, drain_timeout_s=drain_timeout_s)
         self._server = ServerProcess(os.getpid(), "")
-        self._life: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, int | None, str]:
-        """When it is ready: its address and process; when it has ended before: why."""
+        """Start the server; returns its URL (empty if it exited before it was ready), process id and error."""
         ready = asyncio.Event()
-        self._life = asyncio.create_task(self._launcher.live(self._server, ready.set))
+        self._task = asyncio.create_task(self._launcher.run(self._server, ready.set))
         waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({self._life, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         server = self._server
-        return (server.url if ready.is_set() else ""), server.pid, server.sentence
+        return (server.url if ready.is_set() else ""), server.pid, server.error
 
     async def ended(self) -> str:
-        """Returns when it has."""
-        assert self._life is not None
-        await asyncio.wait({self._life})
-        return self._server.sentence
+        """Wait until the server has exited; returns its error."""
+        assert self._task is not None
+        await asyncio.wait({self._task})
+        return self._server.error
 
     async def stop(self) -> None:
-        if self._life is not None:
-            self._life.cancel()
-            await asyncio.wait({self._life})
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
 
 
 # ------------------------------------------------------------------------------------------------------------- addresses
@@ -260,15 +267,15 @@ def checked_address(address: str) -> str:
     return address
 
 
-def _reach(address: str) -> None:
+def _check_connection(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as error:
         raise NoCluster(f"no Ray cluster answers at {address}: {error.strerror or error}") from None
 
 
-# ----------------------------------------------------------------------------------------------------------------- words
+# -------------------------------------------------------------------------------------------------------------- messages
 
 
 def _bundle(recipe: Recipe) -> dict[str, float]:
@@ -276,7 +283,7 @@ def _bundle(recipe: Recipe) -> dict[str, float]:
     return {name: share for name, share in shares.items() if share}
 
 
-def _told(resources: Mapping[str, float]) -> str:
+def _listed(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{share:g} {name}" for name, share in resources.items())
 
 

@@ -1,6 +1,6 @@
 """The processes that are tried: servers and a router, each with what the system says of it.
 
-Servers are started and started again by `LocalFleet`, as for `headgate up`; between the router and each of them stands a
+Servers are started and restarted by `ServerFleet`, as for `headgate up`; between the router and each of them stands a
 `FaultProxy`. The router is a process of its own and ends with us.
 """
 
