@@ -53,7 +53,7 @@ def test_an_answer_says_how_it_ended_and_when_things_happened(llm):
 def test_each_prompt_may_have_its_own_parameters(llm):
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5)]
     assert [len(answer.token_ids) for answer in llm.generate(["a", "b"], params, progress=False)] == [1, 5]
-    with pytest.raises(RequestError, match="2 prompts and 1 sampling parameters"):
+    with pytest.raises(RequestError, match="2 prompts but 1 sampling parameters"):
         llm.generate(["a", "b"], params[:1])
 
 

@@ -1,4 +1,4 @@
-"""What is asked, and that a conversation goes on with the answers of the server it is held with."""
+"""Datasets of prompts, and conversations that continue with the server's answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_dataset_is_one_word_on_the_command_line(text, dataset):
 @pytest.mark.parametrize(
     "text", ["", "other", "random:3", "shared-prefix:0", "shared-prefix:1:2:3", "multi-turn:x", "trace"]
 )
-def test_a_dataset_that_makes_no_sense_is_one_sentence(text, capsys):
+def test_an_invalid_dataset_is_refused_in_one_sentence(text, capsys):
     assert cli.main(["bench", "serve", "http://127.0.0.1:9", "--dataset", text], {}) == cli.WRONG_USE
     errors = capsys.readouterr().err
     assert "trace:FILE" in errors and errors.count("\n") == 1
@@ -67,11 +67,11 @@ def test_prompts_of_a_group_share_their_prefix_and_nothing_else():
     assert len({tuple(words[50:]) for words in prompts}) == 10
 
 
-def test_turns_of_conversations_are_as_many_as_requests():
+def test_conversations_have_as_many_turns_as_requested():
     assert [len(talk.turns) for talk in conversations(MultiTurn(4), SHAPE)] == [4, 4, 2]
 
 
-def test_a_trace_says_when_what_and_how_much(tmp_path):
+def test_a_trace_defines_arrival_times_prompts_and_lengths(tmp_path):
     path = trace(
         tmp_path,
         {"timestamp": 101.5, "prompt_length": 7, "output_length": 2},
@@ -91,7 +91,7 @@ def test_a_trace_says_when_what_and_how_much(tmp_path):
         ([{"timestamp": 1, "prompt": "x", "output_length": 1}, {"prompt": "x"}], "trace.jsonl:2: Object missing"),
     ],
 )
-def test_a_line_of_a_trace_that_makes_no_sense_is_named(lines, about, tmp_path):
+def test_an_invalid_line_of_a_trace_is_named(lines, about, tmp_path):
     with pytest.raises(RequestError, match=about):
         conversations(Trace(trace(tmp_path, *lines)), SHAPE)
 
@@ -104,7 +104,7 @@ def test_only_a_trace_is_sent_as_recorded(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_a_conversation_goes_on_with_the_answers():
+async def test_a_conversation_continues_with_the_answers():
     script = Scripted(2, 3, 1)
     async with listening(script) as url:
         await measure(Load(url=url, pace=ClosedLoop(1), requests=3, dataset=MultiTurn(3)))
@@ -115,7 +115,7 @@ async def test_a_conversation_goes_on_with_the_answers():
 
 
 @pytest.mark.anyio
-async def test_a_completion_goes_on_where_its_answer_ended():
+async def test_a_completion_continues_after_its_answer():
     script = Scripted(2, 3)
     async with listening(script) as url:
         await measure(Load(url=url, api="completions", pace=ClosedLoop(1), requests=2, dataset=MultiTurn(2)))
@@ -124,7 +124,7 @@ async def test_a_completion_goes_on_where_its_answer_ended():
 
 
 @pytest.mark.anyio
-async def test_a_conversation_whose_answer_did_not_come_ends():
+async def test_a_conversation_ends_when_an_answer_fails():
     script = Scripted(429, 2, 2)
     async with listening(script) as url:
         result = await measure(Load(url=url, pace=ClosedLoop(1), requests=4, dataset=MultiTurn(2)))

@@ -1,4 +1,4 @@
-"""Streams beside long prompts, on a real server with a tiny model."""
+"""`headgate bench disagg` on a real server with a tiny model."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_streams_wait_while_their_engine_computes_long_prompts(server: LiveServe
     report = json.loads(saved.read_text())
     assert report["long"]["requests"] == 4 and report["prompt_tokens"] > 5000
     assert report["alone"]["requests"] == 2 and report["beside"]["requests"] >= 2
-    # One engine does both, and a step with a part of a prompt is far longer than one without.
+    # One engine does both, and a step with part of a prompt takes far longer than one without.
     assert report["beside"]["between_tokens_ms"]["max"] > 3 * report["alone"]["between_tokens_ms"]["p50"]
-    told = capsys.readouterr().out
-    assert "between tokens, beside long prompts" in told and "errors" not in told
+    printed = capsys.readouterr().out
+    assert "between tokens, beside long prompts" in printed and "errors" not in printed
 
 
-def test_what_no_server_takes_is_one_sentence(server: LiveServer, capsys):
+def test_prompts_that_are_too_long_are_reported_in_one_sentence(server: LiveServer, capsys):
     options = ["--streams", "1", "--max-tokens", "4", "--prompts", "1", "--prompt-words", "9000", "--interval", "0"]
     assert cli.main(["bench", "disagg", server.url, *options], {}) == cli.FAILED
     errors = capsys.readouterr().err

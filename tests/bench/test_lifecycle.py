@@ -1,4 +1,4 @@
-"""`headgate bench lifecycle` on a tiny model: every number is there, and nothing is left running."""
+"""`headgate bench lifecycle` on a tiny model: every figure is reported, and no request is left running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_aborts_disconnects_and_pauses_are_timed(tmp_path: Path, capsys):
         saved = tmp_path / "lifecycle.json"
         options = ["--concurrency", "4", "--rounds", "3", "--max-tokens", "7500", "--json", str(saved)]
         assert cli.main(["bench", "lifecycle", server.url, *options], {}) == 0
-        # Of clients who have just left, blocks are home when the step that was running has landed.
+        # The blocks of clients that just disconnected are released when the running step has finished.
         wait_until(lambda: not (server.status().running or server.status().held_blocks))
         assert server.status().state == "running"
     (report,) = json.loads(saved.read_text())

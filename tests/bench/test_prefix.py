@@ -1,4 +1,4 @@
-"""The prefix cache as a client sees it, on a real server with a tiny model."""
+"""`headgate bench prefix` on a real server with a tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def server(tmp_path_factory) -> Iterator[LiveServer]:
         yield server
 
 
-def test_a_known_prefix_is_cached_and_a_new_one_is_not(server, tmp_path, capsys):
+def test_a_repeated_prefix_is_cached_and_a_new_one_is_not(server, tmp_path, capsys):
     saved = tmp_path / "prefix.json"
     options = ["--rounds", "2", "--warm", "2", "--prefix-words", "200", "--json", str(saved)]
     assert cli.main(["bench", "prefix", server.url, *options], {}) == 0
@@ -38,7 +38,7 @@ def test_the_second_run_is_as_cold_as_the_first(server, tmp_path):
 
 
 @pytest.mark.parametrize(("dataset", "least"), [("random", 0.0), ("shared-prefix:2:100", 0.5), ("multi-turn:3", 0.3)])
-def test_datasets_differ_in_what_is_cached(server, dataset, least, tmp_path, capsys):
+def test_the_cached_share_depends_on_the_dataset(server, dataset, least, tmp_path, capsys):
     saved = tmp_path / "serve.json"
     options = ["--api", "completions", "--requests", "12", "--concurrency", "2", "--prompt-words", "20"]
     options += ["--max-tokens", "8", "--ignore-eos", "--dataset", dataset, "--json", str(saved)]
@@ -49,7 +49,7 @@ def test_datasets_differ_in_what_is_cached(server, dataset, least, tmp_path, cap
     assert "cached prompt tokens" in capsys.readouterr().out
 
 
-def test_a_server_that_refuses_is_one_sentence(server, capsys):
+def test_a_refusal_of_the_server_is_reported_in_one_sentence(server, capsys):
     assert cli.main(["bench", "prefix", server.url, "--prefix-words", "3000"], {}) == cli.FAILED
     errors = capsys.readouterr().err
     assert "context_length_exceeded" in errors and errors.count("\n") == 1

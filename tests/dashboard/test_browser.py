@@ -1,7 +1,7 @@
-"""The page in a real browser, in front of a real server and of a real fleet.
+"""The dashboard in a real browser, with a real server and a real fleet.
 
-Needs Chromium (Debian: `apt-get install chromium`); where it is somewhere else, $CHROMIUM says so. Pictures of what was
-seen are kept in the folder that pytest makes for the test (`--basetemp` names it).
+Needs Chromium (Debian: `apt-get install chromium`); $CHROMIUM names another executable. Screenshots are kept in pytest's
+temporary folder of the test (`--basetemp`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOON_MS = 15_000
 def find_chromium() -> str:
     given = os.environ.get("CHROMIUM")
     found = given or next(filter(None, map(shutil.which, NAMES)), None)
-    assert found, "the page can only be tested in a browser: install Chromium, or name it in $CHROMIUM"
+    assert found, "these tests need a browser: install Chromium, or set $CHROMIUM"
     return found
 
 
@@ -46,16 +46,16 @@ def browser():
         browser.close()
 
 
-class Seen:
-    """A page, and what went wrong in it."""
+class OpenPage:
+    """An open page, and the errors in its console."""
 
     def __init__(self, browser, url: str, **options) -> None:
         self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
         self.page = self.context.new_page()
         self.page.set_default_timeout(SOON_MS)
-        self.wrong: list[str] = []
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda told: self.wrong.append(told.text) if told.type == "error" else None)
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda entry: self.errors.append(entry.text) if entry.type == "error" else None)
         self.page.goto(f"{url}/dashboard")
 
     def text(self, selector: str) -> str:
@@ -72,7 +72,7 @@ class Seen:
     def row(self, id: str):
         return self.page.locator(f'.row[data-key="{id}"]')
 
-    def picture(self, path: Path, **options) -> None:
+    def screenshot(self, path: Path, **options) -> None:
         self.page.evaluate("scrollTo(0, 0)")
         self.page.screenshot(path=path, **options)
         assert path.stat().st_size > 10_000
@@ -83,51 +83,52 @@ class Seen:
 
 @pytest.fixture
 def look(browser) -> Iterator[object]:
-    opened: list[Seen] = []
+    """Opens pages, and checks at the end of the test that none had errors."""
+    opened: list[OpenPage] = []
 
-    def open_page(url: str, **options) -> Seen:
-        opened.append(Seen(browser, url, **options))
+    def open_page(url: str, **options) -> OpenPage:
+        opened.append(OpenPage(browser, url, **options))
         return opened[-1]
 
     yield open_page
     for seen in opened:
         seen.close()
-    assert [wrong for seen in opened for wrong in seen.wrong] == []
+    assert [error for seen in opened for error in seen.errors] == []
 
 
-def live(seen: Seen) -> None:
+def live(seen: OpenPage) -> None:
     seen.wait('#link[data-link="live"]')
 
 
-def tokens_of(seen: Seen, id: str) -> int:
+def tokens_of(seen: OpenPage, id: str) -> int:
     return int(re.sub(r"\D", "", seen.row(id).locator(".row-tokens").inner_text()))
 
 
 # ---------------------------------------------------------------------------------------------------------- a server
 
 
-def test_numbers_change_under_load_and_a_click_shows_a_request_s_story(server: LiveServer, look, tmp_path):
+def test_numbers_change_under_load_and_a_click_shows_the_timeline_of_a_request(server: LiveServer, look, tmp_path):
     seen = look(server.url)
     live(seen)
     assert "tiny" in seen.text("#what") and seen.text("#state") == "running"
-    seen.wait_text("#none", "Nothing is in flight")
-    with streaming(server.url, "story-1", "story-2"):
-        seen.row("story-1").wait_for()
-        before = tokens_of(seen, "story-1")
-        wait_until(lambda: tokens_of(seen, "story-1") > before, 10)
+    seen.wait_text("#none", "No requests in flight")
+    with streaming(server.url, "timeline-1", "timeline-2"):
+        seen.row("timeline-1").wait_for()
+        before = tokens_of(seen, "timeline-1")
+        wait_until(lambda: tokens_of(seen, "timeline-1") > before, 10)
         seen.wait_text(".card dd >> nth=0", "^2$")
         wait_until(lambda: int(re.sub(r"\D", "", seen.text(".line-value >> nth=0")) or 0) > 0, 10)
-        seen.row("story-1").locator(".row-id").click()
+        seen.row("timeline-1").locator(".row-id").click()
         seen.wait_text("#details-events", "accepted.*queued.*prefill.*decode")
-        seen.picture(tmp_path / "light.png", full_page=True)
+        seen.screenshot(tmp_path / "light.png", full_page=True)
         seen.page.emulate_media(color_scheme="dark")
-        seen.picture(tmp_path / "dark.png", full_page=True)
+        seen.screenshot(tmp_path / "dark.png", full_page=True)
         assert (tmp_path / "light.png").read_bytes() != (tmp_path / "dark.png").read_bytes()
     seen.wait_text("#details-events", "finished: abort, client disconnect")
-    seen.wait_text("#none", "Nothing is in flight")
+    seen.wait_text("#none", "No requests in flight")
 
 
-def test_5_a_click_aborts_a_stream_and_its_client_gets_what_there_is(server: LiveServer, look):
+def test_5_a_click_aborts_a_stream_and_its_client_gets_the_partial_answer(server: LiveServer, look):
     seen = look(server.url)
     body = {"prompt": "on and on", "max_tokens": 30_000, "ignore_eos": True, "stream": True, "request_id": "click-1"}
     with client(server.url) as http, http.stream("POST", "/v1/completions", json=body) as response:
@@ -136,7 +137,7 @@ def test_5_a_click_aborts_a_stream_and_its_client_gets_what_there_is(server: Liv
         seen.page.get_by_role("button", name="Abort click-1").click()
         rest = list(lines)
     assert any('"finish_reason":"abort"' in line for line in rest) and "data: [DONE]" in rest
-    seen.wait_text(".note", r"click-1 ended after \d+ tokens")
+    seen.wait_text(".note", r"click-1 aborted after \d+ tokens")
     seen.row("click-1").wait_for(state="detached")
 
 
@@ -148,7 +149,7 @@ def test_18_pause_and_resume_from_the_page(server: LiveServer, look, mode):
         seen.page.select_option("#mode", mode)
         seen.page.click("#pause")
         if mode == "abort":
-            seen.wait_text("#sure-question", "end 1 request")
+            seen.wait_text("#sure-question", "abort 1 request")
             seen.page.click("#sure-yes")
         seen.wait('#state[data-state="paused"]')
         seen.wait('.card .pill[data-state="paused"]')
@@ -163,13 +164,13 @@ def test_18_pause_and_resume_from_the_page(server: LiveServer, look, mode):
             seen.row("held-abort").wait_for(state="detached")
 
 
-def test_a_question_answered_with_no_changes_nothing(server: LiveServer, look):
+def test_a_dismissed_confirmation_changes_nothing(server: LiveServer, look):
     seen = look(server.url)
     with streaming(server.url, "spared"):
         seen.row("spared").wait_for()
         seen.page.select_option("#mode", "abort")
         seen.page.click("#pause")
-        seen.wait_text("#sure-question", "end 1 request")
+        seen.wait_text("#sure-question", "abort 1 request")
         seen.page.keyboard.press("Escape")
         before = tokens_of(seen, "spared")
         wait_until(lambda: tokens_of(seen, "spared") > before, 10)
@@ -181,7 +182,7 @@ def test_chat_streams_and_stop_keeps_the_partial_answer(server: LiveServer, look
     live(seen)
     seen.page.fill("#most", "20000")
     answer = seen.page.locator(".said.assistant").last
-    for _ in range(20):  # a random model may end an answer by itself before anybody could stop it
+    for _ in range(20):  # a random model may end an answer before the test can stop it
         seen.page.click("#forget")
         seen.page.fill("#words", "Say <b>something</b> long")
         seen.page.keyboard.press("Enter")
@@ -191,13 +192,13 @@ def test_chat_streams_and_stop_keeps_the_partial_answer(server: LiveServer, look
         if "stopped" in answer.inner_text():
             break
     kept, remark = answer.locator("span").first.inner_text(), answer.locator(".said-note").inner_text()
-    assert len(kept) > 10 and "this is what had come" in remark
+    assert len(kept) > 10 and "partial answer" in remark
     assert seen.page.locator(".said b").count() == 0 and "<b>something</b>" in seen.text(".said.user >> nth=0")
     assert not server.api.ledger.live
-    seen.picture(tmp_path / "chat.png")
+    seen.screenshot(tmp_path / "chat.png")
 
 
-def test_names_that_clients_give_are_text_and_never_markup(server: LiveServer, look):
+def test_names_given_by_clients_are_never_rendered_as_markup(server: LiveServer, look):
     name = "<img/src=x/onerror=alert(1)>"
     seen = look(server.url)
     with streaming(server.url, name):
@@ -206,7 +207,7 @@ def test_names_that_clients_give_are_text_and_never_markup(server: LiveServer, l
     assert seen.page.locator("main img").count() == 0
 
 
-def test_the_page_says_when_it_is_disconnected_and_comes_back_by_itself(model: Path, look):
+def test_the_page_shows_a_lost_connection_and_reconnects(model: Path, look):
     with serving(model, "--device", "cpu") as served:
         seen = look(served.url)
         live(seen)
@@ -223,7 +224,7 @@ def test_the_page_says_when_it_is_disconnected_and_comes_back_by_itself(model: P
         seen.close()
 
 
-def test_the_keyboard_reaches_everything_that_can_be_pressed(server: LiveServer, look):
+def test_every_control_can_be_reached_by_keyboard(server: LiveServer, look):
     seen = look(server.url)
     with streaming(server.url, "by-keyboard"):
         seen.row("by-keyboard").wait_for()
@@ -242,12 +243,12 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(server: LiveServer, look, t
     seen.page.set_viewport_size({"width": 390, "height": 844})
     with streaming(server.url, "small-1"):
         seen.row("small-1").wait_for()
-        seen.page.wait_for_timeout(2500)  # for numbers to have all their digits
+        seen.page.wait_for_timeout(2500)  # until numbers have their full width
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
-        seen.picture(tmp_path / "phone.png")
+        seen.screenshot(tmp_path / "phone.png")
 
 
-def test_11_a_key_shows_what_is_its_own_and_the_admin_key_controls(model: Path, look):
+def test_11_an_api_key_shows_its_own_requests_and_the_admin_key_enables_controls(model: Path, look):
     with live_server(model, keys=Keys({"blue": "blue-key", "red": "red-key"}, "boss"), **ENGINE) as server:
         seen = look(server.url)
         with streaming(server.url, "of-blue", key="blue-key"), streaming(server.url, "of-red", key="red-key"):
@@ -266,14 +267,14 @@ def test_11_a_key_shows_what_is_its_own_and_the_admin_key_controls(model: Path, 
                 "[sessionStorage.getItem('headgate.key'), localStorage.length, document.cookie]"
             )
             assert stored == ["boss", 0, ""]
-        seen.wrong = [told for told in seen.wrong if "401" not in told]
+        seen.errors = [error for error in seen.errors if "401" not in error]
         seen.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- a fleet
 
 
-def test_a_fleet_is_shown_moves_with_its_load_and_is_controlled(router: LiveRouter, look, tmp_path):
+def test_a_fleet_is_shown_and_controlled_under_load(router: LiveRouter, look, tmp_path):
     seen = look(router.url)
     live(seen)
     assert "router" in seen.text("#what") and seen.page.locator(".card").count() == 2
@@ -285,7 +286,7 @@ def test_a_fleet_is_shown_moves_with_its_load_and_is_controlled(router: LiveRout
         wait_until(lambda: sum(int(cell.inner_text()) for cell in running) == 3, 10)
         seen.row("fleet-2").locator(".row-id").click()
         seen.wait_text("#details-events", "accepted.*decode")
-        seen.picture(tmp_path / "fleet.png", full_page=True)
+        seen.screenshot(tmp_path / "fleet.png", full_page=True)
         seen.page.get_by_role("button", name="Abort fleet-1").click()
         seen.row("fleet-1").wait_for(state="detached")
         seen.page.select_option("#mode", "freeze")
@@ -296,7 +297,7 @@ def test_a_fleet_is_shown_moves_with_its_load_and_is_controlled(router: LiveRout
         wait_until(lambda: tokens_of(seen, "fleet-2") > before, 10)
 
 
-def test_the_timeline_leads_across_the_router_the_prompt_s_worker_and_those_of_the_answer(model, look, tmp_path):
+def test_the_timeline_covers_the_router_the_prefill_worker_and_both_decode_workers(model, look, tmp_path):
     with ExitStack() as stack:
         servers = [stack.enter_context(live_server(model, **ENGINE)) for _ in range(3)]
         roles = ("prefill", "decode", "decode")
@@ -312,7 +313,7 @@ def test_the_timeline_leads_across_the_router_the_prompt_s_worker_and_those_of_t
             seen.wait_text("#details-events", "decode.*moved.*decode")
             places = re.findall(r"at (127\.0\.0\.1:\d+)", seen.text("#details-events"))
             assert {f"http://{place}" for place in places} == {server.url for server in servers}
-            seen.picture(tmp_path / "story.png", full_page=True)
+            seen.screenshot(tmp_path / "timeline.png", full_page=True)
         seen.wait_text("#details-events", "moved.*decode.*finished: abort, client disconnect")
         seen.close()
 

@@ -1,4 +1,4 @@
-"""The feed: one look for all who watch, none when nobody does, and to each what is theirs."""
+"""The feed: one sample for all viewers, none without viewers, and each viewer sees only its own requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADMIN = Viewer("admin", admin=True)
 
 
 class Steady:
-    """Makes ten tokens between two looks."""
+    """A source that generates ten tokens between two samples."""
 
     kind, version = "server", "0"
     bounds = HistogramBounds((0.1, 1.0), (0.01,))
@@ -30,7 +30,7 @@ class Steady:
     def __init__(self) -> None:
         self.looks = 0
         self.over = False
-        self.live = [("", "nobody's"), ("blue", "b1"), ("red", "r1"), ("blue", "b2")]
+        self.live = [("", "no-tenant"), ("blue", "b1"), ("red", "r1"), ("blue", "b2")]
 
     async def look(self) -> FleetView:
         self.looks += 1
@@ -57,7 +57,7 @@ async def take(feed: Feed, viewer: Viewer, number: int) -> list[dict[str, Any]]:
     return taken
 
 
-def test_rates_come_with_the_second_look():
+def test_rates_are_available_from_the_second_sample_on():
     first, second = run(take(Feed(Steady(), interval_s=0.01), ADMIN, 2))
     assert first["now"] is None and first["history"] == []
     assert second["history"] is None
@@ -66,7 +66,7 @@ def test_rates_come_with_the_second_look():
     assert (running, waiting) == (3, 1) and p50 == 0.05 and p99 == 0.099
 
 
-def test_all_who_watch_share_one_look():
+def test_all_viewers_share_one_sample():
     async def main() -> tuple[int, list[list[dict[str, Any]]]]:
         source = Steady()
         feed = Feed(source, interval_s=0.02)
@@ -77,7 +77,7 @@ def test_all_who_watch_share_one_look():
     assert len({frames[-1]["now"][0] for frames in seen}) <= 2
 
 
-def test_nobody_looks_when_nobody_watches():
+def test_nothing_is_sampled_without_viewers():
     async def main() -> tuple[int, int]:
         source = Steady()
         feed = Feed(source, interval_s=0.01)
@@ -90,7 +90,7 @@ def test_nobody_looks_when_nobody_watches():
     assert before == after
 
 
-def test_who_comes_later_gets_the_history():
+def test_a_later_viewer_gets_the_history():
     async def main() -> dict[str, Any]:
         feed = Feed(Steady(), interval_s=0.01)
         await take(feed, ADMIN, 5)
@@ -99,7 +99,7 @@ def test_who_comes_later_gets_the_history():
     assert len(run(main())["history"]) >= 4
 
 
-def test_who_comes_while_another_waits_gets_what_there_is_at_once():
+def test_a_new_viewer_gets_the_last_sample_at_once_while_another_waits():
     async def main() -> None:
         feed = Feed(Steady(), interval_s=5)
         await take(feed, ADMIN, 1)
@@ -112,7 +112,7 @@ def test_who_comes_while_another_waits_gets_what_there_is_at_once():
     run(main())
 
 
-def test_who_comes_back_is_not_shown_what_was_long_ago():
+def test_a_returning_viewer_gets_a_new_sample_instead_of_a_stale_one():
     async def main() -> int:
         source = Steady()
         feed = Feed(source, interval_s=0.01)
@@ -138,7 +138,7 @@ def test_a_slow_reader_gets_the_latest_frame_at_once():
     assert run(main()) == (2, 2)
 
 
-def test_a_watcher_that_leaves_while_it_looks_leaves_the_look_to_another():
+def test_if_the_sampling_viewer_leaves_another_takes_the_sample():
     async def main() -> list[dict[str, Any]]:
         feed = Feed(Steady(), interval_s=0.05)
         await take(feed, ADMIN, 1)
@@ -152,29 +152,29 @@ def test_a_watcher_that_leaves_while_it_looks_leaves_the_look_to_another():
     assert len(run(main())) == 3
 
 
-def test_11_a_tenant_sees_its_own_requests_and_who_has_no_key_sees_none():
+def test_11_a_tenant_sees_its_own_requests_and_a_viewer_without_key_sees_none():
     async def main() -> list[dict[str, Any]]:
         feed = Feed(Steady(), interval_s=0.01)
         viewers = ADMIN, Viewer("blue", admin=False), Viewer("", admin=False), Viewer("", admin=True)
         return [(await take(feed, viewer, 1))[0] for viewer in viewers]
 
     admin, blue, stranger, alone = run(main())
-    assert [request[0] for request in admin["requests"]] == ["nobody's", "b1", "r1", "b2"]
+    assert [request[0] for request in admin["requests"]] == ["no-tenant", "b1", "r1", "b2"]
     assert [request[0] for request in blue["requests"]] == ["b1", "b2"] and blue["total"] == 2
     assert stranger["requests"] == [] and stranger["total"] == 0 and stranger["sees_requests"] is False
     assert len(alone["requests"]) == 4 and alone["sees_requests"] is True
 
 
-def test_no_more_than_so_many_may_watch_and_a_place_is_given_back():
+def test_the_number_of_viewers_is_limited_and_a_leaving_viewer_frees_its_slot():
     feed = Feed(Steady(), most_watchers=2)
     with feed.watching():
-        with feed.watching(), pytest.raises(TooManyWatchers, match="close a dashboard"), feed.watching():
+        with feed.watching(), pytest.raises(TooManyWatchers, match="close one"), feed.watching():
             pass
         with feed.watching():
             pass
 
 
-def test_the_stream_ends_when_there_is_nothing_more_to_see():
+def test_the_stream_ends_when_the_source_ends():
     source = Steady()
     source.over = True
     assert len(run(take(Feed(source, interval_s=0.01), ADMIN, 5))) == 1
@@ -189,7 +189,7 @@ def test_a_frame_of_a_busy_server_has_a_few_kilobytes():
     assert len(msgspec.json.encode(frame)) < 5000
 
 
-def test_a_viewer_that_does_not_read_gives_its_place_back(monkeypatch):
+def test_a_viewer_that_does_not_read_loses_its_slot(monkeypatch):
     monkeypatch.setattr(dashboard, "SEND_TIMEOUT_S", 0.05)
     feed = Feed(Steady(), interval_s=0.01, most_watchers=1)
     sent: list[dict[str, Any]] = []
@@ -215,7 +215,7 @@ def test_a_viewer_that_does_not_read_gives_its_place_back(monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_router_hangs_up_on_an_answer_that_was_given_up(whole):
+def test_a_router_closes_the_connection_of_an_abandoned_answer(whole):
     class Client:
         gone, aborted, ended = False, False, False
 

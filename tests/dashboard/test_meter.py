@@ -1,4 +1,4 @@
-"""Rates and percentiles: growth per source, never negative, and nothing invented."""
+"""Rates and percentiles: growth is computed per source and is never negative."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from headgate.dashboard.meter import Counts, Meter, grown, percentile, together
 
 
-def test_growth_is_taken_field_by_field():
+def test_growth_is_computed_field_by_field():
     then = Counts(tokens=5, aborts={"deadline": 1}, first_token=(1, 2))
     now = Counts(tokens=9, aborts={"deadline": 1, "pause": 3}, first_token=(1, 5))
     assert grown(now, then) == Counts(tokens=4, aborts={"pause": 3}, first_token=(0, 3))
 
 
-def test_a_source_that_was_started_again_counts_from_nothing():
+def test_a_restarted_source_counts_from_zero():
     assert grown(Counts(tokens=3, first_token=(2,)), Counts(tokens=100, first_token=(7,))).tokens == 3
     assert grown(Counts(first_token=(2,)), Counts(first_token=(7,))).first_token == (2,)
 
@@ -25,14 +25,14 @@ def test_sums_take_histograms_of_any_length():
     assert both == Counts(tokens=3, first_token=(1, 1), aborts={"a": 3})
 
 
-def test_a_source_that_has_just_appeared_has_not_grown():
+def test_a_new_source_has_no_growth():
     meter = Meter()
     meter.read(0.0, {"a": Counts(tokens=10)})
     meter.read(1.0, {"a": Counts(tokens=15), "b": Counts(tokens=1_000_000)})
     assert meter.step() == {"a": Counts(tokens=5)}
 
 
-def test_a_source_that_was_silent_for_a_moment_grows_when_it_speaks_again():
+def test_a_source_missing_from_one_reading_grows_when_it_reappears():
     meter = Meter()
     meter.read(0.0, {"a": Counts(tokens=10)})
     meter.read(1.0, {})
@@ -41,15 +41,15 @@ def test_a_source_that_was_silent_for_a_moment_grows_when_it_speaks_again():
     assert meter.step() == {"a": Counts(tokens=20)}
 
 
-def test_a_source_that_has_gone_is_forgotten():
+def test_a_source_that_disappears_is_forgotten():
     meter = Meter(window_s=3)
     meter.read(0.0, {"a": Counts(tokens=1), "b": Counts(tokens=1)})
     for second in range(1, 5):
         meter.read(float(second), {"b": Counts(tokens=1)})
-    assert set(meter.step()) == {"b"} and set(meter._heard_s) == {"b"}
+    assert set(meter.step()) == {"b"} and set(meter._seen_s) == {"b"}
 
 
-def test_the_window_is_as_long_as_it_is():
+def test_the_window_has_its_configured_length():
     meter = Meter(window_s=10)
     for second in range(60):
         meter.read(float(second), {"a": Counts(tokens=7 * second)})
@@ -57,7 +57,7 @@ def test_the_window_is_as_long_as_it_is():
     assert meter.step_s == 1.0 and len(meter._readings) == 11
 
 
-def test_one_reading_is_no_rate():
+def test_one_reading_gives_no_rate():
     meter = Meter()
     assert meter.step() == {} and meter.step_s == 0
     meter.read(0.0, {"a": Counts(tokens=10)})
@@ -75,7 +75,7 @@ def test_one_reading_is_no_rate():
         ((1, 0, 3), 0.99, 2.0),  # beyond the last bound
     ],
 )
-def test_a_percentile_lies_evenly_in_its_bucket(counts, share, expected):
+def test_percentiles_are_interpolated_within_a_bucket(counts, share, expected):
     assert percentile((1.0, 2.0), counts, share) == expected
 
 

@@ -1,4 +1,4 @@
-"""The page and its feed as real servers and routers tell them."""
+"""The page and its feed on real servers and routers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_page_is_served_under_a_strict_policy(url, path):
     assert "frame-ancestors 'none'" in policy and answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline():
+def test_the_page_loads_nothing_from_other_hosts_and_has_no_inline_code():
     for file in ASSETS.iterdir():
         text = file.read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|//cdn|@import|url\(", text), file.name
@@ -58,13 +58,13 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline():
     )
 
 
-def test_every_element_that_the_script_asks_for_is_in_the_page():
+def test_every_element_that_the_script_uses_is_in_the_page():
     html, script = (ASSETS / "page.html").read_text("utf-8"), (ASSETS / "page.js").read_text("utf-8")
     wanted = set(re.findall(r'\$\("([\w-]+)"\)', script))
     assert len(wanted) > 20 and wanted <= set(re.findall(r'\bid="([\w-]+)"', html))
 
 
-def test_the_page_is_no_part_of_the_api(url):
+def test_the_page_is_not_part_of_the_openapi_document(url):
     with client(url) as http:
         assert not [path for path in http.get("/openapi.json").json()["paths"] if path.startswith(page.PATH)]
 
@@ -72,14 +72,14 @@ def test_the_page_is_no_part_of_the_api(url):
 # --------------------------------------------------------------------------------------------------------------- feed
 
 
-def test_the_feed_tells_of_engines_requests_and_rates(server):
-    def is_whole(frame: dict[str, Any]) -> bool:
-        """An engine that this machine did not run for a second has made nothing in it."""
+def test_the_feed_reports_engines_requests_and_rates(server):
+    def is_complete(frame: dict[str, Any]) -> bool:
+        """On a busy machine an engine may have generated nothing for a second; skip such frames."""
         return frame["cards"][0]["state"] == "running" and frame["now"] is not None and frame["now"][1] > 10
 
     with streaming(server.url, "seen-1", "seen-2"), frames(server.url) as coming:
         first = next(coming)
-        last = next(filter(is_whole, islice(coming, 2, 30)))
+        last = next(filter(is_complete, islice(coming, 2, 30)))
     assert first["kind"] == "server" and first["admin"] is True and last["state"] == "running"
     (card,) = last["cards"]
     assert card["state"] == "running" and card["running"] == 2 and card["held"] > 0
@@ -95,7 +95,7 @@ def test_the_feed_tells_of_engines_requests_and_rates(server):
 
 
 @pytest.mark.slow
-def test_the_feed_of_a_router_tells_of_its_workers_together(router):
+def test_the_feed_of_a_router_combines_its_workers(router):
     with streaming(router.url, "far-1", "far-2", "far-3"), frames(router.url) as coming:
         last = list(islice(coming, 5))[-1]
     assert last["kind"] == "router" and last["model"] == "tiny"
@@ -109,7 +109,7 @@ def test_the_feed_of_a_router_tells_of_its_workers_together(router):
 
 
 @pytest.mark.slow
-def test_an_abort_shows_with_its_cause(server):
+def test_an_abort_is_shown_with_its_cause(server):
     with frames(server.url) as coming:
         next(coming)
         with streaming(server.url, "cut-1"), client(server.url) as http:
@@ -119,7 +119,7 @@ def test_an_abort_shows_with_its_cause(server):
 
 
 @pytest.mark.slow
-def test_28_a_pause_shows_and_readers_go_on_reading(server):
+def test_28_a_pause_is_shown_and_the_feed_continues(server):
     with client(server.url) as http, frames(server.url) as coming:
         next(coming)
         assert http.post("/v1/pause", json={"mode": "freeze"}).status_code == 200
@@ -130,7 +130,7 @@ def test_28_a_pause_shows_and_readers_go_on_reading(server):
         assert "running" in [frame["state"] for frame in islice(coming, 3)]
 
 
-def test_a_router_that_ends_leaves_no_viewer_s_connection_open(server):
+def test_a_stopping_router_closes_the_connections_of_viewers(server):
     with ExitStack() as viewing:
         with live_router(server.url) as router:
             coming = viewing.enter_context(frames(router.url))
@@ -139,17 +139,17 @@ def test_a_router_that_ends_leaves_no_viewer_s_connection_open(server):
             list(coming)
 
 
-def test_the_phases_of_an_engine_have_the_page_s_names():
+def test_engine_phases_are_mapped_to_the_names_of_the_page():
     assert [phase_of(phase, 0) for phase in ("preparing", "waiting", "preempted", "loading", "running")] == [
         *("queued", "queued", "queued", "transfer", "prefill")
     ]
     assert phase_of("running", 1) == "decode" and phase_of("queued", 0) == "queued"
-    assert phase_of("waiting", 1) == "decode"  # it has begun since the engine was asked
+    assert phase_of("waiting", 1) == "decode"  # it has started since the engine reported
     assert phase_of("preempted", 1) == "queued"
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_answer_is_shown_and_holds_nobody_up(server):
+def test_a_worker_that_does_not_answer_is_shown_and_delays_no_frame(server):
     with fake_worker(slow="/dashboard/numbers") as fake, live_router(server.url, fake.url) as router:
         began_s = time.monotonic()
         with frames(router.url) as coming:
@@ -159,7 +159,7 @@ def test_a_worker_that_does_not_answer_is_shown_and_holds_nobody_up(server):
     assert next(card for card in last["cards"] if card["id"] == fake.url)["tokens_s"] is None
 
 
-def test_46_no_more_than_so_many_watch_at_once(server):
+def test_46_the_number_of_viewers_is_limited(server):
     watchers: list[tuple[httpx.Client, httpx.Response]] = []
     try:
         for _ in range(MOST_WATCHERS):
@@ -182,7 +182,7 @@ def test_46_no_more_than_so_many_watch_at_once(server):
         assert wait_until(admitted)
 
 
-def test_a_head_of_the_feed_ends(url):
+def test_a_head_request_to_the_feed_ends(url):
     with client(url) as http:
         assert http.head("/dashboard/events").status_code == 200
 
@@ -190,7 +190,7 @@ def test_a_head_of_the_feed_ends(url):
 # --------------------------------------------------------------------------------------------------------------- keys
 
 
-def test_11_on_a_server_with_keys_each_sees_its_own_and_nobody_sees_without(model):
+def test_11_with_keys_each_tenant_of_a_server_sees_its_own_requests_and_a_key_is_required(model):
     with live_server(model, keys=Keys(KEYS, "boss"), **ENGINE) as server, client(server.url) as http:
         assert http.get("/dashboard").status_code == 200
         assert http.get("/dashboard/events").status_code == 401
@@ -202,7 +202,7 @@ def test_11_on_a_server_with_keys_each_sees_its_own_and_nobody_sees_without(mode
     assert {key: frame["admin"] for key, frame in seen.items()} == {"blue-key": False, "red-key": False, "boss": True}
 
 
-def test_11_a_router_with_keys_shows_each_its_own(server):
+def test_11_with_keys_each_tenant_of_a_router_sees_its_own_requests(server):
     with live_router(server.url, api_keys=KEYS, admin_key="boss") as router:
         with client(router.url) as http:
             assert http.get("/dashboard").status_code == 200 and http.get("/dashboard/events").status_code == 401
@@ -212,19 +212,19 @@ def test_11_a_router_with_keys_shows_each_its_own(server):
     assert [request[:2] for request in boss["requests"]] == [["of-blue", "blue"]]
 
 
-def test_a_page_of_somebody_else_s_sees_no_requests(server):
+def test_a_page_of_another_origin_sees_no_requests(server):
     with streaming(server.url, "private"), client(server.url) as http:
         http.headers["Origin"] = "http://evil.example"
         with http.stream("GET", "/dashboard/events") as answer:
-            told = next(line for line in answer.iter_lines() if line.startswith("data: "))
-    assert "private" not in told and '"sees_requests":false' in told
+            event = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    assert "private" not in event and '"sees_requests":false' in event
 
 
 # ---------------------------------------------------------------------------------------------------------------- end
 
 
 @pytest.mark.slow
-def test_a_viewer_does_not_keep_a_server_from_stopping(model):
+def test_an_open_dashboard_does_not_delay_a_stopping_server(model):
     with serving(model, "--device", "cpu") as served:
         ended = threading.Event()
 
@@ -240,6 +240,6 @@ def test_a_viewer_does_not_keep_a_server_from_stopping(model):
         assert watching.wait(10)
         began_s = time.monotonic()
         assert served.stop() == 0
-        assert time.monotonic() - began_s < 4.5, "it waited for the viewer until its patience was over"
+        assert time.monotonic() - began_s < 4.5, "the server waited for the viewer until its drain timeout"
         assert ended.wait(5), "the viewer's stream broke instead of ending"
         thread.join(5)

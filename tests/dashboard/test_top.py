@@ -1,4 +1,4 @@
-"""`headgate top`: a frame in a terminal."""
+"""`headgate top`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shown(frame: Frame, width: int = 120, height: int = 40) -> str:
     return "\n".join(map(plain, lines))
 
 
-def test_a_frame_has_everything_at_a_glance():
+def test_a_frame_shows_rates_members_and_requests():
     text = shown(frame())
     for word in ("running", "1,234", "12 ms / 500 ms", "0.9 ms / 20 ms", "75%", "client disconnect 3", "2 resumes"):
         assert word in text, word
@@ -52,27 +52,27 @@ def test_a_frame_has_everything_at_a_glance():
     assert "req-1" in text and "42" in text and "blue" in text
 
 
-def test_a_small_terminal_cuts_and_does_not_wrap():
+def test_lines_are_truncated_in_a_small_terminal():
     many = [RequestView(f"req-{number}", "", "chat", "queued", 1.0, 0, None) for number in range(50)]
     text = shown(frame(requests=many, total=5000), width=40, height=16)
     assert "req-0" in text and "more" in text and "req-49" not in text
 
 
-def test_names_that_clients_give_cannot_move_the_cursor():
+def test_names_given_by_clients_cannot_move_the_cursor():
     assert "\x1b" not in shown(frame(requests=[RequestView("a\x1b[2J", "\x07", "chat", "decode", 1.0, 1, None)]))
 
 
-def test_who_has_no_key_is_told_so():
+def test_a_missing_key_is_pointed_out():
     assert "--api-key" in shown(frame(requests=[], sees_requests=False))
     assert "measuring" in shown(frame(now=None))
 
 
-def test_a_sparkline_goes_from_low_to_high():
+def test_a_sparkline_scales_to_the_maximum():
     assert sparkline([0, 1, 2, 4]) == "▁▃▅█" and sparkline([]) == "" and sparkline([0, 0]) == "▁▁"
 
 
 @pytest.mark.parametrize("which", ["server", "router"])
-def test_once_prints_one_frame_of_what_runs(which, request, capsys):
+def test_once_prints_one_frame(which, request, capsys):
     url = request.getfixturevalue(which).url
     with streaming(url, "watched-1"):
         assert cli.main(["top", url, "--once"], {}) == 0
@@ -80,7 +80,7 @@ def test_once_prints_one_frame_of_what_runs(which, request, capsys):
     assert "watched-1" in text and "decode" in text and which in text and "\x1b" not in text
 
 
-def test_a_server_that_is_not_there_is_an_error_in_a_sentence(capsys):
+def test_top_reports_an_unreachable_server_in_one_sentence(capsys):
     assert cli.main(["top", "http://127.0.0.1:9", "--once"], {}) == cli.FAILED
     assert "127.0.0.1:9 cannot be reached" in capsys.readouterr().err
 
@@ -90,7 +90,7 @@ def test_an_empty_key_is_refused(capsys):
     assert "HEADGATE_ADMIN_KEY" in capsys.readouterr().err
 
 
-def test_q_quits_and_the_terminal_is_given_back(server):
+def test_q_quits_and_restores_the_terminal(server):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         command("top", server.url), stdin=theirs, stdout=theirs, stderr=theirs, env=clean_environment(TERM="xterm")
@@ -98,7 +98,7 @@ def test_q_quits_and_the_terminal_is_given_back(server):
     os.close(theirs)
     try:
         seen = read_until(ours, b"KV BLOCKS", 60)
-        assert b"\x1b[?1049h" in seen  # a screen of its own
+        assert b"\x1b[?1049h" in seen  # the alternate screen
         os.write(ours, b"q")
         assert process.wait(60) == 0
         assert b"\x1b[?1049l" in read_until(ours, b"\x1b[?1049l", 60)

@@ -1,4 +1,4 @@
-"""What a viewer of the dashboard sees, and requests for it to see."""
+"""Helpers for tests of the dashboard: frames as a viewer gets them, and requests to show."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def first_frame(url: str, key: str | None = None) -> dict[str, Any]:
 def streaming(
     url: str, *ids: str, key: str | None = None, tokens: int = 30_000, prompt: str = "Tell of it"
 ) -> Iterator[None]:
-    """Long answers under these ids, each of which has begun; their clients leave at the end."""
+    """Long answers with these ids, all of them started; their clients disconnect at the end of the block."""
     leave = threading.Event()
     begun = [threading.Event() for _ in ids]
 
@@ -56,7 +56,7 @@ def streaming(
     for thread in threads:
         thread.start()
     try:
-        assert all(started.wait(60) for started in begun), "some stream has not begun"
+        assert all(started.wait(60) for started in begun), "a stream has not started"
         yield
     finally:
         leave.set()

@@ -1,6 +1,6 @@
-"""Every property with many inputs, and how many there were: `python -m tests.fuzzing [TIMES]`.
+"""Runs every property with many inputs and prints their number: `python -m tests.fuzzing [TIMES]`.
 
-`TIMES` is by how much more than in the quick tests. Ends with 1 if a property does not hold.
+`TIMES` multiplies the number of inputs of the quick tests. Exits with 1 if a property does not hold.
 """
 
 from __future__ import annotations

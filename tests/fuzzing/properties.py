@@ -1,4 +1,4 @@
-"""Properties, and how many inputs they are tried with."""
+"""The `fuzzed` decorator, and the number of inputs per property."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-MANY = 200  # times as many in the slow test
-LONGEST_S = 20.0  # of processor time for one input, on a slow machine; what has no bound takes far longer
+MANY = 200  # factor of inputs in the slow test
+LONGEST_S = 20.0  # of CPU time for one input on a slow machine; unbounded work takes far longer
 
 
 @dataclass
@@ -38,7 +38,7 @@ PROPERTIES: list[Property] = []
 
 
 def fuzzed(inputs: st.SearchStrategy[Any], *, few: int) -> Callable[[Callable[[Any], object]], Callable[..., None]]:
-    """A test of a function that must not raise, whatever it is given."""
+    """Make tests of a function that must not raise for any input."""
 
     def declare(check: Callable[[Any], object]) -> Callable[..., None]:
         PROPERTIES.append(tried := Property(check.__name__, check, inputs, few))
@@ -47,7 +47,7 @@ def fuzzed(inputs: st.SearchStrategy[Any], *, few: int) -> Callable[[Callable[[A
             "times", [pytest.param(1, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
         )
         def test(times: int) -> None:
-            # The same few every time: a test that fails now and then says nothing about a change.
+            # The same inputs every time: a flaky test would not point to the change that broke it.
             tried.run(few * times, derandomize=times == 1, database=None)
 
         test.__doc__ = check.__doc__
@@ -87,7 +87,7 @@ odd_values = st.recursive(
 
 @st.composite
 def damaged(draw: Any, valid: bytes) -> bytes:
-    """`valid` with some of its bytes changed, cut out, doubled or put in."""
+    """`valid` with some of its bytes changed, removed, duplicated or inserted."""
     data = bytearray(valid)
     for _ in range(draw(st.integers(0, 6))):
         at = draw(st.integers(0, len(data)))
@@ -112,7 +112,7 @@ def damaged(draw: Any, valid: bytes) -> bytes:
 
 @st.composite
 def replaced(draw: Any, valid: Any) -> Any:
-    """A JSON-like value in which some part has become something else."""
+    """A JSON-like value in which some part is replaced."""
     value = valid
     for _ in range(draw(st.integers(1, 3))):
         value = _replace_one(draw, value)

@@ -1,4 +1,4 @@
-"""Bodies of requests: whatever is in them, the answer is 200 or a 4xx that says why, and the engine gets whole requests."""
+"""Request bodies: any body gets a 200 or a 4xx with a reason, and the engine gets only valid requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ BODIES = {
 }
 
 
-async def said(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+async def answered(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
     scores = Logprobs(-1.0, (104,), (-1.0,))
     if request.sampling.prompt_logprobs is not None:
         yield Chunk(prompt_logprobs=[scores] * (len(request.prompt) - 1))
@@ -111,7 +111,7 @@ def folder() -> Path:
 
 @cache
 def app() -> ServerApp:
-    return scripted_app(folder(), ScriptedEngines(said))
+    return scripted_app(folder(), ScriptedEngines(answered))
 
 
 @cache
@@ -175,13 +175,13 @@ def test_any_body_is_answered_or_refused_with_a_reason(drawn: tuple[str, bytes])
 
 
 @pytest.mark.parametrize("path", sorted(BODIES))
-def test_what_is_hardly_json_is_refused_with_a_reason(path: str):
+def test_almost_valid_json_is_refused_with_a_reason(path: str):
     for body in ODD:
         check(path, body)
 
 
-def test_the_bodies_that_are_broken_here_are_good_ones():
-    """Or nothing would be tried but the first check."""
+def test_the_undamaged_bodies_are_valid():
+    """Otherwise only the first check would be tested."""
     for path, body in BODIES.items():
         if path != "/v1/abort_requests":
             status, answer = post(path, json.dumps(body).encode())
@@ -215,7 +215,7 @@ SHARED = {
 
 
 @fuzzed(st.one_of(*map(replaced, (UPDATE, GROUP, SHARED)), odd_values), few=30)
-def test_an_update_is_understood_or_refused(body: Any) -> None:
+def test_any_update_body_is_accepted_or_refused(body: Any) -> None:
     with suppress(RequestError):
         assert isinstance(source_of(convert(body, UpdateRequest, "")), Source)
 
@@ -224,7 +224,7 @@ def test_an_update_is_understood_or_refused(body: Any) -> None:
 
 
 @fuzzed(odd_text, few=30)
-def test_any_text_is_tokenised_and_comes_back(text: str) -> None:
+def test_any_text_survives_tokenising_and_detokenising(text: str) -> None:
     ids = tokenizer().encode(text, add_special=False)
     assert all(0 <= id < tokenizer().vocab_size for id in ids)
     assert tokenizer().decode(ids, skip_special=False) == text

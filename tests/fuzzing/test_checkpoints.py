@@ -1,4 +1,4 @@
-"""Files of models: whatever stands in a header, it is read or refused with a sentence, and takes no more than its file."""
+"""Model files: any header is read or refused with one sentence, without allocating more than the file's size."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ def refusal(content: bytes, folder: Path) -> str:
         ({"a": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}}, "True is not a size"),
     ],
 )
-def test_a_header_that_lies_is_refused_with_what_is_wrong(header: Any, sentence: str, tmp_path: Path):
+def test_a_false_header_is_refused_with_the_reason(header: Any, sentence: str, tmp_path: Path):
     assert sentence in refusal(safetensors(header), tmp_path)
 
 
-def test_a_header_without_end_is_refused_before_it_is_read(tmp_path: Path):
+def test_an_oversized_header_is_refused_before_it_is_read(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.write((2**40).to_bytes(8, "little"))
-        file.truncate(2**41)  # a hole, which takes no room
+        file.truncate(2**41)  # sparse, so that it takes no disk space
     with pytest.raises(BrokenCheckpoint, match="at most 100000000 are read"), SafetensorsFiles([path]) as source:
         source.metadata()
 
@@ -132,7 +132,7 @@ ENGINE = EngineConfig(device="cpu", backend="torch", kv_blocks=16, max_running=2
 
 
 def tiny_folder(folder: Path, architecture: str, claims: dict[str, Any]) -> Path:
-    """A model whose config says something else than its weights."""
+    """A model whose config contradicts its weights."""
     tiny_model(folder, architecture)
     (folder / "config.json").write_text(json.dumps(tiny_config(architecture, "float32") | claims))
     return folder
@@ -151,7 +151,7 @@ def claims(draw: Any) -> tuple[str, dict[str, Any]]:
 
 
 @fuzzed(claims(), few=40)
-def test_whatever_numbers_a_config_claims_it_is_served_or_refused(drawn: tuple[str, dict[str, Any]]) -> None:
+def test_any_numbers_in_a_config_are_served_or_refused(drawn: tuple[str, dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder, suppress(HeadgateError):
         build_device(tiny_folder(Path(folder), *drawn), ENGINE).executor.close()
 
@@ -186,7 +186,7 @@ def test_positions_that_memory_cannot_hold_are_refused_before_the_tables_are_mad
 
 @cache
 def gguf_head() -> tuple[bytes, int]:
-    """The header of a file, and how long the file is."""
+    """The header of a GGUF file, and the size of the file."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_gguf(Path(folder, "m.gguf"))
         start = min(tensor.start for tensor in read_gguf(path).tensors.values())
@@ -236,12 +236,12 @@ VALUES = (
 def gguf_heads(draw: Any) -> bytes:
     head, _ = gguf_head()
     if draw(st.booleans()):
-        # Where the numbers are; most of the header is vocabulary.
+        # Damage the part with the numbers; most of the header is vocabulary.
         return draw(damaged(head[:700])) + head[700:]
     fields = draw(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES)), min_size=1, max_size=3))
     more = b"".join(len(name).to_bytes(8, "little") + name + value for name, value in fields)
     kept = int.from_bytes(head[16:24], "little")
-    # Last wins: what the file says first is said again.
+    # The last entry wins, so repeat a field with another value.
     at = head.index(b"token_embd.weight") - 8 if draw(st.booleans()) else 24
     return head[:16] + (kept + len(fields)).to_bytes(8, "little") + head[24:at] + more + head[at:]
 

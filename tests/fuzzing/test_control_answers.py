@@ -1,4 +1,4 @@
-"""What a worker may answer to a control call or a probe: malformed JSON is that worker's error, and never a 500."""
+"""Answers of workers to control calls and probes: malformed JSON is that worker's error, never a 500."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
 
 
 def right(path: str) -> dict[str, Any]:
-    """What a healthy worker would answer."""
+    """The answer of a healthy worker."""
     match path.removeprefix("/v1/").partition("/")[0]:
         case "abort_requests":
             aborted = {"request_id": "one", "output_token_count": 3}
@@ -89,11 +89,11 @@ class Speaking(Connection):
 
 
 class Speaker(Mock):
-    """Answers control calls as a healthy worker does, or with a lie."""
+    """Answers control calls like a healthy worker, or with a malformed body."""
 
     lie: Callable[[str], bytes] | None = None
     lies_in_probes = False
-    hangs = False  # answers probes, and nothing else
+    hangs = False  # answers only probes
 
     async def start(self) -> Mock:
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -117,7 +117,7 @@ BODIES = st.one_of(
 
 @st.composite
 def mutations(draw: Any) -> Callable[[str], bytes]:
-    """A right answer in which one value, anywhere, is another, or a body of any shape."""
+    """A valid answer with one value replaced, or a body of any shape."""
     if draw(st.booleans()):
         body: bytes = draw(BODIES)
         return lambda _: body
@@ -199,7 +199,7 @@ def test_70_a_malformed_probe_is_its_workers_failure_alone(lies: list[Callable[[
     with_pair(main, probe_interval_s=0.02)
 
 
-def test_70_a_worker_that_answers_a_pause_with_nonsense_is_named():
+def test_70_a_worker_that_answers_a_pause_with_garbage_is_named():
     async def main(liar: Speaker, honest: Speaker, router: Router, url: str) -> None:
         liar.lie = lambda _: b'{"result": {"state": 7}}'
         answer = await call(url, "POST", "/v1/pause", {"timeout": 2})
@@ -219,8 +219,8 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("path", "lie"), UNREADABLE)
-def test_70_an_answer_that_is_passed_on_is_text_as_a_whole(path: str, lie: bytes):
-    """Only the fields that a router reads were checked."""
+def test_70_a_relayed_answer_is_validated_as_a_whole(path: str, lie: bytes):
+    """Regression: only the fields that a router reads were checked."""
 
     async def main(liar: Speaker, honest: Speaker, router: Router, url: str) -> None:
         liar.lies_in_probes, liar.lie = True, lambda _: lie

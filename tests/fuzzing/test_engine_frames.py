@@ -1,4 +1,4 @@
-"""Frames between API and engine: whatever bytes come, neither of them ends."""
+"""Frames between API and engine: no bytes make either process exit."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ encode = msgspec.msgpack.encode
 
 
 def frames(messages: tuple[Any, ...]) -> st.SearchStrategy[bytes]:
-    """Of `messages`, broken in their bytes or in their meaning."""
+    """Frames of `messages`, damaged in their bytes or in their values."""
     whole = [encode(message) for message in messages]
-    plain = [msgspec.msgpack.decode(frame) for frame in whole]
+    decoded = [msgspec.msgpack.decode(frame) for frame in whole]
     broken = st.sampled_from(whole).flatmap(damaged)
-    changed = st.sampled_from(plain).flatmap(replaced).map(packed)
+    changed = st.sampled_from(decoded).flatmap(replaced).map(packed)
     return st.one_of(broken, changed, st.sampled_from(whole), st.binary(max_size=40), st.just(b"\x91" * 2000))
 
 
@@ -113,7 +113,7 @@ def packed(value: Any) -> bytes:
 
 
 @fuzzed(st.lists(st.lists(frames(MESSAGES), max_size=3), min_size=1, max_size=10), few=15)
-def test_an_engine_answers_pings_after_whatever_it_was_sent(sent: list[list[bytes]]) -> None:
+def test_an_engine_answers_pings_after_any_frames(sent: list[list[bytes]]) -> None:
     with tempfile.TemporaryDirectory(prefix="headgate-") as folder, zmq.Context() as context:
         address = f"ipc://{folder}/e"
         posted: list[Message] = []
@@ -128,8 +128,8 @@ def test_an_engine_answers_pings_after_whatever_it_was_sent(sent: list[list[byte
             try:
                 while client.poll(20_000):
                     with suppress(*UNREADABLE):
-                        told = msgspec.msgpack.decode(client.recv(), type=Pong)
-                        if told.number == 2**40:
+                        answer = msgspec.msgpack.decode(client.recv(), type=Pong)
+                        if answer.number == 2**40:
                             break
                 else:
                     pytest.fail("no answer")
@@ -139,14 +139,14 @@ def test_an_engine_answers_pings_after_whatever_it_was_sent(sent: list[list[byte
 
 
 @fuzzed(st.lists(frames(MESSAGES), min_size=1, max_size=8), few=20)
-def test_an_engine_goes_on_after_whatever_could_be_read(sent: list[bytes]) -> None:
+def test_an_engine_keeps_running_after_any_decodable_message(sent: list[bytes]) -> None:
     harness = Harness()
     for frame in sent:
         with suppress(*UNREADABLE):
             message = msgspec.msgpack.decode(frame, type=FromClient)
             if isinstance(message, Message):
                 harness.loop.post(message)
-                harness.loop.post(CommandCall(0, 2**50, ListSequences()))  # so that a turn does not wait
+                harness.loop.post(CommandCall(0, 2**50, ListSequences()))  # so that the turn does not block
                 harness.loop.turn()
     harness.clock.now_s += 10_000.0
     for command in (Stop(None, "shutdown", 0.0), Wake(), Resume()):
@@ -165,15 +165,15 @@ def test_an_engine_goes_on_after_whatever_could_be_read(sent: list[bytes]) -> No
 
 
 @fuzzed(st.lists(frames(FROM_ENGINE), min_size=1, max_size=4), few=15)
-def test_an_engine_that_cannot_be_understood_is_dead_and_nothing_else(sent: list[bytes]) -> None:
+def test_an_engine_that_sends_garbage_is_considered_dead_and_nothing_else_breaks(sent: list[bytes]) -> None:
     async def main(address: str) -> None:
         client = ClientChannel(address, 0)
         try:
             client.send(Hello(PROTOCOL, 0))
             for _ in sent:
                 with suppress(EngineDead):
-                    told = await asyncio.wait_for(client.receive(), 60)
-                    assert isinstance(told, Welcome | Pong | StepOutputs | CommandAnswer)
+                    message = await asyncio.wait_for(client.receive(), 60)
+                    assert isinstance(message, Welcome | Pong | StepOutputs | CommandAnswer)
         finally:
             client.close()
 
@@ -197,7 +197,7 @@ def test_an_engine_that_cannot_be_understood_is_dead_and_nothing_else(sent: list
 @pytest.mark.parametrize(
     "frame", [b"\x93\xa5abort\x90\xa1\xff", b"\x92\xa5hel\xff\xff\x01"], ids=["a cause", "a tag"]
 )
-def test_text_that_is_no_text_is_dropped_like_any_other_nonsense(frame: bytes, tmp_path: Path):
+def test_invalid_utf8_is_dropped_like_any_invalid_frame(frame: bytes, tmp_path: Path):
     posted: list[Message] = []
     engine = EngineChannel(
         f"ipc://{tmp_path}/e", INFO, post=posted.append, status=lambda: (0.0, EngineStatus(0.0, False))

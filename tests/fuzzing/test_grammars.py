@@ -1,4 +1,4 @@
-"""JSON schemas, patterns and grammars: exponential and endless ones are taken or refused, in bounded time and memory."""
+"""JSON schemas, patterns and grammars: any is accepted or refused, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ schemas = st.recursive(
 
 
 @fuzzed(st.one_of(replaced(SCHEMA), schemas), few=20)
-def test_any_schema_is_taken_or_refused(schema: Any) -> None:
+def test_any_schema_is_accepted_or_refused(schema: Any) -> None:
     with suppress(RequestError):
         json_schema(schema)
 
@@ -107,7 +107,7 @@ patterns = st.recursive(
 
 
 @fuzzed(st.one_of(patterns, odd_text), few=20)
-def test_any_pattern_is_taken_or_refused(pattern: str) -> None:
+def test_any_pattern_is_accepted_or_refused(pattern: str) -> None:
     with suppress(RequestError):
         regex(pattern)
 
@@ -134,7 +134,7 @@ RULES = st.sampled_from(
 @fuzzed(
     st.lists(st.tuples(st.sampled_from(("start", "a", "b", "A")), st.lists(RULES, max_size=4)), max_size=5), few=20
 )
-def test_any_grammar_is_taken_or_refused(rules: list[tuple[str, list[str]]]) -> None:
+def test_any_grammar_is_accepted_or_refused(rules: list[tuple[str, list[str]]]) -> None:
     with suppress(RequestError):
         checked("\n".join(f"{name}: {' | '.join(sides)}" for name, sides in rules) or "x")
 
@@ -143,9 +143,9 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "s
 
 
 @fuzzed(st.tuples(replaced(TOOLS), replaced({"type": "function", "function": {"name": "f"}})), few=30)
-def test_any_tools_are_taken_or_refused(drawn: tuple[Any, Any]) -> None:
+def test_any_tools_are_accepted_or_refused(drawn: tuple[Any, Any]) -> None:
     tools, choice = drawn
-    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):  # as the body's type has it
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):  # as the type of the body requires
         with suppress(RequestError):
             constraint_for(tools=tools, tool_choice=choice if isinstance(choice, str | dict) else None)
 
@@ -158,7 +158,7 @@ def nested(levels: int, *keys: str) -> dict[str, Any]:
 
 
 def ladder(levels: int, keyword: str) -> dict[str, Any]:
-    """Every step stands twice on the next."""
+    """A schema in which every level refers to the next one twice."""
     steps = {f"s{i}": {keyword: [{"$ref": f"#/$defs/s{i + 1}"}] * 2} for i in range(levels)}
     return {"$ref": "#/$defs/s0", "$defs": steps | {f"s{levels}": {"type": "string"}}}
 
@@ -184,7 +184,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hostile_schemas_take_bounded_time_and_memory_and_do_not_end_the_process() -> None:
-    """In a process of its own, and in a thread, whose stack is what it has in a server."""
+    """In a separate process, and in a thread, whose stack is as large as in a server."""
     program = """
         import resource, threading, time
         from tests.fuzzing.test_grammars import HOSTILE, refused
@@ -207,25 +207,25 @@ def test_hostile_schemas_take_bounded_time_and_memory_and_do_not_end_the_process
     assert float(longest_s) < 10 and int(kilobytes) < 1_500_000 and int(count) == len(HOSTILE)
 
 
-def test_patterns_that_must_match_together_are_tried_in_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch):
-    """Two more of them take ten times as long, and nothing in a process can stop that; the limits of another one can."""
-    asked: list[str] = []
+def test_patterns_that_must_match_together_are_compiled_in_a_separate_process(monkeypatch: pytest.MonkeyPatch):
+    """Two more patterns take ten times as long. Only the limits of a separate process can stop that."""
+    tried: list[str] = []
 
     def refuse(grammar: str) -> str:
-        asked.append(grammar)
+        tried.append(grammar)
         return trial.TOO_MUCH
 
     monkeypatch.setattr(trial, "tried", refuse)
     for schema in (HOSTILE["patterns that meet"], HOSTILE["patterns of properties"]):
         with pytest.raises(RequestError, match="let fewer patterns apply"):
             json_schema(schema)
-    assert len(asked) == 2
+    assert len(tried) == 2
     assert json_schema({"properties": {"a": {"pattern": "^a+$"}, "b": {"pattern": "^b+$"}}})
-    assert len(asked) == 2
+    assert len(tried) == 2
 
 
 @pytest.mark.slow
-def test_a_trial_ends_when_its_time_is_up_and_finds_what_is_wrong() -> None:
+def test_a_trial_compilation_ends_at_its_timeout_and_reports_errors() -> None:
     assert trial.tried(f"start: %json {json.dumps(HOSTILE['patterns that meet'])}") == trial.TOO_MUCH
     assert trial.tried('start: %json {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}') == ""
     assert "wat" in trial.tried('start: %json {"type": "wat"}')
@@ -240,7 +240,7 @@ def refused(schema: Any) -> bool:
 
 
 @fuzzed(odd_values, few=30)
-def test_any_response_format_is_taken_or_refused(value: Any) -> None:
+def test_any_response_format_is_accepted_or_refused(value: Any) -> None:
     if isinstance(value, dict):
         with suppress(RequestError):
             constraint_for(response_format=value)

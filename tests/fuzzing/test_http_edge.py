@@ -1,4 +1,4 @@
-"""The router's HTTP edge: whatever a client sends, in whatever pieces, it is answered or refused in HTTP."""
+"""The router's HTTP parser: any bytes, in any pieces, get a valid HTTP answer or refusal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Seen = tuple[str, bytes, tuple[tuple[bytes, bytes], ...], bytes]
 
 
 class Pipe:
-    """A transport that keeps what is written."""
+    """A transport that records what is written."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -62,7 +62,7 @@ class Echo:
 
 
 def talk(pieces: list[bytes], connections: Connections | None = None) -> tuple[list[Seen], bytes]:
-    """What the handler saw of a connection that sends these, and what the client got."""
+    """The requests that the handler saw on a connection with these bytes, and the bytes that the client got."""
     echo = Echo()
     if connections is None:
         connections = Connections(echo.handle, MOST_BODY)
@@ -85,7 +85,7 @@ def talk(pieces: list[bytes], connections: Connections | None = None) -> tuple[l
 
 
 class Answers:
-    """The answers in what a client got; nonsense raises."""
+    """Parses the answers that a client got; raises if they are invalid."""
 
     def __init__(self, data: bytes) -> None:
         self.statuses: list[int] = []
@@ -159,7 +159,7 @@ LINES = (
 
 @st.composite
 def requests(draw: Any) -> bytes:
-    """Requests as somebody would write them who wants two readers to disagree."""
+    """Requests that try to make two parsers disagree."""
     sent = b""
     for _ in range(draw(st.integers(1, 3))):
         lines = [draw(st.sampled_from(LINES)), *draw(st.lists(st.sampled_from(HEADERS), max_size=4))]
@@ -187,7 +187,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @fuzzed(streams, few=20)
-def test_whatever_bytes_come_every_answer_is_http_and_none_is_a_mistake_of_ours(data: bytes) -> None:
+def test_any_bytes_get_a_valid_http_answer_that_is_not_a_500(data: bytes) -> None:
     seen, written = talk([data])
     statuses = Answers(written).statuses
     assert set(statuses) <= {200, 400, 413, 429, 431}
@@ -195,7 +195,7 @@ def test_whatever_bytes_come_every_answer_is_http_and_none_is_a_mistake_of_ours(
 
 
 @fuzzed(st.tuples(streams, cuts), few=20)
-def test_the_same_requests_are_seen_however_their_bytes_are_cut(drawn: tuple[bytes, list[int]]) -> None:
+def test_the_same_requests_are_seen_however_their_bytes_are_split(drawn: tuple[bytes, list[int]]) -> None:
     data, places = drawn
     whole, byte_by_byte = talk([data]), talk([bytes([byte]) for byte in data])
     in_pieces = talk(cut(data, places))
@@ -204,7 +204,7 @@ def test_the_same_requests_are_seen_however_their_bytes_are_cut(drawn: tuple[byt
 
 
 @fuzzed(st.tuples(streams, cuts), few=30)
-def test_a_head_that_is_known_again_is_read_as_if_it_were_not(drawn: tuple[bytes, list[int]]) -> None:
+def test_a_cached_head_is_parsed_like_an_uncached_one(drawn: tuple[bytes, list[int]]) -> None:
     data, places = drawn
     fresh, _ = talk([data])
     known = Connections(Echo().handle, MOST_BODY)
@@ -218,8 +218,8 @@ def test_a_head_that_is_known_again_is_read_as_if_it_were_not(drawn: tuple[bytes
 
 
 @fuzzed(requests(), few=20)
-def test_no_other_reader_finds_another_body_in_what_we_take(data: bytes) -> None:
-    """The one thing that smuggling needs is that two readers disagree about where a request ends."""
+def test_another_parser_finds_the_same_bodies_in_accepted_requests(data: bytes) -> None:
+    """Request smuggling requires that two parsers disagree about the end of a request."""
     ours = [body for _, _, _, body in talk([data])[0]]
     theirs = bodies_by_h11(data)
     both = min(len(ours), len(theirs))
@@ -227,7 +227,7 @@ def test_no_other_reader_finds_another_body_in_what_we_take(data: bytes) -> None
 
 
 def bodies_by_h11(data: bytes) -> list[bytes]:
-    """As far as h11, which is somebody else's parser, goes along."""
+    """The bodies as parsed by h11, up to the first request that it refuses."""
     connection, bodies, current = h11.Connection(h11.SERVER), [], b""
     connection.receive_data(data)
     try:
@@ -247,8 +247,8 @@ def bodies_by_h11(data: bytes) -> list[bytes]:
         return bodies
 
 
-def test_a_trailer_is_no_header():
-    """Or whoever filters headers in front of us would have looked too early."""
+def test_a_trailer_is_not_treated_as_a_header():
+    """Otherwise it would bypass a proxy that filters headers."""
     chunked = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + BODIES[7]
     ((_, _, headers, body),), _ = talk([chunked])
     assert (headers, body) == (((b"transfer-encoding", b"chunked"),), b"abc")
@@ -262,6 +262,6 @@ def test_a_trailer_is_no_header():
         b"content-length: 3\r\ncontent-length: 3\r\n",
     ],
 )
-def test_a_head_that_can_be_read_in_two_ways_is_refused(headers: bytes):
+def test_an_ambiguous_head_is_refused(headers: bytes):
     seen, written = talk([b"POST / HTTP/1.1\r\n" + headers + b"\r\nabc"])
     assert seen == [] and Answers(written).statuses == [400]

@@ -1,4 +1,4 @@
-"""Chat templates are programs from the internet: whatever they try, it ends, soon, with a prompt or a sentence."""
+"""Chat templates are untrusted programs: each ends, in bounded time, with a prompt or one sentence of error."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ START = "{% set ns = namespace(x=['ab']) %}"
 
 
 def rendered(source: str, messages: list[Any] | None = None, limits: TemplateLimits = LIMITS, **more: Any) -> str:
-    """The prompt, or the sentence with which it is refused."""
+    """The prompt, or the error message of the refusal."""
     try:
         return ChatTemplate(source, limits=limits).render(messages or [USER], **more)
     except (RequestError, BrokenCheckpoint) as error:
@@ -177,7 +177,7 @@ def test_any_program_ends_with_a_prompt_or_a_sentence(source: str) -> None:
 @fuzzed(
     damaged(b"{% for m in messages %}{{ m.role ~ '\\n' }}{% if m.x %}{{ m | tojson }}{% endif %}{% endfor %}"), few=20
 )
-def test_a_damaged_template_is_named_or_renders(source: bytes) -> None:
+def test_a_damaged_template_renders_or_is_refused_by_name(source: bytes) -> None:
     rendered(source.decode(errors="replace"))
 
 
@@ -198,14 +198,14 @@ def test_any_message_is_rendered_or_refused(drawn: tuple[list[Any], Any]) -> Non
     ),
     few=20,
 )
-def test_the_arguments_of_a_call_are_read_or_left_as_they_are(arguments: str) -> None:
+def test_tool_call_arguments_are_parsed_or_left_unchanged(arguments: str) -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}]
     rendered("{{ messages[0].tool_calls | tojson }}", [{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 # -------------------------------------------------------------------------------------------- what was found to be open
 
-# A list that holds the one before it ten times, forty deep: small to make, endless to read.
+# A list that contains the previous one ten times, forty levels deep: cheap to build, endless to traverse.
 ENDLESS = "{% set a = ['aaaa'] %}" + "{% set a = [a, a, a, a, a, a, a, a, a, a] %}" * 40
 TWINS = ENDLESS + "{% set b = ['aaaa'] %}" + "{% set b = [b, b, b, b, b, b, b, b, b, b] %}" * 40
 TUPLES = "{% set a = ('a',) %}" + "{% set a = (a, a, a, a, a, a, a, a, a, a) %}" * 40
@@ -227,7 +227,7 @@ HOSTILE = {
     "join with it": ENDLESS + "{{ ['a', 'b'] | join(a) }}",
     "complain with it": ENDLESS + "{{ raise_exception(a) }}",
     "compare it": TWINS + "{{ a == b }}",
-    "look for it": TWINS + "{{ a in [b] }}",
+    "search for it": TWINS + "{{ a in [b] }}",
     "find its index": TWINS + "{{ [b].index(a) }}",
     "test it": TWINS + "{{ a is eq(b) }}",
     "select by it": TWINS + "{{ [b] | select('equalto', a) | list | length }}",
@@ -248,7 +248,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("attempt", sorted(HOSTILE))
-def test_a_hostile_template_takes_no_more_than_its_share(attempt: str) -> None:
+def test_a_hostile_template_takes_bounded_time(attempt: str) -> None:
     assert len(rendered(HOSTILE[attempt])) <= LIMITS.chars + 300
 
 
@@ -288,8 +288,8 @@ def test_a_template_that_cannot_be_compiled_is_named(kind: str) -> None:
         ChatTemplate(TOO_DEEP[kind])
 
 
-def test_what_templates_of_the_field_do_is_still_allowed() -> None:
-    """The shapes that the templates of common models use."""
+def test_constructs_of_common_templates_are_allowed() -> None:
+    """The constructs that templates of common models use."""
     source = """
 {%- set ns = namespace(found=false, last=messages[-1]) %}
 {%- for m in messages %}
@@ -310,5 +310,5 @@ def test_what_templates_of_the_field_do_is_still_allowed() -> None:
 
 
 def test_a_date_format_is_short() -> None:
-    """Each of its characters may stand for two hundred and fifty."""
+    """Each of its characters may expand to two hundred and fifty."""
     assert "a date format of 18000 characters is too long" in rendered(HOSTILE["format a date at length"])

@@ -1,4 +1,4 @@
-"""Connections between engines: whatever bytes come, the next transfer arrives whole."""
+"""Connections between engines: after any bytes, the next transfer arrives complete."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_header_is_read_or_refused(data: bytes) -> None:
 
 
 @fuzzed(st.lists(from_clients, min_size=1, max_size=5), few=8)
-def test_37_whatever_a_stranger_says_to_an_engine_others_get_their_blocks(sent: list[bytes]) -> None:
+def test_37_garbage_on_one_connection_does_not_affect_other_transfers(sent: list[bytes]) -> None:
     with peers() as (p, d):
         p.offer(7, THEIRS)
         address = parse_address(p.transport.address)
@@ -91,7 +91,7 @@ def test_37_whatever_a_stranger_says_to_an_engine_others_get_their_blocks(sent: 
 
 
 @fuzzed(from_servers, few=15)
-def test_39_whatever_an_engine_answers_a_fetch_ends_once_and_believes_nothing_damaged(answer: bytes) -> None:
+def test_39_a_fetch_ends_once_and_accepts_no_damaged_block_whatever_the_answer(answer: bytes) -> None:
     with peers(wait_s=2.0) as (p, d), socket.create_server(("127.0.0.1", 0)) as liar:
         thread = threading.Thread(target=lie, args=(liar, answer))
         thread.start()

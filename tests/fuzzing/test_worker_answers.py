@@ -1,4 +1,4 @@
-"""What a worker may answer: whatever bytes come from it, the client of the router gets one whole HTTP answer."""
+"""Answers of workers: for any bytes from a worker, the client of the router gets one complete HTTP answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVENTS = (
     b':j 1 1 0 7\n\n:j 0 1 4 8\n:f 0 stop eos 5 0 3\n:+\ndata: {"one":1}\n\ndata: {"two":2}\n\n'
     b'data: {"usage":{}}\n\ndata: [DONE]\n\n'
 )
-# Each answer is the only one, and a worker that is not believed any more is believed again at once.
+# One attempt per request, and a worker that was marked as failed is used again at once.
 SETTINGS: dict[str, Any] = {"retries": 0, "patience_s": 0.05, "probe_interval_s": 0.02, "silence_s": 30.0}
 NONSENSE = (
     b":j 0 1 0 99999999999\ndata: {}\n\n",
@@ -54,7 +54,7 @@ def events(draw: Any) -> bytes:
 
 @st.composite
 def answers(draw: Any) -> list[bytes]:
-    """An answer as the pieces that are sent."""
+    """An answer, as the pieces in which it is sent."""
     match draw(st.integers(0, 5)):
         case 0:
             return [draw(damaged(WHOLE))]
@@ -75,7 +75,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class Raw(Connection):
-    """Says what it is told to, whatever it is asked."""
+    """Sends scripted bytes as the answer to any request."""
 
     async def _answer(self, asked: Asked) -> None:
         try:
@@ -98,7 +98,7 @@ class RawWorker(Mock):
 
 
 @fuzzed(st.tuples(st.lists(answers(), min_size=1, max_size=6), st.booleans()), few=4)
-def test_whatever_a_worker_says_its_client_gets_one_whole_answer(drawn: tuple[list[list[bytes]], bool]) -> None:
+def test_the_client_gets_one_complete_answer_whatever_a_worker_sends(drawn: tuple[list[list[bytes]], bool]) -> None:
     answered, plain = drawn
     mistakes: list[str] = []
 
@@ -116,7 +116,7 @@ def test_whatever_a_worker_says_its_client_gets_one_whole_answer(drawn: tuple[li
 
 
 class logged(logging.Handler):  # noqa: N801 (used as a verb)
-    """Notes what is logged as a mistake of ours."""
+    """Records what is logged as an internal error."""
 
     def __init__(self, into: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -135,15 +135,15 @@ class logged(logging.Handler):  # noqa: N801 (used as a verb)
 
 
 @fuzzed(events(), few=40)
-def test_a_journal_is_read_or_known_to_make_no_sense(body: bytes) -> None:
+def test_a_journal_is_parsed_or_rejected(body: bytes) -> None:
     journal = Journal()
     journal.feed(body)
     assert journal.unreadable in (True, False) and journal.tokens >= 0
     assert journal.resume(streamed=True).startswith(b'{"choices":')
 
 
-def test_a_whole_answer_that_ends_like_a_stream_is_no_stream():
-    """The router took its [DONE] for the end of a stream, and told a client that had not even got a head."""
+def test_an_unstreamed_answer_that_ends_like_a_stream_is_not_treated_as_one():
+    """Regression: the router took its [DONE] for the end of a stream and wrote to a client that had no head yet."""
 
     async def main() -> None:
         async with RawWorker() as worker, routing(worker, **SETTINGS) as (_, url):
@@ -154,7 +154,7 @@ def test_a_whole_answer_that_ends_like_a_stream_is_no_stream():
     run(main())
 
 
-def test_36_nobody_goes_on_from_a_journal_that_makes_no_sense():
+def test_36_an_invalid_journal_is_never_resumed():
     journal = Journal()
     journal.feed(b":j 0 1 2 5,6\ndata: {}\n\n")
     assert not journal.unreadable and journal.tokens == 2

@@ -1,1 +1,1 @@
-"""The live page: what it shows, once a second, to whoever watches. What there is to show is told by `api` and `router`."""
+"""The live dashboard page and its event stream. `api` and `router` supply the data, once a second."""

@@ -1,7 +1,7 @@
-"""The feed: one look a second for all who watch, and none when nobody does.
+"""The dashboard's event stream: the source is sampled once a second for all viewers, and never without viewers.
 
-There is no task: of those who wait for the next frame one takes it, under a lock, and the others find it there. Whoever
-reads slowly gets the latest frame and misses those in between.
+There is no background task: of the viewers that wait for the next frame, one takes the sample under a lock and the
+others reuse it. A slow reader gets the latest frame and misses those in between.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from headgate.dashboard.meter import Meter, percentile, together
 from headgate.errors import RequestError
 
 INTERVAL_S = 1.0
-STALE = 3  # intervals
-HISTORY = 240  # points: minutes, at one a second
+STALE = 3  # intervals after which a sample is too old to show
+HISTORY = 240  # points, one per second
 MOST_WATCHERS = 32
 MOST_REQUESTS = 50  # in a frame
 
@@ -41,16 +41,16 @@ class Feed:
         self._watchers = 0
         self._meter = Meter()
         self._history: deque[Point] = deque(maxlen=HISTORY)
-        self._number = 0  # of the last look
-        self._looked_s = -inf
-        self._glance: FleetView | None = None
+        self._number = 0  # of the last sample
+        self._sampled_s = -inf
+        self._view: FleetView | None = None
         self._point: Point | None = None
         self._lock = asyncio.Lock()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         if self._watchers >= self._most_watchers:
-            raise TooManyWatchers(f"{self._watchers} watch already, and no more may; close a dashboard")
+            raise TooManyWatchers(f"{self._watchers} dashboards are open, the maximum; close one")
         self._watchers += 1
         try:
             yield
@@ -58,49 +58,49 @@ class Feed:
             self._watchers -= 1
 
     async def events(self, viewer: Viewer) -> AsyncIterator[bytes]:
-        """Server-sent events, the first with the history, until there is nothing more to see."""
+        """Server-sent events until the source ends; the first one has the history."""
         seen = 0
         while True:
-            glance = await self._next(seen)
-            event = b"data: %b\n\n" % encode(self._frame(glance, viewer, first=not seen))
-            seen = self._number  # before the reader takes its time
+            view = await self._next(seen)
+            event = b"data: %b\n\n" % encode(self._frame(view, viewer, first=not seen))
+            seen = self._number  # before `yield`: the reader may be slow
             yield event
-            if glance.over:
+            if view.over:
                 return
 
     async def _next(self, seen: int) -> FleetView:
-        if not self._has_news(seen):
+        if not self._has_newer(seen):
             async with self._lock:
-                if not self._has_news(seen):
-                    await self._look()
-        assert self._glance is not None
-        return self._glance
+                if not self._has_newer(seen):
+                    await self._sample()
+        assert self._view is not None
+        return self._view
 
-    def _has_news(self, seen: int) -> bool:
-        """What was seen before everybody left is no news to who comes back."""
-        return self._number > seen and asyncio.get_running_loop().time() - self._looked_s < STALE * self._interval_s
+    def _has_newer(self, seen: int) -> bool:
+        """Whether there is a newer sample; one from before the last viewer left is stale and does not count."""
+        return self._number > seen and asyncio.get_running_loop().time() - self._sampled_s < STALE * self._interval_s
 
-    async def _look(self) -> None:
+    async def _sample(self) -> None:
         clock = asyncio.get_running_loop().time
-        await asyncio.sleep(max(0.0, self._looked_s + self._interval_s - clock()))
+        await asyncio.sleep(max(0.0, self._sampled_s + self._interval_s - clock()))
         began_s = clock()
-        glance = await self._source.look()
-        self._looked_s = began_s
-        self._meter.read(began_s, glance.sources)
-        self._rate_cards(glance)
-        self._point = self._measure(glance)
+        view = await self._source.look()
+        self._sampled_s = began_s
+        self._meter.read(began_s, view.sources)
+        self._set_rates(view)
+        self._point = self._measure(view)
         if self._point is not None:
             self._history.append(self._point)
-        self._glance = glance
+        self._view = view
         self._number += 1
 
-    def _rate_cards(self, glance: FleetView) -> None:
+    def _set_rates(self, view: FleetView) -> None:
         step, step_s = self._meter.step(), self._meter.step_s
-        for card in glance.cards:
+        for card in view.cards:
             own = [counts.tokens for name, counts in step.items() if name.startswith(f"{card.id}/")]
             card.tokens_s = round(sum(own) / step_s, 1) if own else None
 
-    def _measure(self, glance: FleetView) -> Point | None:
+    def _measure(self, view: FleetView) -> Point | None:
         step_s = self._meter.step_s
         if not step_s:
             return None
@@ -109,8 +109,8 @@ class Feed:
             at=round(time.time(), 2),
             tokens_s=round(step.tokens / step_s, 1),
             requests_s=round(step.requests / step_s, 2),
-            running=sum(card.running for card in glance.cards),
-            waiting=sum(card.waiting for card in glance.cards),
+            running=sum(card.running for card in view.cards),
+            waiting=sum(card.waiting for card in view.cards),
             first_token_p50=_short(percentile(bounds.first_token, window.first_token, 0.5)),
             first_token_p99=_short(percentile(bounds.first_token, window.first_token, 0.99)),
             between_tokens_p50=_short(percentile(bounds.between_tokens, window.between_tokens, 0.5)),
@@ -121,14 +121,14 @@ class Feed:
             aborts=step.aborts,
         )
 
-    def _frame(self, glance: FleetView, viewer: Viewer, *, first: bool) -> Frame:
+    def _frame(self, view: FleetView, viewer: Viewer, *, first: bool) -> Frame:
         requests, total = self._source.requests(viewer, MOST_REQUESTS) if viewer.sees_requests else ([], 0)
         return Frame(
             kind=self._source.kind,
             version=self._source.version,
-            model=glance.model,
-            state=glance.state,
-            cards=glance.cards,
+            model=view.model,
+            state=view.state,
+            cards=view.cards,
             tenant=viewer.tenant,
             admin=viewer.admin,
             sees_requests=viewer.sees_requests,
@@ -140,5 +140,5 @@ class Feed:
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits are more than a line on a screen shows."""
+    """Round to four significant digits, enough for a chart."""
     return None if value is None else float(f"{value:.4g}")

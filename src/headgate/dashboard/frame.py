@@ -1,4 +1,4 @@
-"""What the page is told: one frame a second, compact because it goes to everyone who watches."""
+"""The data of the dashboard: one frame a second. Compact, because every viewer gets it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headgate.dashboard.meter import Counts
 class MemberView(msgspec.Struct, kw_only=True):
     """A worker of a router, or an engine of a server."""
 
-    id: str  # what requests name as their worker
+    id: str  # `RequestView.worker` refers to it
     name: str
-    detail: str  # what it is
+    detail: str  # a short description
     state: str
     role: str = ""
     version: int | None = None  # of its weights
@@ -24,13 +24,13 @@ class MemberView(msgspec.Struct, kw_only=True):
     waiting: int = 0
     total: int = 0  # KV blocks
     held: int = 0
-    leased: int = 0  # of those held: for other engines
+    leased: int = 0  # held for other engines; included in `held`
     cached: int = 0
     tokens_s: float | None = None
 
 
 class RequestView(msgspec.Struct, array_like=True):
-    """A request in flight. No word of what was asked."""
+    """A request in flight, without any prompt text."""
 
     id: str
     tenant: str
@@ -43,7 +43,7 @@ class RequestView(msgspec.Struct, array_like=True):
 
 
 class Point(msgspec.Struct, array_like=True):
-    """One second of the lines."""
+    """One second of the charts."""
 
     at: float  # seconds since 1970
     tokens_s: float
@@ -62,7 +62,7 @@ class Point(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Who watches. One without a key sees numbers alone: nothing tells its requests from others'."""
+    """The viewer of a page. Without a key only numbers are shown: its requests cannot be told apart from others'."""
 
     tenant: str
     admin: bool
@@ -85,30 +85,30 @@ class Frame(msgspec.Struct, kw_only=True):
     admin: bool
     sees_requests: bool
     requests: list[RequestView]  # the oldest
-    total: int  # in flight, of those that the viewer may see
-    now: Point | None  # None until there are two readings
+    total: int  # requests in flight that the viewer may see
+    now: Point | None  # None until there are two samples
     history: list[Point] | None = None  # in the first frame of a stream
 
 
 class HistogramBounds(msgspec.Struct, frozen=True):
-    """Of the histograms, which all sources share."""
+    """Bucket bounds of the histograms, the same for all sources."""
 
     first_token: tuple[float, ...]
     between_tokens: tuple[float, ...]
 
 
 class FleetView(msgspec.Struct, kw_only=True):
-    """Everything but requests, as of one moment."""
+    """A sample of everything but the requests."""
 
     model: str
     state: str
     cards: list[MemberView]
-    sources: dict[str, Counts]  # those that begin with a card's id and a slash are that card's
-    over: bool = False  # nothing more will be seen
+    sources: dict[str, Counts]  # a key is the id of a card, a slash and a name
+    over: bool = False  # the source has ended
 
 
 class Source(Protocol):
-    """What can be watched."""
+    """A server or a router, as seen by the dashboard."""
 
     kind: str
     version: str
@@ -117,4 +117,4 @@ class Source(Protocol):
     async def look(self) -> FleetView: ...
 
     def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
-        """The oldest that the viewer may see, as of the last look, and how many there are."""
+        """The oldest requests that the viewer may see, as of the last sample, and their total number."""

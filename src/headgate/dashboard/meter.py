@@ -1,8 +1,8 @@
-"""Rates and percentiles out of counts that only grow.
+"""Rates and percentiles from monotonic counters.
 
-Counts come from several sources, each of which may be started again and then begins at nothing, or appear and go. So
-growth is taken per source, is never negative, and a source that has just appeared has not grown. One that is silent for
-a moment has not grown either: what it has done meanwhile counts when it speaks again.
+Counters come from several sources, which may restart at zero, appear and disappear. Growth is therefore computed per
+source and is never negative, and a new source has no growth. A source that is missing from a sample has no growth
+either; what it counted meanwhile is added when it reappears.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from itertools import zip_longest
 
 import msgspec
 
-WINDOW_S = 10.0  # of percentiles and of the hit rate: a second alone has too few requests
+WINDOW_S = 10.0  # of percentiles and the hit rate: one second has too few requests
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    tokens: int = 0  # of answers
+    tokens: int = 0  # output tokens
     prompt_tokens: int = 0  # looked up in the prefix cache
-    cached_tokens: int = 0  # and found there
+    cached_tokens: int = 0  # found there
     requests: int = 0
     retries: int = 0
     resumes: int = 0
     aborts: dict[str, int] = {}  # by cause
-    first_token: tuple[int, ...] = ()  # a histogram, without its bounds
+    first_token: tuple[int, ...] = ()  # histogram counts; see HistogramBounds
     between_tokens: tuple[int, ...] = ()
 
 
@@ -32,7 +32,7 @@ NUMBERS = ("tokens", "prompt_tokens", "cached_tokens", "requests", "retries", "r
 
 
 def grown(now: Counts, then: Counts) -> Counts:
-    """By how much; a count that has fallen began anew in between."""
+    """The growth from `then` to `now`; a counter that has fallen was restarted at zero."""
     aborts = {cause: _grown(count, then.aborts.get(cause, 0)) for cause, count in now.aborts.items()}
     return Counts(
         **{name: _grown(getattr(now, name), getattr(then, name)) for name in NUMBERS},
@@ -68,7 +68,7 @@ def _sums(histograms: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """Below which `share` of the observations lie, as if they were spread evenly in their bucket; None without any."""
+    """The value below which `share` of the observations lie, interpolated within a bucket; None without any."""
     total = sum(counts)
     if not total:
         return None
@@ -76,7 +76,7 @@ def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> 
     for index, count in enumerate(counts):
         if count and left <= count:
             low = bounds[index - 1] if index else 0.0
-            high = bounds[index] if index < len(bounds) else low  # beyond the last bound nobody knows how far
+            high = bounds[index] if index < len(bounds) else low  # the last bucket has no upper bound
             return low + (high - low) * left / count
         left -= count
     return bounds[-1]
@@ -86,33 +86,33 @@ Sources = Mapping[str, Counts]
 
 
 class Meter:
-    """Remembers counts for as long as the window is."""
+    """Keeps the counts of the last window."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._readings: deque[tuple[float, Sources]] = deque()
-        self._heard_s: dict[str, float] = {}  # when each source last spoke
+        self._seen_s: dict[str, float] = {}  # when each source was last read
 
     def read(self, at_s: float, sources: Sources) -> None:
-        self._heard_s |= dict.fromkeys(sources, at_s)
+        self._seen_s |= dict.fromkeys(sources, at_s)
         before = self._readings[-1][1] if self._readings else {}
-        silent = {name: counts for name, counts in before.items() if at_s - self._heard_s[name] < self._window_s}
-        self._heard_s = {name: self._heard_s[name] for name in (*silent, *sources)}
-        self._readings.append((at_s, {**silent, **sources}))
+        missing = {name: counts for name, counts in before.items() if at_s - self._seen_s[name] < self._window_s}
+        self._seen_s = {name: self._seen_s[name] for name in (*missing, *sources)}
+        self._readings.append((at_s, {**missing, **sources}))
         while len(self._readings) > 2 and at_s - self._readings[1][0] >= self._window_s:
             self._readings.popleft()
 
     @property
     def step_s(self) -> float:
-        """Between the last two readings; 0 if there are not two."""
+        """Time between the last two readings; 0 if there are fewer."""
         return self._readings[-1][0] - self._readings[-2][0] if len(self._readings) > 1 else 0.0
 
     def step(self) -> dict[str, Counts]:
-        """What has grown since the last reading, by source."""
+        """Growth since the previous reading, by source."""
         return self._since(-2)
 
     def window(self) -> Counts:
-        """What has grown in the whole window."""
+        """Growth over the whole window."""
         return together(self._since(0).values())
 
     def _since(self, index: int) -> dict[str, Counts]:

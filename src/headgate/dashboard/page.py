@@ -1,4 +1,4 @@
-"""The page's own files, and the headers under which browsers let nothing else run in it."""
+"""The files of the page, and security headers that keep browsers from running anything else in it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-// The dashboard: reads one frame a second and draws it. Text from elsewhere enters the page by textContent alone.
-// Addresses are relative to the page's own, so that it works behind a proxy that adds a prefix.
+// The dashboard: reads one frame a second and draws it. Text from the server is only ever assigned to textContent.
+// URLs are relative to the page, so that it works behind a proxy that adds a prefix.
 
-const LEAST_S = 60; // that the lines show
-const MOST_S = 240;
-const SILENT_MS = 6000; // after which a stream is given up
+const LEAST_S = 60; // shortest time span of the charts
+const MOST_S = 240; // longest
+const SILENT_MS = 6000; // without data, after which the stream is reopened
 const PHASES = ["queued", "prefill", "transfer", "decode", "moving"];
 const KEY = "headgate.key";
 
@@ -47,7 +47,7 @@ function seconds(value) {
   return `${Math.floor(value / 60)} min${left ? ` ${left} s` : ""}`;
 }
 
-/** Make the children of `parent` those of `items`, each kept for as long as its key is there, so that focus stays. */
+/** Give `parent` one child per item. A child is reused as long as its key exists, so that it keeps the focus. */
 function keyed(parent, items, key, create, update) {
   const kept = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   let before = parent.firstElementChild;
@@ -86,7 +86,7 @@ function note(text, bad = false) {
   setTimeout(() => shown.remove(), bad ? 9000 : 5000);
 }
 
-// -------------------------------------------------------------------------------------------------------- asking
+// ---------------------------------------------------------------------------------------------------------- HTTP
 
 function headers() {
   const key = sessionStorage.getItem(KEY);
@@ -105,7 +105,7 @@ async function refusal(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // not in our words: the status has to do
+    // not JSON in our error format: show the status
   }
   return new Refused(response.status, message);
 }
@@ -121,7 +121,7 @@ async function ask(method, path, body) {
   return response.json();
 }
 
-/** The data of each event of a stream; `touch` is called whenever something comes. */
+/** The data of each event of a stream; `touch` is called whenever bytes arrive. */
 async function* events(response, touch = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -144,12 +144,12 @@ async function sure(question, yes) {
   write($("sure-yes"), yes);
   dialog.returnValue = "no";
   dialog.showModal();
-  return new Promise((tell) => {
-    dialog.addEventListener("close", () => tell(dialog.returnValue === "yes"), { once: true });
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
   });
 }
 
-/** Do what a button is for: it cannot be pressed again meanwhile, and what goes wrong is told. */
+/** Run the action of a button: the button is disabled meanwhile, and an error is shown. */
 async function act(button, work) {
   button.dataset.busy = "1";
   button.disabled = true;
@@ -166,23 +166,23 @@ async function act(button, work) {
 
 // ----------------------------------------------------------------------------------------------------- the stream
 
-let frame = null; // the latest
-let points = []; // of the lines
-let stream = null; // its AbortController
-let keyGiven = () => {}; // wakes who waits for one
-const pasts = new Map(); // request -> the phases it was seen in, each with the moment when it began
+let frame = null; // the latest frame
+let points = []; // of the charts
+let stream = null; // AbortController of the event stream
+let keyGiven = () => {}; // resolves the promise that waits for a key
+const pasts = new Map(); // request id -> its observed phases, each with its start time
 
 async function watch() {
   let wait_s = 1;
   for (;;) {
     try {
       await follow(() => { wait_s = 1; });
-      lost("the server has ended the stream", wait_s);
+      lost("the server closed the stream", wait_s);
     } catch (error) {
       if (error instanceof Refused && error.status === 401) {
         lost(error.message, null);
         askForKey();
-        await new Promise((tell) => { keyGiven = tell; });
+        await new Promise((resolve) => { keyGiven = resolve; });
         continue;
       }
       lost(error instanceof Refused ? error.message : "disconnected", wait_s);
@@ -192,7 +192,7 @@ async function watch() {
   }
 }
 
-async function follow(heard) {
+async function follow(onFrame) {
   stream = new AbortController();
   let watchdog = null;
   const touch = () => {
@@ -205,7 +205,7 @@ async function follow(heard) {
     if (!response.ok) throw await refusal(response);
     for await (const data of events(response, touch)) {
       show(JSON.parse(data));
-      heard();
+      onFrame();
     }
   } finally {
     clearTimeout(watchdog);
@@ -213,10 +213,10 @@ async function follow(heard) {
   }
 }
 
-function lost(why, wait_s) {
+function lost(reason, wait_s) {
   document.body.classList.add("stale");
   $("link").dataset.link = "lost";
-  write($("link"), wait_s === null ? why : `${why}; trying again in ${wait_s} s`);
+  write($("link"), wait_s === null ? reason : `${reason}; trying again in ${wait_s} s`);
 }
 
 function show(next) {
@@ -237,8 +237,8 @@ function show(next) {
 }
 
 function drawHead(next) {
-  const who = next.admin ? "admin" : next.tenant || "no key";
-  write($("what"), [next.model || "no model", `${next.kind} ${next.version}`, who].join(" · "));
+  const viewer = next.admin ? "admin" : next.tenant || "no key";
+  write($("what"), [next.model || "no model", `${next.kind} ${next.version}`, viewer].join(" · "));
   $("state").dataset.state = next.state;
   write($("state"), next.state);
   document.title = `${next.state} · Headgate`;
@@ -250,7 +250,7 @@ function drawControls(next) {
   for (const id of ["mode", "pause", "resume"]) {
     if ($(id).dataset.busy) continue;
     $(id).disabled = !next.admin;
-    $(id).title = next.admin ? "" : "needs the admin key";
+    $(id).title = next.admin ? "" : "requires the admin key";
   }
   if (!$("stop").dataset.busy) $("stop").disabled = answering === null;
   write($("key"), sessionStorage.getItem(KEY) ? "Key set" : "Key");
@@ -260,10 +260,10 @@ $("pause").addEventListener("click", () =>
   act($("pause"), async () => {
     const mode = $("mode").value;
     const many = frame ? frame.total : 0;
-    const question = `Pause and end ${many} request${many === 1 ? "" : "s"}? Their clients get what there is.`;
+    const question = `Pause and abort ${many} request${many === 1 ? "" : "s"}? Their clients get partial answers.`;
     if (mode === "abort" && many && !(await sure(question, "Pause"))) return;
     const { result } = await ask("POST", "v1/pause", { mode, new_requests: mode === "abort" ? "reject" : "queue" });
-    note(`${result.state}: ${result.aborted ?? 0} ended`);
+    note(`${result.state}: ${result.aborted ?? 0} requests aborted`);
   }));
 
 $("resume").addEventListener("click", () =>
@@ -322,22 +322,22 @@ function fillCard(element, card) {
   element.querySelectorAll("dd").forEach((cell, index) => write(cell, figures[index]));
   const blocks = [card.held - card.leased, card.leased, card.cached, card.total - card.held - card.cached];
   drawBar(element.querySelector(".bar"), BLOCKS.slice(0, 3).map((name, i) => [name, card.total ? blocks[i] / card.total : 0]));
-  const told = BLOCKS.map((name, i) => `${name} ${count(Math.max(0, blocks[i]))}`);
-  element.querySelector(".bar").setAttribute("aria-label", `KV blocks: ${told.join(", ")}`);
-  element.querySelectorAll(".legend li").forEach((item, i) => write(item, told[i]));
+  const labels = BLOCKS.map((name, i) => `${name} ${count(Math.max(0, blocks[i]))}`);
+  element.querySelector(".bar").setAttribute("aria-label", `KV blocks: ${labels.join(", ")}`);
+  element.querySelectorAll(".legend li").forEach((item, i) => write(item, labels[i]));
   const drain = element.querySelector(".card-drain");
   drain.hidden = frame.kind !== "router" || !frame.admin || card.state === "draining";
 }
 
 async function drainWorker(url) {
-  if (!(await sure(`Drain ${url}? It gets nothing more, what it has may finish, and it leaves the fleet.`, "Drain"))) return;
-  const told = await ask("DELETE", `v1/workers?url=${encodeURIComponent(url)}`);
-  note(told.drained ? `${url} has left the fleet` : `${url} still has ${told.in_flight} requests`);
+  if (!(await sure(`Drain ${url}? It gets no more requests, finishes those it has, and leaves the fleet.`, "Drain"))) return;
+  const answer = await ask("DELETE", `v1/workers?url=${encodeURIComponent(url)}`);
+  note(answer.drained ? `${url} has left the fleet` : `${url} still has ${answer.in_flight} requests`);
 }
 
-// ------------------------------------------------------------------------------------------------------ the lines
+// ----------------------------------------------------------------------------------------------------- the charts
 
-// Where things are in a point; see frame.py.
+// Indices of the fields of a Point; see frame.py.
 const AT = 0, TOKENS = 1, REQUESTS = 2, RUNNING = 3, WAITING = 4, TTFT50 = 5, TTFT99 = 6, ITL50 = 7, ITL99 = 8, HITS = 9;
 const RETRIES = 10, RESUMES = 11, ABORTS = 12;
 
@@ -384,7 +384,7 @@ function drawLines() {
   for (const line of LINES) drawLine(line);
 }
 
-/** The moment at the right edge of the lines, and how many seconds there are to its left. */
+/** The time at the right edge of the charts, and their span in seconds. */
 function extent() {
   if (!points.length) return [0, LEAST_S];
   const end = points[points.length - 1][AT];
@@ -408,8 +408,8 @@ function drawLine(line) {
 }
 
 function writeValues(line, point) {
-  const told = line.series.map((get) => (point ? line.show(get(point)) : "–"));
-  const total = line.bars && !line.at ? line.series.map((get) => line.show(sum(points.map(get)))) : told;
+  const values = line.series.map((get) => (point ? line.show(get(point)) : "–"));
+  const total = line.bars && !line.at ? line.series.map((get) => line.show(sum(points.map(get)))) : values;
   const parts = total.map((text, index) => {
     const name = line.names ? make("small", {}, ` ${line.names[index]}`) : "";
     return make("span", { class: index ? "second" : "" }, text, name, index + 1 < total.length ? " " : "");
@@ -418,7 +418,7 @@ function writeValues(line, point) {
   line.svg.setAttribute("aria-label", `${line.title}: ${line.value.textContent}`);
 }
 
-/** A line with gaps where there was nothing to measure, or nobody to look. */
+/** A line with gaps where there was no data or no viewer. */
 function curve(get, x, y) {
   let path = "";
   let before = null;
@@ -435,7 +435,7 @@ function curve(get, x, y) {
   return path;
 }
 
-/** What lies below a curve: below each of its pieces. */
+/** The area below each piece of a curve. */
 function filled(path) {
   return path.split("M").slice(1).map((piece) => {
     const x = piece.slice(0, piece.indexOf(" "));
@@ -460,7 +460,7 @@ function nearest(at) {
 
 // ------------------------------------------------------------------------------------------------------- requests
 
-// Where things are in a request; see frame.py.
+// Indices of the fields of a RequestView; see frame.py.
 const ID = 0, TENANT = 1, KIND = 2, PHASE = 3, AGE = 4, DONE_TOKENS = 5, WORKER = 6, MOVES = 7;
 
 $("phases").append(...PHASES.map((phase) => make("li", { "data-tone": phase }, phase)));
@@ -473,7 +473,7 @@ function drawRequests(next) {
   const more = next.total - next.requests.length;
   write($("total"), next.total ? `${count(next.total)}${more > 0 ? `, the oldest ${next.requests.length} shown` : ""}` : "");
   $("none").hidden = next.requests.length > 0;
-  write($("none"), next.sees_requests ? "Nothing is in flight." : "Requests are shown to those who have a key.");
+  write($("none"), next.sees_requests ? "No requests in flight." : "Requests are shown only with a key.");
   $("scale").hidden = !next.requests.length;
   write($("scale").firstElementChild, `${seconds(oldest)} ago`);
 }
@@ -523,13 +523,13 @@ function workerName(id) {
 async function abortRequest(id) {
   const { result } = await ask("POST", "v1/abort_requests", { req_ids: [id] });
   const [ended] = result.aborted;
-  note(ended ? `${id} ended after ${ended.output_token_count} tokens` : `${id} had finished already`);
+  note(ended ? `${id} aborted after ${ended.output_token_count} tokens` : `${id} had already finished`);
 }
 
-// ---------------------------------------------------------------------------------------------- one request's story
+// ------------------------------------------------------------------------------------------ timeline of a request
 
-let details = null; // the request that is open
-let settled = false; // and it has ended: nothing more happens to it
+let details = null; // id of the request whose timeline is open
+let settled = false; // that request has ended: its timeline no longer changes
 
 function openDetails(id) {
   details = id;
@@ -549,8 +549,8 @@ async function refreshDetails() {
   const id = details;
   if (id === null || settled) return;
   try {
-    const told = await ask("GET", `v1/requests/${encodeURIComponent(id)}`);
-    if (details === id) drawDetails(told);
+    const record = await ask("GET", `v1/requests/${encodeURIComponent(id)}`);
+    if (details === id) drawDetails(record);
   } catch (error) {
     if (details !== id) return;
     settled = true;
@@ -558,46 +558,46 @@ async function refreshDetails() {
   }
 }
 
-function drawDetails(told) {
-  settled = told.status === "finished";
-  const story = tell(told);
-  const whole = Math.max(story.end, 0.001);
-  drawBar($("details-bar"), story.spans.map(([phase, from, to]) => [phase, (to - from) / whole]));
-  $("details-bar").setAttribute("aria-label", story.spans.map(([phase, from, to]) => `${phase} ${seconds(to - from)}`).join(", "));
-  $("details-events").replaceChildren(...story.steps.map(([name, time, tone, place]) =>
+function drawDetails(record) {
+  settled = record.status === "finished";
+  const timeline = timelineOf(record);
+  const whole = Math.max(timeline.end, 0.001);
+  drawBar($("details-bar"), timeline.spans.map(([phase, from, to]) => [phase, (to - from) / whole]));
+  $("details-bar").setAttribute("aria-label", timeline.spans.map(([phase, from, to]) => `${phase} ${seconds(to - from)}`).join(", "));
+  $("details-events").replaceChildren(...timeline.steps.map(([name, time, tone, place]) =>
     make("li", { "data-tone": tone ?? "none" }, name, ...[time, place].filter(Boolean).map((text) => make("span", { class: "quiet" }, text)))));
-  $("details-facts").replaceChildren(...facts(told).map(([name, value]) =>
+  $("details-facts").replaceChildren(...facts(record).map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
 }
 
-/** What happened, in order: accepted → queued → prefill → transfer → decode → moved → finished, each with how long it took. */
-function tell(told) {
-  const happened = (name) => told.events.find((event) => event.event === name)?.at_s;
-  const { spans, steps, end } = told.stages?.length ? tellStages(told) : tellHere(told, happened);
-  if (happened("end_asked") !== undefined) steps.push(["end asked for", `at ${seconds(happened("end_asked"))}`]);
-  if (told.usage) steps.push([`finished: ${told.usage.finish_reason}, ${told.usage.cause.replaceAll("_", " ")}`, seconds(end)]);
+/** The steps of a request in order, each with its duration: accepted → queued → prefill → transfer → decode → moved → finished. */
+function timelineOf(record) {
+  const happened = (name) => record.events.find((event) => event.event === name)?.at_s;
+  const { spans, steps, end } = record.stages?.length ? routerTimeline(record) : serverTimeline(record, happened);
+  if (happened("end_asked") !== undefined) steps.push(["abort requested", `at ${seconds(happened("end_asked"))}`]);
+  if (record.usage) steps.push([`finished: ${record.usage.finish_reason}, ${record.usage.cause.replaceAll("_", " ")}`, seconds(end)]);
   return { spans, steps: [["accepted", ""], ...steps], end };
 }
 
-/** By a server's own word. */
-function tellHere(told, happened) {
-  const end = told.usage?.elapsed_s ?? told.request?.age_s ?? 0;
+/** From the record of a server. */
+function serverTimeline(record, happened) {
+  const end = record.usage?.elapsed_s ?? record.request?.age_s ?? 0;
   const running = happened("running");
   const token = happened("first_token");
-  const seen = pasts.get(told.request_id) ?? [];
-  const fetched = seen.some((piece) => piece.phase === "transfer") || told.request?.phase === "loading";
+  const seen = pasts.get(record.request_id) ?? [];
+  const fetched = seen.some((piece) => piece.phase === "transfer") || record.request?.phase === "loading";
   const spans = [["queued", 0, running ?? end]];
   if (running !== undefined) spans.push([fetched ? "transfer" : "prefill", running, token ?? end]);
   if (token !== undefined) spans.push(["decode", token, end]);
   return { spans, steps: spans.map(([phase, from, to]) => [phase, seconds(to - from), phase]), end };
 }
 
-/** By that of a router: what each worker has had of it. Pieces overlap in truth, a transfer begins before its prompt is
-    computed; here each begins where the one before it ends. */
-function tellStages(told) {
-  const age = frame?.requests.find((request) => request[ID] === told.request_id)?.[AGE] ?? 0;
-  const last = Math.max(...told.stages.map((stage) => stage.ended_s ?? Math.max(age, stage.first_token_s ?? stage.began_s)));
-  const many = new Set(told.stages.map((stage) => stage.worker)).size > 1;
+/** From the record of a router, which has one stage per worker. Real stages overlap: a transfer begins before its prompt
+    is computed. Here each stage begins where the previous one ends. */
+function routerTimeline(record) {
+  const age = frame?.requests.find((request) => request[ID] === record.request_id)?.[AGE] ?? 0;
+  const last = Math.max(...record.stages.map((stage) => stage.ended_s ?? Math.max(age, stage.first_token_s ?? stage.began_s)));
+  const many = new Set(record.stages.map((stage) => stage.worker)).size > 1;
   const spans = [];
   const steps = [];
   let end = 0;
@@ -608,13 +608,13 @@ function tellStages(told) {
     end = to;
   };
   const at = (stage) => (many ? `at ${workerName(stage.worker)}` : "");
-  let fetched = false; // its prompt comes from elsewhere
-  let left = null; // why the worker before has it no more
-  for (const stage of told.stages) {
+  let fetched = false; // its KV is fetched from a prefill worker
+  let left = null; // why the previous worker no longer has it
+  for (const stage of record.stages) {
     if (left === null) push("queued", stage.began_s);
     else push("moving", Math.max(stage.began_s, end + 1e-6), left, "moved");
     left = stage.left;
-    const answers = told.stages.find((each) => each.part === "answer" && each.began_s >= stage.began_s);
+    const answers = record.stages.find((each) => each.part === "answer" && each.began_s >= stage.began_s);
     if (stage.part === "prompt") {
       push("prefill", Math.min(stage.ended_s ?? last, answers?.first_token_s ?? last), at(stage));
       fetched = true;
@@ -629,23 +629,23 @@ function tellStages(told) {
   return { spans, steps, end };
 }
 
-function facts(told) {
-  const usage = told.usage;
+function facts(record) {
+  const usage = record.usage;
   if (usage) {
     const all = (name) => count(sum(usage.choices.map((choice) => choice[name])));
     return [["kind", usage.kind], ["prompt", all("prompt_tokens")], ["cached", all("cached_tokens")], ["output", all("output_tokens")],
-      ["first token", seconds(usage.first_token_s)], ["worker", workerName(told.worker ?? "here")]];
+      ["first token", seconds(usage.first_token_s)], ["worker", workerName(record.worker ?? "here")]];
   }
-  const request = told.request;
+  const request = record.request;
   const blocks = sum(request.choices.map((choice) => choice.blocks));
   return [["kind", request.kind], ["phase", request.phase], ["output", count(request.output_tokens)], ["blocks", count(blocks)],
-    ["choices", request.choices.length], ["worker", workerName(told.worker ?? request.worker ?? "here")]];
+    ["choices", request.choices.length], ["worker", workerName(record.worker ?? request.worker ?? "here")]];
 }
 
 // ----------------------------------------------------------------------------------------------------------- chat
 
 let conversation = [];
-let answering = null; // the id of the answer that comes
+let answering = null; // request id of the current answer
 
 $("words").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey) {
@@ -656,7 +656,7 @@ $("words").addEventListener("keydown", (event) => {
 
 $("forget").addEventListener("click", () => {
   conversation = [];
-  $("talk").replaceChildren(make("p", { class: "empty" }, "Say something. Stop keeps what has come."));
+  $("talk").replaceChildren(make("p", { class: "empty" }, "Send a message. Stop keeps the partial answer."));
 });
 
 $("stop").addEventListener("click", () =>
@@ -673,10 +673,10 @@ $("say").addEventListener("submit", async (event) => {
   await answer();
 });
 
-function say(who, text) {
+function say(role, text) {
   const words = make("span", {}, text);
   const remark = make("span", { class: "said-note" });
-  $("talk").append(make("div", { class: `said ${who}` }, words, remark));
+  $("talk").append(make("div", { class: `said ${role}` }, words, remark));
   $("talk").scrollTop = $("talk").scrollHeight;
   return { words, remark };
 }
@@ -700,7 +700,7 @@ async function answer() {
     write(remark, error.message);
   }
   if (text) conversation.push({ role: "assistant", content: text });
-  else conversation.pop(); // a question without an answer is no part of it
+  else conversation.pop(); // drop a question without an answer
   answering = null;
   $("send").disabled = false;
   $("stop").disabled = true;
@@ -708,7 +708,7 @@ async function answer() {
 
 function remarkOn(chunk, began) {
   const took = seconds((performance.now() - began) / 1000);
-  return chunk.ended === "abort" ? `stopped after ${took}; this is what had come` : `${chunk.ended} after ${took}`;
+  return chunk.ended === "abort" ? `stopped after ${took}; partial answer` : `${chunk.ended} after ${took}`;
 }
 
 async function* chunks(id) {
@@ -727,9 +727,9 @@ async function* chunks(id) {
   if (!response.ok) throw await refusal(response);
   for await (const data of events(response)) {
     if (data === "[DONE]") return;
-    const told = JSON.parse(data);
-    if (told.error) throw new Error(told.error.message);
-    const choice = told.choices?.[0];
+    const event = JSON.parse(data);
+    if (event.error) throw new Error(event.error.message);
+    const choice = event.choices?.[0];
     if (choice) yield { text: choice.delta?.content ?? "", ended: choice.finish_reason };
   }
 }
