@@ -10,15 +10,15 @@ from headgate.layers.onednn import avoid_hidden_tiles
 
 avoid_hidden_tiles()  # references are computed in this process, with torch alone
 
-# How long a draw takes on a crowded machine says nothing about the code. And the same draws every time: a test that fails
-# now and then says nothing about a change; `make fuzz-inputs` is for what nobody has tried.
+# No deadline: how long an example takes on a busy machine does not depend on the code. The same examples every time:
+# a flaky test would not point to the change that broke it; `make fuzz-inputs` tries new ones.
 settings.register_profile("unhurried", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    """Tiny models are faster on one, and on a busy machine threads that wait for each other cost seconds a test."""
+    """Tiny models are faster on one thread; on a busy machine, waiting threads cost seconds per test."""
     import torch
 
     torch.set_num_threads(1)
@@ -26,7 +26,7 @@ def _one_thread():
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
-    """A test that runs a command sends the log to its own standard error, which is closed with it."""
+    """Reset logging: a test that runs a command logs to its captured standard error, which is closed with it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

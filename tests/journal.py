@@ -1,6 +1,7 @@
-"""A journal read as a router reads it: from the bytes of an answer to the `resume` of the request that goes on with it.
+"""An independent reader of journals: from the bytes of an answer to the `resume` field of the request that continues
+it.
 
-Written from docs/decisions/0006-the-journal.md alone; nothing of the server's own code is used.
+Written from docs/decisions/0006-the-journal.md alone; it uses none of the server's code.
 """
 
 from __future__ import annotations
@@ -9,38 +10,38 @@ from typing import Any
 
 
 def blocks(body: bytes) -> list[bytes]:
-    """The whole blocks of `body`, each with its empty line; what was cut off in the middle is left out."""
+    """The complete blocks of `body`, each with its empty line; a truncated last block is left out."""
     whole, block = [], b""
     for part in body.split(b"\n\n")[:-1]:
         block += part + b"\n\n"
-        if b":+" not in part.split(b"\n"):  # that goes with the next one
+        if b":+" not in part.split(b"\n"):  # bound to the next block
             whole.append(block)
             block = b""
     return whole
 
 
-def resume_of(told: list[bytes], *, stream: bool) -> dict[str, Any]:
-    """What to send to the server that goes on after these blocks."""
+def resume_of(sent: list[bytes], *, stream: bool) -> dict[str, Any]:
+    """The `resume` field for the server that continues after these blocks."""
     choices: dict[int, dict[str, Any]] = {}
-    for line in b"".join(told).decode().split("\n"):
+    for line in b"".join(sent).decode().split("\n"):
         kind, _, rest = line.partition(" ")
         if kind not in (":j", ":f"):
             continue
-        index, *words = rest.split(" ")
+        index, *fields = rest.split(" ")
         empty = {"index": int(index), "token_ids": [], "versions": [], "delivered_chars": 0, "finish": None}
         choice = choices.setdefault(int(index), empty)
         if kind == ":f":
-            choice["finish"] = [words[0], words[1], *map(int, words[2:])]
+            choice["finish"] = [fields[0], fields[1], *map(int, fields[2:])]
             continue
-        ids = [int(id) for id in words[2].split(",")]
+        ids = [int(id) for id in fields[2].split(",")]
         choice["token_ids"] += ids
-        choice["versions"].append([int(words[0]), len(ids)])
-        choice["delivered_chars"] = int(words[1]) if stream else 0
+        choice["versions"].append([int(fields[0]), len(ids)])
+        choice["delivered_chars"] = int(fields[1]) if stream else 0
     return {"choices": list(choices.values())}
 
 
 def shown(body: bytes) -> bytes:
-    """What a client sees: no comments, and no blocks that are nothing else."""
+    """What a client sees: events without comments; blocks of comments only are dropped."""
     kept = []
     for block in body.split(b"\n\n")[:-1]:
         lines = [line for line in block.split(b"\n") if line and not line.startswith(b":")]
@@ -49,6 +50,6 @@ def shown(body: bytes) -> bytes:
 
 
 def unveiled(body: bytes) -> bytes:
-    """What a client gets in the end if nobody goes on."""
+    """The withheld events, which a client gets if no other server continues the answer."""
     lines = [line.removeprefix(b":m ") for line in body.split(b"\n") if line.startswith(b":m ")]
     return b"".join(line + b"\n" for line in lines if not line.startswith((b":j ", b":f ")))

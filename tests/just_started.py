@@ -1,7 +1,7 @@
-"""Runs a command as on a machine that was started a minute ago: `python tests/just_started.py pytest ...`.
+"""Runs a command as on a machine that booted a minute ago: `python tests/just_started.py pytest ...`.
 
-A monotonic clock begins with the machine. A bug of the kind "0.0 is long ago" shows only on a machine that was just started
-(sentence 80). A time namespace makes any machine one; without one, the command runs on the machine's clock.
+A monotonic clock starts at boot, so a bug of the kind "0.0 is long ago" shows only shortly after boot (sentence 80).
+A time namespace simulates that on any machine; where none can be created, the command runs on the machine's clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(command: list[str]) -> int:
 
 
 def enter_time_namespace(up_s: int) -> None:
-    """For the children of this process. Without privileges in a user namespace in which the user stays the same."""
+    """Set the clock for children of this process. Without privileges, in a user namespace that keeps the user id."""
     user, group = os.geteuid(), os.getegid()
     offsets = "".join(f"{name} {up_s - int(time.clock_gettime(clock))} 0\n" for name, clock in CLOCKS.items())
     try:
@@ -52,7 +52,7 @@ def unshare(flags: int) -> None:
 
 
 def run(command: list[str]) -> int:
-    """In a child, since a time namespace begins with one; what is sent to this process is meant for it."""
+    """Run in a child, because a time namespace applies to children only; forward signals to it."""
     child = os.fork()
     if child == 0:
         try:

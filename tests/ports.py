@@ -1,4 +1,4 @@
-"""Ports that are nobody else's while their owner is away: neither the system nor other tests give them to anybody."""
+"""Reserved ports: neither the kernel nor other tests assign them while their owner does not listen."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import socket
 from functools import cache
 from itertools import count
 
-FIRST, BLOCKS, MANY = 10_000, 100, 200  # far below what the system gives away
+FIRST, BLOCKS, MANY = 10_000, 100, 200  # far below the kernel's ephemeral ports
 _NEXT = count()
 
 
 def own_port() -> int:
-    """For somebody who comes to this address later, or again and again."""
+    """A port for a process that binds it later, or repeatedly."""
     first = _block().getsockname()[1] + 1
     for _ in range(MANY - 1):
         port = first + next(_NEXT) % (MANY - 1)
@@ -23,7 +23,7 @@ def own_port() -> int:
 
 @cache
 def _block() -> socket.socket:
-    """Keeps its port, and with it those that follow, for this process."""
+    """Reserves a block of ports for this process by binding the first one."""
     for number in range(BLOCKS):
         if (guard := _bound(FIRST + number * MANY, again=False)) is not None:
             return guard
@@ -31,7 +31,7 @@ def _block() -> socket.socket:
 
 
 def _bound(port: int, *, again: bool) -> socket.socket | None:
-    """`again`: also where connections of a former owner have not quite ended."""
+    """`again`: also if connections of a previous owner are still in TIME_WAIT."""
     found = socket.socket()
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
     try:

@@ -1,4 +1,4 @@
-"""Going on with an answer that another engine has begun."""
+"""Resuming an answer that another engine started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from headgate import LLM, SamplingParams
 
 
 def resume(llm: LLM, prompt: list[int], params: SamplingParams, generated: list[int]) -> list[int]:
-    """The rest of an answer that was begun elsewhere."""
+    """The rest of an answer that was started elsewhere."""
     (answer,) = llm.generate([prompt], params, generated=[generated], progress=False)
     assert answer.token_ids[: len(generated)] == generated
     return answer.token_ids[len(generated) :]

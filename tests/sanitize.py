@@ -1,7 +1,7 @@
 """The router's C code and the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
 
-Both are compiled with the sanitizers into a cache of their own, `build/sanitize`, and driven by the tests that compare
-them with their Python and torch twins, on damaged, cut and odd input. The first finding of a sanitizer ends the run.
+Both are compiled with the sanitizers into a separate cache, `build/sanitize`, and run by the tests that compare them
+with their Python and torch equivalents on damaged, truncated and unusual input. The first finding ends the run.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ CACHE = Path(__file__).parents[1] / "build" / "sanitize"
 SANITIZERS = ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize=vptr", "-fno-sanitize-recover=all")
 READABLE = ("-g1", "-fno-omit-frame-pointer")
 OPTIONS = {
-    # Python and torch never free some of what they have at the end; the memory of ours is Python's and torch's.
+    # No leak check: Python and torch do not free everything at exit, and our code allocates through them.
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:strict_string_checks=1",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:abort_on_error=1",
-    "PYTHONMALLOC": "malloc",  # every object a block of its own, so that reading behind it is seen
+    "PYTHONMALLOC": "malloc",  # one allocation per object, so that reads beyond it are detected
 }
-LIBRARIES = ("libasan.so", "libubsan.so", "libstdc++.so")  # the last one has what the first looks for when it starts
+LIBRARIES = (
+    "libasan.so",
+    "libubsan.so",
+    "libstdc++.so",
+)  # the first one looks up symbols of the last one when it starts
 EXAMPLES = 300
 ROUTER = ("tests/router/test_fast_path.py",)
 KERNELS = tuple(f"tests/layers/test_cpu_{name}.py" for name in ("attention", "linear", "sample", "thread_team"))
 
 
 def use_sanitizers() -> None:
-    """From now on, in this process, both are compiled so."""
+    """Compile both with the sanitizers in this process from now on."""
     fast_path.FLAGS = (*fast_path.FLAGS, "-O1", *READABLE, *SANITIZERS)  # type: ignore[misc]
     # The code is the same at -O1, which takes a fourth of the time to compile.
     build.COMMON_FLAGS = (*build.COMMON_FLAGS, "-O1", *READABLE, *SANITIZERS)
@@ -44,14 +48,14 @@ def use_sanitizers() -> None:
 
 
 def pytest_configure() -> None:
-    """As a plugin of the tests, which run in a process that has the sanitizers loaded."""
+    """Hook of pytest, which runs with this module as a plugin in a process that has the sanitizers loaded."""
     use_sanitizers()
     settings.register_profile("sanitize", max_examples=EXAMPLES, deadline=None, derandomize=True)
     settings.load_profile("sanitize")
 
 
 def compile_both() -> None:
-    """Here, where no sanitizer slows the compiler."""
+    """Compile in this process, where no sanitizer slows the compiler down."""
     os.environ["XDG_CACHE_HOME"] = str(CACHE)
     use_sanitizers()
     router, kernels = fast_path.library_in(fast_path.default_cache()), build.library_in(build.default_cache())

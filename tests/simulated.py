@@ -1,4 +1,4 @@
-"""Tests without sockets, on a made-up clock: how long this machine takes for something decides nothing."""
+"""Runs tests without sockets on a simulated clock, so that the speed of the machine does not matter."""
 
 from __future__ import annotations
 

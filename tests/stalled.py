@@ -1,4 +1,4 @@
-"""Clients that ask and read nothing, on raw sockets with small buffers."""
+"""Clients that send requests and do not read the answers, on raw sockets with small buffers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 LAST_CHUNK = b"0\r\n\r\n"
 RECEIVE_BYTES = 4096
-SEND_BYTES = 16384  # of a server whose kernel shall not take an answer whole
+SEND_BYTES = 16384  # send buffer of a server, too small for a whole answer
 
 
 class Mute:
-    """Sends requests on one connection, and reads when a test says so."""
+    """Sends requests on one connection, and reads only when the test calls for it."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -34,7 +34,7 @@ class Mute:
         return self.socket.recv(size)
 
     def rest(self) -> bytes:
-        """All that comes until the connection ends, however it ends."""
+        """Everything received until the connection ends, however it ends."""
         parts = []
         try:
             while part := self.read():
@@ -44,13 +44,13 @@ class Mute:
         return b"".join(parts)
 
     def rest_of_answer(self) -> bytes:
-        """The rest of an answer in chunks, up to its last one."""
-        heard = b""
-        while not heard.endswith(LAST_CHUNK):
+        """The rest of a chunked answer, up to its last chunk."""
+        received = b""
+        while not received.endswith(LAST_CHUNK):
             part = self.read()
             assert part, "the connection ended before the answer"
-            heard += part
-        return heard
+            received += part
+        return received
 
     def close(self) -> None:
         self.socket.close()

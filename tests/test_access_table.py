@@ -1,7 +1,7 @@
-"""Every route of server and router, by every caller, under every kind of keys: who is let in.
+"""Access control: every route of server and router, with every kind of caller and every configuration of keys.
 
-The routes come from the routing tables. What is expected of each follows from its declaration in
-`headgate.contract.operations` by the rule in `expected`, so a route that is not declared fails here. Run with `-s` to read
+The routes come from the routing tables. The expected status follows from the route's declaration in
+`headgate.contract.operations` by the rule in `expected`, so an undeclared route fails here. Run with `-s` to print
 the table.
 """
 
@@ -33,7 +33,7 @@ CALLERS = {
     "tenant": {"Authorization": "Bearer of-alice"},
     "other tenant": {"Authorization": "Bearer of-bob"},
     "admin": {"Authorization": "Bearer of-root"},
-    # A router, which asks on behalf of a tenant.
+    # A router that sends a request on behalf of a tenant.
     "worker key": {"Authorization": "Bearer of-router", "X-Headgate-Tenant": "alice"},
 }
 TENANTS = {"alice": "of-alice", "bob": "of-bob"}
@@ -54,7 +54,7 @@ KNOWN = {
     "no keys": {},
     "worker's keys": {"admin": "admin", "worker key": "admin"},
 }
-HOSTS = {"loopback": "127.0.0.1", "exposed": "0.0.0.0"}  # tests listen on this machine alone
+HOSTS = {"loopback": "127.0.0.1", "exposed": "0.0.0.0"}  # only the config differs; tests listen on loopback
 IN, NO_KEY, NO_RIGHT = 200, Unauthorized.status, Forbidden.status
 
 
@@ -83,13 +83,13 @@ def calls_of(routes: Sequence[BaseRoute]) -> list[Call]:
 
 
 def expected(keys: str, host: str, caller: str, access: Access) -> int:
-    """The rule, in the words of docs/keys.md."""
+    """The rule of docs/keys.md."""
     rights = KNOWN[keys].get(caller)
     if rights is None and keys in ("keys", "worker's keys") and access is not Access.OPEN:
         return NO_KEY
     if rights is None and keys == "no keys" and host == "loopback":
         rights = "admin"
-    if caller == "worker key":  # only an admin may name a tenant, and is then that tenant
+    if caller == "worker key":  # only an admin may name a tenant, and then acts as that tenant
         if rights != "admin":
             return NO_RIGHT
         rights = "tenant"
@@ -120,7 +120,7 @@ class Table:
         groups = dict.fromkeys((keys, host) for keys, host, _ in columns)
         print(f"{'':52}" + " ".join(f"{keys}/{host}"[:22].ljust(22) for keys, host in groups))
         for call, row in self.rows.items():
-            cells = ["".join(MARKS.get(row[(*g, who)], "?") for who in CALLERS) for g in groups]
+            cells = ["".join(MARKS.get(row[(*g, caller)], "?") for caller in CALLERS) for g in groups]
             declared = call.declared.value
             print(f"{call.method:7}{call.route:38}{declared:7}" + " ".join(cell.ljust(22) for cell in cells))
 
@@ -129,7 +129,7 @@ MARKS = {IN: "+", NO_KEY: "1", NO_RIGHT: "3"}
 
 
 async def status_of(app: ServerApp, call: Call, headers: dict[str, str]) -> int:
-    told: list[int] = []
+    statuses: list[int] = []
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {
         "type": "http",
@@ -145,14 +145,14 @@ async def status_of(app: ServerApp, call: Call, headers: dict[str, str]) -> int:
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
-            told.append(message["status"])
+            statuses.append(message["status"])
 
     await app(scope, receive, send)
-    return told[0]
+    return statuses[0]
 
 
 def stubbed(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """The same routes; whoever gets through the gate is answered 200, and nothing is done."""
+    """The same routes with handlers that return 200 and do nothing."""
     return [
         Route(route.path, PlainTextResponse("in"), methods=sorted(route.methods or ()))
         for route in routes
@@ -175,7 +175,7 @@ def test_every_route_of_a_router_is_declared_and_nothing_else_is():
     assert set(DECLARED) <= routes | served, f"no such route: {sorted(set(DECLARED) - routes - served)}"
 
 
-def test_65_to_67_every_route_of_a_server_lets_in_who_may_call_it():
+def test_65_to_67_every_route_of_a_server_admits_exactly_the_allowed_callers():
     table, routes = Table("server"), ROUTES
 
     async def main() -> None:
@@ -188,7 +188,7 @@ def test_65_to_67_every_route_of_a_server_lets_in_who_may_call_it():
     table.check()
 
 
-def test_65_to_67_every_route_of_a_router_lets_in_who_may_call_it():
+def test_65_to_67_every_route_of_a_router_admits_exactly_the_allowed_callers():
     table = Table("router")
     for (keys, given), host in product(ROUTERS.items(), HOSTS):
         with live_router(**given, host=HOSTS[host]) as router, router.client() as http:
@@ -204,7 +204,7 @@ def test_65_to_67_every_route_of_a_router_lets_in_who_may_call_it():
 
 
 def close_behind_the_gate(app: Any, router: Any) -> None:
-    """Whoever gets through is answered 200, or 503 by a router that is shutting down, and nothing is done."""
+    """Requests that pass the gate get 200, or 503 from a router that is shutting down, and have no effect."""
     app.router.routes[:] = stubbed(app.router.routes)
     router.draining = True
 

@@ -1,7 +1,7 @@
-"""Sentence 80: nothing depends on how long the machine has been up, and the wall clock decides nothing.
+"""Sentence 80: nothing depends on the uptime of the machine, and no decision depends on the wall clock.
 
-A monotonic clock begins with the machine, so 0.0 is no "long ago": on a machine that was just started it is a moment ago.
-`tests/just_started.py` runs all tests on such a machine; these two read the code.
+A monotonic clock starts at boot, so 0.0 does not mean "long ago": on a machine that just booted it is a moment ago.
+`tests/just_started.py` runs all tests as on such a machine; the tests here check the source code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SOURCES = Path(headgate.__file__).parent
 CLOCKS = {"clock", "_clock", "time", "monotonic", "perf_counter"}
 DATES = {"time", "time_ns", "now", "utcnow", "strftime", "localtime", "gmtime"}
 
-# Each use of a wall clock, and what is shown by it. A use that decides something does not belong here.
+# Each allowed use of the wall clock, and what it displays. A use that influences a decision is not allowed.
 SHOWN = {
     "api/compat/sglang.py": ["`timestamp` of the loads"],
     "api/accounting/ledger.py": ["`arrived` of the usage record"],
@@ -39,12 +39,12 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
             yield name, ast.parse(path.read_text())
 
 
-def test_80_no_moment_before_the_first_is_written_as_zero():
+def test_80_no_initial_time_is_written_as_zero():
     found = [f"{name}:{line}: {what}" for name, tree in modules() for line, what in sorted(zero_moments(tree))]
     assert not found, "0.0 is a moment ago on a machine that was just started; -inf is long ago:\n" + "\n".join(found)
 
 
-def test_80_the_wall_clock_is_only_shown():
+def test_80_the_wall_clock_is_only_displayed():
     found = {name: uses for name, tree in modules() if (uses := sum(map(is_wall_clock, ast.walk(tree))))}
     assert found == {name: len(shown) for name, shown in SHOWN.items()}
 
@@ -76,7 +76,7 @@ def zero_moments(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def beside_a_clock(node: ast.AST) -> Iterator[str]:
-    """Names of moments from which, or with which, this expression compares a clock."""
+    """Names of the times that this expression compares with, or subtracts from, a clock."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and is_clock(node.left):
         yield from names_in(node.right)
     elif isinstance(node, ast.Compare) and any(map(is_clock, (node.left, *node.comparators))):

@@ -1,4 +1,4 @@
-"""Completion in shells, read off the parser. Bash is asked itself; of the others' scripts every word is looked for."""
+"""Shell completion. The bash script is run by bash; the other scripts are searched for every command and flag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def script(shell: str, capsys) -> str:
 
 
 def completed(text: str, script: str) -> list[str]:
-    """What bash proposes for a line that ends where the cursor is."""
+    """The proposals of bash for a line with the cursor at its end."""
     words = text.split(" ")
     quoted = " ".join(f"'{word}'" for word in words)
     ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _headgate; printf '%s\\n' \"${{COMPREPLY[@]}}\""
@@ -46,14 +46,14 @@ def test_bash_completes_commands_flags_and_choices(text, words, capsys):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_command_and_flag_is_in_the_script(shell, capsys):
-    told = script(shell, capsys)
+    printed = script(shell, capsys)
     for node in nodes(cli.parser()):
-        assert all(word in told for word in node.words), node.path
+        assert all(word in printed for word in node.words), node.path
         names = [name.lstrip("-") if shell == "fish" else name for flag in node.flags for name in flag.names]
-        assert all(name in told for name in names), node.path
+        assert all(name in printed for name in names), node.path
 
 
-def test_a_shell_that_is_not_known_is_refused(capsys):
+def test_an_unknown_shell_is_refused(capsys):
     with pytest.raises(SystemExit):
         cli.main(["completion", "tcsh"], {})
     assert "tcsh" in capsys.readouterr().err

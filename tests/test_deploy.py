@@ -1,4 +1,4 @@
-"""What is in `deploy/` is true of this server: metrics, flags, paths and variables exist, and manifests fit schemas."""
+"""The files in `deploy/` match the code: metrics, flags, paths and variables exist, and manifests fit their schemas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def container() -> dict[str, Any]:
 
 
 def exported() -> set[str]:
-    """Every name that a query may use; a family without samples has its name all the same."""
+    """Every metric name that a query may use, including families without samples."""
     page = MetricsPage(version="0", model="m", metrics=ServerMetrics(), in_flight=0, limit=1, engines=[])
     names = {"up"}
     for family in text_string_to_metric_families(page.render().decode()):
@@ -61,7 +61,7 @@ def exported() -> set[str]:
 
 
 def names_in(expression: str) -> set[str]:
-    """Metric names in a query: what is neither a label, a text, a function nor a word of the language."""
+    """Metric names in a query: everything but labels, strings, functions and keywords."""
     bare = re.sub(r'"[^"]*"|\[[^\]]*\]|\{[^}]*\}', " ", expression)
     bare = re.sub(r"\b(by|without)\s*\([^)]*\)", " ", bare)
     return {name for name in re.findall(r"[a-zA-Z_][\w:]*(?!\w*\s*\()", bare) if not re.search(rf"{name}\s*\(", bare)}
@@ -84,13 +84,13 @@ def rules() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("query", sorted(set(queries())))
-def test_every_metric_that_is_asked_for_is_exported(query):
+def test_every_queried_metric_is_exported(query):
     assert names_in(query) and names_in(query) <= exported()
     for opening, closing in ("()", "[]", "{}"):
         assert query.count(opening) == query.count(closing)
 
 
-def test_the_check_finds_a_metric_that_is_not_there():
+def test_the_check_finds_a_missing_metric():
     assert names_in('sum by (le) (rate(headgate:nothing_total{a="b"}[5m])) / up > 1') == {
         "headgate:nothing_total",
         "up",
@@ -98,12 +98,12 @@ def test_the_check_finds_a_metric_that_is_not_there():
     assert "headgate:nothing_total" not in exported()
 
 
-def test_labels_that_are_asked_for_are_those_of_the_metric():
+def test_queried_labels_belong_to_the_metric():
     states = {value for query in queries() for value in re.findall(r'state="(\w+)"', query)}
     assert states and states <= set(get_args(State))
 
 
-def test_panels_have_ids_and_places_of_their_own():
+def test_panels_have_distinct_ids_and_positions():
     panels = json.loads(DASHBOARD.read_text())["panels"]
     ids = [panel["id"] for panel in panels]
     assert len(set(ids)) == len(ids) > 10
@@ -116,7 +116,7 @@ def test_panels_have_ids_and_places_of_their_own():
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
 
 
-def test_alerts_say_how_bad_and_what_it_is():
+def test_alerts_have_a_severity_and_a_description():
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)
     for rule in rules():
@@ -125,7 +125,7 @@ def test_alerts_say_how_bad_and_what_it_is():
         assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m"))
 
 
-def test_prometheus_reads_the_rules_that_are_there():
+def test_prometheus_loads_the_existing_rule_files():
     (document,) = documents(DEPLOY / "prometheus/prometheus.yaml")
     assert all((DEPLOY / "prometheus" / name).is_file() for name in document["rule_files"])
     (job,) = document["scrape_configs"]
@@ -147,13 +147,13 @@ def test_a_manifest_fits_its_schema_and_names_no_namespace(manifest):
     assert manifest["metadata"]["labels"] == {"app.kubernetes.io/name": "headgate"}
 
 
-def test_the_schema_check_refuses_a_field_that_is_not_there():
+def test_the_schema_check_refuses_an_unknown_field():
     manifest = json.loads(json.dumps(manifests()[0])) | {"spek": {}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
 
 
-def test_kustomize_knows_every_manifest():
+def test_kustomize_lists_every_manifest():
     (document,) = documents(DEPLOY / "kubernetes/kustomization.yaml")
     there = {path.name for path in KUBERNETES} - {"kustomization.yaml"}
     assert set(document["resources"]) == there
@@ -177,16 +177,16 @@ def test_volumes_are_mounted_and_mounts_have_volumes():
     assert mounted == {volume["name"] for volume in pod()["volumes"]}
 
 
-def test_probes_ask_what_the_server_answers():
+def test_probes_use_existing_routes():
     served = {route.path for route in ROUTES}
-    asked = {
+    probed = {
         name: container()[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")
     }
-    assert asked == {"startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready"}
-    assert set(asked.values()) <= served
+    assert probed == {"startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready"}
+    assert set(probed.values()) <= served
 
 
-def test_the_end_has_time_for_a_pause_a_drain_and_last_words():
+def test_the_grace_period_covers_a_pause_a_drain_and_the_final_answers():
     options = cli.parser().parse_args(container()["args"])
     pause_s = int(container()["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod()["terminationGracePeriodSeconds"] >= pause_s + options.drain_timeout + 2 * LAST_WORDS_S
@@ -212,12 +212,12 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("command", commands(), ids=["kubernetes", "compose", "docker"])
-def test_flags_are_those_of_the_command(command):
+def test_flags_exist_in_the_command(command):
     options = cli.parser().parse_args(command)
     assert (options.host, options.port) == ("0.0.0.0", 8000)
 
 
-def test_variables_are_those_that_are_read():
+def test_environment_variables_are_read_by_the_code():
     source = "".join(path.read_text() for path in (DEPLOY.parent / "src/headgate").rglob("*.py"))
     given = {variable["name"] for variable in container()["env"]} | set(
         compose()["services"]["headgate"]["environment"]
@@ -225,7 +225,7 @@ def test_variables_are_those_that_are_read():
     assert "HEADGATE_API_KEYS" in given and all(f'"{name}"' in source for name in given)
 
 
-def test_the_dockerfile_says_what_docker_knows_and_copies_what_is_there():
+def test_the_dockerfile_uses_valid_instructions_and_copies_existing_files():
     known = {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
     assert {word for word, _ in dockerfile()} == known
     sources = [name for word, rest in dockerfile() if word == "COPY" for name in shlex.split(rest)[:-1]]
@@ -241,7 +241,7 @@ def test_the_dockerfile_installs_extras_that_exist():
     assert set(extras.split(",")) <= set(EXTRAS)
 
 
-def test_compose_mounts_what_is_there_for_this_machine_alone():
+def test_compose_mounts_existing_files_and_publishes_on_loopback_only():
     document = compose()
     for service in document["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])

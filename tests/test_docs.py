@@ -1,4 +1,4 @@
-"""The documentation is complete and true: everything has its line, links lead somewhere, and what is shown runs."""
+"""The documentation is complete and correct: everything is documented, links resolve, and the examples run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_endpoint_is_documented(made):
         assert (f"### `{operation}`" in page) == operation.in_api
 
 
-def test_the_table_of_operations_is_that_of_the_code(hooks):
+def test_the_table_of_operations_matches_the_code(hooks):
     page = (ROOT / "docs/api.md").read_text("utf-8")
     assert hooks.with_table(page) == page, "run python docs/hooks.py"
     assert "| `POST /v1/pause` | Hold all engines | admin | answered for the fleet |" in page
@@ -97,7 +97,7 @@ def test_every_sampling_parameter_is_documented_with_its_names_and_bounds(made):
     assert "| `temperature` | number | between 0 and 100 | `1.0` | `temperature` |" in page
 
 
-def test_every_type_that_is_linked_is_there(made):
+def test_every_linked_type_exists(made):
     page = made["reference/http.md"]
     titles = {title.lower() for title in re.findall(r"^### (\w+)$", page, re.MULTILINE)}
     assert titles and set(re.findall(r"\(#(\w+)\)", page)) <= titles
@@ -115,7 +115,7 @@ def test_every_field_of_the_configuration_is_documented(hooks, made):
         section = page.split(f"## {each.__name__}\n")[1].split("\n## ")[0]
         rows = {row.split("`")[1]: row for row in section.splitlines() if row.startswith("| `")}
         assert set(rows) == {field.name for field in fields(each)}
-        assert [name for name, row in rows.items() if row.endswith("|  |")] == []  # with a word on what it does
+        assert [name for name, row in rows.items() if row.endswith("|  |")] == []  # each has a description
     assert "| `device` | `str` | `'auto'` | auto, cpu, cuda" in page
 
 
@@ -133,7 +133,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_relative_link_leads_somewhere(page):
+def test_every_relative_link_resolves(page):
     for link in links(page.read_text("utf-8")):
         path, _, anchor = link.partition("#")
         target = (page.parent / path) if path else page
@@ -141,7 +141,7 @@ def test_every_relative_link_leads_somewhere(page):
         assert not anchor or anchor in anchors(target.read_text("utf-8")), f"{page.name} links to {link}"
 
 
-def test_the_check_sees_links():
+def test_the_check_finds_links():
     assert links("[a](b.md) and [`c`](d/e.md#f), `[x](y)` and [z](http://z)") == ["b.md", "d/e.md#f"]
 
 
@@ -166,7 +166,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     assert all((tmp_path / "site" / f"{name}.html").is_file() for name in ("index", "keys", "reference/http"))
-    # Reading it needs no network.
+    # The built site loads nothing from the network.
     fetched = re.findall(
         r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\s\">]+)", (tmp_path / "site/rl.html").read_text()
     )
@@ -177,7 +177,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def sentences() -> Iterator[str]:
-    """What the program can say, with … for what differs."""
+    """All messages in the source code, with … for the variable parts."""
     for path in (ROOT / "src/headgate").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             match node:
@@ -187,11 +187,11 @@ def sentences() -> Iterator[str]:
                     yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in values)
 
 
-def test_what_troubleshooting_quotes_is_what_the_program_says():
-    said = set(sentences())
+def test_messages_quoted_in_troubleshooting_exist_in_the_code():
+    messages = set(sentences())
     quoted = [block.strip() for block in blocks((ROOT / "docs/troubleshooting.md").read_text("utf-8"), "text")]
     assert len(quoted) > 20
-    assert [quote for quote in quoted if not any(quote in sentence for sentence in said)] == []
+    assert [quote for quote in quoted if not any(quote in sentence for sentence in messages)] == []
 
 
 @pytest.mark.parametrize(("ours", "theirs"), TRANSLATED)
@@ -240,14 +240,14 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     "snippet", [each for each in snippets("sh") if KILLS not in each], ids=lambda snippet: snippet.split("\n")[0][:50]
 )
-def test_commands_that_are_shown_run(snippet, server):
+def test_shown_commands_run(snippet, server):
     if snippet.startswith("make "):
         target = shlex.split(snippet)[1]
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif snippet.startswith(("headgate serve", "headgate up")):
         assert cli.parser().parse_args(shlex.split(snippet)[1:]).run
     else:
-        # An answer of 4xx must fail the script, which curl alone does not.
+        # An HTTP error must fail the script, which it does not with plain curl.
         script = 'set -e\ncurl() { command curl --fail-with-body -sS "$@"; }\n' + snippet.replace(SHOWN, server.url)
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=environment())
         assert done.returncode == 0, done.stdout + done.stderr
@@ -256,15 +256,15 @@ def test_commands_that_are_shown_run(snippet, server):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", snippets("python"), ids=lambda snippet: snippet.split("\n")[0][:50])
-def test_programs_that_are_shown_run(snippet, server, model, tmp_path):
+def test_shown_programs_run(snippet, server, model, tmp_path):
     program = snippet.replace(SHOWN, server.url).replace("path/to/model", str(model))
     command = [sys.executable, "-c", program]
-    for _ in range(5):  # a model of noise may have nothing to say
+    for _ in range(5):  # a model with random weights may produce no text
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         if done.stdout:
             return
-    pytest.fail("it never said anything")
+    pytest.fail("the program never printed anything")
 
 
 @pytest.mark.slow

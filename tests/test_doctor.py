@@ -1,4 +1,4 @@
-"""`headgate doctor`: what is there, what it means, and an exit code that says whether a server could start."""
+"""`headgate doctor`: its findings, and an exit code that tells whether a server could start."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_this_machine_can_serve_and_each_subject_has_one_line(tmp_path, capsys):
     assert any(str(tmp_path) in line for line in lines)
 
 
-def test_machines_get_the_same_as_json(tmp_path, capsys):
+def test_findings_are_also_printed_as_json(tmp_path, capsys):
     assert cli.main(["doctor", "--json", "--port", "0"], {"XDG_CACHE_HOME": str(tmp_path)}) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["can_serve"] is True
-    assert all(set(finding) == {"subject", "verdict", "found", "meaning"} for finding in told["findings"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["can_serve"] is True
+    assert all(set(finding) == {"subject", "verdict", "found", "meaning"} for finding in printed["findings"])
 
 
-def test_it_builds_and_leaves_nothing(tmp_path):
+def test_doctor_builds_and_leaves_nothing(tmp_path):
     cli.main(["doctor", "--port", "0"], {"XDG_CACHE_HOME": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
@@ -44,7 +44,7 @@ def test_a_problem_makes_the_exit_code_1(capsys, monkeypatch):
     assert "problem  torch        not installed" in capsys.readouterr().out
 
 
-def test_a_library_that_is_missing_or_old_is_a_problem_of_its_own():
+def test_each_missing_or_outdated_library_is_a_problem():
     (missing,) = doctor.libraries(NEEDED, {}.get)
     (old,) = doctor.libraries(NEEDED, {"torch": "2.9.1+cpu"}.get)
     (right,) = doctor.libraries(NEEDED, {"torch": "2.11"}.get)
@@ -52,7 +52,7 @@ def test_a_library_that_is_missing_or_old_is_a_problem_of_its_own():
     assert "2.11 or later" in old.meaning
 
 
-def test_a_missing_extra_is_a_note_that_says_how_to_get_it():
+def test_a_missing_extra_is_a_note_with_the_install_command():
     (note,) = doctor.options(NEEDED, {}.get)
     (ok,) = doctor.options(NEEDED, {"matplotlib": "3.10"}.get)
     assert note.verdict == "note" and "headgate[bench]" in note.meaning
@@ -73,13 +73,13 @@ def test_every_extra_of_the_package_has_a_purpose():
         (frozenset(("avx2", "fma")), "AVX2"),
     ],
 )
-def test_cpu_features_tell_which_kernels_run(flags, kernels):
+def test_cpu_features_determine_the_kernels(flags, kernels):
     finding = doctor.cpu(flags, None, threads=8)
     assert finding.verdict == "ok" and finding.found.endswith(f"8 threads, {kernels}")
 
 
-def test_the_kernels_it_names_are_those_that_run():
-    """The rule is written twice, here and in C++; on this machine both must say the same."""
+def test_the_reported_kernels_are_those_that_run():
+    """The rule exists twice, in Python and in C++; on this machine both must agree."""
     from headgate.layers.cpu import build
 
     isas = build.supported_isas()
@@ -95,35 +95,35 @@ def test_a_cpu_without_kernels_is_slow_and_not_a_problem():
 
 
 @pytest.mark.parametrize(
-    ("built", "compiler", "verdict", "told"),
+    ("built", "compiler", "verdict", "found"),
     [(True, None, "ok", "built"), (False, "/usr/bin/g++", "ok", "not built yet"), (False, None, "note", "no C++")],
 )
-def test_kernels_are_built_can_be_built_or_need_a_compiler(built, compiler, verdict, told, tmp_path):
+def test_kernels_are_built_can_be_built_or_need_a_compiler(built, compiler, verdict, found, tmp_path):
     library = tmp_path / "kernels.so"
     if built:
         library.touch()
     finding = doctor.kernels(None, library, compiler)
-    assert finding.verdict == verdict and told in finding.found
+    assert finding.verdict == verdict and found in finding.found
 
 
 @pytest.mark.parametrize(
-    ("built", "compiler", "verdict", "told"),
+    ("built", "compiler", "verdict", "found"),
     [
         (True, None, "ok", "compiled, in"),
         (False, "/usr/bin/cc", "ok", "not compiled yet"),
         (False, None, "note", "no C "),
     ],
 )
-def test_routing_is_compiled_can_be_compiled_or_needs_a_compiler(built, compiler, verdict, told, tmp_path):
+def test_routing_is_compiled_can_be_compiled_or_needs_a_compiler(built, compiler, verdict, found, tmp_path):
     library = tmp_path / "routing.so"
     if built:
         library.touch()
     finding = doctor.routing(library, compiler)
-    assert finding.verdict == verdict and told in finding.found
+    assert finding.verdict == verdict and found in finding.found
 
 
-class Cards:
-    """Two GPUs, as torch tells of them."""
+class TwoGpus:
+    """`torch.cuda` with two GPUs."""
 
     def device_count(self) -> int:
         return 2
@@ -132,14 +132,14 @@ class Cards:
         return (70 - index) * GIB, 80 * GIB
 
     def get_device_name(self, index: int) -> str:
-        return "Card"
+        return "GPU"
 
 
 def test_each_gpu_has_a_line_and_needs_triton():
-    first, second = doctor.gpus(Cards(), "3.9.0")
-    assert (first.verdict, first.found) == ("ok", "Card, 70.0 of 80.0 GiB free")
+    first, second = doctor.gpus(TwoGpus(), "3.9.0")
+    assert (first.verdict, first.found) == ("ok", "GPU, 70.0 of 80.0 GiB free")
     assert second.subject == "gpu 1" and "30 billion" in first.meaning
-    assert [finding.verdict for finding in doctor.gpus(Cards(), None)] == ["problem", "problem"]
+    assert [finding.verdict for finding in doctor.gpus(TwoGpus(), None)] == ["problem", "problem"]
 
 
 def test_a_tree_that_is_not_installed_is_a_note():
@@ -147,7 +147,7 @@ def test_a_tree_that_is_not_installed_is_a_note():
     assert note.verdict == "note" and "not installed" in note.found
 
 
-def test_memory_says_what_fits():
+def test_memory_reports_the_model_size_that_fits():
     assert doctor.memory("memory", GIB // 2).verdict == "problem"
     assert "6.9 billion" in doctor.memory("memory", 16 * GIB).meaning
 

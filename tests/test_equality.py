@@ -1,4 +1,4 @@
-"""The same request, seed and weights give the same tokens, however they were scheduled (invariant 10, sentence 60)."""
+"""The same request, seed and weights give the same tokens, however they are scheduled (invariant 10, sentence 60)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.resume import resume
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 BACKENDS = available_backends()
 
-# How the engine may be squeezed so that requests are chunked, preempted or find their prompts in the cache.
+# Engine options under which requests are chunked, preempted or find their prompts in the cache.
 ROOMY = {"max_running": 32}
 CHUNKED = {"max_running": 32, "max_batch_tokens": 7}
 CROWDED = {"max_running": 32, "kv_blocks": 7, "block_size": 16, "max_context": 112, "max_batch_tokens": 33}
@@ -26,7 +26,7 @@ ENGINES = {"roomy": ROOMY, "chunked": CHUNKED, "crowded": CROWDED, "run-ahead": 
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Some of them share long beginnings."""
+    """Random prompts, some of which share long prefixes."""
     rng = random.Random(seed)
     shared = [rng.randrange(250) for _ in range(40)]
     return [shared[: rng.choice([0, 17, 40])] + rng.choices(range(250), k=rng.randrange(1, 30)) for _ in range(count)]
@@ -83,7 +83,7 @@ def test_seeded_tokens_are_the_same_alone_in_a_batch_preempted_cached_and_resume
 
 
 def varied(i: int, max_tokens: int) -> SamplingParams:
-    """Every kind of sampling has its turn."""
+    """Parameters that cover every kind of sampling."""
     kinds = [
         {},
         {"top_k": 20},
@@ -97,7 +97,7 @@ def varied(i: int, max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_an_unseeded_request_is_different_every_time(folder):
+def test_an_unseeded_request_gives_different_tokens_every_time(folder):
     with LLM(folder, **ROOMY) as llm:
         free = SamplingParams(max_tokens=16, ignore_eos=True)
         first, second = answers(llm, [[1, 2, 3]] * 2, [free] * 2)

@@ -1,4 +1,4 @@
-"""The control client against a real server: what a trainer does, in both manners."""
+"""The Python client against a real server: a trainer's calls, with the blocking and the async client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fleet(server: LiveServer) -> Iterator[Fleet]:
     fleet.wait_idle(60)
 
 
-def test_an_answer_that_was_cut_goes_on_from_its_own_tokens(server: LiveServer, fleet: Fleet):
+def test_an_aborted_answer_is_continued_from_its_own_tokens(server: LiveServer, fleet: Fleet):
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(fleet.generate, "hello", request_id="cut", logprobs=0, **LONG)
         assert eventually(lambda: any(each["output_tokens"] > 5 for each in fleet.requests()))
@@ -52,7 +52,7 @@ def test_an_answer_that_was_cut_goes_on_from_its_own_tokens(server: LiveServer, 
     assert whole.logprobs == pytest.approx(uninterrupted.logprobs, abs=1e-4) and len(whole.weight_versions) == count
 
 
-def test_weights_go_from_a_trainer_to_a_paused_fleet(fleet: Fleet, tmp_path: Path):
+def test_a_trainer_updates_the_weights_of_a_paused_fleet(fleet: Fleet, tmp_path: Path):
     tensors = dict(SafetensorsFolder(tiny_model(tmp_path, seed=3, max_position_embeddings=16384)))
     before = fleet.generate("hello", **SHORT)
     version = fleet.state().weight_version + 1
@@ -68,7 +68,7 @@ def test_weights_go_from_a_trainer_to_a_paused_fleet(fleet: Fleet, tmp_path: Pat
     assert after.token_ids != before.token_ids and set(after.weight_versions) == {version}
 
 
-def test_waiting_for_an_idle_fleet_ends_and_says_who_is_still_there(fleet: Fleet):
+def test_waiting_for_an_idle_fleet_times_out_with_the_remaining_requests(fleet: Fleet):
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(fleet.generate, "x", request_id="long", **LONG)
         assert eventually(lambda: bool(fleet.requests()))
@@ -79,7 +79,7 @@ def test_waiting_for_an_idle_fleet_ends_and_says_who_is_still_there(fleet: Fleet
         assert asked.result(60).cut
 
 
-def test_the_same_for_those_who_do_other_things_meanwhile(server: LiveServer, fleet: Fleet):
+def test_the_async_client_has_the_same_calls(server: LiveServer, fleet: Fleet):
     async def main() -> None:
         other = AsyncFleet(server.url)
         asked = [asyncio.create_task(other.generate(f"{i}", tags={"run": "1"}, **LONG)) for i in range(6)]
@@ -102,7 +102,7 @@ def test_the_same_for_those_who_do_other_things_meanwhile(server: LiveServer, fl
     asyncio.run(main())
 
 
-def test_nobody_at_the_address_is_an_error_of_its_own():
+def test_an_unreachable_address_raises_fleet_lost():
     with pytest.raises(FleetLost, match=r"127\.0\.0\.1:9"):
         Fleet("http://127.0.0.1:9").state()
     with pytest.raises(FleetLost, match=r"127\.0\.0\.1:9"):

@@ -30,7 +30,7 @@ class Bad:
     body: bytes = b"{}"
 
 
-# What a gate refuses, on a control path and on one that a router relays.
+# Requests that the gate refuses, on a control path and on a path that a router relays.
 AT_THE_GATE = [
     bad
     for path in ("/v1/pause", "/v1/completions")
@@ -45,7 +45,7 @@ AT_THE_GATE = [
         Bad(400, "invalid_request", "POST", path, ADMIN | {"X-Headgate-Tenant": "a:b"}),
         Bad(405, "method_not_allowed", "PUT", path, ADMIN),
         Bad(405, "method_not_allowed", "GET", path, ADMIN),
-        Bad(401, "missing_api_key", "PUT", path),  # the key is asked for before the method
+        Bad(401, "missing_api_key", "PUT", path),  # the key is checked before the method
     )
 ]
 BEHIND_IT = [

@@ -1,4 +1,4 @@
-"""The engine on a GPU gives what it gives on a CPU: whole models, in float32, whatever happens to a request."""
+"""The engine gives the same answers on a GPU as on a CPU: whole models in float32, however requests are scheduled."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_greedy_answers_in_float32_are_those_of_the_cpu(tmp_path, architecture):
     "options",
     [{"graphs": False}, {"prompt_graphs": True}, {"max_batch_tokens": 48}, {"run_ahead": 1}, {"block_size": 16}],
 )
-def test_how_steps_are_run_does_not_change_answers(folder, options):
+def test_step_options_do_not_change_answers(folder, options):
     asked = prompts(*range(1, 60, 2))
     assert on_gpu(folder, asked, GREEDY, **options) == on_gpu(folder, asked, GREEDY)
 
@@ -78,14 +78,14 @@ def test_seeded_and_adjusted_answers_are_those_of_the_cpu(folder):
     assert on_gpu(folder, asked, params, graphs=False) == expected
 
 
-def test_a_plain_sampler_among_adjusted_ones_gets_what_it_gets_alone(folder):
+def test_a_simple_sampler_in_a_mixed_batch_gives_the_same_tokens_as_alone(folder):
     asked = prompts(20, 30)
     plain = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
     choosy = SamplingParams(max_tokens=24, temperature=1.0, seed=4, top_k=3)
     assert on_gpu(folder, asked, [plain, choosy])[0] == on_gpu(folder, asked[:1], plain)[0]
 
 
-def test_preempted_requests_end_as_if_nothing_had_happened(folder):
+def test_preempted_requests_give_the_same_tokens(folder):
     asked, params = prompts(*[40] * 8), SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
     expected = on_gpu(folder, asked, params)
     with LLM(folder, device="cuda", dtype="float32", kv_blocks=16, block_size=16) as llm:
@@ -94,7 +94,7 @@ def test_preempted_requests_end_as_if_nothing_had_happened(folder):
     assert found == expected
 
 
-def test_leaving_a_stream_frees_its_blocks_and_disturbs_nobody(folder):
+def test_closing_a_stream_frees_its_blocks_and_affects_no_other(folder):
     (left, stays), params = prompts(40, 50), SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
     with LLM(folder, device="cuda", dtype="float32", kv_blocks=64) as llm:
         expected = llm.generate([stays], params, progress=False)[0].token_ids
@@ -126,27 +126,27 @@ def test_log_probabilities_in_bfloat16_are_close_to_those_in_float32(folder):
 
 
 @pytest.mark.parametrize("fp8", ["weights", "kv", "both"])
-def test_in_eight_bits_log_probabilities_stay_close(wide_folder, fp8):
+def test_log_probabilities_in_fp8_stay_close(wide_folder, fp8):
     asked = prompts(60, 5, 300, *[20] * 70)
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=0, ignore_eos=True)
-    told = []
+    logprobs = []
     for options in ({}, {"fp8": fp8}, {"fp8": fp8, "graphs": False}):
         with LLM(wide_folder, device="cuda", dtype="bfloat16", kv_blocks=1000, **options) as llm:
             answers = llm.generate(asked, params, progress=False)
-            told.append(torch.tensor([answer.logprobs[0].token for answer in answers]))
-    assert (told[0] - told[1]).abs().mean() < 0.3
-    assert (told[1] - told[2]).abs().mean() < 0.1
-    assert not torch.equal(told[0], told[1]), "nothing was rounded"
+            logprobs.append(torch.tensor([answer.logprobs[0].token for answer in answers]))
+    assert (logprobs[0] - logprobs[1]).abs().mean() < 0.3
+    assert (logprobs[1] - logprobs[2]).abs().mean() < 0.1
+    assert not torch.equal(logprobs[0], logprobs[1]), "nothing was rounded"
 
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory):
-    """Large enough that the order of summing shows in bfloat16."""
+    """A model large enough that the order of summation matters in bfloat16."""
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64}
     return tiny_model(tmp_path_factory.mktemp("wide"), "qwen3", dtype="bfloat16", **shape)
 
 
-def test_deterministic_answers_do_not_depend_on_company_chunks_or_preemption(wide_folder):
+def test_deterministic_answers_do_not_depend_on_the_batch_chunks_or_preemption(wide_folder):
     asked = prompts(*range(5, 133, 2))
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     options = {"dtype": "bfloat16", "deterministic": True, "block_size": 16}

@@ -87,7 +87,7 @@ class TestPause:
 
 
 class TestWeights:
-    """Two engines, on one card if there is no other."""
+    """Two engines, on one GPU if there is no second."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -140,14 +140,14 @@ class TestTwoServersOnOneCard:
     test_39 = on_gpu(test_http.test_39_a_ticket_that_cannot_be_used_is_a_local_prefill)
 
 
-def test_36_preempted_streams_end_as_if_nothing_had_happened(model: Path):
+def test_36_preempted_streams_give_the_same_tokens(model: Path):
     bodies = [asking(200, prompt=f"{i} " + "x" * 40, temperature=i % 2, seed=i) for i in range(8)]
 
     async def ask(server: LiveServer) -> list[list[int]]:
-        async with streaming(server.url, bodies) as heard:
+        async with streaming(server.url, bodies) as streams:
             pass
-        assert {each.end for each in heard} == {("length", "max_tokens")}
-        return [each.tokens for each in heard]
+        assert {each.end for each in streams} == {("length", "max_tokens")}
+        return [each.tokens for each in streams]
 
     with live_server(model, kv_blocks=512, **GPU) as server:
         expected = asyncio.run(ask(server))

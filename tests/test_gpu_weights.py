@@ -1,4 +1,4 @@
-"""Weights from a trainer's GPU memory to an engine's: two processes, real handles, real NCCL."""
+"""Weight updates from a trainer's GPU memory to an engine's: two processes, real handles, real NCCL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gpu
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40)), [200] * 17]
 
-# Reads one line before each step, so that the test says when.
+# Reads one line before each step, so that the test controls the timing.
 TRAINER = """
 import sys
 import msgspec, torch
@@ -123,7 +123,7 @@ def attempt(llm: LLM, command: Command) -> Any:
 
 
 @pytest.mark.parametrize("how", ["share", "flat"])
-def test_an_engine_reads_a_trainers_gpu_memory_where_it_lies(old, new, expected, how):
+def test_an_engine_reads_a_trainers_gpu_memory_in_place(old, new, expected, how):
     with started(old) as llm, trainer(new, how) as process:
         assert answers(llm) == expected[0]
         assert process.stdin is not None and process.stdout is not None
@@ -138,7 +138,7 @@ def test_an_engine_reads_a_trainers_gpu_memory_where_it_lies(old, new, expected,
         assert answers(llm) == expected[1], "the trainer is gone, and its weights are ours"
 
 
-def test_handles_of_a_trainer_that_has_died_leave_the_old_weights(old, new, expected):
+def test_handles_of_a_dead_trainer_leave_the_old_weights(old, new, expected):
     with started(old) as llm:
         with trainer(new, "share") as process:
             assert process.stdout is not None
@@ -150,7 +150,7 @@ def test_handles_of_a_trainer_that_has_died_leave_the_old_weights(old, new, expe
         assert answers(llm) == expected[0]
 
 
-def test_handles_that_do_not_fit_the_model_are_refused_unopened(old, tmp_path, expected):
+def test_handles_that_do_not_fit_the_model_are_refused_without_opening_them(old, tmp_path, expected):
     wide = tiny_model(tmp_path, "qwen3", tokenizer=False, intermediate_size=128)
     with started(old) as llm, trainer(wide, "share") as process:
         assert process.stdout is not None
@@ -162,8 +162,8 @@ def test_handles_that_do_not_fit_the_model_are_refused_unopened(old, tmp_path, e
         assert answers(llm) == expected[0]
 
 
-@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="NCCL wants a card for each rank")
-def test_weights_travel_by_nccl_from_card_to_card(old, new, expected):
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="NCCL needs one GPU per rank")
+def test_weights_are_broadcast_by_nccl_between_gpus(old, new, expected):
     where = place()
     with started(old) as llm, trainer(new, "nccl", where, "cuda:1") as process:
         llm.call(Pause("abort"))
@@ -174,8 +174,8 @@ def test_weights_travel_by_nccl_from_card_to_card(old, new, expected):
         assert answers(llm) == expected[1]
 
 
-@pytest.mark.skipif("torch.cuda.device_count() != 1", reason="about two ranks that must share a card")
-def test_two_ranks_on_one_card_are_refused_by_nccl_and_both_processes_live(old, new, expected):
+@pytest.mark.skipif("torch.cuda.device_count() != 1", reason="needs exactly one GPU, which two ranks share")
+def test_nccl_refuses_two_ranks_on_one_gpu_and_both_processes_survive(old, new, expected):
     where = place()
     with started(old) as llm, trainer(new, "nccl", where) as process:
         llm.call(Pause("abort"))
@@ -186,7 +186,7 @@ def test_two_ranks_on_one_card_are_refused_by_nccl_and_both_processes_live(old, 
         assert answers(llm) == expected[0]
 
 
-def test_what_travels_is_plain_json(new):
+def test_shared_handles_are_sent_as_json(new):
     with trainer(new, "share") as process:
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())

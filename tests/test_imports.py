@@ -16,7 +16,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src/headgate"
 
-# package -> what of ours it may import
+# package -> the packages of Headgate that it may import
 MAY_IMPORT = {
     "protocol": {"protocol", "contract"},
     "core": {"core", "protocol", "errors", "shares"},
@@ -90,11 +90,11 @@ MAY_IMPORT = {
     "cluster": {"cluster", "errors"},
 }
 
-# module -> what else of ours it may import
+# module -> what it may import in addition
 EXCEPTIONS = {
-    # Grammars are about bytes, so whoever matches tokens with them must know which bytes a token stands for.
+    # Grammars are defined on bytes, so matching tokens requires the bytes of each token.
     "device/build.py": {"text"},
-    # Fakes are part of the product: a crash is looked into on one.
+    # Fakes are part of the product: crashes are replayed on one.
     "engine/replay.py": {"testing"},
 }
 
@@ -139,7 +139,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            # `from headgate import x` imports a module of ours too.
+            # `from headgate import x` imports the module headgate.x.
             yield from (
                 (f"{node.module}.{alias.name}" for alias in node.names)
                 if node.module == "headgate"
@@ -228,7 +228,7 @@ def test_importing_it_does_not_import_torch(module):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
 
 
-# What a router has no use for: the engine's side of a server, and what only that needs.
+# Modules that a router must not load: the engine, and libraries that only the engine needs.
 NOT_IN_A_ROUTER = {
     *("torch", "transformers", "tokenizers", "llguidance", "jinja2", "zmq", "numpy", "uvicorn"),
     *("headgate.api", "headgate.engine", "headgate.core", "headgate.text", "headgate.device", "headgate.transfer"),

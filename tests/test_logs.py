@@ -1,4 +1,4 @@
-"""Text for people, JSON lines for machines."""
+"""Log lines as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ def record(level: int, message: str, *values: object, **more: object) -> logging
     return made
 
 
-def test_a_line_for_people_says_who_and_shows_the_level_when_it_matters():
+def test_a_text_line_has_the_process_name_and_the_level_of_warnings():
     lines = Lines("engine 1")
     assert lines.format(record(logging.INFO, "hello %s", "you")).endswith(" engine 1: hello you")
     assert lines.format(record(logging.WARNING, "look")).endswith(" engine 1: WARNING look")
 
 
-def test_a_line_for_machines_is_one_object_with_its_fields():
+def test_a_json_line_is_one_object_with_its_fields():
     line = JsonLines("api").format(record(logging.INFO, "two\nlines", fields={"request_id": "a"}))
     assert "\n" not in line
-    said = json.loads(line)
-    assert (said["message"], said["process"], said["request_id"], said["level"]) == ("two\nlines", "api", "a", "info")
+    logged = json.loads(line)
+    assert (logged["message"], logged["process"], logged["request_id"], logged["level"]) == (
+        "two\nlines",
+        "api",
+        "a",
+        "info",
+    )
 
 
 def test_a_traceback_stays_on_the_line():

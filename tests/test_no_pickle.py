@@ -54,5 +54,5 @@ def test_54_nothing_is_pickled(path: Path):
         "f(allow_pickle=True)",
     ],
 )
-def test_54_the_check_finds_what_it_looks_for(source: str):
+def test_54_the_check_finds_uses_of_pickle(source: str):
     assert offences(source)

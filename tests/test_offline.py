@@ -29,7 +29,7 @@ def llm(folder):
         assert llm.engine.loop.idle
 
 
-def test_answers_come_in_the_order_of_the_prompts(llm):
+def test_answers_are_in_the_order_of_the_prompts(llm):
     asked = ["One", "Two", [1, 2, 3]]
     together = llm.generate(asked, GREEDY, progress=False)
     assert [answer.token_ids for answer in together] == [
@@ -41,7 +41,7 @@ def test_answers_come_in_the_order_of_the_prompts(llm):
     ]
 
 
-def test_an_answer_says_how_it_ended_and_when_things_happened(llm):
+def test_an_answer_has_its_finish_reason_and_timings(llm):
     (answer,) = llm.generate("Hello", GREEDY, progress=False)
     assert (answer.finish_reason, answer.cause, len(answer.token_ids)) == ("length", "max_tokens", 12)
     timings = answer.timings
@@ -62,7 +62,7 @@ def test_a_stream_is_the_text_in_pieces(llm):
     assert "".join(llm.stream("Hello", GREEDY)) == whole.text
 
 
-def test_a_stream_that_is_closed_leaves_nothing_behind(llm):
+def test_a_closed_stream_releases_everything(llm):
     stream = llm.stream("Hello", SamplingParams(max_tokens=300, ignore_eos=True))
     next(stream)
     assert llm.engine.scheduler.sequences
@@ -70,14 +70,14 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(llm):
     assert llm.engine.loop.idle
 
 
-def test_two_streams_can_be_read_by_turns(llm):
+def test_two_streams_can_be_read_alternately(llm):
     params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
     whole = [llm.generate(prompt, params, progress=False)[0].text for prompt in ("a", "b")]
     pieces = zip_longest(llm.stream("a", params), llm.stream("b", params), fillvalue="")
     assert ["".join(each) for each in zip(*pieces, strict=True)] == whole
 
 
-def test_a_stream_has_its_whole_text_though_another_call_made_it(llm):
+def test_a_stream_has_its_whole_text_even_if_another_call_ran_the_engine(llm):
     (whole,) = llm.generate("a", GREEDY, progress=False)
     stream = llm.stream("a", GREEDY)
     first = next(stream)
@@ -94,7 +94,7 @@ def test_a_stop_string_ends_the_answer_before_it(llm):
     assert llm.engine.loop.idle
 
 
-def test_an_answer_that_was_begun_before_goes_on_as_if_it_had_not_been_interrupted(llm):
+def test_a_partial_answer_continues_as_if_it_had_not_been_interrupted(llm):
     params = [SamplingParams(max_tokens=20, seed=i, ignore_eos=True) for i in range(3)]
     whole = llm.generate(["a", "b", "c"], params, progress=False)
     begun = [whole[0].token_ids[:7], [], whole[2].token_ids]
@@ -104,7 +104,7 @@ def test_an_answer_that_was_begun_before_goes_on_as_if_it_had_not_been_interrupt
     assert [sum(made for _, made in answer.weight_versions) for answer in resumed] == [13, 20, 0]
 
 
-def test_a_stop_string_that_begins_in_what_was_begun_before_is_seen(llm):
+def test_a_stop_string_that_begins_in_a_partial_answer_is_found(llm):
     (whole,) = llm.generate("Hello", GREEDY, progress=False)
     stop = whole.text[3:5]
     (cut,) = llm.generate("Hello", GREEDY, stop=[stop], progress=False)
@@ -115,12 +115,12 @@ def test_a_stop_string_that_begins_in_what_was_begun_before_is_seen(llm):
     assert llm.engine.loop.idle
 
 
-def test_what_was_begun_goes_with_prompts(llm):
+def test_generated_needs_one_entry_per_prompt(llm):
     with pytest.raises(RequestError, match="2 prompts but 1 entries in generated"):
         llm.generate(["a", "b"], generated=[[1]], progress=False)
 
 
-def test_log_probabilities_come_with_the_tokens_that_asked_for_them(llm):
+def test_log_probabilities_are_returned_for_requests_that_ask_for_them(llm):
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     (answer,) = llm.generate([[5, 6, 7, 8]], params, progress=False)
     assert len(answer.logprobs) == 4
@@ -131,7 +131,7 @@ def test_log_probabilities_come_with_the_tokens_that_asked_for_them(llm):
     assert len(answer.prompt_logprobs) == 4
 
 
-def test_chat_goes_through_the_models_template(llm):
+def test_chat_uses_the_models_template(llm):
     messages = [{"role": "user", "content": "Hi"}]
     prompt = llm.tokenizer.decode(llm.render(messages), skip_special=False)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -152,24 +152,24 @@ def test_chat_goes_through_the_models_template(llm):
         ([999], GREEDY, "token id 999 is outside the vocabulary of 260"),
     ],
 )
-def test_what_cannot_run_is_refused_and_the_engine_goes_on(llm, prompt, params, message):
+def test_invalid_requests_are_refused_and_the_engine_keeps_running(llm, prompt, params, message):
     with pytest.raises(RequestError, match=message):
         llm.generate([prompt], params, progress=False)
     assert llm.engine.loop.idle
     assert llm.generate("Hello", GREEDY, progress=False)[0].token_ids
 
 
-def test_one_bad_prompt_among_good_ones_aborts_the_call_and_nothing_stays(llm):
+def test_one_bad_prompt_aborts_the_whole_call_and_releases_everything(llm):
     with pytest.raises(RequestError, match="outside the vocabulary"):
         llm.generate([[1], [999]], SamplingParams(max_tokens=200, ignore_eos=True), progress=False)
     assert llm.engine.loop.idle
 
 
-def test_ctrl_c_ends_the_call_and_leaves_nothing_behind(llm):
+def test_ctrl_c_ends_the_call_and_releases_everything(llm):
     over = threading.Event()
 
     def press() -> None:
-        while llm.engine.loop.idle:  # before, a shell that runs us in the background may have it ignored
+        while llm.engine.loop.idle:  # until then SIGINT may be ignored, if a shell runs the tests in the background
             if over.wait(0.01):
                 return
         os.kill(os.getpid(), signal.SIGINT)
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_the_call_and_leaves_nothing_behind(llm):
     assert llm.generate("Hello", GREEDY, progress=False)[0].token_ids
 
 
-def test_a_step_that_fails_is_an_error_and_not_a_hang(folder):
+def test_a_failing_step_raises_instead_of_hanging(folder):
     with LLM(folder, max_running=2) as llm:
         llm.engine.executor._runner.run = lambda _: 1 / 0
         with pytest.raises(ZeroDivisionError):
@@ -197,14 +197,14 @@ def test_a_step_that_fails_is_an_error_and_not_a_hang(folder):
             llm.generate("Hello", GREEDY, progress=False)
 
 
-def test_a_closed_llm_says_so(folder):
+def test_a_closed_llm_raises(folder):
     llm = LLM(folder, max_running=2)
     llm.close()
     with pytest.raises(EngineDead, match="the engine is closed"):
         llm.generate("Hello", GREEDY, progress=False)
 
 
-def test_a_prompt_of_one_token_has_one_score_and_it_is_none(llm):
+def test_a_prompt_of_one_token_has_no_logprob(llm):
     (answer,) = llm.generate([[5]], SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
     assert answer.prompt_logprobs == [None]
 
@@ -221,7 +221,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path):
             llm.chat([{"role": "user", "content": "Hi"}])
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path):
+def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(NotAModel, match="holds no model"):
         LLM(tmp_path)
 
@@ -248,7 +248,7 @@ def test_a_context_longer_than_the_models_is_refused(folder):
         LLM(folder, max_context=513)
 
 
-def test_a_context_that_nobody_asked_for_is_cut_to_what_fits(folder):
+def test_the_default_context_is_reduced_to_what_fits(folder):
     with LLM(folder, kv_blocks=2, max_running=2) as llm:
         assert llm.engine.info.max_context == 64
 

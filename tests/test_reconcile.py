@@ -1,4 +1,4 @@
-"""Every combination of what is wanted and what is observed (sentences 24, 29, 55, 75)."""
+"""Catch-up steps for every combination of desired and observed state (sentences 24, 29, 55, 75)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OBSERVED = [Observed(*values) for values in itertools.product((False, True), (No
     ("wanted", "observed", "expected"),
     [
         (Desired(), Observed(), ()),
-        (Desired(), Observed(paused=True), ()),  # by another caller, who resumes it
+        (Desired(), Observed(paused=True), ()),  # paused by another caller, which will resume it
         (Desired(), Observed(paused=True, missed_resume=True), (RESUME,)),
         (Desired(paused=True), Observed(), (PAUSE,)),
         (Desired(paused=True), Observed(paused=True), ()),
@@ -36,17 +36,17 @@ OBSERVED = [Observed(*values) for values in itertools.product((False, True), (No
         (Desired(version=2), Observed(version=1), (EXCLUDE,)),
         (Desired(version=2, paused=True), Observed(version=1), (PAUSE, EXCLUDE)),
         (Desired(version=1, sendable=True), Observed(version=2), ()),
-        (Desired(version=2, sendable=True), Observed(), ()),  # which weights it has is asked first
+        (Desired(version=2, sendable=True), Observed(), ()),  # its version must be queried first
     ],
 )
-def test_what_is_still_to_be_asked_of_a_member(wanted, observed, expected):
+def test_steps_for_each_combination(wanted, observed, expected):
     assert steps(wanted, observed) == expected
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=repr)
 @pytest.mark.parametrize("observed", OBSERVED, ids=repr)
-def test_a_member_that_has_followed_is_asked_nothing_more(wanted, observed):
-    """A resume that was missed comes first, and what else was missed when the member is looked at again."""
+def test_a_member_that_has_caught_up_needs_no_more_steps(wanted, observed):
+    """A missed resume comes first; other missed commands follow when the member is checked again."""
     for _ in range(2):
         observed = followed(wanted, observed)
     assert observed.paused or not wanted.paused
@@ -55,7 +55,7 @@ def test_a_member_that_has_followed_is_asked_nothing_more(wanted, observed):
 
 
 def followed(wanted: Desired, observed: Observed) -> Observed:
-    """The member after it has carried out all steps."""
+    """The state of the member after it has executed all steps."""
     for step in steps(wanted, observed):
         match step:
             case CatchUpStep.PAUSE | CatchUpStep.PAUSE_FOR_UPDATE:

@@ -1,4 +1,4 @@
-"""The example does what its first lines say: it learns, cuts samples, and finishes them under other weights."""
+"""The RL example learns, interrupts samples, and finishes them under newer weights, as its docstring states."""
 
 from __future__ import annotations
 

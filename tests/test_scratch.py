@@ -1,4 +1,4 @@
-"""Folders in the temporary directory: gone with their process, also when that was killed, and never before."""
+"""Scratch folders are removed after their process has ended, also after SIGKILL, and never before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOLD = "import sys, headgate.scratch as s\nwith s.folder('', sys.argv[1]) as own
 
 @contextmanager
 def holder(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that has a folder."""
+    """A process that holds a scratch folder."""
     command = [sys.executable, "-c", HOLD, str(parent)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -28,14 +28,14 @@ def holder(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
             process.kill()
 
 
-def test_a_folder_is_gone_at_the_end_of_the_block(tmp_path: Path):
+def test_a_folder_is_removed_at_the_end_of_the_block(tmp_path: Path):
     with scratch.folder("x-", tmp_path) as own:
         (own / "a").write_text("a")
         assert own.stat().st_mode & 0o777 == 0o700
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_has_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path):
+def test_folders_of_killed_processes_are_removed_and_those_of_running_ones_are_kept(tmp_path: Path):
     with holder(tmp_path) as (killed, left), holder(tmp_path) as (_, held):
         killed.send_signal(signal.SIGKILL)
         killed.wait(60)
@@ -44,7 +44,7 @@ def test_what_a_killed_process_has_left_is_removed_and_what_a_living_one_has_is_
             assert set(tmp_path.iterdir()) == {held, own}
 
 
-def test_what_is_not_ours_is_left_alone(tmp_path: Path):
+def test_other_folders_are_left_alone(tmp_path: Path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / scratch.LOCK).touch()
@@ -59,8 +59,8 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path):
         assert before < set(parent.iterdir()) and (outside / scratch.LOCK).exists()
 
 
-def test_a_server_removes_the_folder_of_one_that_was_killed_and_no_other(tmp_path: Path):
-    """`kill -9` of a server; the next one starts in the same temporary directory."""
+def test_a_server_removes_only_the_folder_of_a_killed_server(tmp_path: Path):
+    """A server is killed with SIGKILL; the next one starts in the same temporary directory."""
     model, temporary = tiny_model(tmp_path / "model"), tmp_path / "t"
     temporary.mkdir()
     settings = (model, "--kv-blocks", 64, "--max-running", 2)

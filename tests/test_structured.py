@@ -1,4 +1,4 @@
-"""Answers held to a grammar: always valid, and the same however they were scheduled (lifecycle, sentence 56)."""
+"""Structured output: answers are valid, and identical however they were scheduled (lifecycle, sentence 56)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ COUNT = 100
 
 
 def mixed(i: int) -> SamplingParams:
-    """With a grammar and without, and with all else that touches logits."""
+    """Parameters with and without a grammar, and with everything else that changes logits."""
     grammars = [json_schema(PERSON), None, regex("([a-f]{3}-){4}\\d+x"), choice(["yes, indeed", "no"]), json_object()]
     kinds = [{}, {"top_k": 20}, {"repetition_penalty": 1.3, "top_p": 0.9}, {"logit_bias": {7: 5.0, 40: -50.0}}]
     return SamplingParams(seed=i, max_tokens=COUNT, grammar=grammars[i % 5], **kinds[i % 4])
@@ -89,21 +89,21 @@ def test_tokens_are_the_same_alone_in_a_batch_preempted_and_resumed_from_any_spl
             assert rest == alone[0].token_ids[split:], f"moved to another engine after {split} tokens"
 
 
-def test_an_answer_ends_by_itself_where_its_grammar_does(llm):
+def test_an_answer_ends_where_its_grammar_ends(llm):
     params = [SamplingParams(seed=i, grammar=choice(["yes", "no", "yes and no"])) for i in range(20)]
     said = answers(llm, params)
     assert {answer.text for answer in said} == {"yes", "no", "yes and no"}
     assert all((answer.finish_reason, answer.cause) == ("stop", "eos") for answer in said)
 
 
-def test_what_is_forbidden_stays_forbidden_whatever_the_bias(llm):
+def test_a_bias_cannot_allow_what_the_grammar_forbids(llm):
     wanted = llm.tokenizer.encode("z")[0]
     params = SamplingParams(seed=0, logit_bias={wanted: 1e30}, grammar=regex("[a-c]{20}"))
     (answer,) = llm.generate("Hi", params, progress=False)
     assert re.fullmatch("[a-c]{20}", answer.text)
 
 
-def test_greedy_answers_obey_too(llm):
+def test_greedy_answers_follow_the_grammar(llm):
     (answer,) = llm.generate("Hi", SamplingParams(temperature=0, grammar=regex("\\d{5}")), progress=False)
     assert re.fullmatch("\\d{5}", answer.text)
 
@@ -115,8 +115,8 @@ def test_log_probabilities_are_those_of_the_model_and_not_of_the_grammar(llm):
     assert held.text == "z" and held.logprobs[0].top_ids == free.logprobs[0].top_ids
 
 
-def test_an_answer_that_becomes_too_complex_is_aborted_and_its_neighbours_go_on(llm):
-    # After the brace, all properties of all alternatives may come next: more than a matcher is allowed to weigh.
+def test_an_answer_that_becomes_too_complex_is_aborted_and_others_continue(llm):
+    # After the brace, any property of any alternative may follow: more than the matcher's limit.
     wide = [{"type": "object", "properties": {f"k{j}": {"type": "integer"} for j in range(50)}}] * 50
     schema = {"type": "array", "prefixItems": [{"type": "boolean"}, {"anyOf": wide}], "minItems": 2, "items": False}
     beside = answers(llm, [mixed(i) for i in range(3)])
@@ -127,13 +127,13 @@ def test_an_answer_that_becomes_too_complex_is_aborted_and_its_neighbours_go_on(
 
 
 @pytest.mark.parametrize("grammar", ["no grammar at all", '{"grammars": [{"json_schema": {"type": "wat"}}]}'])
-def test_an_engine_outlives_a_grammar_that_nobody_checked(llm, grammar, monkeypatch):
+def test_an_engine_survives_an_unchecked_grammar(llm, grammar, monkeypatch):
     monkeypatch.setattr(offline, "checked", lambda grammar: grammar)
     assert resume(llm, [1, 2, 3], SamplingParams(seed=0, grammar=grammar), []) == []
     assert llm.generate("Hi", mixed(0), progress=False)[0].finish_reason == "stop"
 
 
-def test_tokens_from_elsewhere_that_break_the_grammar_are_not_continued(llm):
+def test_resumed_tokens_that_violate_the_grammar_are_refused(llm):
     assert resume(llm, [1, 2, 3], SamplingParams(seed=0, grammar=regex("[a-c]+")), llm.tokenizer.encode("abz")) == []
 
 

@@ -1,4 +1,4 @@
-"""Every promise of the threat model names tests, and those are there."""
+"""Every promise of the threat model names tests, and these tests exist."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def functions_of(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sorted({path for path, _ in NAMED}))
-def test_the_tests_that_show_a_promise_are_there(path: str):
+def test_the_tests_of_a_promise_exist(path: str):
     assert {name for named, name in NAMED if named == path} <= functions_of(path)
 
 
-def test_every_promise_is_shown_by_a_test():
+def test_every_promise_has_a_test():
     rows = [
         row
         for table in re.findall(r"^\| guarantee .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)

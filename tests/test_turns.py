@@ -1,4 +1,4 @@
-"""Tenants take turns on the event loop: the work of one does not wait for all that another has asked for before (63)."""
+"""Tenants take turns on the event loop: a tenant's work does not wait for all earlier work of another (63)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_63_a_call_waits_for_a_few_calls_of_another_tenant():
         for i in range(1000):
             turns.call("greedy", partial(made.append, ("greedy", i)))
         turns.call("polite", partial(made.append, ("polite", 0)))
-        assert len(made) == 2  # of the first turn
+        assert len(made) == 2  # in the first iteration
         assert await turns_until(lambda: ("polite", 0) in made) <= 2
         assert len(made) <= 6
         await turns_until(lambda: len(made) == 1001)
@@ -33,7 +33,7 @@ def test_63_a_call_waits_for_a_few_calls_of_another_tenant():
     asyncio.run(main())
 
 
-def test_63_no_more_than_a_few_calls_are_made_in_a_turn():
+def test_63_the_number_of_calls_per_iteration_is_limited():
     async def main() -> None:
         turns, made = Turns(3), []
         for i in range(30):
@@ -47,7 +47,7 @@ def test_63_no_more_than_a_few_calls_are_made_in_a_turn():
     asyncio.run(main())
 
 
-def test_63_a_call_is_made_at_once_while_there_is_room():
+def test_63_a_call_runs_at_once_while_the_iteration_has_room():
     async def main() -> None:
         turns, made = Turns(2), []
         for i in range(5):

@@ -1,4 +1,4 @@
-"""The package as others install it: everything it needs is in the wheel, and its command runs from there."""
+"""The installed package: the wheel contains everything, and its command runs from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "src")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy: what an earlier build has left in the tree must not get in."""
+    """Built from a copy, so that files left by an earlier build are not included."""
     source = tmp_path_factory.mktemp("source")
     for name in BUILT_FROM:
         if (ROOT / name).is_dir():
@@ -51,11 +51,11 @@ def test_the_wheel_has_every_source_and_its_version(wheel):
     assert wanted - held == set()
 
 
-def test_its_command_runs_where_only_it_is_installed(wheel, tmp_path):
+def test_the_command_runs_from_the_installed_wheel(wheel, tmp_path):
     environment = tmp_path / "env"
     venv.create(environment, with_pip=True)
     run([environment / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel])
-    # The libraries it depends on are those of this environment: the path alone, not the packages linked into it.
+    # Dependencies come from this environment by path only, without its editable installs.
     site = run([environment / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}

@@ -1,10 +1,10 @@
-"""Serves a tiny model and lets other people's clients loose on it: `run.py CLIENTS_PYTHON [EXAMPLES [CLIENT ...]]`.
+"""Serves a tiny model and runs third-party clients against it: `run.py CLIENTS_PYTHON [EXAMPLES [CLIENT ...]]`.
 
 Loopback only; every client has a deadline. Exits with the number of clients that failed.
 
-Schemathesis comes as a tenant, whom control calls answer with 403, and as the admin, who may call them; to the server, and
-to a router in front of it. As the admin it pauses them, puts them to sleep, gives them weights that are none and workers
-that are nowhere, again and again; then the same engine answers, and nobody has grown.
+Schemathesis runs with a tenant's key, for which control calls return 403, and with the admin key, against the server
+and a router in front of it. With the admin key it pauses them, puts them to sleep and sends invalid weights and
+unreachable workers, many times. Afterwards the same engine process must answer, and no process may have grown.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pathlib import Path
 from headgate.testing.tiny import tiny_model
 
 HERE = Path(__file__).parent
-ENV = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or it asks the internet first
+ENV = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise it downloads a file first
 START_S = 60
 DEADLINE_S = 600
 
 
 KEY = "tenant-key"
 ADMIN_KEY = "admin-key"
-# What a paused server refuses with 503, or has wait for the resume: nothing to learn about control from that.
+# Excluded: a paused server refuses these with 503 or queues them until the resume, which tests nothing about control.
 GENERATES = r"(completions|responses|tokenize|^/generate|/v1/generate|^/health.*|^/ready)$"
-# What a router could be robbed of its workers by, or led elsewhere; it is tried by hand.
+# Excluded: these would remove the router's workers or point it elsewhere; they are tested by hand.
 FLEET = r"^/v1/(workers|scale).*"
 MOST_GROWTH = 300 * 2**20  # bytes, of a server and its engine, or of a router
 
@@ -47,7 +47,7 @@ class Served:
 
     @property
     def bytes(self) -> int:
-        """What the process and its children hold."""
+        """Memory of the process and its children."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return sum(resident(pid) for pid in (str(self.pid), *children))
 
@@ -73,7 +73,7 @@ def fleet() -> Iterator[tuple[Served, Served]]:
 
 @contextmanager
 def started(log: Path, *arguments: str) -> Iterator[Served]:
-    # Into a file: a pipe that nobody reads would fill up and stop the server.
+    # Into a file: a full pipe that is not read would block the server.
     with log.open("w") as output:
         command = [sys.executable, "-m", "headgate.cli", *arguments]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -111,7 +111,7 @@ def schemathesis(python: str, url: str, examples: str, key: str) -> list[str]:
         "--request-timeout",
         "60",
         "--suppress-health-check",
-        "too_slow",  # of the client's own, on a crowded machine
+        "too_slow",  # caused by the client itself, on a busy machine
         "--header",
         f"Authorization: Bearer {key}",
         *(("--exclude-path-regex", f"{GENERATES}|{FLEET}") if key == ADMIN_KEY else ()),
@@ -126,10 +126,10 @@ def ask(url: str, method: str, path: str, body: object = None) -> tuple[int, str
         return answer.status, answer.read().decode()
 
 
-def goes_on(name: str, served: Served, before: int) -> bool:
-    """Whether what the admin's calls were for is awake again, answers, was never started anew, and has not grown."""
+def still_works(name: str, served: Served, before: int) -> bool:
+    """Whether the process can be resumed after the admin's calls, answers, was not restarted, and has not grown."""
     for path in ("/v1/wakeup", "/v1/resume"):
-        with suppress(urllib.error.HTTPError):  # it is awake, or runs, already
+        with suppress(urllib.error.HTTPError):  # it is already awake or running
             ask(served.url, "POST", path, {})
     body = {"prompt": "Hi", "max_tokens": 4, "ignore_eos": True}
     status, answer = ask(served.url, "POST", "/v1/completions", body)
@@ -153,8 +153,8 @@ def main(python: str, examples: str = "30", *only: str) -> int:
         }
         before = {name: each.bytes for name, each in (("server", server), ("router", router))}
         results = {name: passes(command) for name, command in runs.items() if not only or name.split()[0] in only}
-        results["the server afterwards"] = goes_on("server", server, before["server"])
-        results["the router afterwards"] = goes_on("router", router, before["router"])
+        results["the server afterwards"] = still_works("server", server, before["server"])
+        results["the router afterwards"] = still_works("router", router, before["router"])
     failed = [name for name, passed in results.items() if not passed]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed" + "".join(f": {name}" for name in failed))
     return len(failed)

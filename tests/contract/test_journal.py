@@ -57,24 +57,24 @@ blocks = st.lists(st.lists(lines, min_size=1, max_size=5).map(tuple), max_size=6
 
 
 @given(blocks)
-def test_what_is_encoded_is_decoded(written: list[Block]):
+def test_encoded_blocks_are_decoded_unchanged(written: list[Block]):
     assert decode(encode(written)) == written
 
 
 @given(blocks, st.integers(0, 200))
-def test_a_block_whose_end_has_not_come_is_not_decoded(written: list[Block], cut: int):
+def test_an_incomplete_block_is_not_decoded(written: list[Block], cut: int):
     data = encode(written)
-    came = data[: max(len(data) - cut, 0)]
-    assert decode(came) == written[: came.count(b"\n\n")]
+    received = data[: max(len(data) - cut, 0)]
+    assert decode(received) == written[: received.count(b"\n\n")]
 
 
 @given(blocks)
 def test_a_router_reads_what_the_codec_reads(written: list[Block]):
     read = Journal()
     read.feed(encode(written))
-    told = [line for block in decode(encode(written)) for line in block]
-    made = [line for line in told if isinstance(line, TokensLine)]
-    ends = {line.index: line for line in told if isinstance(line, FinishLine)}
+    lines = [line for block in decode(encode(written)) for line in block]
+    made = [line for line in lines if isinstance(line, TokensLine)]
+    ends = {line.index: line for line in lines if isinstance(line, FinishLine)}
     assert set(read.choices) == {line.index for line in made} | set(ends)
     for index, choice in read.choices.items():
         mine = [line for line in made if line.index == index]
@@ -99,7 +99,7 @@ def test_tokens_are_written_with_a_line_for_each_version_in_a_row(
 
 
 @given(st.lists(events, min_size=1, max_size=4), tokens, finishes)
-def test_withheld_events_are_released_as_they_were(told: list[TextLine], unsent: TokensLine, end: FinishLine):
+def test_withheld_events_are_released_unchanged(told: list[TextLine], unsent: TokensLine, end: FinishLine):
     event = encode([(line,) for line in told])
     block = journal.withhold(encode([(unsent, end)])[:-1] + event)
     assert all(isinstance(line, WithheldLine) for line in decode(block)[0])
@@ -110,7 +110,7 @@ def test_withheld_events_are_released_as_they_were(told: list[TextLine], unsent:
 
 
 @given(st.lists(events, min_size=1, max_size=4))
-def test_bound_events_pass_together_or_not_at_all(told: list[TextLine]):
+def test_bound_events_are_sent_together_or_not_at_all(told: list[TextLine]):
     data = journal.bind(encode([(line,) for line in told]))
     assert [line for block in decode(data) for line in block if line != BoundLine()] == told
     safe = {journal.safe_end(data[:end]) for end in range(len(data) + 1)}
@@ -120,7 +120,7 @@ def test_bound_events_pass_together_or_not_at_all(told: list[TextLine]):
 @pytest.mark.parametrize(
     ("reason", "cause"), [("abort", "pause"), ("abort", "transfer_failed"), ("pd_reschedule", "")]
 )
-def test_an_end_that_was_not_asked_for_may_move(reason: str, cause: str):
+def test_an_involuntary_end_may_be_resumed_elsewhere(reason: str, cause: str):
     assert journal.is_movable(reason, cause)
     assert not journal.is_movable("abort", "api_abort") and not journal.is_movable("stop", cause)
 
@@ -132,6 +132,6 @@ def test_the_compiled_reader_has_the_same_constants():
         assert getattr(journal, name) == (json.loads(value).encode() if value.startswith('"') else int(value)), name
 
 
-def test_the_compiled_reader_has_no_marks_of_its_own():
+def test_the_compiled_reader_defines_no_other_marks():
     code = re.sub(r"^#define JOURNAL.*$|//.*$", "", C.read_text(), flags=re.MULTILINE)
     assert not re.findall(r'":[a-z+]|"data: |\[DONE\]', code)

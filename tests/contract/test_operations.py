@@ -1,4 +1,4 @@
-"""The table of operations, and what is derived from it."""
+"""The table of operations, and routes, access and errors derived from it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_every_error_that_an_operation_declares_has_a_meaning():
     assert {status for operation in OPERATIONS for status in operation.errors} <= set(ERRORS)
 
 
-def test_what_is_posted_or_generated_can_be_too_large():
+def test_operations_with_a_body_declare_that_it_can_be_too_large():
     assert [str(each) for each in OPERATIONS if each.body is not None and 413 not in each.errors] == []
 
 
-def test_an_operation_that_does_not_say_who_may_call_it_is_the_admins():
+def test_an_operation_without_declared_access_requires_the_admin_key():
     assert LOOK.access is Access.ADMIN
     assert access_of("/an/operation/that/is/not/declared") is Access.ADMIN
 
@@ -58,12 +58,12 @@ def test_the_methods_of_a_path_have_the_same_access():
         declared_access([LOOK, replace(REMOVE, access=Access.OPEN)])
 
 
-def test_only_an_operation_that_is_the_admins_changes_all_workers():
+def test_only_admin_operations_change_all_workers():
     effective = [each for each in OPERATIONS if isinstance(each.fan_out, AskAll)]
     assert effective and {each.access for each in effective} == {Access.ADMIN}
 
 
-def test_the_router_relays_what_is_declared_so():
+def test_the_router_relays_operations_declared_as_relayed():
     assert GENERATING < RELAYED
 
 

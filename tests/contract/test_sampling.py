@@ -1,6 +1,6 @@
-"""Every sampling parameter through every API that accepts it. What is tried is derived from the table.
+"""Every sampling parameter through every API that accepts it, with cases derived from the table.
 
-What the table itself must say is pinned by hand at the end: names of other systems, wire order, and messages.
+The table itself is checked at the end against fixed values: names in other APIs, wire order, and messages.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def ask(model, monkeypatch):
     app = scripted_app(model, ScriptedEngines(ended), max_choices=MAX_CHOICES)
     jobs: list[ChoiceJob] = []
 
-    async def collect(api: Any, record: Any, asked: Sequence[ChoiceJob]) -> list[Piece]:
-        jobs.extend(asked)
-        return await generation.collect(api, record, asked)
+    async def collect(api: Any, record: Any, submitted: Sequence[ChoiceJob]) -> list[Piece]:
+        jobs.extend(submitted)
+        return await generation.collect(api, record, submitted)
 
     monkeypatch.setattr(serve, "collect", collect)
 
@@ -97,8 +97,8 @@ class Case:
 
 
 def cases(parameter: SamplingParameter) -> Iterator[Case]:
-    """Bounds and what lies just outside, first of the JSON type and then of the rules within it."""
-    if parameter.name == "n":  # whose upper bound is the server's
+    """Values at the bounds and just outside, first of the JSON type and then of the rules within it."""
+    if parameter.name == "n":  # its upper bound is the server's
         yield from (Case(1), Case(MAX_CHOICES), Case(0, "invalid_type"), Case(MAX_CHOICES + 1, "too_many_choices"))
         return
     inside, outside = edges(inspect.type_info(parameter.json))
@@ -118,12 +118,12 @@ def holds(parameter: SamplingParameter, value: Any) -> bool:
 
 
 def as_ours(value: Any) -> Any:
-    """With keys that are numbers, as JSON's cannot be."""
+    """The value with integer keys, which JSON does not have."""
     return {int(key): each for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def edges(info: inspect.Type) -> tuple[list[Any], list[Any]]:
-    """The extreme values of a JSON type, and what is just beyond them."""
+    """The extreme values of a JSON type, and values just beyond them."""
     match info:
         case inspect.IntType(ge=int(low), le=int(high)):
             return [low, high], [low - 1, high + 1]
@@ -150,7 +150,7 @@ def edges(info: inspect.Type) -> tuple[list[Any], list[Any]]:
         case inspect.UnionType(types=kinds):
             pairs = [edges(kind) for kind in kinds]
             return [each for pair in pairs for each in pair[0]], [each for pair in pairs for each in pair[1]]
-    raise AssertionError(f"say what the edges of {info} are")
+    raise AssertionError(f"define the edges of {info}")
 
 
 def wrong_types(info: inspect.Type) -> list[Any]:
@@ -167,7 +167,7 @@ def wrong_types(info: inspect.Type) -> list[Any]:
 
 
 def seen(parameter: SamplingParameter, answer: Answer) -> Any:
-    """The value of a parameter where it takes effect."""
+    """The value of a parameter as the engine or the text layer gets it."""
     assert answer.status == 200, answer.error
     job = answer.jobs[0]
     match parameter.name:
@@ -216,11 +216,11 @@ def test_null_and_absence_mean_the_default(ask, api, parameter, name):
     parameter = PARAMETERS[parameter]
     default = parameter.defaults.get(api, parameter.default)
     absent, null = ask(api, {}), ask(api, {name: None})
-    if parameter.name == "seed":  # drawn anew for each request
+    if parameter.name == "seed":  # drawn at random for each request
         assert seen(parameter, absent) != seen(parameter, null)
         return
     assert seen(parameter, absent) == default
-    # In SGLang, null is no limit, and absence is a limit of 128.
+    # In SGLang's API, null means no limit, and absence a limit of 128.
     assert seen(parameter, null) == (None if name == "max_new_tokens" else default)
 
 
@@ -283,14 +283,14 @@ def test_a_value_reaches_its_column_on_the_device(name):
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS.values(), ids=lambda parameter: parameter.name)
-def test_a_default_keeps_the_rules_and_a_summary_is_a_sentence(parameter):
+def test_defaults_are_valid_and_summaries_are_sentences(parameter):
     assert parameter.default is None or holds(parameter, parameter.default)
     assert parameter.summary[0].isupper() and parameter.summary.endswith(".")
 
 
-@pytest.mark.parametrize(("asked", "expected"), [({}, 5), ({"seed": None}, 5), ({"seed": 0}, 0)])
-def test_a_value_is_set_only_where_none_was_given(asked, expected):
-    body = msgspec.convert(CALLS["chat"][1] | asked, schema.ChatRequest)
+@pytest.mark.parametrize(("given", "expected"), [({}, 5), ({"seed": None}, 5), ({"seed": 0}, 0)])
+def test_a_value_is_set_only_where_none_was_given(given, expected):
+    body = msgspec.convert(CALLS["chat"][1] | given, schema.ChatRequest)
     set_if_absent(body, "seed", 5)
     assert sampling_given(body, "chat") == {"seed": expected}
 
@@ -347,7 +347,7 @@ def test_integers_in_bodies_are_bounded(name, low, high):
     assert isinstance(info, inspect.IntType) and (info.ge, info.le) == (low, high)
 
 
-def test_the_newer_name_of_a_limit_counts(ask):
+def test_the_newer_name_of_a_limit_takes_precedence(ask):
     answer = ask("chat", {"max_tokens": 3, "max_completion_tokens": 5})
     assert seen(PARAMETERS["max_tokens"], answer) == 5
 
@@ -394,12 +394,12 @@ def test_min_tokens_may_not_exceed_max_tokens():
 
 
 @pytest.mark.parametrize("field", [{"min_tokens": 1}, {"ignore_eos": True}])
-def test_a_grammar_alone_says_when_an_answer_ends(field):
+def test_min_tokens_and_ignore_eos_are_refused_with_a_grammar(field):
     with pytest.raises(ValueError, match="with a grammar"):
         SamplingParams(grammar="start: /a/", **field)
 
 
 @pytest.mark.parametrize("field", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_a_penalty_makes_the_past_matter(field):
+def test_any_penalty_marks_the_parameters_as_penalised(field):
     assert not SamplingParams().penalised
     assert SamplingParams(**{field: 1.5}).penalised

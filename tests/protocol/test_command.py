@@ -34,7 +34,7 @@ from headgate.protocol.command import (
     ],
     ids=lambda command: type(command).__name__,
 )
-def test_a_command_is_the_same_on_the_other_side(command):
+def test_a_command_survives_the_wire(command):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
 
 
@@ -49,11 +49,11 @@ def test_a_command_is_the_same_on_the_other_side(command):
         ({"timeout_s": 0}, "timeout_s must be above 0"),
     ],
 )
-def test_a_group_that_cannot_be_is_refused(fields, reason):
+def test_an_invalid_group_is_refused(fields, reason):
     with pytest.raises(ValueError, match=reason):
         BroadcastSource(**{"init_method": "tcp://host:1", "world_size": 2} | fields)
 
 
-def test_a_group_names_where_its_trainer_listens():
+def test_a_group_has_the_address_of_its_trainer():
     assert BroadcastSource("tcp://10.0.0.1:29500", 2).address == ("10.0.0.1", 29500)
     assert BroadcastSource("tcp://[::1]:29500", 2).address == ("::1", 29500)

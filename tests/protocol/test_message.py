@@ -8,15 +8,15 @@ from headgate.protocol.output import Outputs
 from headgate.protocol.request import GenerateRequest
 
 
-def test_the_type_of_a_message_is_its_tag():
+def test_messages_are_tagged_by_type():
     for message in (Submit([GenerateRequest(1, (2,))]), Abort([1, 2], "api_abort")):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message) == message
 
 
-def test_an_id_names_its_client():
+def test_an_id_contains_its_client():
     assert client_of(3 << CLIENT_SHIFT | 17) == 3
 
 
-def test_tokens_of_nobody_are_no_output():
+def test_outputs_need_one_id_per_token():
     with pytest.raises(ValueError, match="each token has one id"):
         Outputs(ids=[1], tokens=[2, 3])

@@ -26,7 +26,7 @@ from headgate.protocol.request import GenerateRequest, Ticket
         ({"prompt": (1,), "timeout_s": math.nan}, "timeout_s must be above 0"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(fields, message):
+def test_an_invalid_request_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         GenerateRequest(1, **fields)
 
@@ -43,7 +43,7 @@ def test_a_message_from_an_older_peer_lacks_only_the_newest_fields():
     )
 
 
-def test_keys_differ_in_version_adapter_salt_tokens_and_place():
+def test_keys_depend_on_version_adapter_salt_tokens_and_position():
     roots = [
         root_key(0),
         root_key(1),
@@ -69,7 +69,7 @@ def test_keys_of_many_blocks_are_those_of_one_after_another_also_when_they_are_r
     shared = [rng.randrange(2**31) for _ in range(40 * block_size)]
     for parent in (root_key(0), root_key(1)):
         for blocks in (0, 1, RUN - 1, RUN, RUN + 1, 2 * RUN, 40):
-            for first in (shared[:1], [7]):  # one block of the same, or of another beginning
+            for first in (shared[:1], [7]):  # the same first block, or another one
                 tokens = (first + shared[1:])[: blocks * block_size]
                 expected, last = [], parent
                 for i in range(blocks):
@@ -85,7 +85,7 @@ def test_66_no_two_pairs_of_tenant_and_salt_make_the_same_root():
     assert len(roots) == len(names) ** 2
 
 
-def test_outputs_are_true_when_they_say_something():
+def test_outputs_are_truthy_when_not_empty():
     assert not Outputs()
     assert Outputs(ids=[1], tokens=[2])
 
