@@ -1,4 +1,4 @@
-# Every target sets up what it needs: on a machine with Python 3.11 and nothing else, `make test` is enough.
+# Every target installs what it needs: `make test` works on a machine that has only Python 3.11.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,17 +6,17 @@ READY := $(VENV)/.ready
 
 .PHONY: serve up test test-all test-gpu test-clients test-ray check coverage kernels fuzz fuzz-inputs sanitize audit simulate mutants chaos soak docs wheel clean
 
-# A model to talk to: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
+# Serve a model: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
 	@exec $(BIN)/headgate serve $(ARGS)
 
-# Two servers and a router in front of them: `make up`, or `make up ARGS="--prefill 1 --decode 2"`.
+# Two servers and a router: `make up`, or `make up ARGS="--prefill 1 --decode 2"`.
 up: $(READY)
 	@exec $(BIN)/headgate up $(ARGS)
 
-# Tests of one file run one after another, files side by side; then two minutes of load, after which nothing may have grown.
+# Tests of one file run sequentially, files in parallel; then two minutes of load, during which memory must not grow.
 TOGETHER := -n auto --maxprocesses 4 --dist loadfile
-# As on a machine that has been up for a minute, where the kernel allows it; `make test CLOCK=plain` takes the clock as it is.
+# Tests run as on a machine that booted a minute ago, where the kernel allows it; `make test CLOCK=plain` uses the real clock.
 STARTED := $(if $(filter plain,$(CLOCK)),,$(BIN)/python tests/just_started.py)
 test: check coverage kernels
 	$(STARTED) $(BIN)/python -m pytest -m "not slow and not gpu" $(TOGETHER)
@@ -25,14 +25,14 @@ test: check coverage kernels
 test-all: check coverage kernels
 	$(STARTED) $(BIN)/python -m pytest -m "not gpu" $(TOGETHER)
 
-# Other people's clients, in an environment of their own.
+# Third-party clients, in a separate environment.
 CLIENTS := .venv-clients
 test-clients: $(READY)
 	test -d $(CLIENTS) || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q litellm langchain-openai schemathesis
 	$(BIN)/python tests/clients/run.py $(CLIENTS)/bin/python $(or $(EXAMPLES),30)
 
-# A fleet on a real Ray cluster of several nodes, on loopback; in an environment of its own that has what ours has, and Ray.
+# A fleet on a real Ray cluster of several nodes on loopback, in a separate environment that adds Ray to ours.
 RAY := .venv-ray
 PLACE := import sysconfig; print(sysconfig.get_path('purelib'))
 test-ray: $(READY)
@@ -41,7 +41,7 @@ test-ray: $(READY)
 	$(RAY)/bin/python -m pip install -q 'ray>=2.40'
 	$(RAY)/bin/python -m pytest tests/cluster/test_ray.py
 
-# Compiled first: whoever waits for a server in a test would have to wait for them, too.
+# Compiled before the tests, so that servers started by tests need not wait for the compiler.
 kernels: $(READY)
 	$(BIN)/python -c "from headgate.layers.cpu.build import load_kernels; print(load_kernels())"
 
@@ -52,7 +52,7 @@ test-gpu:
 sanitize: $(READY)
 	$(BIN)/python -m tests.sanitize $(ARGS)
 
-# The scheduling core is covered branch by branch by its unit tests alone; the fuzz comes on top.
+# The unit tests of the scheduling core reach 100 % branch coverage; the fuzz is additional.
 coverage: $(READY)
 	$(BIN)/python -m coverage run -m pytest --durations=0 tests/core/test_scheduler.py tests/core/test_blocks.py tests/core/test_leases.py tests/protocol tests/contract/test_sampling.py
 	$(BIN)/python -m coverage report --fail-under=100 --skip-covered --show-missing
@@ -60,11 +60,11 @@ coverage: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m tests.core.fuzz 0 $(or $(SEEDS),2000)
 
-# What strangers may send: every parser with inputs that nobody would write, and how many there were.
+# Property-based tests of every parser of untrusted input; prints the number of inputs.
 fuzz-inputs: $(READY)
 	$(BIN)/python -m tests.fuzzing $(or $(TIMES),200)
 
-# Known holes in what we depend on, and habits that lead to holes; what is skipped is explained in docs/threat-model.md.
+# Known vulnerabilities of dependencies, and insecure code patterns; docs/threat-model.md explains what is skipped.
 AUDIT := .venv-audit
 audit:
 	test -d $(AUDIT) || $(PYTHON) -m venv $(AUDIT)
@@ -72,7 +72,7 @@ audit:
 	$(AUDIT)/bin/bandit -q -r src --skip B101,B105,B311,B404,B603
 	$(AUDIT)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt
 
-# Whole fleets with faults drawn from seeds, on all cores; docs/testing.md.
+# Simulated fleets with faults drawn from seeds, on all cores; docs/testing.md.
 simulate: $(READY)
 	$(BIN)/headgate simulate --seeds 0:$(or $(SEEDS),10000)
 
@@ -80,11 +80,11 @@ mutants: $(READY)
 	$(BIN)/python -m tests.core.mutants $(or $(SEEDS),60)
 	$(BIN)/python -m tests.sim.mutants $(or $(SEEDS),100)
 
-# Real processes, broken on purpose (docs/chaos.md); the report is in chaos/.
+# Fault injection into a fleet of real processes (docs/chaos.md); the report is in chaos/.
 chaos: $(READY)
 	$(BIN)/headgate chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --report chaos
 
-# The same fleet with nothing broken, under load with aborts, pauses and updates: nothing may grow.
+# The same fleet without faults, under load with aborts, pauses and updates: memory must not grow.
 soak: $(READY)
 	$(BIN)/headgate chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --only clients,operators --report chaos/soak
 
@@ -93,11 +93,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The documentation as a site, in site/; a link or a page that is not right fails.
+# Builds the documentation site in site/; a broken link or page is an error.
 docs: $(READY)
 	$(BIN)/mkdocs build --strict --quiet
 
-# What is installed elsewhere, in dist/.
+# Builds the wheel in dist/.
 wheel: $(READY)
 	rm -rf build
 	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .

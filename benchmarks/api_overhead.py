@@ -1,11 +1,12 @@
-"""What does one streamed token cost the API process? CPU time from the engine's message to the bytes on the socket.
+"""Measures the CPU time of the API process per streamed token, from the engine's message to the bytes on the socket.
 
     python benchmarks/api_overhead.py [--streams 64] [--tokens 500] [--step-ms 10] [--path /v1/chat/completions]
     python benchmarks/api_overhead.py --port PORT --pid PID ...     the API process of another server that is running
 
-Three processes: a scripted engine that says one token per stream and step over the real channel, the API as `headgate
-serve` runs it, and a client that reads as fast as it can. Only the API's CPU time counts, of all its threads; what it
-spends on `--tokens 1` (admission, template, tokenising, the end) is measured apart and told per request.
+Three processes: a scripted engine that sends one token per stream and step over the real channel, the API as
+`headgate serve` runs it, and a client that reads as fast as it can. Only the CPU time of the API is counted, for all
+its threads. The cost with `--tokens 1` (admission, template, tokenising, the end) is measured separately and reported
+per request.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ INFO = EngineInfo(8192, 260, (256,), 4096, 32, 4096, "none", "scripted", "none")
 
 
 class ScriptedEngine:
-    """Says a letter per stream and step, until each has what it asked for."""
+    """Sends one letter per stream and step until each stream has its tokens."""
 
     def __init__(self, address: str, step_s: float) -> None:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -96,7 +97,7 @@ def write_model(folder: str) -> None:
 
 
 async def read_streams(port: int, path: str, streams: int, tokens: int, model: str) -> int:
-    """Ask for `streams` answers at once, read them whole, and count their events."""
+    """Request `streams` answers at once, read them completely, and count their events."""
     body = json.dumps(request_body(path, tokens) | {"model": model}).encode()
     fields = {"Host": "x", "Content-Type": "application/json", "Connection": "close", "Content-Length": len(body)}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
@@ -127,7 +128,7 @@ def request_body(path: str, tokens: int) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(address: str, model: Path) -> AsyncIterator[int]:
-    """The API in front of the engine at `address`; gives its port."""
+    """Runs the API in front of the engine at `address`; yields its port."""
     async with connected(address, 0, 30) as client:
         engines = Replicas(EngineStart("", "", EngineConfig()), 1, 0, model)
         engines.replicas[0].client, engines._info = client, client.info
@@ -154,13 +155,13 @@ async def serving(address: str, model: Path) -> AsyncIterator[int]:
 
 
 async def measured(port: int, options: argparse.Namespace, tokens: int) -> dict[str, float]:
-    """What the API process spends while `tokens` tokens of every stream are read."""
+    """The cost of the API process while `tokens` tokens of every stream are read."""
     before, began_s = cpu_times_s(options.pid), time.perf_counter()
     process = await me("client", port, options.path, options.streams, tokens, options.model)
-    said, _ = await process.communicate()
+    output, _ = await process.communicate()
     after, wall_s = cpu_times_s(options.pid), time.perf_counter() - began_s
     user_s, system_s = after[0] - before[0], after[1] - before[1]
-    return {"cpu_s": user_s + system_s, "user_s": user_s, "wall_s": wall_s, "events": json.loads(said)}
+    return {"cpu_s": user_s + system_s, "user_s": user_s, "wall_s": wall_s, "events": json.loads(output)}
 
 
 def cpu_times_s(pid: int) -> tuple[float, float]:
@@ -192,8 +193,8 @@ async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def measure_running(options: argparse.Namespace, port: int) -> tuple[dict[str, float], dict[str, float]]:
-    """With one token per stream, and with all of them."""
-    await measured(port, options, 20)  # warm
+    """The cost with one token per stream, and with all tokens."""
+    await measured(port, options, 20)  # warm-up
     return await measured(port, options, 1), await measured(port, options, options.tokens)
 
 

@@ -1,6 +1,7 @@
 """Random checkpoints in the shape of known models: `python benchmarks/checkpoint.py qwen3-0.6b FOLDER [tokenizer]`.
 
-With a tokenizer they can be served: one token per byte, and a made-up word for every other id, so that any answer is text.
+With a tokenizer they can be served: one token per byte, and a made-up word for every other id, so that any answer is
+text.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def family_of(shape: str) -> str:
 
 
 def checkpoint(shape: str, folder: Path) -> Path:
-    """The folder, made if it is not there yet."""
+    """The folder of the checkpoint, which is created if it does not exist."""
     if not (folder / "config.json").exists():
         tiny_model(folder, family_of(shape), dtype="bfloat16", tokenizer=False, **SHAPES[shape])
     return folder

@@ -1,10 +1,10 @@
-"""Times the CPU kernels beside torch and beside what the machine can do at best, and prints JSON.
+"""Compares the CPU kernels with torch and with the limits of the machine, and prints JSON.
 
     python benchmarks/cpu_kernels.py [--models qwen3-0.6b] [--rows 1 8 64] [--isa avx512-bf16] [--threads 2]
 
-The two floors are measured in the same run: the time to read the weights once at the read bandwidth of all threads, and
-the time of the arithmetic at the rate of multiplying what is in registers. Best of several undisturbed repeats, since
-the machine is shared; weights rotate through enough copies that none is found in a cache.
+The two floors are measured in the same run: the time to read the weights once at the read bandwidth of all threads,
+and the time of the arithmetic at the peak rate of register-to-register multiplication. Each figure is the best of
+several undisturbed repeats, because the machine is shared. Weights rotate through enough copies that none is cached.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ MATRICES = {
 }
 LAYERS = {"qwen3-0.6b": 28, "smollm2-135m": 30}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-COLD_BYTES = 1 << 29  # of rotating copies: many times any cache we meet
-READ_BYTES = 1 << 30  # of the bandwidth probe, about the model it stands for
+COLD_BYTES = 1 << 29  # total size of the rotating copies: many times any cache
+READ_BYTES = 1 << 30  # read by the bandwidth probe, about the size of the model
 
 
 def best_s(work: Callable[[], object], seconds: float, serial: bool = False) -> float:
     """The shortest of several undisturbed runs, or infinity if there was none.
 
-    One thread (or `serial` work, too little to share) is timed by its CPU time, which neighbours on the machine do not
-    stretch. Several threads wait for each other, so a run counts only if all of them had a core throughout (waiting
-    threads spin, hence burn CPU time too); otherwise it tells how long the scheduler let a thread wait. Up to ten times
-    `seconds` are spent looking for one.
+    One thread (or `serial` work, too little to share) is timed by its CPU time, which other processes do not affect.
+    Several threads wait for each other, so a run counts only if all of them had a core throughout (waiting threads
+    spin, so they use CPU time too); otherwise it would measure how long the kernel made a thread wait. The search for
+    an undisturbed run takes up to ten times `seconds`.
     """
     threads = 1 if serial else torch.get_num_threads()
     work()
@@ -75,7 +75,7 @@ def rounded(value: float, digits: int = 4) -> float | None:
 
 
 class Floors:
-    """The best rates seen so far. Measured again and again, as a busy neighbour can halve them for a while."""
+    """The best rates so far. Measured repeatedly, because other load on the machine can halve them for a while."""
 
     def __init__(self, k: Kernels, dtype: torch.dtype) -> None:
         self.bytes_per_s = self.operations_per_s = math.nan  # until a probe ran undisturbed
@@ -176,7 +176,7 @@ def time_attention(
 
 
 def time_small(k: Kernels, rows: int, seconds: float) -> dict[str, float]:
-    """Microseconds of the operations beside the large ones, 0.6B shape."""
+    """Microseconds of the small operations, in the 0.6B shape."""
     H, HK, D = 16, 8, 128
     cos = sin = torch.randn(1024, D)
     x, residual, weight = (torch.randn(rows, 1024).bfloat16() for _ in range(3))
@@ -200,7 +200,7 @@ def time_small(k: Kernels, rows: int, seconds: float) -> dict[str, float]:
 
 
 def plain(value: Any) -> Any:
-    """For JSON: rounded, and null for what could not be measured undisturbed."""
+    """For JSON: rounded numbers, and null where no undisturbed run was found."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -254,7 +254,7 @@ def main() -> None:
         "torch": torch.__version__,
         "read_gb_per_s": round(floors.bytes_per_s / 1e9, 1),
         "peak_gflops": round(floors.operations_per_s / 1e9, 1),
-        # A product that beats a floor says that the floor is measured wrongly, not that the product is good.
+        # A product that beats a floor means that the floor was measured wrongly, not that the product is good.
         "floors_hold": not any(row["of_floor"] > 1.03 for table in models.values() for row in table),
     }
     x = torch.ones(1, 16)

@@ -1,4 +1,4 @@
-"""What does `deterministic=True` cost? The same 16 requests with and without it, on every backend, in turns.
+"""Measures the cost of `deterministic=True`: the same 16 requests with and without it, alternating, on every backend.
 
 python benchmarks/deterministic.py MODEL [--rounds 3] [--max-tokens 16]
 """

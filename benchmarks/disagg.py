@@ -1,9 +1,9 @@
-"""Two servers that each do everything, against one for prompts and one for answers: `python benchmarks/disagg.py`.
+"""Compares two mixed servers with one prefill and one decode server: `python benchmarks/disagg.py`.
 
-Each server has a core of its own, with its engine. A small random model, so that a machine without a GPU can do it; what
-`headgate bench disagg` reports of either fleet under each load is printed, and written as JSON with --json FILE. On a
-machine that others use too, --first (as root) gives our processes the cores whenever they can use them: otherwise what is
-measured is mostly who else was there.
+Each server has a core of its own, which its engine shares. The model is small and random, so that no GPU is needed.
+The report of `headgate bench disagg` for either fleet under each load is printed, and written as JSON with --json
+FILE. On a shared machine, --first (as root) gives the benchmark's processes priority; otherwise the result mostly
+reflects other load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headgate.testing.tiny import tiny_model
 
 READY_S = 120.0
 FLEETS = {"mixed": ("mixed", "mixed"), "split": ("prefill", "decode")}
-LOADS = ("200,1", "200,0.25", "400,1.5", "800,1.5", "200,0.1")  # words of a prompt, seconds from one to the next
+LOADS = ("200,1", "200,0.25", "400,1.5", "800,1.5", "200,0.1")  # words per prompt, seconds between prompts
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -41,9 +41,9 @@ SHAPE = {
     "max_position_embeddings": 32768,
 }
 COUNTED = {
-    "moved": "headgate:kv_transfers_total",  # prompts whose KV came from the other server
-    "lost": "headgate:kv_transfers_lost_total",  # that were computed where they were answered after all
-    "not_asked": "headgate:router_prefills_lost_total",  # likewise, because nobody had time for them
+    "moved": "headgate:kv_transfers_total",  # prompts whose KV was fetched from the prefill server
+    "lost": "headgate:kv_transfers_lost_total",  # prompts that the decode server computed after a failed transfer
+    "not_asked": "headgate:router_prefills_lost_total",  # likewise, because no prefill server was free
 }
 
 
@@ -55,7 +55,7 @@ def free_port() -> int:
 
 @contextmanager
 def process(*command: object, core: int | None = None) -> Iterator[str]:
-    """A command of ours that listens, and is stopped at the end; its address."""
+    """Runs a headgate command that listens, and stops it at the end; yields its address."""
     port = free_port()
     pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
     line = [*pinned, sys.executable, "-m", "headgate.cli", *map(str, command), "--port", str(port)]
@@ -93,7 +93,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def go_first() -> None:
-    """Our processes before those of others. Each is a session of its own, and Linux shares cores among sessions."""
+    """Give our processes priority. Each is a separate session, and Linux divides CPU time among sessions."""
     for pid in descendants(os.getpid()):
         Path(f"/proc/{pid}/autogroup").write_text("-19")
 
@@ -152,11 +152,13 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=12.0, help="for which prompts arrive")
-    parser.add_argument("--load", action="append", metavar="WORDS,SECONDS", help="words of a prompt, and how often")
+    parser.add_argument(
+        "--load", action="append", metavar="WORDS,SECONDS", help="words per prompt, and seconds between prompts"
+    )
     parser.add_argument("--first", action="store_true", help="take the cores before the processes of others")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "model", **SHAPE)
         for name, roles in FLEETS.items():
@@ -164,10 +166,10 @@ def main() -> None:
                 if options.first:
                     go_first()
                 print(f"--- {' and '.join(roles)}\n")
-                told[name] = [measure(fleet, load, options) for load in options.load or LOADS]
+                results[name] = [measure(fleet, load, options) for load in options.load or LOADS]
     if options.json:
         machine = {"machine": platform.platform(), "cores": len(os.sched_getaffinity(0)), "shape": SHAPE}
-        options.json.write_text(json.dumps(machine | told, indent=1) + "\n")
+        options.json.write_text(json.dumps(machine | results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What eight bits cost in accuracy: `python benchmarks/fp8_accuracy.py [MODEL] [TEXT...]`.
+"""Measures the accuracy of FP8: `python benchmarks/fp8_accuracy.py [MODEL] [TEXT...]`.
 
-The perplexity of a text (without any named: this project's documentation) under a real model, in bfloat16 and with weights,
-KV cache or both rounded as `--fp8` rounds them, computed in plain torch on a CPU: what is rounded, and where, is the
-same there. Prints JSON: perplexity, and how far the log-probability of a token moves, in the mean.
+Computes the perplexity of texts (default: this project's documentation) under a real model, in bfloat16 and with
+weights, KV cache or both rounded as by `--fp8`. It runs in torch on a CPU, which rounds the same values in the same
+places. Prints JSON: perplexity, and the mean change of a token's log-probability.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = {"none": NO_FP8, "weights": Fp8(weights=True), "kv": Fp8(kv=True), "both
 
 
 class RoundedBackend(TorchBackend):
-    """Plain torch whose numbers go through eight bits wherever the GPU's do."""
+    """The torch backend, with values rounded to FP8 wherever the GPU rounds them."""
 
     def __init__(self, dtype: torch.dtype, heads: Heads, fp8: Fp8) -> None:
         super().__init__(torch.device("cpu"), dtype, heads)
@@ -66,16 +66,16 @@ def through_eight_bits(rows: torch.Tensor) -> torch.Tensor:
 
 
 def logprobs_of(model: str | None, texts: list[Path], fp8: Fp8, windows: int) -> torch.Tensor:
-    """Of every token of the texts but the first of each window."""
+    """Log-probabilities of all tokens of the texts but the first of each window."""
 
     def choose(name: str, device: torch.device, dtype: torch.dtype, heads: Heads, **_: Any) -> TorchBackend:
         return RoundedBackend(dtype, heads, fp8)
 
     registry.choose_backend = choose
-    asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(model, device="cpu", dtype="bfloat16", max_context=WINDOW + 32, kv_blocks=200) as llm:
         prompts = list(cut(llm, texts))[:windows]
-        answers = llm.generate(prompts, asked)
+        answers = llm.generate(prompts, params)
         return torch.tensor([each.token for answer in answers for each in (answer.prompt_logprobs or [])[1:] if each])
 
 

@@ -1,7 +1,7 @@
-"""What does a grammar cost per token? `python benchmarks/grammar_masks.py [VOCABULARY]`
+"""Measures the cost of a grammar per token: `python benchmarks/grammar_masks.py [VOCABULARY]`
 
-For a synthetic byte-level vocabulary (151,936 tokens unless told otherwise): the time to find out which tokens may come
-next, to forbid the others in the logits, and to take note of the token, per row and step, on one thread of the host.
+For a synthetic byte-level vocabulary (default: 151,936 tokens): the time to compute the allowed tokens, to mask the
+others in the logits, and to advance by the chosen token, per row and step, on one host thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAID = '{"name": "hello world this is", "age": 42, "tags": ["a", "bcd"]}'
 
 
 def synthetic_tokenizer(size: int) -> Tokenizer:
-    """Bytes, and words of random letters: masks walk a tree of as many nodes as a real vocabulary's."""
+    """Bytes, and words of random letters, so that masks walk a tree as large as that of a real vocabulary."""
     rng = random.Random(0)
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     letters = "etaoinshrdlucmfwypvbgkjqxz" * 4 + 'ETAOINSHRDLU0123456789_-.,:;"{}[]()/'

@@ -1,12 +1,13 @@
-"""What a polite tenant feels while another one is hostile, on one server.
+"""Measures how a hostile tenant affects a well-behaved one on the same server.
 
     python benchmarks/hostile.py [--seconds 30] [--first] [--json FILE]
 
-The polite tenant streams short completions at a steady rate: first undisturbed, then while the other tenant has 20 sockets
-that ask for 64 answers each and read nothing, sends 5 prompts of 30 MB a second, and sends 5,000 requests at once. Measured
-are the time to the first token and to the last, and the memory of the server and its engine. The model is tiny, so that its
-computation does not hide what the server does. Clients are processes of their own, and share the machine's cores with
-the server. On a machine that others use too, --first (as root) gives our processes the cores whenever they can use them.
+The polite tenant streams short completions at a steady rate: first undisturbed, then while the other tenant opens 20
+sockets that request 64 answers each and read nothing, sends 5 prompts of 30 MB a second, and sends 5,000 requests at
+once. The benchmark measures the time to the first and to the last token, and the memory of the server and its engine.
+The model is tiny, so that its computation does not hide the cost of the server. Clients are separate processes that
+share the machine's cores with the server. On a shared machine, --first (as root) gives the benchmark's processes
+priority.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ GIANT_BYTES, GIANTS_PER_S = 30 * 10**6, 5
 BURST = 5000
 WAYS = ["stalled", "giants", "burst"]
 KEYS = {"polite": "polite-key", "hostile": "hostile-key"}
-FACTOR, EXTRA_S, MEMORY_MB = 2, 0.05, 500  # what is promised
+FACTOR, EXTRA_S, MEMORY_MB = 2, 0.05, 500  # the promised limits
 PATIENCE_S = 60.0
 
 
 @dataclass
-class Felt:
-    """What the polite tenant has felt."""
+class Latencies:
+    """Latencies and errors of the polite tenant."""
 
     first_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         times = {"first_token_ms": self.first_s, "whole_ms": self.whole_s}
         figures = {name: {f"p{p}": _percentile_ms(values, p) for p in (50, 99)} for name, values in times.items()}
         return {"requests": sum(self.statuses.values()), "answers": dict(self.statuses), **figures}
@@ -63,7 +64,7 @@ def _percentile_ms(values: list[float], percent: int) -> float | None:
     return round(1000 * ranked[min(len(ranked) - 1, len(ranked) * percent // 100)], 2) if ranked else None
 
 
-async def ask(url: str, felt: Felt) -> None:
+async def ask(url: str, felt: Latencies) -> None:
     body = {"prompt": "a short prompt", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     began_s, first_s = perf_counter(), 0.0
     try:
@@ -80,9 +81,9 @@ async def ask(url: str, felt: Felt) -> None:
         felt.whole_s.append(perf_counter() - began_s)
 
 
-async def be_polite(url: str, seconds: float, per_s: float) -> Felt:
-    """An open loop: the next request does not wait for the last."""
-    felt, began_s = Felt(), perf_counter()
+async def be_polite(url: str, seconds: float, per_s: float) -> Latencies:
+    """An open loop: a request does not wait for the previous answer."""
+    felt, began_s = Latencies(), perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for i in range(int(seconds * per_s)):
             await asyncio.sleep(max(0.0, began_s + i / per_s - perf_counter()))
@@ -103,7 +104,7 @@ def _request(body: bytes) -> bytes:
 
 
 def stall(address: HttpAddress) -> socket.socket:
-    """A connection that asks for much and reads nothing."""
+    """A connection that requests long answers and reads nothing."""
     stalled = socket.socket()
     stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
     stalled.connect((address.host, address.port))
@@ -149,14 +150,14 @@ async def be_hostile(url: str, seconds: float, ways: list[str]) -> Counter[str]:
 
 @asynccontextmanager
 async def hostile(url: str, seconds: float, ways: list[str]) -> AsyncIterator[dict[str, int]]:
-    """The hostile tenant, in a process of its own; what it has met is there at the end."""
+    """Runs the hostile tenant in a separate process; its counts are available at the end."""
     met: dict[str, int] = {}
     command = (sys.executable, __file__, "--hostile", url, "--seconds", str(seconds), "--ways", *ways)
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         yield met
-        said, _ = await child.communicate()
-        met |= json.loads(said)
+        output, _ = await child.communicate()
+        met |= json.loads(output)
     finally:
         if child.returncode is None:
             child.kill()
@@ -192,12 +193,12 @@ async def watch_memory(pids: list[int], seen: list[float]) -> None:
 
 async def measure(url: str, seconds: float, per_s: float, ways: list[str]) -> dict[str, Any]:
     pids = children_of(os.getpid())
-    await be_polite(url, 5, per_s)  # warm
+    await be_polite(url, 5, per_s)  # warm-up
     idle_mb, seen = memory_mb(pids), [0.0]
     undisturbed = await be_polite(url, seconds, per_s)
     watching = asyncio.create_task(watch_memory(pids, seen))
     async with hostile(url, seconds + 2, ways) as met:
-        await asyncio.sleep(1)  # it starts
+        await asyncio.sleep(1)  # until it has started
         disturbed = await be_polite(url, seconds, per_s)
     watching.cancel()
     return judge(undisturbed, disturbed) | {
@@ -206,8 +207,8 @@ async def measure(url: str, seconds: float, per_s: float, ways: list[str]) -> di
     }
 
 
-def judge(undisturbed: Felt, disturbed: Felt) -> dict[str, Any]:
-    before, after = undisturbed.told(), disturbed.told()
+def judge(undisturbed: Latencies, disturbed: Latencies) -> dict[str, Any]:
+    before, after = undisturbed.summary(), disturbed.summary()
     allowed = {
         name: round(FACTOR * before[name]["p99"] + 1000 * EXTRA_S, 2) for name in ("first_token_ms", "whole_ms")
     }

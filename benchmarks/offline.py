@@ -1,9 +1,9 @@
-"""How fast is the engine, next to what users would pick instead? Same checkpoint, same prompts, same run.
+"""Compares the engine with other engines: same checkpoint, same prompts, same run.
 
     python benchmarks/offline.py MODEL --peer vllm=PYTHON --peer openvino=PYTHON [--rounds 3]
 
-Every engine lives in a process of its own (a peer under the Python of its own environment), is loaded once, and
-then takes its turn in each round: machines are shared and noisy, so what counts is the ratio of medians. Prints JSON.
+Every engine runs in a separate process (a peer under the Python of its own environment), is loaded once, and takes
+its turn in each round. Machines are shared and noisy, so the result is the ratio of medians. Prints JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VOCABULARY = 100_000
 class Work:
     prompts: list[list[int]]
     max_tokens: int
-    twice: bool = False  # run again at once, to see what the prefix cache gives
+    twice: bool = False  # run again at once, to measure the prefix cache
 
 
 def works(seed: int) -> dict[str, Work]:
@@ -62,7 +62,7 @@ class Engine:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Engines chat on standard output too; their answers are the lines that start with our mark."""
+        """Engines also log to standard output; answers are the lines that start with our mark."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("@@"):
@@ -74,7 +74,7 @@ def start(name: str, python: str, model: Path, threads: int, dtype: str) -> Engi
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     command = [python, str(ENGINES / f"with_{name}.py"), str(model), dtype, str(threads)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    # A session of its own, because some engines leave processes behind.
+    # In a new session, because some engines leave processes behind.
     process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
     engine = Engine(name, process)
     engine.info = engine.answer()
@@ -89,8 +89,8 @@ def measure(engines: list[Engine], rounds: int) -> dict[str, dict[str, list[floa
         for name, work in works(seed=number).items():
             for engine in engines:
                 for label in (f"{name}, cold", f"{name}, warm") if work.twice else (name,):
-                    told = engine.run(work)
-                    rate = told["tokens"] / told["seconds"]
+                    result = engine.run(work)
+                    rate = result["tokens"] / result["seconds"]
                     rates.setdefault(label, {}).setdefault(engine.name, []).append(rate)
                     print(f"round {number}: {label}: {engine.name} {rate:.1f} tokens/s", file=sys.stderr)
     return rates

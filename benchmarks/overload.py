@@ -1,12 +1,13 @@
-"""What is left of a server, and of a router, when several times as much is asked as they can do.
+"""Measures the goodput of a server and of a router under several times their capacity.
 
     python benchmarks/overload.py [--json FILE]
 
-First the capacity, with as many clients as answers are computed at once. Then requests arrive at random times, at 1, 2, 5
-and 10 times that rate, whatever becomes of them. Goodput is what was answered whole, per second; the rest must be refused,
-and quickly. The loads take turns in several rounds, and medians are told, because a shared machine is now fast and now
-slow; so are answers per second of the servers' own CPU time, which do not depend on what else runs. A small random model,
-large enough that the one who asks is not who is busy.
+First the capacity is measured, with as many clients as answers are computed at once. Then requests arrive as a
+Poisson process at 1, 2, 5 and 10 times that rate, whether or not earlier ones were answered. Goodput is the number of
+complete answers per second; all other requests must be refused quickly. The loads take turns in several rounds, and
+medians are reported, because the speed of a shared machine varies. Answers per second of the servers' CPU time are
+reported too; they do not depend on other load. The model is small and random, but large enough that the client is not
+the bottleneck.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from headgate.bench.load import ClosedLoop, Load, OpenLoop, measure
 from headgate.testing.tiny import tiny_model
 
 TIMES = (1, 2, 5, 10)
-TARGET = 0.9  # of the best goodput, when more is asked than can be done
-RUNNING, QUEUE = 4, 8  # answers at once, and requests that may wait, of each server
+TARGET = 0.9  # share of the best goodput that must remain under overload
+RUNNING, QUEUE = 4, 8  # concurrent answers and queued requests, per server
 TOKENS, WORDS = 48, 16
-WARM_UP = 0.25  # of each measurement, not counted
-TURNOVERS = 4  # how often every place is taken anew in a measurement, at least
+WARM_UP = 0.25  # share of each measurement that is not counted
+TURNOVERS = 4  # at least so many requests per slot in a measurement
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -57,7 +58,7 @@ def one_server(model: Path) -> Iterator[str]:
 
 @contextmanager
 def routed(model: Path) -> Iterator[str]:
-    """Two servers behind a router that lets as much through as they compute, and queues as much as they would."""
+    """Two servers behind a router that admits as much as they can compute, and queues as much as they would."""
     with ExitStack() as stack:
         urls = [stack.enter_context(one_server(model)) for _ in range(2)]
         limits = ("--max-in-flight", 2 * RUNNING, "--max-queue", 2 * QUEUE)
@@ -68,7 +69,7 @@ TARGETS = {"server": (one_server, RUNNING, RUNNING + QUEUE), "router": (routed, 
 
 
 def cpu_s() -> float:
-    """That the processes we have started have used so far."""
+    """CPU time that our child processes have used so far."""
     return sum(_used_s(pid) for pid in _descendants(os.getpid()))
 
 
@@ -88,11 +89,11 @@ def _descendants(pid: int) -> list[int]:
 
 @dataclass
 class Figures:
-    """Of one load, over all rounds."""
+    """Results of one load over all rounds."""
 
     offered: list[float] = field(default_factory=list)  # requests per second
     goodput: list[float] = field(default_factory=list)
-    per_cpu_s: list[float] = field(default_factory=list)  # answers for a second of the servers' CPU time
+    per_cpu_s: list[float] = field(default_factory=list)  # answers per second of the servers' CPU time
     accepted_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
@@ -108,7 +109,7 @@ class Figures:
         self.refused_s += [sample.total_s for sample in samples if (sample.error or "").startswith("429")]
         self.errors.update(sample.error for sample in samples if sample.error is not None)
 
-    def told(self, peak: float, bound_s: float) -> dict[str, object]:
+    def summary(self, peak: float, bound_s: float) -> dict[str, object]:
         return {
             "offered_per_s": round(median(self.offered), 2),
             "goodput_per_s": round(median(self.goodput), 2),
@@ -142,11 +143,11 @@ def load_of(url: str, pace: OpenLoop | ClosedLoop, requests: int, seed: int) -> 
 
 
 async def capacity_of(url: str, clients: int, seconds: float, seed: int) -> float:
-    """Answers per second, with all places taken and nobody waiting."""
+    """Answers per second with all slots in use and no queue."""
     per_s = 0.0
-    for requests in (2 * clients, 8 * clients, None):  # warm it up, see how long it will take, and count
-        asked = requests or max(4 * clients, int(per_s * seconds))
-        result = await measure(load_of(url, ClosedLoop(clients), asked, seed))
+    for requests in (2 * clients, 8 * clients, None):  # warm-up, estimate, measurement
+        count = requests or max(4 * clients, int(per_s * seconds))
+        result = await measure(load_of(url, ClosedLoop(clients), count, seed))
         per_s = len(result.completed) / result.elapsed_s
     return per_s
 
@@ -162,12 +163,12 @@ async def overload(url: str, clients: int, places: int, rounds: int, seconds: fl
             before_s = cpu_s()
             result = await measure(load_of(url, OpenLoop(rate), int(rate * seconds), seed=100 * number + times))
             figures[times].add(result.samples, seconds, cpu_s() - before_s)
-            told = figures[times].goodput[-1]
-            print(f"round {number}, {times} times: {told:.1f} answers/s", file=sys.stderr, flush=True)
+            goodput = figures[times].goodput[-1]
+            print(f"round {number}, {times} times: {goodput:.1f} answers/s", file=sys.stderr, flush=True)
     peak = max(median(each.goodput) for each in figures.values())
-    # Everybody who is let in has at most all places before him; five times that for a machine that is now fast, now slow.
+    # An admitted request waits for at most all slots; the factor of five allows for a machine of varying speed.
     bound_s = 5 * places / capacity
-    loads = {str(times): each.told(peak, bound_s) for times, each in figures.items()}
+    loads = {str(times): each.summary(peak, bound_s) for times, each in figures.items()}
     within = all(median(each.goodput) >= TARGET * peak for times, each in figures.items() if times > 1)
     return {
         "capacity_per_s": round(capacity, 2),
@@ -184,14 +185,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load in each round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    told: dict[str, object] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    told |= {"rounds": options.rounds, "seconds": options.seconds, "tokens": TOKENS}
+    report: dict[str, object] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    report |= {"rounds": options.rounds, "seconds": options.seconds, "tokens": TOKENS}
     with tempfile.TemporaryDirectory(prefix="overload-") as folder:
         model = tiny_model(Path(folder) / "model", **SHAPE)  # type: ignore[arg-type]
         for name, (started, clients, places) in TARGETS.items():
             with started(model) as url:
-                told[name] = asyncio.run(overload(url, clients, places, options.rounds, options.seconds))
-    text = json.dumps(told, indent=1)
+                report[name] = asyncio.run(overload(url, clients, places, options.rounds, options.seconds))
+    text = json.dumps(report, indent=1)
     print(text)
     if options.json is not None:
         options.json.write_text(text + "\n")

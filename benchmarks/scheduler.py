@@ -1,4 +1,4 @@
-"""What does deciding cost? CPU time of `schedule()` + `commit()` by running sequences, and memory over many steps.
+"""Measures the scheduler: CPU time of `schedule()` and `commit()` by running sequences, and memory over many steps.
 
 python benchmarks/scheduler.py [--steps 1000000]
 """
@@ -63,7 +63,7 @@ def cost_ms(running: int, steps: int = 500) -> dict[str, float]:
 
 
 def memory_mb(steps: int, samples: int = 10) -> list[float]:
-    """Resident memory while requests come and go, some of them aborted, with prompts that never repeat."""
+    """Resident memory over many requests with distinct prompts, some of them aborted."""
     rng = random.Random(0)
     decider, next_id, readings = scheduler(8), 0, []
     for number in range(steps):

@@ -1,13 +1,14 @@
-"""How fast KV moves between two engines, next to a plain copy through the same kind of socket.
+"""Measures KV transfer between two engines, compared with a plain copy through the same kind of socket.
 
     python benchmarks/transfer.py [--device cpu|cuda] [--transport auto|tcp|nixl] [--rounds N] [--json FILE]
 
-Two processes on this machine, each with a KV cache of its own. The plain copy sends one large buffer and receives it into
-another, and checks nothing; a transfer gathers blocks from all over the cache, checks every byte and scatters them again.
-Both take turns, and each transfer is compared with the copies before and after it: the machine is the same for both. Time
-on the clock is what a client waits for; time of processors, of both sides together, is what the engines go without.
-NIXL takes the fastest way that UCX finds; UCX_TLS=tcp in the environment leaves it nothing but sockets. With `--device
-cuda` both caches are on one GPU: `auto` copies within it, `tcp` goes by way of pinned memory; the plain copy is the same.
+Two processes on this machine, each with its own KV cache. The plain copy sends one large buffer into another and
+checks nothing; a transfer gathers blocks from all over the cache, checks every byte and scatters them again. Both
+alternate, and each transfer is compared with the copies before and after it, so that both run under the same
+conditions. Wall-clock time is what a client waits for; CPU time, of both sides together, is what the engines lose.
+NIXL uses the fastest transport that UCX finds; UCX_TLS=tcp in the environment restricts it to sockets. With `--device
+cuda` both caches are on one GPU: `auto` copies within it, `tcp` goes through pinned memory; the plain copy is the
+same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from headgate.transfer.tcp import BUFFER_BYTES
 from headgate.transfer.transport import BlockMemory, Fetched, Transport
 
 GIB = 2**30
-# layers, bytes of one block's keys in one layer: bfloat16, 32 tokens per block
+# Layers, and bytes of the keys of one block in one layer: bfloat16, 32 tokens per block
 MODELS = {"135M (30 layers, 3 heads of 64)": (30, 12288), "8B (32 layers, 8 heads of 128)": (32, 65536)}
 TOTAL_BYTES = 256 * 2**20
 WAIT_S = 60.0
@@ -73,7 +74,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Took:
-    """What a round took, for each byte."""
+    """The time of a round, per byte."""
 
     wall_s: float
     cpu_s: float  # of both processes
@@ -84,7 +85,7 @@ def transport(kind: str, memory: BlockMemory) -> Transport:
 
 
 def other_process(pipe: Connection, kind: str, shape: Shape, rounds: int) -> None:
-    """Has KV for each round, and sends a plain buffer when it is asked to; answers with its processor time."""
+    """The exporting process: has KV for each round, sends a plain buffer on request, and reports its CPU time."""
     torch.set_num_threads(1)
     server, data = transport(kind, shape.cache()), torch.randint(255, (TOTAL_BYTES,), dtype=torch.uint8).numpy()
     server.start(lambda _: None)
@@ -96,8 +97,8 @@ def other_process(pipe: Connection, kind: str, shape: Shape, rounds: int) -> Non
         sock, _ = listener.accept()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     with sock:
-        while (asked := pipe.recv()) != "end":
-            if asked == "plain":
+        while (command := pipe.recv()) != "end":
+            if command == "plain":
                 sock.sendall(data)
             pipe.send(time.process_time())
     server.close()
@@ -107,7 +108,7 @@ class Pair:
     """This process fetches from the other one."""
 
     def __init__(self, kind: str, shape: Shape, rounds: int) -> None:
-        context = multiprocessing.get_context("spawn")  # what NIXL has opened does not survive a fork
+        context = multiprocessing.get_context("spawn")  # NIXL does not survive a fork
         self._shape, self._rounds = shape, rounds
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=other_process, args=(theirs, kind, shape, rounds), daemon=True)
@@ -120,8 +121,8 @@ class Pair:
         self._client.start(self._events.put)
 
     def measure(self) -> list[tuple[Took, Took]]:
-        """For each round what a transfer took and what a plain copy took just then."""
-        self._fetch(0)  # what is compiled, laid out or opened once
+        """For each round the time of a transfer, and of a plain copy at about the same time."""
+        self._fetch(0)  # warm-up
         plain = [self._timed(TOTAL_BYTES, self._copy)]
         moved = []
         for lease in range(1, self._rounds + 1):

@@ -1,9 +1,9 @@
-"""How long new weights take to reach a paused engine: from a folder, from shared memory, over a process group.
+"""Measures weight updates of a paused engine: from a folder, from shared memory, and over a process group.
 
     python benchmarks/weight_update.py MODEL [--repeats 3]
 
-The trainer is a process of its own on the same host. Times are of the whole command, as its caller sees it, with what the
-trainer needs to write or send included where it says so.
+The trainer is a separate process on the same host. Times are those of the whole command, as measured by its caller,
+and include the trainer's writing or sending where the output states it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all engine adapters share: answer questions on standard input, one JSON line each, with marked lines."""
+"""Common code of the engine adapters: JSON requests on standard input get marked JSON lines on standard output."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], int]  # prompts, tokens for each -> tokens made
+Generate = Callable[[list[list[int]], int], int]  # prompts, tokens for each -> tokens generated
 
 
 def serve(info: dict[str, Any], generate: Generate) -> None:
-    say(info)
+    write(info)
     for line in sys.stdin:
         question = json.loads(line)
         start, cpu = time.perf_counter(), sum(os.times()[:4])
         tokens = generate(question["prompts"], question["max_tokens"])
         seconds = time.perf_counter() - start
-        say({"seconds": seconds, "cpu_seconds": sum(os.times()[:4]) - cpu, "tokens": tokens})
+        write({"seconds": seconds, "cpu_seconds": sum(os.times()[:4]) - cpu, "tokens": tokens})
 
 
-def say(message: dict[str, Any]) -> None:
+def write(message: dict[str, Any]) -> None:
     print("@@" + json.dumps(message), flush=True)

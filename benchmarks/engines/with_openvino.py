@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching. Its model is exported once into a folder beside the checkpoint."""
+"""OpenVINO GenAI's continuous batching. The model is exported once into a folder next to the checkpoint."""
 
 from __future__ import annotations
 

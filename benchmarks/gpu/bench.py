@@ -1,8 +1,9 @@
-"""Our engine beside vLLM's on one GPU: `python -m benchmarks.gpu.bench [--shape 0.6b] [--fp8 both] [--out FOLDER]`.
+"""Compares the engine with vLLM's on one GPU: `python -m benchmarks.gpu.bench [--shape 0.6b] [--fp8 both] [--out
+FOLDER]`.
 
-Every row of docs/performance.md, through the whole engine (scheduler, executor, runner) in this process, with random
-weights made on the device. vLLM's figures are those of version 0.25.1 on an H200; the floor is the time that reading
-weights and KV takes at the 4.29 TB/s (or computing at the 783 TFLOP/s) measured there.
+Measures every row of docs/performance.md with the whole engine (scheduler, executor, runner) in this process and
+random weights generated on the device. vLLM's figures are those of version 0.25.1 on an H200; the floor is the time
+that reading weights and KV takes at the 4.29 TB/s (or computing at the 783 TFLOP/s) measured there.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class Row:
     ours: float
     vllm: float
     floor: float | None
-    runs: list[float]  # each time it was measured
+    runs: list[float]  # all measurements
 
 
 class RandomWeights:
-    """Weights of `spec` that exist one tensor at a time, on the device."""
+    """Random weights of `spec`, generated one tensor at a time on the device."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._shapes = {name: p.shape for name, p in build_model(spec, device="meta", backend="torch").parameters()}
@@ -90,7 +91,7 @@ def open_random(source: FileSource, device: torch.device) -> RandomWeights:
 
 
 class Clients:
-    """Sends requests to an engine, turns its loop until all are answered, and notes when what came."""
+    """Sends requests to an engine, runs its loop until all are answered, and records the times of the outputs."""
 
     engine: Engine
 
@@ -101,11 +102,11 @@ class Clients:
         self.tokens = 0
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> float:
-        """Seconds until all is answered."""
+        """Seconds until all requests are answered."""
         self.first_s, self.ended_s, self.tokens = {}, {}, 0
         ids = range(self.next_id, self.next_id + len(prompts))
         self.next_id += len(prompts)
-        # Salted, for the KV of earlier runs is in the cache, and vLLM was measured without one.
+        # Salted, so that KV of earlier runs is not reused: vLLM was measured without a prefix cache.
         requests = [
             GenerateRequest(id, tuple(prompt), each, salt=str(ids.start))
             for id, prompt, each in zip(ids, prompts, params, strict=True)
@@ -140,7 +141,7 @@ def params(max_tokens: int, seed: int, temperature: float = 0.6) -> SamplingPara
 
 
 def mixed(clients: Clients) -> float:
-    """Output tokens per second of the mixed work."""
+    """Output tokens per second of the mixed workload."""
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     asked = [params(rng.randint(100, 1024), i) for i in range(256)]
@@ -150,7 +151,7 @@ def mixed(clients: Clients) -> float:
 
 
 def decode(clients: Clients, batch: int, rng: random.Random) -> float:
-    """Milliseconds per step, from when all have their first token to when all have their last."""
+    """Milliseconds per step, from the time when all have their first token until all have their last."""
     clients.run(random_prompts(rng, [PROMPT] * batch), [params(DECODED, i) for i in range(batch)])
     first, last = max(clients.first_s.values()), max(clients.ended_s.values())
     done = DECODED - 1
@@ -191,7 +192,7 @@ def measure(shape: str, repeats: int, began_s: float, only: str, how: dict[str, 
     floor = floors(
         build_model(spec_of(Config("bench", config)), device="meta", dtype=torch.bfloat16, backend="torch")
     )
-    decode(clients, 8, rng)  # whatever is compiled at the first step of its kind
+    decode(clients, 8, rng)  # warm-up: kernels are compiled at the first step of their kind
     rows = [Row(shape, "start to ready, s", ready_s, VLLM[shape]["start to ready, s"], None, [ready_s])]
     for work, run in ((work, run) for work, run in works.items() if only in work):
         runs = [run() for _ in range(repeats)]

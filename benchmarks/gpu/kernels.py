@@ -1,7 +1,7 @@
-"""Which cuts of the kernels are fastest on this device: `python benchmarks/gpu/kernels.py [OUT]`.
+"""Finds the fastest tile sizes of the kernels on this device: `python benchmarks/gpu/kernels.py [OUT]`.
 
-Every candidate is timed in a graph, over more weights and KV than the cache of the device holds, and first compared
-with plain torch. Prints the best of each and writes all of them as JSON.
+Every candidate is first checked against torch, then timed in a CUDA graph, with more weights and KV than fit in the
+cache of the device. Prints the best of each and writes all of them as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headgate.layers.triton.attention import Program, Scratch, Tile, decode, pre
 from headgate.layers.triton.elementwise import silu_mul
 from headgate.layers.triton.matmul import Cut, invariant_cut, small_linear, vector_linear
 
-# Compiling is most of the work: several processes, each of which compiles its share, go before the one that times.
+# Compiling takes most of the time: several processes compile a share each before one process does the timing.
 SHARD, SHARDS = (int(part) for part in os.environ.get("SHARD", "0/1").split("/"))
 CANDIDATES = count()
 CUDA = torch.device("cuda")
@@ -48,7 +48,7 @@ SHAPES = {
 
 def time_us(work: list[Callable[[], object]], repeats: int = 20) -> float:
     """Microseconds per item of `work`, all of it in one graph."""
-    if SHARDS > 1:  # only to fill Triton's cache
+    if SHARDS > 1:  # this process only fills Triton's cache
         work[0]()
         return 0.0
     stream = torch.cuda.Stream()
@@ -74,7 +74,7 @@ def time_us(work: list[Callable[[], object]], repeats: int = 20) -> float:
 
 
 def mine() -> bool:
-    """Whether this process looks at the next candidate."""
+    """Whether this process handles the next candidate."""
     return next(CANDIDATES) % SHARDS == SHARD
 
 
@@ -140,7 +140,7 @@ def bench_one_linear(
 
 
 def bench_medium(results: list[dict[str, Any]]) -> None:
-    """Batches that are neither few rows nor many: cuBLAS against our own product, and which of its cuts have one order."""
+    """Medium batches: cuBLAS against our own product, and which of its tilings have the same order of summation."""
     for model, shape in SHAPES.items():
         for name, (rows, columns) in matrices(shape).items():
             copies = max(4, min(40, 400_000_000 // (rows * columns * 2)))
@@ -326,7 +326,7 @@ def bench_prefill(results: list[dict[str, Any]]) -> None:
 
 
 def bench_single(results: list[dict[str, Any]]) -> None:
-    """Decode steps by the kernel for prompts, as in deterministic mode."""
+    """Decode steps with the prefill kernel, as in deterministic mode."""
     for query_heads, batch_size in product((16, 32), (8, 64, 256)):
         heads = Heads(query_heads, 8, 128)
         kvs, batch = paged([640] * batch_size, [1] * batch_size, heads, max(2, 400_000 // (batch_size * 4096)), 32)

@@ -1,14 +1,15 @@
-"""Stopping, updating and sharing on one GPU: `python -m benchmarks.gpu.lifecycle [--shape 0.6b] [--out FILE]`.
+"""Aborts, weight updates and prefix sharing on one GPU: `python -m benchmarks.gpu.lifecycle [--shape 0.6b] [--out
+FILE]`.
 
-Three questions, through the whole engine in this process, with random weights, answered as JSON:
+Three measurements with the whole engine in this process and random weights, printed as JSON:
 
-- abort: how long after an abort, sent at any moment under 256 running sequences, are its blocks free?
-- update: how long do `pause`, `update_weights` from another process's memory on the same card, and `resume` take, and is
+- abort: how long after an abort, sent at a random time under 256 running sequences, are its blocks free?
+- update: how long do `pause`, `update_weights` from another process's memory on the same GPU, and `resume` take, and is
   any graph captured again?
-- prefix: 256 requests share 2,048 tokens. When do they have their first token: with nothing shared (each under a salt of
-  its own), in the first wave that may share (the prompt is computed once, within the wave), and in the second?
+- prefix: 256 requests share 2,048 tokens. When do they get their first token: with nothing shared (each has its own salt),
+  in the first wave that may share (the prompt is computed once, within the wave), and in the second?
 
-`--device cpu --shape tiny` tries the script itself; weights then come from a file in shared memory.
+`--device cpu --shape tiny` tests the script itself; weights then come from a file in shared memory.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ TARGET_UPDATE_MS, TARGET_RATIO = 300.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much of everything."""
+    """The size of a measurement."""
 
-    config: dict[str, Any]  # of the model, beyond a tiny one's
+    config: dict[str, Any]  # of the model; changes to the config of a tiny one
     running: int = 256
     prompt: int = 512
     shared: int = 2048
@@ -83,7 +84,7 @@ SIZES["tiny"] = Size({}, running=8, prompt=48, shared=256, own=8, vocab=256, eng
 
 
 class RandomWeights(bench.RandomWeights):
-    """Of `folder`'s model, one tensor at a time, on any device."""
+    """Random weights for the model in `folder`, one tensor at a time, on any device."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         super().__init__(read_spec(folder))
@@ -96,14 +97,14 @@ class RandomWeights(bench.RandomWeights):
 
 
 def open_random(source: Source, device: torch.device) -> WeightSource:
-    """A folder that has no weights has random ones."""
+    """Random weights for a folder without weights."""
     if isinstance(source, FileSource) and Path(source.path, "config.json").exists():
         return RandomWeights(Path(source.path), device)
     return open_source(source, device)
 
 
 def train(folder: Path, device: torch.device) -> None:
-    """The other process: holds weights, says where they are, and ends with its standard input."""
+    """The trainer process: holds weights, prints their handles, and exits when its standard input closes."""
     torch.manual_seed(1)
     tensors = dict(RandomWeights(folder, device))
     with share(tensors) if device.type == "cuda" else publish(tensors) as source:
@@ -127,7 +128,7 @@ def trainer(folder: Path, device: str) -> Iterator[Source]:
 
 
 class Desk:
-    """Asks an engine, turns its loop, and notes when what came."""
+    """Sends requests and commands to an engine, runs its loop, and records the times of the outputs."""
 
     engine: Engine
 
@@ -164,7 +165,7 @@ class Desk:
             self.ended[ended.id], self.cached[ended.id] = ended.finish_reason, ended.cached_tokens
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int, salts: Callable[[int], str]) -> list[int]:
-        """Ask all of this at once; `asked_s` is when."""
+        """Submit all prompts at once, and record the time in `asked_s`."""
         ids = list(range(self._next_id, self._next_id + len(prompts)))
         self._next_id += len(prompts)
         asked = [
@@ -195,13 +196,13 @@ class Desk:
         return told
 
     def timed(self, command: Command) -> tuple[EngineState, float]:
-        """What was told, and after how many milliseconds."""
+        """The answer to a command, and its time in milliseconds."""
         began_s = time.perf_counter()
         told = self.call(command)
         return told, (time.perf_counter() - began_s) * 1000
 
     def load(self, size: Size, rng: random.Random, max_tokens: int) -> list[int]:
-        """Sequences that all run, and all have tokens."""
+        """Start sequences, and wait until all of them run and have tokens."""
         prompts = [[rng.randrange(size.vocab) for _ in range(size.prompt)] for _ in range(size.running)]
         salt = str(rng.random())
         ids = self.submit(prompts, max_tokens, lambda _: salt)
@@ -218,7 +219,7 @@ class Desk:
 
 
 def measure_abort(desk: Desk, size: Size, rng: random.Random, trials: int) -> dict[str, Any]:
-    """One of them, half of them, all of them; sent by another thread, at a moment that the loop does not choose."""
+    """Abort one, half and all of the sequences, from another thread, at times independent of the loop."""
     return {
         "step_ms": step_ms(desk, size, rng),
         **{
@@ -240,7 +241,7 @@ def step_ms(desk: Desk, size: Size, rng: random.Random) -> float:
 @dataclass(frozen=True, slots=True)
 class Freed:
     ms: float
-    steps: int  # that landed meanwhile
+    steps: int  # completed meanwhile
 
 
 def abort_once(desk: Desk, size: Size, rng: random.Random, count: int) -> Freed:
@@ -271,7 +272,7 @@ def summed(found: list[Freed]) -> dict[str, Any]:
 
 
 def graphs_of(engine: Engine) -> dict[Any, Any]:
-    """What is captured, by size; none on a device without graphs."""
+    """The captured graphs, by size; none on a device without graphs."""
     graphs = engine.executor._runner._graphs  # type: ignore[attr-defined]
     return {} if graphs is None else dict(graphs.decode._captured)
 
@@ -285,7 +286,7 @@ def addresses_of(engine: Engine) -> list[int]:
 def measure_update(
     desk: Desk, size: Size, rng: random.Random, source: Source, mode: PauseMode, trials: int, old: list[int]
 ) -> dict[str, Any]:
-    """Under load; the streams of a freeze go on afterwards, with their KV computed anew. `old` is what was said before."""
+    """Update under load; after a freeze the streams continue with recomputed KV. `old` are earlier answers."""
     rounds, answers = [], []
     graphs, addresses = graphs_of(desk.engine), addresses_of(desk.engine)
     for _ in range(trials):
@@ -323,7 +324,7 @@ def probe(desk: Desk, size: Size) -> list[int]:
 
 
 def next_token_ms(desk: Desk, size: Size, ids: list[int], mode: PauseMode, rng: random.Random) -> float:
-    """From the resume to the next token: of somebody who was held, or of somebody new."""
+    """Time from the resume to the next token, of a held request or of a new one."""
     began_s = time.perf_counter()
     if mode == "freeze":
         before = sum(len(desk.tokens[id]) for id in ids)
@@ -360,7 +361,7 @@ def measure_prefix(desk: Desk, size: Size, rng: random.Random, trials: int) -> d
 
 
 def prefix_round(desk: Desk, size: Size, rng: random.Random) -> dict[str, dict[str, float]]:
-    """Each wave has the same prefix and new tokens of its own after it."""
+    """Each wave has the same prefix, followed by different tokens."""
     prefix, mark = [rng.randrange(size.vocab) for _ in range(size.shared)], rng.random()
     waves = {"nothing_shared": lambda i: f"{mark} {i}", "first": lambda _: f"{mark}", "second": lambda _: f"{mark}"}
     return {name: wave(desk, size, rng, prefix, salts) for name, salts in waves.items()}
@@ -396,7 +397,7 @@ def measure(shape: str, device: str, trials: int, **settings: Any) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         config = tiny_config("qwen3", "bfloat16") | size.config
         Path(folder, "config.json").write_text(json.dumps(config))
-        # First, so that the engine finds what it leaves free.
+        # Started first, so that the engine sizes its cache by the memory that is left.
         with trainer(Path(folder), device) as source:
             engine = build_engine(
                 Path(folder),
@@ -405,7 +406,7 @@ def measure(shape: str, device: str, trials: int, **settings: Any) -> dict[str, 
             )
             try:
                 desk.watch(engine)
-                spare_the_collector()  # as in an engine's own process
+                spare_the_collector()  # as in an engine process
                 return told(shape, engine, desk, size, rng, source, trials)
             finally:
                 engine.close()
@@ -414,7 +415,7 @@ def measure(shape: str, device: str, trials: int, **settings: Any) -> dict[str, 
 def told(
     shape: str, engine: Engine, desk: Desk, size: Size, rng: random.Random, source: Source, trials: int
 ) -> dict[str, Any]:
-    desk.load(size, rng, max_tokens=40)  # whatever is compiled at the first step of its kind
+    desk.load(size, rng, max_tokens=40)  # warm-up: kernels are compiled at the first step of their kind
     desk.end_all()
     desk.answered(desk.submit([[1] * (size.shared + size.own)] * 2, 2, str))
     result = {

@@ -1,6 +1,6 @@
-"""Where the time of one decode step goes: `python benchmarks/gpu/profile_step.py [OUT]`.
+"""Profiles one decode step: `python benchmarks/gpu/profile_step.py [OUT]`.
 
-The model alone, in a graph, without the engine around it; `bench.py` measures the whole.
+Runs the model alone, in a CUDA graph, without the engine; `bench.py` measures the whole engine.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Servers over HTTP on the same work, one after another, as ratios and as fractions of the floor.
+"""Compares servers over HTTP under the same workloads, one at a time, as ratios and as fractions of the floor.
 
     python -m benchmarks.gpu.serve --shape llama-8b --fp8 both --work 1000,1000,768 --work mixed \\
         --server 'headgate=headgate serve {model} --served-name m --port {port} --fp8 both' \\
         --server 'vllm=python -m vllm.entrypoints.openai.api_server --model {model} --served-model-name m --port {port}'
 
-Any OpenAI server takes part: its command is started with the folder of a random checkpoint and a port, and must answer
-`GET /v1/models`. Clients are processes of their own that stream completions of random token ids, so that no prompt is
-cached. With several rounds, servers take turns. A work is IN,OUT,REQUESTS[,AT_ONCE], or `mixed`: 256 requests of 100 to
-1,024 tokens each way. The table goes to standard error, JSON to standard output.
+Any OpenAI-compatible server can be used: its command is started with the folder of a random checkpoint and a port,
+and must answer `GET /v1/models`. Clients are separate processes that stream completions of random token ids, so that
+no prompt is cached. With several rounds, servers take turns. A workload is IN,OUT,REQUESTS[,AT_ONCE], or `mixed`: 256
+requests of 100 to 1,024 tokens each way. The table goes to standard error, JSON to standard output.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Sample(NamedTuple):
 
 
 class Stream(asyncio.Protocol):
-    """One request and its events: when they came, and how many tokens the usage says there were."""
+    """One request: the arrival times of its events, and the number of tokens according to usage."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -124,7 +124,7 @@ def request_of(ask: Ask, rng: random.Random, model: str) -> bytes:
 
 
 def ask_all(port: int, asks: list[Ask], at_once: int, seed: int, start: float) -> tuple[list[Sample], float]:
-    """In a process of its own; all of them begin at the same moment of the wall clock."""
+    """Runs in a separate process; all processes start at the same wall-clock time."""
     rng = random.Random(seed)
     waiting = [request_of(ask, rng, MODEL) for ask in asks]
     samples: list[Sample] = []
@@ -176,7 +176,7 @@ def _ms(seconds: list[float], share: float) -> float:
 
 @contextmanager
 def serving(command: str, model: Path, log: Path) -> Iterator[int]:
-    """A server on a free port, ended with all its processes."""
+    """Runs a server on a free port, and stops it with all its processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -210,7 +210,7 @@ def _await_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def floor_tokens_s(shape: str, work: Work, fp8: str | None) -> float:
-    """Output tokens/s if the card did nothing but read weights and KV and multiply, each at its measured rate."""
+    """Output tokens/s if the GPU only read weights and KV and multiplied, each at its measured rate."""
     config = SHAPES[shape]
     hidden, heads, kv_heads = (
         config[f"{name}"] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -231,7 +231,7 @@ def floor_tokens_s(shape: str, work: Work, fp8: str | None) -> float:
 
 
 def make_checkpoint(shape: str, folder: Path) -> None:
-    """With weights that are drawn on the card, which takes seconds where a processor takes minutes."""
+    """Weights are drawn on the GPU, which takes seconds instead of minutes."""
     if (folder / "tokenizer.json").exists():
         return
     from benchmarks.gpu.bench import RandomWeights
@@ -250,14 +250,14 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = options.checkpoint or folder / "model"
     with ProcessPoolExecutor(
         1, mp_context=get_context("spawn")
-    ) as pool:  # whose memory on the card is free afterwards
+    ) as pool:  # a separate process, so that its GPU memory is free afterwards
         pool.submit(make_checkpoint, options.shape, model).result()
     works = [Work.of(text) for text in options.work]
     figures: dict[str, dict[str, list[Figures]]] = {work.name: {} for work in works}
     for round_ in range(options.rounds):
         for name, command in options.server:
             with serving(command, model, folder / f"{name}.log") as port:
-                measure(port, Work.of("64,16,64"), 10**6, 4)  # whatever is compiled for the first requests
+                measure(port, Work.of("64,16,64"), 10**6, 4)  # warm-up: kernels are compiled for the first requests
                 for work in works:
                     told = measure(port, work, round_ + 1, options.processes)
                     figures[work.name].setdefault(name, []).append(told)

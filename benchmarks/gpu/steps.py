@@ -1,9 +1,9 @@
-"""Where the time goes when a card is full: `python -m benchmarks.gpu.steps --rows 512,2048 --work 1000,1000,768`.
+"""Profiles large batches on a GPU: `python -m benchmarks.gpu.steps --rows 512,2048 --work 1000,1000,768`.
 
 Two views of the same engine, with random weights. `--rows` captures one decode step of that many sequences and lists
-the device time of its kernels by part (attention, matrix products, sampling ...) beside the floor of each. `--work
-IN,OUT,REQUESTS` runs whole requests through scheduler, executor and runner in this process and splits the time between
-landings by kind of step, with the host time of `schedule`, `commit` and the launch. Prints JSON lines.
+the device time of its kernels by part (attention, matrix products, sampling ...) with the floor of each. `--work
+IN,OUT,REQUESTS` runs whole requests through scheduler, executor and runner in this process and reports the time
+between completed steps by kind of step, with the host time of `schedule`, `commit` and the launch. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from headgate.testing.tiny import tiny_config
 
 BLOCK_SIZE = 32
 FP8_FLOPS, BF16_FLOPS = 1.5e15, 783e12
-KV_BYTES = 100e9  # of the card, for the largest batch
+KV_BYTES = 100e9  # of GPU memory, for the largest batch
 PARTS = {
     "decode_kernel": "attention",
     "prefill_kernel": "attention",
@@ -125,7 +125,7 @@ def profile_rows(model: Network, kv: list[Any], rows: int, context: int) -> dict
 
 
 def step_floors(model: Network, rows: int, context: int) -> dict[str, float]:
-    """Milliseconds: reading KV; reading or multiplying the matrices, whichever is longer."""
+    """Milliseconds for reading KV, and for reading or multiplying the matrices, whichever is longer."""
     read_kv = rows * context * model.kv_bytes_per_block(BLOCK_SIZE) / BLOCK_SIZE / BANDWIDTH
     read, multiply = 0.0, 0.0
     for name, parameter in model.parameters():

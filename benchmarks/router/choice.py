@@ -1,4 +1,4 @@
-"""What does choosing a worker cost? CPU time by size of the prompt and of the fleet, and memory by live conversations.
+"""Measures the cost of choosing a worker: CPU time by prompt and fleet size, and memory by live conversations.
 
 python benchmarks/router/choice.py [--conversations 100000]
 """
@@ -29,7 +29,7 @@ def fleet(count: int) -> tuple[Worker, ...]:
 
 
 def cost_us(act: Callable[[], object], times: int) -> float:
-    """The best of several rounds, because other work on the machine only ever adds."""
+    """The best of several rounds, because other load on the machine can only add time."""
     rounds = []
     for _ in range(15):
         start = time.process_time_ns()
@@ -40,7 +40,7 @@ def cost_us(act: Callable[[], object], times: int) -> float:
 
 
 def body(size: int, rng: random.Random) -> bytes:
-    """A conversation whose messages have about 500 characters."""
+    """A conversation with messages of about 500 characters."""
     messages: list[dict[str, str]] = []
     while (room := size - len(json.dumps(messages)) - 50) > 0:
         role = "user" if len(messages) % 2 == 0 else "assistant"
@@ -76,7 +76,7 @@ def by_prompt(size: int) -> dict[str, float]:
 
 
 def by_fleet(policy_name: str) -> dict[str, float]:
-    """A request that is new, and one whose conversation has a home."""
+    """The cost for a new request, and for one whose conversation is cached on a worker."""
     costs = {}
     ask, rng = RequestInfo("m", True, None, b"somebody", 1, 0, b"x" * 5000, False, 1250, False), random.Random(0)
     for count in FLEETS:
@@ -93,7 +93,7 @@ def by_fleet(policy_name: str) -> dict[str, float]:
 
 
 def memory_mb(conversations: int, turns: int = 8) -> dict[str, float]:
-    """An index of the default size, and conversations of 1,000 bytes a turn with a hundred 4,000-byte system prompts."""
+    """Memory of a default index: conversations of 1,000 bytes per turn, and a hundred 4,000-byte system prompts."""
     index, workers, rng = PrefixIndex(), fleet(8), random.Random(0)
     systems = [b'[{"role": "system", "content": "' + rng.randbytes(2000).hex().encode() + b'"}' for _ in range(100)]
     filler = b"water " * 150
@@ -116,7 +116,7 @@ def memory_mb(conversations: int, turns: int = 8) -> dict[str, float]:
 
 
 def longest_insert_ms(max_nodes: int = 1_000_000) -> float:
-    """The worst pause that a full index makes, while its generations change."""
+    """The longest insert into a full index, when its generations change."""
     index, (worker,), longest = PrefixIndex(max_nodes), fleet(1), 0
     for number in range(max_nodes // 4):
         path = index.path(number, b"x" * 5000, chat=False)

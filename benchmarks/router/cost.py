@@ -1,11 +1,11 @@
-"""What does routing cost? CPU time of router processes per request and per streamed chunk, and their memory.
+"""Measures the cost of routing: CPU time of router processes per request and per streamed chunk, and their memory.
 
     python benchmarks/router/cost.py --sglang-router PATH --vllm-router PATH --nginx PATH [--rounds 3]
 
-Every router gets the same clients (`load.py`) and mock workers (`mock.py`), which for Headgate write the journal that it
-resumes answers from. Routers run on one core of their own, one at a time and started anew for each round; clients and
-workers share another. CPU time is the scheduler's, of all threads, less what the router spends on doing nothing. Medians
-over the rounds, in microseconds; a table goes to standard error, JSON to standard output.
+Every router gets the same clients (`load.py`) and mock workers (`mock.py`), which for Headgate write the journal that
+it resumes answers from. Routers run on a core of their own, one at a time, and are restarted for each round; clients
+and workers share another core. CPU time is that of all threads according to the kernel, minus the idle cost of the
+router. Results are medians over the rounds in microseconds; a table goes to standard error, JSON to standard output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACE_MS = 20
 
 
 class Meter:
-    """What a router spends, beyond doing nothing."""
+    """The CPU time of a router, minus its idle cost."""
 
     def __init__(self, router: Running) -> None:
         self._router = router
@@ -48,7 +48,7 @@ class Meter:
         self._idle_rate = (self._router.cpu_ns() - spent) / (time.monotonic() - began_s)
 
     async def us(self, work: Awaitable[int]) -> tuple[float, int]:
-        """Microseconds that `work` has cost, and its result."""
+        """The cost of `work` in microseconds, and its result."""
         began_s, spent = time.monotonic(), self._router.cpu_ns()
         result = await work
         elapsed_s = time.monotonic() - began_s
@@ -56,26 +56,26 @@ class Meter:
 
 
 async def per_request(meter: Meter, port: int, connections: int, requests: list[bytes]) -> float:
-    warm, asked = requests[: 2 * connections], requests[2 * connections :]
+    warm, measured = requests[: 2 * connections], requests[2 * connections :]
     with closing(await connect(port, connections)) as open_ones:
         await run_through(open_ones, warm)
-        spent_us, _ = await meter.us(run_through(open_ones, asked))
-    return spent_us / len(asked)
+        spent_us, _ = await meter.us(run_through(open_ones, measured))
+    return spent_us / len(measured)
 
 
 async def per_chunk(meter: Meter, port: int, streams: int, chunks: int, pace_ms: int) -> float:
     with closing(await connect(port, streams)) as open_ones:
         await run_through(open_ones, short_requests(2 * streams, streams))
-        asked = [stream_request(number, chunks, pace_ms) for number in range(streams)]
-        spent_us, events = await meter.us(run_through(open_ones, asked))
+        requests = [stream_request(number, chunks, pace_ms) for number in range(streams)]
+        spent_us, events = await meter.us(run_through(open_ones, requests))
     expected = streams * (chunks + 1)
     if events != expected:
-        raise RuntimeError(f"{events} events came of {expected}")
+        raise RuntimeError(f"{events} of {expected} events arrived")
     return spent_us / events
 
 
 async def memory_mb(router: Running, streams: int) -> float:
-    """With that many answers on their way, each with a few chunks so far."""
+    """Memory with that many answers in flight, each with a few chunks so far."""
     with closing(await connect(router.port, streams)) as open_ones:
         answers = asyncio.gather(
             *(one.ask(stream_request(number, 8, OPEN_PACE_MS)) for number, one in enumerate(open_ones)),
@@ -93,7 +93,7 @@ async def memory_mb(router: Running, streams: int) -> float:
 
 
 async def measure(router: Running, scale: float, round_: int) -> dict[str, float]:
-    """One round of everything, on a router that has just been started."""
+    """One round of all measurements, on a newly started router."""
     await until_ready(router)
     port, meter, figures = router.port, Meter(router), dict[str, float]()
     figures["rss_mb_1000_streams"] = await memory_mb(router, OPEN_STREAMS)
@@ -170,7 +170,7 @@ def cpu_name() -> str:
 
 
 def given(options: argparse.Namespace) -> list[Peer]:
-    """The routers to measure; those that were not named are named now."""
+    """The routers to measure; reports those that were not given."""
     peers = []
     for name in ("headgate", "sglang-router", "vllm-router", "nginx"):
         executable = getattr(options, name.replace("-", "_"))
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="amount of work (default: %(default)s)")
     options = parser.parse_args()
     peers = given(options)
-    gc.disable()  # of the clients, which must not be late
+    gc.disable()  # in the clients, which must not be delayed
     run: Callable[..., Any] = asyncio.Runner(loop_factory=uvloop.new_event_loop).run
     figures = run(measure_all(peers, options.rounds, options.scale))
     medians = summary(figures)

@@ -1,10 +1,10 @@
-"""How much of their prompts do real engines find in their caches? Conversations through a router, by policy.
+"""Measures the prefix-cache hits of real engines: conversations through a router, by policy.
 
     python benchmarks/router/engines_placement.py MODEL [--workers 4] [--policy cache_aware --policy ...]
 
-Starts `headgate up` with that many servers, and for each policy a router in front of them. Every run makes up prompts that
-no cache has seen: 64 conversations of four turns with eight long system prompts, chosen evenly or with a few favourites
-(zipf). What was cached is the workers' own word. As JSON.
+Starts `headgate up` with that many servers, and for each policy a router in front of them. Every run uses new random
+prompts: 64 conversations of four turns with eight long system prompts, chosen evenly or by a Zipf distribution. The
+number of cached tokens is that reported by the workers. Prints JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAM = [sys.executable, "-m", "headgate.cli"]
 
 @contextmanager
 def listening(*arguments: str) -> Iterator[str]:
-    """The address of a command of ours that serves."""
+    """Runs a headgate command that listens; yields its address."""
     with subprocess.Popen([*PROGRAM, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -35,7 +35,7 @@ def listening(*arguments: str) -> Iterator[str]:
             yield next(address[1] for address in found if address)
         finally:
             process.terminate()
-            process.stdout.read()  # to its end, so that it can say goodbye
+            process.stdout.read()  # until it closes, so that it does not block on a full pipe
             process.wait(STOP_S)
 
 

@@ -1,4 +1,4 @@
-"""Clients of a router: connections that are kept alive and ask one thing after another, and the things they ask."""
+"""Clients of a router: keep-alive connections that send one request at a time, and the requests they send."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PATH = "/v1/chat/completions"
 
 
 class Failed(Exception):
-    """The router answered something else than it was asked for."""
+    """The router gave an unexpected answer."""
 
 
 class Load:
-    """Requests, handed out one by one to whichever connection is free."""
+    """Requests, given one at a time to the next free connection."""
 
     def __init__(self, requests: Iterable[bytes], connections: int) -> None:
         self._requests = iter(requests)
@@ -47,22 +47,22 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._load: Load | None = None
         self._transport: asyncio.Transport | None = None
-        self._told: asyncio.Future[bytes] | None = None
+        self._answer: asyncio.Future[bytes] | None = None
         self._body: list[bytes] = []
-        self._carry = b""  # a "data: {" may come in two pieces
-        self.first = asyncio.Event()  # a byte of an answer has come
+        self._carry = b""  # a "data: {" may arrive in two pieces
+        self.first = asyncio.Event()  # the first byte of an answer has arrived
 
     def start(self, load: Load) -> None:
         self._load = load
         self._send_next()
 
     async def ask(self, request: bytes) -> bytes:
-        """One request; the body of its answer."""
+        """Send one request; returns the body of its answer."""
         assert self._transport is not None
-        self._told = asyncio.get_running_loop().create_future()
+        self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         async with asyncio.timeout(DEADLINE_S):
-            return await self._told
+            return await self._answer
 
     def close(self) -> None:
         self._load = None
@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_body(self, body: bytes) -> None:
-        if self._told is not None or self._parser.get_status_code() != 200:
+        if self._answer is not None or self._parser.get_status_code() != 200:
             self._body.append(body)
         elif self._load is not None:
             seen = self._carry + body
@@ -99,9 +99,9 @@ class Connection(asyncio.Protocol):
         body, self._body = b"".join(self._body), []
         if (status := self._parser.get_status_code()) != 200:
             self._fail(f"the router answered {status}: {body[:200]!r}")
-        elif self._told is not None:
-            told, self._told = self._told, None
-            told.set_result(body)
+        elif self._answer is not None:
+            answer, self._answer = self._answer, None
+            answer.set_result(body)
         elif self._load is not None:
             self._carry = b""
             self._send_next()
@@ -109,8 +109,8 @@ class Connection(asyncio.Protocol):
     def _fail(self, why: str) -> None:
         if self._load is not None:
             self._load.fail(why)
-        if self._told is not None and not self._told.done():
-            self._told.set_exception(Failed(why))
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(Failed(why))
 
 
 async def connect(port: int, count: int) -> list[Connection]:
@@ -119,7 +119,7 @@ async def connect(port: int, count: int) -> list[Connection]:
 
 
 async def run_through(connections: list[Connection], requests: Iterable[bytes]) -> int:
-    """Ask everything, on all connections at once; how many events of streams came."""
+    """Send all requests over all connections; returns the number of stream events."""
     load = Load(requests, len(connections))
     for connection in connections:
         connection.start(load)
@@ -166,7 +166,7 @@ def short_requests(count: int, seed: int) -> list[bytes]:
 
 
 def long_requests(count: int, seed: int, characters: int = 16_000) -> list[bytes]:
-    """Conversations of two turns each, eight system prompts among them; none is asked twice."""
+    """Distinct conversations of two turns each, which share eight system prompts."""
     rng = random.Random(seed)
     system = [words(rng, characters // 4) for _ in range(SYSTEM_PROMPTS)]
     conversations = [

@@ -1,11 +1,12 @@
-"""Workers that compute nothing: canned answers, as cheap as Python can send them, so that a router is what is measured.
+"""Mock workers with canned answers, as cheap as Python can send them, so that the router dominates the measurement.
 
     python benchmarks/router/mock.py --headgate 4 --plain 4
 
-prints the addresses as JSON, and serves until its standard input closes. `--headgate` workers answer as Headgate's do, with
-a journal if one is asked for; `--plain` ones are anybody's. A request says in ordinary fields what it wants: `max_tokens`
-is the number of chunks, `seed` the milliseconds between them (0: as fast as they go), or before an answer that is told
-whole. All streams of a worker get their next chunk at once, as those of an engine do.
+prints the addresses as JSON, and serves until its standard input closes. `--headgate` workers answer like Headgate
+servers, with a journal on request; `--plain` workers like any OpenAI-compatible server. Ordinary fields of a request
+control the answer: `max_tokens` is the number of chunks, `seed` the milliseconds between them (0: as fast as
+possible), or before an unstreamed answer. All streams of a worker get their next chunk at the same time, as with an
+engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import uvloop
 MODEL = "mock"
 BURST = 16  # chunks of a flooded stream that are written at once
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
-CHUNKS = re.compile(rb'"max_(?:completion_)?tokens":(\d+)')  # one router writes the newer name
+CHUNKS = re.compile(rb'"max_(?:completion_)?tokens":(\d+)')  # one router uses the newer name
 PACE = re.compile(rb'"seed":(\d+)')
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
@@ -51,8 +52,8 @@ def framed(data: bytes) -> bytes:
 
 def event(delta: str, finish: str | None) -> bytes:
     choice = {"index": 0, "delta": {"content": delta}, "finish_reason": finish}
-    told = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]}
-    return b"data: " + json.dumps(told, separators=(",", ":")).encode() + b"\n\n"
+    event = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]}
+    return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 TOKEN = b":j 0 0 4096 31415\n"
@@ -66,15 +67,15 @@ END = {
 
 
 class Worker:
-    """What one address answers, and its paced streams."""
+    """One worker: its canned answers and its paced streams."""
 
     def __init__(self, name: str, owner: str) -> None:
         self.connections: set[Connection] = set()
         self._paced: dict[int, set[Connection]] = {}  # by milliseconds
         self._whole = _whole(name)
-        told = b":p 64\n:j 0 0 0 " + b",".join([b"31415"] * 16) + b"\n" + FINISH + b"\n"
+        journal = b":p 64\n:j 0 0 0 " + b",".join([b"31415"] * 16) + b"\n" + FINISH + b"\n"
         self._journalled = (
-            (STREAM_HEAD % JOURNAL_HEADER) + framed(told) + framed(b"data: %b\n\n" % self._whole) + b"0\r\n\r\n"
+            (STREAM_HEAD % JOURNAL_HEADER) + framed(journal) + framed(b"data: %b\n\n" % self._whole) + b"0\r\n\r\n"
         )
         self._answers = {path: answer(body) for path, body in _probes(owner).items()}
         self._plain = answer(self._whole)
@@ -100,7 +101,7 @@ class Worker:
             else:
                 connection.write_chunks(1)
         if streams:
-            # After a late tick comes a whole interval: chunks that catch up would travel together.
+            # After a late tick wait a whole interval: chunks that catch up would be sent together.
             asyncio.get_running_loop().call_at(began_s + milliseconds / 1000, self._tick, milliseconds)
 
 
@@ -152,7 +153,7 @@ class Connection(asyncio.Protocol):
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
-        self._need = 0  # bytes, before it is worth looking again
+        self._need = 0  # bytes needed before parsing again
         self._full = False
         self._flooding = False
         self._journalled = False
@@ -191,7 +192,7 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, head: bytes, body: bytes) -> None:
         method, path, _ = head.split(b" ", 2)
-        if method == b"PRI":  # somebody tries HTTP/2 first
+        if method == b"PRI":  # the client tries HTTP/2 first
             return self._transport.close()
         if method == b"GET":
             return self._transport.write(self._worker.probe(path))
@@ -250,7 +251,7 @@ async def serve(headgate: int, plain: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--headgate", type=int, default=4, metavar="N", help="workers that answer as Headgate's do")
-    parser.add_argument("--plain", type=int, default=4, metavar="N", help="workers that answer as anybody's")
+    parser.add_argument("--plain", type=int, default=4, metavar="N", help="workers without Headgate's extensions")
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(options.headgate, options.plain))

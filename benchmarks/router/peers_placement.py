@@ -1,10 +1,11 @@
-"""Where do conversations land, with this router and others? The same conversations over HTTP to mock workers.
+"""Compares the placement of conversations by this router and others, over HTTP with mock workers.
 
     python benchmarks/router/peers_placement.py --sglang-router PATH --vllm-router PATH [--seeds 3]
 
-Each of 64 conversations has about ten turns and one of eight long system prompts, chosen evenly or with a few favourites
-(zipf); it waits for each answer, thinks, and asks again. Told are the share of turns after the first that land on a worker
-which had the turn before, and the requests of the busiest worker over the mean. The means of all seeds, as JSON.
+Each of 64 conversations has about ten turns and one of eight long system prompts, chosen evenly or by a Zipf
+distribution; it waits for each answer, pauses, and sends the next turn. Reports the share of later turns that go to
+the worker of the previous turn, and the requests of the busiest worker over the mean, as means over all seeds, in
+JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PICKS: dict[str, Pick] = {
 
 
 async def converse(port: int, system: str, name: str, rng: random.Random) -> list[str]:
-    """The workers that one conversation met, turn by turn."""
+    """The workers of one conversation, turn by turn."""
     messages, met = [{"role": "system", "content": system}], []
     await asyncio.sleep(rng.random() * START_S)
     with closing(await connect(port, 1)) as (connection,):

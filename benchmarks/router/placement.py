@@ -1,9 +1,9 @@
-"""Where do conversations land? Simulated conversations over the router's own index and policies, without a network.
+"""Simulates the placement of conversations with the router's own index and policies, without a network.
 
-Each conversation begins with one of a few long system prompts, waits for every answer, thinks, and asks again. A worker
-here keeps everything, and takes its time for each token of an answer and each token of a prompt that is new to it.
-Reported are, as the mean of all seeds and the worst of them: turns (but for first ones) that land where the conversation
-was; tokens of prompts that the worker had computed before; requests of the busiest worker over the mean.
+Each conversation begins with one of a few long system prompts, waits for every answer, pauses, and sends the next
+turn. A simulated worker caches everything, and takes a fixed time per output token and per uncached prompt token.
+Reports, as the mean of all seeds and the worst of them: later turns that go to the worker of the previous turn;
+prompt tokens that the worker had cached; requests of the busiest worker over the mean.
 
 python benchmarks/router/placement.py [--policy cache_aware --policy ...] [--seeds 20]
 """
@@ -31,7 +31,7 @@ WORDS = ["the", "a", "of", "and", "water", "gate", "river", "hold", "open", "clo
 @dataclass(frozen=True)
 class Scenario:
     start_s: float  # conversations begin within this time
-    think_s: float  # between an answer and the next question, on average
+    think_s: float  # mean pause between an answer and the next question
 
 
 SCENARIOS = {
@@ -67,13 +67,13 @@ class Tally:
 
 
 class Cache:
-    """What a worker has computed: the beginnings of prompts at every 64 bytes."""
+    """The cache of a worker: prefixes of prompts in steps of 64 bytes."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def use(self, prompt: bytes) -> int:
-        """Compute a prompt; returns how many of its bytes were there."""
+        """Compute a prompt; returns how many of its bytes were cached."""
         hit, key, known = 0, 0, True
         for end in range(64, len(prompt) + 1, 64):
             key = hash((key, prompt[end - 64 : end]))

@@ -1,4 +1,4 @@
-"""Routers under test, as processes: how each is started, when it is ready, and what it has cost so far."""
+"""Processes of the routers under test: how each is started, when it is ready, and its CPU time and memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Peer:
 
     @property
     def workers(self) -> str:
-        """Which of the mock's it is for."""
+        """The kind of mock workers that it routes to."""
         return "headgate" if self.kind == "headgate" else "plain"
 
     def command(self, port: int, urls: list[str], folder: Path) -> list[str]:
@@ -87,7 +87,7 @@ class Running:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
 
     def cpu_ns(self) -> int:
-        """Of all threads of the process and its children, as the scheduler counts it."""
+        """CPU time of all threads of the process and its children, according to the kernel."""
         return sum(_thread_ns(path) for pid in _family(self.pid) for path in Path(f"/proc/{pid}/task").iterdir())
 
     def rss_mb(self) -> float:
@@ -126,7 +126,7 @@ def mock_workers(count: int, core: int | None) -> Iterator[dict[str, list[str]]]
 
 @contextmanager
 def running(peer: Peer, urls: list[str], core: int | None) -> Iterator[Running]:
-    """A router that answers, on a core of its own."""
+    """Runs a router on a core of its own, and waits until it answers."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="router-") as folder:
         log = Path(folder) / "log"
@@ -161,7 +161,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 async def until_ready(router: Running) -> None:
-    """It has answered several requests in a row."""
+    """Wait until it has answered several requests in a row."""
     good, deadline_s = 0, time.monotonic() + READY_S
     while good < 8:
         if not router.alive:

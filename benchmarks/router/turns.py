@@ -1,10 +1,11 @@
-"""What does routing cost beside the others, on a host whose neighbours are noisy?
+"""Compares the cost of routers on a host with noisy other load.
 
     python benchmarks/router/turns.py --sglang-router PATH --vllm-router PATH --nginx PATH [--rounds 12]
 
-The same work as `cost.py`, but for memory; all routers are up at once, on one core, and take short turns at each piece of
-it. What the neighbours do then meets all of them alike. For each figure: its median, and the median over the rounds of what
-it is of every peer's in the same round. A table goes to standard error, JSON to standard output.
+The same work as `cost.py`, without memory. All routers run at the same time on one core and take short turns at each
+piece of work, so that other load affects all of them alike. Reports for each figure its median, and the median over
+the rounds of its ratio to each peer's figure in the same round. A table goes to standard error, JSON to standard
+output.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ async def measure(peers: list[Peer], rounds: int) -> Figures:
         for name, router in routers.items():
             await until_ready(router)
             await meters[name].rest()
-        for round_ in range(-1, rounds):  # the first one is for warming up
+        for round_ in range(-1, rounds):  # the first round is a warm-up
             for figure, turn in TURNS.items():
                 for name, router in routers.items():
                     us = await turn(meters[name], router.port, round_ + 1)
@@ -65,7 +66,7 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def summary(figures: Figures) -> dict[str, Any]:
-    """Of each figure: medians, and what the first router's are of the others'."""
+    """For each figure its medians, and the ratios of the first router to the others."""
     return {
         figure: {
             "medians": {name: round(statistics.median(values), 2) for name, values in by_router.items()},
@@ -75,9 +76,9 @@ def summary(figures: Figures) -> dict[str, Any]:
     }
 
 
-def table(told: dict[str, Any]) -> str:
+def table(report: dict[str, Any]) -> str:
     lines = []
-    for figure, each in told.items():
+    for figure, each in report.items():
         cells = [f"{name} {value:.1f} ({each['ratios'][name]:.2f})" for name, value in each["medians"].items()]
         lines.append(f"{figure:20} " + ", ".join(cells))
     return "\n".join(lines)
@@ -89,12 +90,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="default: %(default)s")
     options = parser.parse_args()
     peers = given(options)
-    gc.disable()  # of the clients, which must not be late
+    gc.disable()  # in the clients, which must not be delayed
     run: Callable[..., Any] = asyncio.Runner(loop_factory=uvloop.new_event_loop).run
     figures = run(measure(peers, options.rounds))
-    told = summary(figures)
-    print(table(told), file=sys.stderr)
-    print(json.dumps({"cpu": cpu_name(), "rounds": options.rounds, "figures": told, "all": figures}, indent=1))
+    report = summary(figures)
+    print(table(report), file=sys.stderr)
+    print(json.dumps({"cpu": cpu_name(), "rounds": options.rounds, "figures": report, "all": figures}, indent=1))
 
 
 if __name__ == "__main__":

@@ -125,9 +125,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0  # how long requests may take to finish at shutdown
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant
     admin_key: str | None = field(default=None, repr=False)  # for control calls
-    worker_key: str | None = field(
-        default=None, repr=False
-    )  # a router's key; if set, callers without a key are refused
+    worker_key: str | None = field(default=None, repr=False)  # a router's key; callers without a key are then refused
     log_format: LogFormat = "text"  # or json
     log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR
     otlp_endpoint: str | None = None  # where traces are sent
