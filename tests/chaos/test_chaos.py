@@ -27,9 +27,9 @@ def chaos(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_36_41_53_a_minute_of_faults_costs_no_token_and_leaves_nothing_behind(tmp_path):
     done = chaos("--minutes", 1, "--clients", 32, "--seed", 3, "--report", tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    told = json.loads((tmp_path / "chaos.json").read_text())
-    assert told["ok"] and told["wrong_answers"] == 0 and told["unexplained"] == {}
-    assert sum(told["faults"].values()) == 30 and told["ends"]["whole"] > 30
+    report = json.loads((tmp_path / "chaos.json").read_text())
+    assert report["ok"] and report["wrong_answers"] == 0 and report["unexplained"] == {}
+    assert sum(report["faults"].values()) == 30 and report["ends"]["whole"] > 30
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
@@ -38,10 +38,10 @@ def test_36_41_53_a_minute_of_faults_costs_no_token_and_leaves_nothing_behind(tm
 def test_a_minute_of_aborts_pauses_and_updates_leaves_the_processes_as_large_as_they_were(tmp_path):
     done = chaos("--minutes", 1, "--clients", 32, "--only", "clients,operators", "--report", tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    told = json.loads((tmp_path / "chaos.json").read_text())
-    assert told["servers_started_again"] == 0
+    report = json.loads((tmp_path / "chaos.json").read_text())
+    assert report["servers_started_again"] == 0
     assert (
-        set(told["memory_mb"]) == set(told["at_rest"]) and len(told["at_rest"]) == 7
+        set(report["memory_mb"]) == set(report["at_rest"]) and len(report["at_rest"]) == 7
     )  # a router, 3 servers, 3 engines
 
 

@@ -19,18 +19,19 @@ import pytest
 import uvloop
 
 from headgate.errors import RequestError
-from headgate.testing.chaos.catalogue import COMPLETIONS, Item, catalogue
-from headgate.testing.chaos.client import ObservedAnswer, ObservedChoice, _hear
-from headgate.testing.chaos.fleet import vitals
-from headgate.testing.chaos.home import AtRest, ProcessSample, grown, leaked, too_large
+from headgate.testing.chaos.catalogue import COMPLETIONS, CatalogueItem, catalogue
+from headgate.testing.chaos.client import ObservedAnswer, ObservedChoice, _add_event
+from headgate.testing.chaos.fleet import process_stats
 from headgate.testing.chaos.hostile import HostileClients
-from headgate.testing.chaos.judge import Judge, PauseInterval
+from headgate.testing.chaos.judge import AnswerJudge, PauseInterval
+from headgate.testing.chaos.leaks import IdleUsage, ProcessSample, leaked, memory_growth, memory_leaks
 from headgate.testing.chaos.load import FinishedRequest
 from headgate.testing.chaos.plan import KINDS, chosen, draw
 from headgate.testing.chaos.proxy import FaultProxy
-from headgate.testing.chaos.reference import Reference
+from headgate.testing.chaos.reference import ReferenceAnswers
 from headgate.testing.chaos.report import ChaosReport
-from headgate.testing.chaos.run import Bugs, ChaosModels, Settings
+from headgate.testing.chaos.run import ChaosModels, TracebackCollector
+from headgate.testing.chaos.settings import ChaosSettings
 
 PATIENCE_S = 60.0
 
@@ -58,12 +59,12 @@ def test_faults_are_chosen_by_name_or_group_and_others_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("wrong", "problem_text"),
     [({"clients": 0}, "--clients must be at least 1"), ({"servers": 1}, "--servers"), ({"every_s": 0.0}, "--every")],
 )
-def test_settings_that_make_no_sense_are_refused(wrong, sentence):
-    with pytest.raises(RequestError, match=sentence):
-        Settings(**wrong)
+def test_settings_that_make_no_sense_are_refused(wrong, problem_text):
+    with pytest.raises(RequestError, match=problem_text):
+        ChaosSettings(**wrong)
 
 
 # ----------------------------------------------------------------------------------------------------------- the proxy
@@ -109,7 +110,7 @@ async def echo_behind_proxy() -> AsyncIterator[tuple[FaultProxy, Callable[[], Co
                 writer.close()
 
 
-async def says_back(connection: Connection, text: bytes) -> bool:
+async def echoes(connection: Connection, text: bytes) -> bool:
     reader, writer = connection
     writer.write(text)
     return await reader.readexactly(len(text)) == text
@@ -119,18 +120,18 @@ def test_bytes_pass_late_or_not_at_all_and_go_on_when_it_is_mended():
     async def main() -> None:
         async with echo_behind_proxy() as (proxy, connect):
             connection = await connect()
-            assert await says_back(connection, b"in time")
+            assert await echoes(connection, b"in time")
             proxy.delay_s = 0.05
             begun_s = asyncio.get_running_loop().time()
-            assert await says_back(connection, b"late")
+            assert await echoes(connection, b"late")
             assert asyncio.get_running_loop().time() - begun_s > 0.09  # there and back, by a clock of milliseconds
             proxy.delay_s = 0.0
             proxy.stall()
-            heard = asyncio.ensure_future(says_back(connection, b"stalled"))
-            done, _ = await asyncio.wait({heard}, timeout=0.2)
+            echoed = asyncio.ensure_future(echoes(connection, b"stalled"))
+            done, _ = await asyncio.wait({echoed}, timeout=0.2)
             assert not done
-            proxy.mend()
-            assert await heard
+            proxy.restore()
+            assert await echoed
 
     run(main())
 
@@ -139,11 +140,11 @@ def test_a_reset_is_heard_by_both_sides_and_the_next_connection_is_well():
     async def main() -> None:
         async with echo_behind_proxy() as (proxy, connect):
             connection = await connect()
-            assert await says_back(connection, b"well")
+            assert await echoes(connection, b"well")
             assert proxy.reset() == 1
             with pytest.raises(ConnectionResetError):
                 await connection[0].readexactly(1)
-            assert await says_back(await connect(), b"well again")
+            assert await echoes(await connect(), b"well again")
             assert len(proxy.links) == 1
 
     run(main())
@@ -153,11 +154,11 @@ def test_half_of_what_is_said_next_passes_and_then_it_ends():
     async def main() -> None:
         async with echo_behind_proxy() as (proxy, connect):
             reader, writer = connection = await connect()
-            assert await says_back(connection, b"whole")
-            assert proxy.halve() == 1
+            assert await echoes(connection, b"whole")
+            assert proxy.cut_next_answers() == 1
             writer.write(b"half of it")
             assert await reader.read() == b"half "
-            assert await says_back(await connect(), b"whole again")
+            assert await echoes(await connect(), b"whole again")
 
     run(main())
 
@@ -166,15 +167,15 @@ def test_nobody_connects_through_a_partition_and_what_it_held_is_gone_after_it()
     async def main() -> None:
         async with echo_behind_proxy() as (proxy, connect):
             held = await connect()
-            assert await says_back(held, b"before")
+            assert await echoes(held, b"before")
             proxy.partition()
             with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError, BrokenPipeError)):
-                await says_back(await connect(), b"during")
+                await echoes(await connect(), b"during")
             held[1].write(b"lost")
-            proxy.mend()
+            proxy.restore()
             with pytest.raises(ConnectionResetError):
                 await held[0].readexactly(1)
-            assert await says_back(await connect(), b"after")
+            assert await echoes(await connect(), b"after")
 
     run(main())
 
@@ -184,7 +185,7 @@ def test_nobody_connects_through_a_partition_and_what_it_held_is_gone_after_it()
 ITEM = catalogue(0)[0]
 
 
-def told(**more: Any) -> ObservedAnswer:
+def answer(**more: Any) -> ObservedAnswer:
     fields: dict[str, Any] = {"begun_s": 10.0, "ended_s": 11.0, "status": 200, "done": 1, "output_tokens": 3}
     choice = ObservedChoice([1, 2, 3], [0, 0, 0], "abc", [("length", "max_tokens")])
     return ObservedAnswer(**fields | {"choices": {0: choice}} | more)
@@ -192,18 +193,18 @@ def told(**more: Any) -> ObservedAnswer:
 
 def cut(cause: str, tokens: int = 2) -> ObservedAnswer:
     choice = ObservedChoice([1, 2, 3][:tokens], [0] * tokens, "abc"[:tokens], [("abort", cause)])
-    return told(choices={0: choice}, output_tokens=tokens)
+    return answer(choices={0: choice}, output_tokens=tokens)
 
 
 @pytest.fixture
-def judge() -> Judge:
-    reference = Reference("http://127.0.0.1:1", {})
-    reference.answers = {(ITEM.number, "a"): told(), (ITEM.number, "b"): told()}
-    return Judge(reference)
+def judge() -> AnswerJudge:
+    reference = ReferenceAnswers("http://127.0.0.1:1", {})
+    reference.answers = {(ITEM.number, "a"): answer(), (ITEM.number, "b"): answer()}
+    return AnswerJudge(reference)
 
 
 def test_a_whole_answer_with_the_right_tokens_is_well(judge):
-    assert judge.ended("x", ITEM, told()) == "whole"
+    assert judge.ended("x", ITEM, answer()) == "whole"
     assert not judge.failures and judge.checked == 1 and judge.tokens == 3
 
 
@@ -220,19 +221,19 @@ def test_a_whole_answer_with_the_right_tokens_is_well(judge):
     ],
 )
 def test_any_other_answer_is_wrong(judge, wrong):
-    judge.ended("x", ITEM, told(choices={0: wrong}, output_tokens=len(wrong.tokens)))
+    judge.ended("x", ITEM, answer(choices={0: wrong}, output_tokens=len(wrong.tokens)))
     assert judge.wrong == 1 and "wrong tokens" in judge.failures[0]
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        told(done=2),
-        told(done=0),
-        told(choices={}),
-        told(output_tokens=2),
-        told(choices={0: ObservedChoice([1, 2, 3], [0] * 3, "abc", [("length", "max_tokens")] * 2)}),
-        told(choices={0: ObservedChoice([1, 2, 3], [0] * 3, "abc", [])}),
+        answer(done=2),
+        answer(done=0),
+        answer(choices={}),
+        answer(output_tokens=2),
+        answer(choices={0: ObservedChoice([1, 2, 3], [0] * 3, "abc", [("length", "max_tokens")] * 2)}),
+        answer(choices={0: ObservedChoice([1, 2, 3], [0] * 3, "abc", [])}),
     ],
 )
 def test_an_answer_has_one_end_all_its_choices_and_the_usage_that_was_told(judge, broken):
@@ -248,7 +249,7 @@ def test_a_cut_answer_is_explained_by_the_abort_of_its_own_id_alone(judge):
 
 
 @pytest.mark.parametrize(
-    ("pause", "word"),
+    ("pause", "outcome"),
     [
         (PauseInterval("abort", True, 10.5, 12.0), "cut"),
         (PauseInterval("drain", True, 9.0, 10.1), "cut"),
@@ -257,39 +258,41 @@ def test_a_cut_answer_is_explained_by_the_abort_of_its_own_id_alone(judge):
         (PauseInterval("abort", True, 1.0, 9.0), "failed"),  # long over
     ],
 )
-def test_a_cut_answer_is_explained_by_a_pause_that_it_has_met(judge, pause, word):
+def test_a_cut_answer_is_explained_by_a_pause_that_it_has_met(judge, pause, outcome):
     judge.pauses.append(pause)
-    assert judge.ended("x", ITEM, cut("pause")) == word
+    assert judge.ended("x", ITEM, cut("pause")) == outcome
 
 
 def test_the_part_of_a_cut_answer_must_be_right_too(judge):
     judge.aborted.add("x")
     judge.ended(
-        "x", ITEM, told(choices={0: ObservedChoice([1, 3], [0, 0], "ac", [("abort", "api_abort")])}, output_tokens=2)
+        "x",
+        ITEM,
+        answer(choices={0: ObservedChoice([1, 3], [0, 0], "ac", [("abort", "api_abort")])}, output_tokens=2),
     )
     assert judge.wrong == 1
 
 
 def test_a_refusal_is_explained_while_a_pause_refuses_and_no_other_error_ever_is(judge):
     refused = {"status": 503, "problem": "503 paused", "choices": {}}
-    assert judge.ended("x", ITEM, told(**refused)) == "failed"
+    assert judge.ended("x", ITEM, answer(**refused)) == "failed"
     judge.pauses.append(PauseInterval("freeze", False, 10.5))
-    assert judge.ended("x", ITEM, told(**refused)) == "failed"
+    assert judge.ended("x", ITEM, answer(**refused)) == "failed"
     judge.pauses.append(PauseInterval("freeze", True, 10.5))
-    assert judge.ended("x", ITEM, told(**refused)) == "refused"
-    assert judge.ended("x", ITEM, told(**refused | {"status": 200, "problem": "error paused"})) == "refused"
-    assert judge.ended("x", ITEM, told(problem="error paused")) == "failed"  # it had been told tokens
+    assert judge.ended("x", ITEM, answer(**refused)) == "refused"
+    assert judge.ended("x", ITEM, answer(**refused | {"status": 200, "problem": "error paused"})) == "refused"
+    assert judge.ended("x", ITEM, answer(problem="error paused")) == "failed"  # it had been told tokens
     for problem in ("hung", "stream cut", "502 worker_lost", "ConnectionResetError", "503 no_worker"):
         judge.pauses[:] = [PauseInterval("freeze", True, 10.5)]
-        assert judge.ended("x", ITEM, told(problem=problem)) == "failed"
+        assert judge.ended("x", ITEM, answer(problem=problem)) == "failed"
 
 
 def test_an_answer_of_several_weights_is_kept_to_be_looked_at_part_by_part(judge):
     judge.weights[1] = "b"
     mixed = ObservedChoice([1, 2, 3], [0, 1, 1], "abc", [("length", "max_tokens")])
-    assert judge.ended("x", ITEM, told(choices={0: mixed})) == "whole"
-    (spliced,) = judge.spliced
-    assert spliced.parts() == [(0, 1, "a"), (1, 3, "b")]
+    assert judge.ended("x", ITEM, answer(choices={0: mixed})) == "whole"
+    (mixed,) = judge.mixed
+    assert mixed.parts() == [(0, 1, "a"), (1, 3, "b")]
 
 
 # ------------------------------------------------------------------------------------------------ processes and reports
@@ -299,7 +302,7 @@ def sample(at_s: float, rss_mb: float, pid: int = 1) -> ProcessSample:
     return ProcessSample(at_s, "router", pid, rss_mb, 10, 2)
 
 
-class InPeace(Reference):
+class FixedReference(ReferenceAnswers):
     """Says 100, 101, ... under any weights, and their numbers as text."""
 
     def __init__(self) -> None:
@@ -309,12 +312,12 @@ class InPeace(Reference):
     async def _take(self, weights: str) -> None:
         pass
 
-    async def _answer(self, item: Item) -> ObservedAnswer:
+    async def _answer(self, item: CatalogueItem) -> ObservedAnswer:
         begin, end = len(item.body["generated_token_ids"]), item.body["max_tokens"]
-        return ObservedAnswer(0.0, choices={0: spoken(end, begin)})
+        return ObservedAnswer(0.0, choices={0: fixed_choice(end, begin)})
 
 
-def spoken(end: int, begin: int = 0) -> ObservedChoice:
+def fixed_choice(end: int, begin: int = 0) -> ObservedChoice:
     text = "".join(f" {100 + i}" for i in range(end))
     return ObservedChoice(
         tokens=[100 + i for i in range(begin, end)], text=text, ends=[("length", "max_tokens")], prompt=[1]
@@ -334,40 +337,40 @@ def spoken(end: int, begin: int = 0) -> ObservedChoice:
 )
 def test_an_answer_of_several_weights_is_right_to_its_last_word(change: dict[str, Any], wrong: int):
     body = {"max_tokens": 10, "ignore_eos": True, "seed": 1, "temperature": 0.0}
-    choice = replace(spoken(10), **({"versions": [0] * 5 + [1] * 5} | change))
-    judge = Judge(InPeace(), weights={0: "a", 1: "b"})
-    judge.vanished(Item(0, COMPLETIONS, body), ObservedAnswer(0.0, choices={0: choice}))
-    asyncio.run(judge.look_at_spliced())
+    choice = replace(fixed_choice(10), **({"versions": [0] * 5 + [1] * 5} | change))
+    judge = AnswerJudge(FixedReference(), weights={0: "a", 1: "b"})
+    judge.vanished(CatalogueItem(0, COMPLETIONS, body), ObservedAnswer(0.0, choices={0: choice}))
+    asyncio.run(judge.check_mixed())
     assert judge.wrong == wrong, judge.failures
 
 
 def test_memory_that_grows_is_noticed_and_a_process_that_was_started_again_is_not_compared():
     flat = [sample(t, 100) for t in range(100)]
-    assert list(grown(flat)) == [("router", 100, 100)] and not too_large(flat)
-    assert too_large([sample(t, 100 + t) for t in range(100)])
-    assert not list(grown([sample(t, 100 + t, pid=t // 50) for t in range(100)]))
+    assert list(memory_growth(flat)) == [("router", 100, 100)] and not memory_leaks(flat)
+    assert memory_leaks([sample(t, 100 + t) for t in range(100)])
+    assert not list(memory_growth([sample(t, 100 + t, pid=t // 50) for t in range(100)]))
 
 
 def test_descriptors_threads_and_tasks_that_stay_are_noticed():
-    before = {"router": AtRest(20, 4, 10)}
+    before = {"router": IdleUsage(20, 4, 10)}
     assert leaked(before, before) == []
-    found = leaked(before, {"router": AtRest(40, 10, 30)})
-    assert [sentence.partition(":")[0] for sentence in found] == ["fds", "threads", "tasks"]
+    found = leaked(before, {"router": IdleUsage(40, 10, 30)})
+    assert [problem_text.partition(":")[0] for problem_text in found] == ["fds", "threads", "tasks"]
 
 
 def test_what_the_system_says_of_a_process():
-    mine = vitals(os.getpid())
+    mine = process_stats(os.getpid())
     assert mine is not None and mine.rss_mb > 1 and mine.fds >= 3 and mine.threads >= 1
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(PATIENCE_S)
-    assert vitals(ended.pid) is None
+    assert process_stats(ended.pid) is None
 
 
 def test_a_traceback_in_a_log_is_a_bug():
-    bugs = Bugs()
+    tracebacks = TracebackCollector()
     for message in ("all is well", "worker 0, api: oops\nTraceback (most recent call last):\n  ..."):
-        bugs.emit(logging.LogRecord("x", logging.ERROR, "", 0, message, None, None))
-    assert len(bugs.found) == 1
+        tracebacks.emit(logging.LogRecord("x", logging.ERROR, "", 0, message, None, None))
+    assert len(tracebacks.found) == 1
 
 
 def test_the_file_that_a_full_disk_has_cut_is_shorter_than_it_says(tmp_path):
@@ -382,33 +385,35 @@ def test_the_file_that_a_full_disk_has_cut_is_shorter_than_it_says(tmp_path):
 def report() -> ChaosReport:
     events = [{"at_s": 2.0, "kind": "reset", "lasts_s": 0.0, "server": 1}]
     return ChaosReport(
-        Settings(),
+        ChaosSettings(),
         seconds=10.0,
         faults=Counter(reset=1),
         events=events,
-        asked=2,
+        sent=2,
         ended=[FinishedRequest(1.0, 0.5, 0.1, "whole", 3), FinishedRequest(2.0, 0.5, None, "cut", 1)],
         samples=[sample(0, 100), sample(10, 101)],
-        at_rest={"router": (AtRest(1, 2, 3), AtRest(1, 2, 3))},
+        at_rest={"router": (IdleUsage(1, 2, 3), IdleUsage(1, 2, 3))},
         judged={"ends": {"whole": 1, "cut": 1}, "wrong_answers": 0, "unexplained": {}},
     )
 
 
 def test_a_report_is_a_table_json_and_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    told = report()
-    assert told.table().endswith("all is well") and "1 reset" in told.table()
-    told.save(tmp_path)
+    answer = report()
+    assert answer.table().endswith("all is well") and "1 reset" in answer.table()
+    answer.save(tmp_path)
     saved = json.loads((tmp_path / "chaos.json").read_text())
     assert saved["ok"] and saved["faults"] == {"reset": 1} and saved["latency_s"]["p50"] == 0.5
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("where", ["failures", "deed_failures", "away", "leaks", "left_over", "bugs"])
+@pytest.mark.parametrize(
+    "where", ["failures", "action_failures", "still_held", "leaks", "leftover_processes", "tracebacks"]
+)
 def test_whatever_was_found_makes_a_report_fail(where):
-    told = report()
-    getattr(told, where).append("something is wrong")
-    assert told.problems and "FAILED: 1 problems" in told.table() and "something is wrong" in told.table()
+    answer = report()
+    getattr(answer, where).append("something is wrong")
+    assert answer.problems and "FAILED: 1 problems" in answer.table() and "something is wrong" in answer.table()
 
 
 # ----------------------------------------------------------------------------------------------------- hostile clients
@@ -419,13 +424,13 @@ def test_every_hostile_kind_of_the_plan_is_a_deed_of_hostile_clients():
 
 
 def test_57_the_error_that_tells_a_strict_client_of_a_cut_is_no_problem_and_any_other_is():
-    def heard(code: str, *, strict: bool) -> ObservedAnswer:
-        told = ObservedAnswer(0.0, strict=strict)
-        _hear({"choices": [{"index": 0, "finish_reason": "length", "cause": "pause", "text": ""}]}, told)
-        _hear({"error": {"code": code, "message": "cut short"}}, told)
-        return told
+    def echoed(code: str, *, strict: bool) -> ObservedAnswer:
+        answer = ObservedAnswer(0.0, strict=strict)
+        _add_event({"choices": [{"index": 0, "finish_reason": "length", "cause": "pause", "text": ""}]}, answer)
+        _add_event({"error": {"code": code, "message": "cut short"}}, answer)
+        return answer
 
-    cut = heard("pause", strict=True)
+    cut = echoed("pause", strict=True)
     assert cut.problem is None and cut.choices[0].ends == [("abort", "pause")]
-    assert heard("engine_lost", strict=True).problem == "error engine_lost"
-    assert heard("pause", strict=False).problem == "error pause"
+    assert echoed("engine_lost", strict=True).problem == "error engine_lost"
+    assert echoed("pause", strict=False).problem == "error pause"

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
+from headgate.testing.sim.report import SimulationReport
 from headgate.testing.sim.script import PlannedAction, PlannedRequest
-from headgate.testing.sim.world import SimulationReport, World
+from headgate.testing.sim.world import World
 from tests.sim.plans import PLAN
 
 
 @pytest.fixture
-def carry_out(tmp_path: Path):
-    def carry_out(asks: list[PlannedRequest], *deeds: PlannedAction, **plan: Any) -> tuple[SimulationReport, World]:
-        world = World(0, replace(PLAN, asks=asks, deeds=list(deeds), **plan), chatty=False, folder=tmp_path)
+def run_plan(tmp_path: Path):
+    def run_plan(
+        requests: list[PlannedRequest], *actions: PlannedAction, **plan: Any
+    ) -> tuple[SimulationReport, World]:
+        world = World(
+            0, replace(PLAN, requests=requests, actions=list(actions), **plan), chatty=False, folder=tmp_path
+        )
         return world.run(), world
 
-    return carry_out
+    return run_plan

@@ -5,46 +5,62 @@ from __future__ import annotations
 from typing import Any
 
 from headgate.testing.sim.caller import ClientBehaviour
-from headgate.testing.sim.engine import Pace
+from headgate.testing.sim.engine import EngineProfile
 from headgate.testing.sim.hosts import MODEL, ServerSettings
 from headgate.testing.sim.network import NetworkConditions
-from headgate.testing.sim.script import ROUTER, Plan, PlannedAction, PlannedRequest
+from headgate.testing.sim.script import ROUTER, PlannedAction, PlannedRequest, SimulationPlan
 
-PLAN = Plan(
+PLAN = SimulationPlan(
     servers=2,
     settings=ServerSettings(),
-    pace=Pace(step_s=0.02),
-    weather=NetworkConditions(),
+    profile=EngineProfile(step_s=0.02),
+    network=NetworkConditions(),
     policy="round_robin",
-    asks=[],
-    deeds=[],
+    requests=[],
+    actions=[],
 )
 
 
-def ask(
+def request(
     name: str, at_s: float = 0.0, to: str = ROUTER, headers: dict[str, str] | None = None, **body: Any
 ) -> PlannedRequest:
     """Sixty tokens, which take more than a second."""
     prompt = (3, 4, 5, *name.encode())
-    asked = {"model": MODEL, "prompt": list(prompt), "max_tokens": 60, "seed": 1, "ignore_eos": True, "stream": True}
-    asked |= {"return_token_ids": True, "return_weight_versions": True, "tags": {"run": "a"}, **body}
+    content = {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": 60,
+        "seed": 1,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    content |= {"return_token_ids": True, "return_weight_versions": True, "tags": {"run": "a"}, **body}
     headers = {"x-request-id": name} | (headers or {})
     path = "/v1/completions"
     return PlannedRequest(
-        name=name, at_s=at_s, to=to, path=path, body=asked, prompt=prompt, manners=ClientBehaviour(), headers=headers
+        name=name,
+        at_s=at_s,
+        to=to,
+        path=path,
+        body=content,
+        prompt=prompt,
+        behaviour=ClientBehaviour(),
+        headers=headers,
     )
 
 
-def deed(
+def action(
     at_s: float,
-    what: str,
-    who: str = "server0",
-    lasts_s: float = 1.0,
+    kind: str,
+    target: str = "server0",
+    duration_s: float = 1.0,
     via: str = ROUTER,
-    back: str = ROUTER,
-    **more: Any,
+    undo_via: str = ROUTER,
+    **details: Any,
 ) -> PlannedAction:
-    return PlannedAction(at_s=at_s, what=what, who=who, via=via, back=back, lasts_s=lasts_s, more=more)
+    return PlannedAction(
+        at_s=at_s, kind=kind, target=target, via=via, undo_via=undo_via, duration_s=duration_s, details=details
+    )
 
 
-HASTY: dict[str, Any] = {"settings": ServerSettings(drain_s=0.2)}
+SHORT_DRAIN: dict[str, Any] = {"settings": ServerSettings(drain_s=0.2)}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from headgate.testing.sim.loop import SimLoop, SimProcess, SimulationHung
-from headgate.testing.sim.network import Damage, NetworkConditions, SimNetwork, SimSocket
+from headgate.testing.sim.network import KvDamage, NetworkConditions, SimNetwork, SimSocket
 
 SERVER = ("server", 1)
 
@@ -72,10 +72,10 @@ def world() -> Iterator[SimLoop]:
         loop.close()
 
 
-def in_world(test: Callable[[Pair], Awaitable[None]], weather: NetworkConditions | None = None) -> float:
+def run_in_world(test: Callable[[Pair], Awaitable[None]], conditions: NetworkConditions | None = None) -> float:
     """Run `test` on a fresh loop; how long it took there."""
     with world() as loop:
-        loop.network = SimNetwork(loop, random.Random(1), weather or NetworkConditions(splits=1.0, jitter_s=0.1))
+        loop.network = SimNetwork(loop, random.Random(1), conditions or NetworkConditions(splits=1.0, jitter_s=0.1))
 
         async def run():
             pair = Pair(loop)
@@ -90,7 +90,7 @@ def test_a_day_takes_no_time():
     async def wait(pair):
         await asyncio.sleep(86400)
 
-    assert in_world(wait) >= 86400
+    assert run_in_world(wait) >= 86400
 
 
 def test_bytes_arrive_whole_and_in_order_however_they_are_cut():
@@ -102,7 +102,7 @@ def test_bytes_arrive_whole_and_in_order_however_they_are_cut():
         await asyncio.sleep(60)
         assert pair.server.got == sent
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_a_cut_is_silent_and_what_waited_arrives_when_it_ends():
@@ -115,7 +115,7 @@ def test_a_cut_is_silent_and_what_waited_arrives_when_it_ends():
         await asyncio.sleep(1)
         assert pair.server.got == b"hello"
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_a_host_that_dies_resets_its_connections_and_says_nothing_more():
@@ -127,20 +127,20 @@ def test_a_host_that_dies_resets_its_connections_and_says_nothing_more():
         with pytest.raises(ConnectionRefusedError):
             await pair.client_host.spawn(pair.loop.create_connection(Keeper, *SERVER))
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_a_machine_that_is_lost_leaves_its_peers_without_a_word():
     async def talk(pair):
-        pair.loop.network.darken("server")
+        pair.loop.network.isolate("server")
         pair.server_host.kill()
         await asyncio.sleep(600)
         assert not pair.client.lost
-        pair.loop.network.lighten("server")
+        pair.loop.network.rejoin("server")
         await asyncio.sleep(1)
         assert pair.client.lost
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_a_stopped_host_does_nothing_until_it_goes_on():
@@ -149,11 +149,11 @@ def test_a_stopped_host_does_nothing_until_it_goes_on():
         pair.transport.write(b"hello")
         await asyncio.sleep(10)
         assert pair.server.got == b""
-        pair.server_host.go_on()
+        pair.server_host.resume()
         await asyncio.sleep(0.01)
         assert pair.server.got == b"hello"
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_a_writer_is_held_back_until_its_reader_has_caught_up():
@@ -166,7 +166,7 @@ def test_a_writer_is_held_back_until_its_reader_has_caught_up():
         await asyncio.sleep(1)
         assert pair.client.full == [True, False] and len(pair.server.got) == 1000
 
-    in_world(talk, NetworkConditions(high_water=500))
+    run_in_world(talk, NetworkConditions(high_water=500))
 
 
 def test_a_close_comes_after_the_last_byte():
@@ -176,7 +176,7 @@ def test_a_close_comes_after_the_last_byte():
         await asyncio.sleep(5)
         assert pair.server.got == b"bye" and pair.server.lost == [None] and pair.client.lost == [None]
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_who_says_that_no_more_comes_still_listens():
@@ -189,7 +189,7 @@ def test_who_says_that_no_more_comes_still_listens():
         await asyncio.sleep(5)
         assert pair.server.got == b"that is all" and pair.client.got == b"thanks" and not pair.client.lost
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_what_passes_a_slow_line_is_late_and_in_order():
@@ -202,32 +202,32 @@ def test_what_passes_a_slow_line_is_late_and_in_order():
         await asyncio.sleep(2000)
         assert pair.server.got == b"".join(b"%d " % i for i in range(20))
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_kv_alone_is_damaged_and_the_harm_is_counted():
     async def talk(pair):
         network = pair.loop.network
-        network.damage = Damage(corrupted=1.0)
+        network.damage = KvDamage(corrupted=1.0)
         pair.transport.write(bytes(1000))
         pair.transport.carries_kv = True
         pair.transport.write(bytes(1000))
         await asyncio.sleep(5)
         assert len(pair.server.got) == 2000 and pair.server.got[:1000] == bytes(1000)
-        assert sum(byte != 0 for byte in pair.server.got) == network.harm["KV corrupted"] > 0
+        assert sum(byte != 0 for byte in pair.server.got) == network.damage_counts["KV corrupted"] > 0
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_kv_that_is_cut_short_ends_with_its_connection():
     async def talk(pair):
-        pair.loop.network.damage = Damage(cut_short=1.0)
+        pair.loop.network.damage = KvDamage(cut_short=1.0)
         pair.transport.carries_kv = True
         pair.transport.write(bytes(1000))
         await asyncio.sleep(5)
         assert len(pair.server.got) < 1000 and pair.server.lost == [None]
 
-    in_world(talk)
+    run_in_world(talk)
 
 
 def test_waiting_for_what_never_comes_is_noticed():

@@ -6,108 +6,112 @@ import pytest
 
 from headgate.testing.sim import hostile
 from headgate.testing.sim.caller import ClientBehaviour
-from headgate.testing.sim.engine import Pace
+from headgate.testing.sim.engine import EngineProfile
 from headgate.testing.sim.hosts import ServerSettings
 from headgate.testing.sim.kv import KvSettings
 from headgate.testing.sim.network import NetworkConditions
 from headgate.testing.sim.world import simulate
-from tests.sim.plans import HASTY, ask, deed
+from tests.sim.plans import SHORT_DRAIN, action, request
 
 
-def test_44_a_worker_that_shuts_down_in_a_pause_gets_requests_again_when_it_is_back(carry_out):
+def test_44_a_worker_that_shuts_down_in_a_pause_gets_requests_again_when_it_is_back(run_plan):
     """It answers the pause as *draining*, which the router took for its own draining, and never ended."""
-    pause = deed(0.3, "pause", mode="drain", new_requests="reject", timeout=5.0)
-    report, world = carry_out([ask("a"), ask("b")], pause, deed(0.4, "shutdown"))
+    pause = action(0.3, "pause", mode="drain", new_requests="reject", timeout=5.0)
+    report, world = run_plan([request("a"), request("b")], pause, action(0.4, "shutdown"))
     assert not report.failures
     assert {worker.state for worker in world.router.router.fleet} == {"ready"}
 
 
-def test_a_second_signal_after_the_deadline_of_a_shutdown_changes_nothing(carry_out):
+def test_a_second_signal_after_the_deadline_of_a_shutdown_changes_nothing(run_plan):
     """The first one's deadline had passed, and moving it raised an error in the signal handler."""
-    stuck = deed(0.3, "stop_engine", lasts_s=4.0, which=0.0)
-    report, _ = carry_out([ask("a", to="server0")], stuck, deed(0.5, "shutdown"), deed(1.5, "shutdown"), **HASTY)
+    stuck = action(0.3, "stop_engine", duration_s=4.0, which=0.0)
+    report, _ = run_plan(
+        [request("a", to="server0")], stuck, action(0.5, "shutdown"), action(1.5, "shutdown"), **SHORT_DRAIN
+    )
     assert not report.failures
-    assert report.deeds["shutdown"] == 2
+    assert report.actions["shutdown"] == 2
 
 
-def test_22_a_control_call_that_a_shutdown_breaks_off_is_no_bug(carry_out):
+def test_22_a_control_call_that_a_shutdown_breaks_off_is_no_bug(run_plan):
     """The handler was cancelled under the HTTP server, which logged it as an exception of ours."""
-    stuck = deed(0.3, "stop_engine", lasts_s=20.0, which=0.0)
-    pause = deed(0.4, "pause_one", mode="drain", timeout=60.0)
-    report, _ = carry_out([], stuck, pause, deed(0.5, "shutdown"), **HASTY)
+    stuck = action(0.3, "stop_engine", duration_s=20.0, which=0.0)
+    pause = action(0.4, "pause_one", mode="drain", timeout=60.0)
+    report, _ = run_plan([], stuck, pause, action(0.5, "shutdown"), **SHORT_DRAIN)
     assert not report.failures
 
 
-def test_5_a_stream_that_is_aborted_in_the_routers_queue_ends_with_its_usage(carry_out):
+def test_5_a_stream_that_is_aborted_in_the_routers_queue_ends_with_its_usage(run_plan):
     """The router's own last words had no usage, although the client had asked for it."""
-    waiting = ask("waiting", 0.1, stream_options={"include_usage": True})
-    report, _ = carry_out([ask("first"), waiting], deed(0.5, "abort", req_ids=["waiting"]), max_in_flight=1)
+    waiting = request("waiting", 0.1, stream_options={"include_usage": True})
+    report, _ = run_plan([request("first"), waiting], action(0.5, "abort", req_ids=["waiting"]), max_in_flight=1)
     assert not report.failures
     assert waiting.reply.events()[-2]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
-def test_20_a_server_ends_though_its_engine_dies_while_it_is_stopped(carry_out):
+def test_20_a_server_ends_though_its_engine_dies_while_it_is_stopped(run_plan):
     """The engine's end and the keeper's cancellation came in one turn; the keeper heard of the first alone, and went on."""
-    held = deed(0.6, "stop_server", lasts_s=2.0)
-    report, _ = carry_out([], deed(0.5, "shutdown"), held, deed(0.7, "kill_engine", which=0.0), **HASTY)
+    held = action(0.6, "stop_server", duration_s=2.0)
+    report, _ = run_plan([], action(0.5, "shutdown"), held, action(0.7, "kill_engine", which=0.0), **SHORT_DRAIN)
     assert not report.failures
 
 
 @pytest.mark.parametrize("more", [{"deadline_ms": 5000}, {}], ids=["with a deadline", "with a ticket"])
-def test_49_a_retry_is_known_although_the_router_has_written_into_the_first_try(carry_out, more):
+def test_49_a_retry_is_known_although_the_router_has_written_into_the_first_try(run_plan, more):
     """What is left of the time, and the ticket, differ from try to try; the worker took that for another request."""
-    first = ask("first", headers={"idempotency-key": "k"}, **more)
+    first = request("first", headers={"idempotency-key": "k"}, **more)
     first.retries = True
-    first.manners = ClientBehaviour(patience_s=0.5)
+    first.behaviour = ClientBehaviour(patience_s=0.5)
     roles = {"roles": ("prefill", "decode"), "kv": KvSettings(disaggregate_tokens=4)}
-    report, _ = carry_out([first], **roles)
+    report, _ = run_plan([first], **roles)
     assert not report.failures
     assert report.counts["asked again"] == 1 and first.reply.status == 200
 
 
-@pytest.mark.parametrize("lasts_s", [0.05, 0.5])
-def test_29_a_worker_that_was_away_shortly_does_not_end_the_pause_of_its_fleet(carry_out, lasts_s):
+@pytest.mark.parametrize("duration_s", [0.05, 0.5])
+def test_29_a_worker_that_was_away_shortly_does_not_end_the_pause_of_its_fleet(run_plan, duration_s):
     """It was back before anybody missed it, and ran; the router took that for somebody's resume, and for all workers."""
-    report, _ = carry_out([], deed(0.3, "pause_and_kill", lasts_s=lasts_s, mode="abort", whole=True, which=0.0))
+    report, _ = run_plan(
+        [], action(0.3, "pause_and_kill", duration_s=duration_s, mode="abort", whole=True, which=0.0)
+    )
     assert not report.failures
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_5_an_answer_that_waits_for_another_worker_is_aborted_as_any_other(carry_out, stream):
+def test_5_an_answer_that_waits_for_another_worker_is_aborted_as_any_other(run_plan, stream):
     """Its worker had ended it, shutting down; that was what its client was told, and not that somebody had aborted it."""
-    away = deed(0.1, "kill_server", who="server1", lasts_s=6.0)
-    abort = deed(3.0, "abort", req_ids=["a"], wait=True)
-    cut = ask("a", 1.5, stream=stream)
-    report, _ = carry_out([cut], away, deed(2.0, "shutdown", lasts_s=4.0), abort, **HASTY)
+    away = action(0.1, "kill_server", target="server1", duration_s=6.0)
+    abort = action(3.0, "abort", req_ids=["a"], wait=True)
+    cut = request("a", 1.5, stream=stream)
+    report, _ = run_plan([cut], away, action(2.0, "shutdown", duration_s=4.0), abort, **SHORT_DRAIN)
     assert not report.failures
     assert report.ends == {"api_abort": 1}
 
 
-def test_49_a_retry_goes_to_whoever_is_making_the_answer(carry_out):
+def test_49_a_retry_goes_to_whoever_is_making_the_answer(run_plan):
     """The worker of a key was remembered when it had answered, so a retry of a client that left was made twice."""
-    first = ask("first", headers={"idempotency-key": "k"})
+    first = request("first", headers={"idempotency-key": "k"})
     first.retries = True
-    first.manners = ClientBehaviour(patience_s=0.3)
-    report, _ = carry_out([first], deed(0.8, "abort_all"))
+    first.behaviour = ClientBehaviour(patience_s=0.3)
+    report, _ = run_plan([first], action(0.8, "abort_all"))
     assert not report.failures
     assert report.counts["asked again"] == 1
 
 
 @pytest.mark.parametrize("late_s", [0.85, 1.0])
-def test_19_a_server_that_shuts_down_is_not_told_as_a_paused_fleet(carry_out, late_s):
+def test_19_a_server_that_shuts_down_is_not_told_as_a_paused_fleet(run_plan, late_s):
     """It said so in answer to a control call; its state was taken for a pause, of which clients were told."""
-    stop, flush = deed(0.3, "stop_server", lasts_s=0.5), deed(0.4, "flush")
-    report, _ = carry_out([ask("late", late_s)], stop, flush, deed(0.5, "shutdown"), servers=1)
+    stop, flush = action(0.3, "stop_server", duration_s=0.5), action(0.4, "flush")
+    report, _ = run_plan([request("late", late_s)], stop, flush, action(0.5, "shutdown"), servers=1)
     assert not report.failures
     assert report.ends == {"max_tokens": 1}
 
 
-def test_29_a_worker_that_dies_while_others_are_still_being_paused_does_not_end_the_pause(carry_out):
+def test_29_a_worker_that_dies_while_others_are_still_being_paused_does_not_end_the_pause(run_plan):
     """It had followed, and was started anew; what it had answered before was noted, and then it seemed to be resumed."""
-    slow = deed(0.2, "slow_engine", times=200.0, lasts_s=6.0)
-    pause = deed(0.5, "pause_and_kill", mode="abort", whole=True, lasts_s=0.05)
-    killed = deed(1.0, "kill_server", who="server1", lasts_s=0.05)
-    report, _ = carry_out([ask("a", to="server0")], slow, pause, killed)
+    slow = action(0.2, "slow_engine", times=200.0, duration_s=6.0)
+    pause = action(0.5, "pause_and_kill", mode="abort", whole=True, duration_s=0.05)
+    killed = action(1.0, "kill_server", target="server1", duration_s=0.05)
+    report, _ = run_plan([request("a", to="server0")], slow, pause, killed)
     assert not report.failures
 
 
@@ -192,192 +196,200 @@ def test_a_router_does_not_hold_a_fleet_for_a_pause_that_nobody_could_follow():
     assert not simulate(3543, actors=False).failures
 
 
-def test_29_what_a_rolling_update_cuts_goes_on_at_the_worker_it_has_updated(carry_out):
+def test_29_what_a_rolling_update_cuts_goes_on_at_the_worker_it_has_updated(run_plan):
     """There was no other worker, and its client was told of a pause. Found by seed 1008076."""
-    report, _ = carry_out([ask("a")], deed(0.2, "roll"), servers=1, pace=Pace(step_s=0.05))
+    report, _ = run_plan([request("a")], action(0.2, "roll"), servers=1, profile=EngineProfile(step_s=0.05))
     assert not report.failures
     assert report.ends == {"max_tokens": 1} and report.counts["resumes"] == 1
 
 
-def test_18_an_answer_whose_connection_breaks_waits_for_a_fleet_that_others_have_paused(carry_out):
+def test_18_an_answer_whose_connection_breaks_waits_for_a_fleet_that_others_have_paused(run_plan):
     """One worker drained for an update, the other was paused; its client was told that a worker was lost (1004056)."""
-    asks = [ask(name, to="router1") for name in "ab"]
-    pause = deed(0.7, "pause_one", "server1", mode="abort", new_requests="reject", timeout=1.0)
-    broken = deed(1.5, "reset", between=["router1", "server0"])
-    report, _ = carry_out(asks, deed(0.2, "roll"), pause, broken, pace=Pace(step_s=0.05), routers=2)
+    requests = [request(name, to="router1") for name in "ab"]
+    pause = action(0.7, "pause_one", "server1", mode="abort", new_requests="reject", timeout=1.0)
+    broken = action(1.5, "reset", between=["router1", "server0"])
+    report, _ = run_plan(requests, action(0.2, "roll"), pause, broken, profile=EngineProfile(step_s=0.05), routers=2)
     assert not report.failures
     assert report.ends == {"max_tokens": 1, "pause": 1}
 
 
-def test_36_an_answer_goes_back_to_the_worker_that_lost_it_if_the_other_has_old_weights(carry_out):
+def test_36_an_answer_goes_back_to_the_worker_that_lost_it_if_the_other_has_old_weights(run_plan):
     """The refusal of that one came last, and was what its client was told. Found by seed 1004957."""
-    asks = [ask("a", 1.0), ask("b", 1.0)]
-    broken = deed(1.8, "reset", between=["router", "server1"])
-    report, _ = carry_out(asks, deed(0.1, "roll"), deed(1.0, "return_old", which=0.0), broken)
+    requests = [request("a", 1.0), request("b", 1.0)]
+    broken = action(1.8, "reset", between=["router", "server1"])
+    report, _ = run_plan(requests, action(0.1, "roll"), action(1.0, "return_old", which=0.0), broken)
     assert not report.failures
     assert report.ends == {"max_tokens": 2}
 
 
-def test_55_a_request_waits_for_another_worker_when_its_own_comes_back_with_old_weights(carry_out):
+def test_55_a_request_waits_for_another_worker_when_its_own_comes_back_with_old_weights(run_plan):
     """It was refused, although whoever came a moment later waited. Found by seed 1008916."""
-    lost = [deed(0.8, "return_old", "server1", which=0.0), deed(1.8, "return_old", "server0", which=0.0)]
-    report, _ = carry_out([ask("a", 1.8, max_tokens=12)], deed(0.8, "roll"), *lost)
+    lost = [action(0.8, "return_old", "server1", which=0.0), action(1.8, "return_old", "server0", which=0.0)]
+    report, _ = run_plan([request("a", 1.8, max_tokens=12)], action(0.8, "roll"), *lost)
     assert not report.failures
     assert report.ends == {"max_tokens": 1}
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 10.0], ids=["before it has followed", "when it has followed"])
 def test_24_a_worker_that_joins_again_during_a_pause_is_seen_to_be_resumed_through_another_router(
-    carry_out, timeout_s
+    run_plan, timeout_s
 ):
     """As a worker of the fleet it was a new one, and was paused again, and so for ever. Found by seed 1000112."""
-    away = deed(1.0, "stop_server", lasts_s=8.0)
-    pause = deed(1.0, "pause", back="router1", mode="freeze", new_requests="queue", timeout=timeout_s)
-    report, _ = carry_out([], away, pause, deed(4.0, "remove"), servers=1, routers=2)
+    away = action(1.0, "stop_server", duration_s=8.0)
+    pause = action(1.0, "pause", undo_via="router1", mode="freeze", new_requests="queue", timeout=timeout_s)
+    report, _ = run_plan([], away, pause, action(4.0, "remove"), servers=1, routers=2)
     assert not report.failures
 
 
-def test_24_a_pause_that_a_worker_has_followed_after_a_restart_is_seen_to_be_resumed(carry_out):
+def test_24_a_pause_that_a_worker_has_followed_after_a_restart_is_seen_to_be_resumed(run_plan):
     """Its restart was noticed after the resume, and it was paused again; the answer had not named the new process."""
-    short = deed(1.0, "kill_server", "server1", lasts_s=0.05)
-    pause = deed(1.2, "pause", lasts_s=0.05, back="router1", mode="freeze", new_requests="queue", timeout=0.2)
-    gone = deed(1.35, "lose_machine", "server0", lasts_s=8.0)
-    report, _ = carry_out([], short, pause, gone, routers=2)
+    short = action(1.0, "kill_server", "server1", duration_s=0.05)
+    pause = action(
+        1.2, "pause", duration_s=0.05, undo_via="router1", mode="freeze", new_requests="queue", timeout=0.2
+    )
+    gone = action(1.35, "lose_machine", "server0", duration_s=8.0)
+    report, _ = run_plan([], short, pause, gone, routers=2)
     assert not report.failures
 
 
 @pytest.mark.parametrize("tags", [{}, {"tags": {"run": "a"}}], ids=["by name", "by tags"])
-def test_2_an_abort_is_told_by_the_worker_that_has_the_answer_now(carry_out, tags):
+def test_2_an_abort_is_told_by_the_worker_that_has_the_answer_now(run_plan, tags):
     """Another worker still made it for its key, since its connection had broken, and had come to other tokens (1001790)."""
-    keyed = ask("a", headers={"idempotency-key": "k"})
-    abort = deed(1.0, "abort_tags", **tags) if tags else deed(1.0, "abort", req_ids=["a"])
-    broken = deed(0.3, "reset", between=["router", "server1"])
-    slow = deed(0.3, "slow_engine", "server1", times=2.0)
-    report, _ = carry_out([keyed], broken, slow, abort, pace=Pace(step_s=0.03))
+    keyed = request("a", headers={"idempotency-key": "k"})
+    abort = action(1.0, "abort_tags", **tags) if tags else action(1.0, "abort", req_ids=["a"])
+    broken = action(0.3, "reset", between=["router", "server1"])
+    slow = action(0.3, "slow_engine", "server1", times=2.0)
+    report, _ = run_plan([keyed], broken, slow, abort, profile=EngineProfile(step_s=0.03))
     assert not report.failures
     assert report.ends == {"api_abort": 1} and report.counts["resumes"] == 1
     assert report.counts["tokens"] < 80  # no worker has gone on to its sixty
 
 
 @pytest.mark.parametrize("at_s", [0.58, 0.62], ids=["before the abort has come", "after it"])
-def test_5_the_client_of_an_aborted_answer_gets_it_though_the_connection_to_its_worker_breaks_then(carry_out, at_s):
+def test_5_the_client_of_an_aborted_answer_gets_it_though_the_connection_to_its_worker_breaks_then(run_plan, at_s):
     """It was told that a worker was lost, and with it what there was, which the router knew (1008649)."""
-    cut = ask("a", stream=False)
-    broken = deed(at_s, "reset", between=["router", "server1"])
-    report, _ = carry_out([cut], deed(0.5, "abort", req_ids=["a"]), broken, weather=NetworkConditions(delay_s=0.05))
+    cut = request("a", stream=False)
+    broken = action(at_s, "reset", between=["router", "server1"])
+    report, _ = run_plan([cut], action(0.5, "abort", req_ids=["a"]), broken, network=NetworkConditions(delay_s=0.05))
     assert not report.failures
     assert report.ends == {"api_abort": 1} and cut.reply.json()["choices"][0]["text"]
 
 
-def test_49_an_abort_of_a_try_that_its_client_has_left_says_nothing_of_the_next_try(carry_out):
+def test_49_an_abort_of_a_try_that_its_client_has_left_says_nothing_of_the_next_try(run_plan):
     """The judge took what was said of the first for the second, which had begun meanwhile. Found by seed 778730."""
-    first = ask("a", headers={"idempotency-key": "k"})
+    first = request("a", headers={"idempotency-key": "k"})
     first.retries = True
-    first.manners = ClientBehaviour(leaves_after_s=0.5)
-    report, _ = carry_out([first], deed(0.55, "abort_all"), weather=NetworkConditions(delay_s=0.03), servers=1)
+    first.behaviour = ClientBehaviour(leaves_after_s=0.5)
+    report, _ = run_plan([first], action(0.55, "abort_all"), network=NetworkConditions(delay_s=0.03), servers=1)
     assert not report.failures
     assert report.counts["asked again"] == 1
 
 
-def test_49_an_abort_of_what_is_made_for_a_key_says_nothing_of_the_answer_that_its_client_has(carry_out):
+def test_49_an_abort_of_what_is_made_for_a_key_says_nothing_of_the_answer_that_its_client_has(run_plan):
     """Another worker had answered since; the judge took the one that was aborted for it. Found by seed 1003056."""
-    keyed = ask("a", headers={"idempotency-key": "k"})
-    broken, slow = deed(0.3, "reset", between=["router", "server1"]), deed(0.3, "slow_engine", "server1", times=30.0)
-    report, _ = carry_out([keyed], broken, slow, deed(2.0, "abort_all"), pace=Pace(step_s=0.02))
+    keyed = request("a", headers={"idempotency-key": "k"})
+    broken, slow = (
+        action(0.3, "reset", between=["router", "server1"]),
+        action(0.3, "slow_engine", "server1", times=30.0),
+    )
+    report, _ = run_plan([keyed], broken, slow, action(2.0, "abort_all"), profile=EngineProfile(step_s=0.02))
     assert not report.failures
     assert report.ends == {"max_tokens": 1}
 
 
-def test_25_a_server_whose_update_broke_off_refuses_requests(carry_out):
+def test_25_a_server_whose_update_broke_off_refuses_requests(run_plan):
     """The judge wanted an answer of an engine that had no whole weights. Found by seed 1006994."""
-    asks = [ask(name, 1.0, to=f"server{i}") for i, name in enumerate("abcd")]
-    report, _ = carry_out(asks, deed(0.3, "update", mode="abort"), update_breaks=1.0, servers=4)
+    requests = [request(name, 1.0, to=f"server{i}") for i, name in enumerate("abcd")]
+    report, _ = run_plan(requests, action(0.3, "update", mode="abort"), update_breaks=1.0, servers=4)
     assert not report.failures
     assert report.ends["503 engine_lost"] == 1
 
 
-def test_65_what_another_tenant_has_under_the_id_of_a_client_that_left_is_not_left_behind(carry_out):
+def test_65_what_another_tenant_has_under_the_id_of_a_client_that_left_is_not_left_behind(run_plan):
     """The judge took one for the other. Found by seed 91700196."""
-    leaving, staying = ask("a"), ask("a@bob", headers={"x-request-id": "a"})
-    leaving.manners = ClientBehaviour(leaves_after_s=0.1)
-    hostile.belong(leaving, hostile.ANN)
-    hostile.belong(staying, hostile.BOB)
-    report, _ = carry_out([leaving, staying], tenants=hostile.TENANTS)
+    leaving, staying = request("a"), request("a@bob", headers={"x-request-id": "a"})
+    leaving.behaviour = ClientBehaviour(leaves_after_s=0.1)
+    hostile.assign(leaving, hostile.ANN)
+    hostile.assign(staying, hostile.BOB)
+    report, _ = run_plan([leaving, staying], tenants=hostile.TENANTS)
     assert not report.failures
     assert report.ends == {"left": 1, "max_tokens": 1}
 
 
-def test_63_a_tenant_whose_own_requests_fill_the_queue_is_refused(carry_out):
+def test_63_a_tenant_whose_own_requests_fill_the_queue_is_refused(run_plan):
     """The judge took it for one with a request at a time. Found by seed 123400131."""
-    asks = [ask("a"), ask("b", 0.1)]
-    for each in asks:
-        hostile.belong(each, hostile.ANN)
-    polite = deed(0.3, "ask_politely", times=1)
-    report, _ = carry_out(asks, polite, tenants=hostile.TENANTS, max_in_flight=1, max_queue=1)
+    requests = [request("a"), request("b", 0.1)]
+    for each in requests:
+        hostile.assign(each, hostile.ANN)
+    polite = action(0.3, "ask_politely", times=1)
+    report, _ = run_plan(requests, polite, tenants=hostile.TENANTS, max_in_flight=1, max_queue=1)
     assert not report.failures
 
 
 @pytest.mark.parametrize("stopped", [("server1",), ("server0", "server1")], ids=["its server", "all servers"])
-def test_69_an_aborted_answer_is_told_by_its_deadline_with_what_there_is(carry_out, stopped):
+def test_69_an_aborted_answer_is_told_by_its_deadline_with_what_there_is(run_plan, stopped):
     """Its text was asked of another server without what there was, and for longer than that. Found by seed 2700067."""
-    cut = ask("a", stream=False, deadline_ms=1500)
-    stops = [deed(0.4, "stop_server", who, lasts_s=9.0) for who in stopped]
-    report, _ = carry_out([cut], *stops, deed(0.5, "abort", req_ids=["a"], timeout=1.0))
+    cut = request("a", stream=False, deadline_ms=1500)
+    stops = [action(0.4, "stop_server", server, duration_s=9.0) for server in stopped]
+    report, _ = run_plan([cut], *stops, action(0.5, "abort", req_ids=["a"], timeout=1.0))
     assert not report.failures
     assert report.ends == {"api_abort": 1} and len(cut.reply.json()["choices"][0]["completion_token_ids"]) > 10
 
 
 @pytest.mark.parametrize(("mode", "end"), [("abort", "pause"), ("freeze", "max_tokens")])
-def test_71_a_request_that_waits_for_weights_obeys_a_pause_like_any_other(carry_out, mode, end):
+def test_71_a_request_that_waits_for_weights_obeys_a_pause_like_any_other(run_plan, mode, end):
     """It was refused with what the last worker had said, that its engine had old weights. Found by seed 41300220."""
-    lost = [deed(1.0, "return_old", f"server{i}", which=0.0) for i in (0, 1)]
-    pause = deed(1.8, "pause", mode=mode, new_requests="reject", timeout=1.0, lasts_s=0.5)
-    report, _ = carry_out([ask("a", 1.2, max_tokens=12)], deed(0.1, "roll"), *lost, pause)
+    lost = [action(1.0, "return_old", f"server{i}", which=0.0) for i in (0, 1)]
+    pause = action(1.8, "pause", mode=mode, new_requests="reject", timeout=1.0, duration_s=0.5)
+    report, _ = run_plan([request("a", 1.2, max_tokens=12)], action(0.1, "roll"), *lost, pause)
     assert not report.failures
     assert report.ends == {end: 1}
 
 
-def test_55_a_worker_that_comes_back_with_older_weights_during_a_rolling_update_gets_no_requests(carry_out):
+def test_55_a_worker_that_comes_back_with_older_weights_during_a_rolling_update_gets_no_requests(run_plan):
     """During a rolling update any weights were good enough. Found by seed 6550026."""
-    back = [deed(2.0, "cut", lasts_s=2.0), deed(2.3, "kill_server", lasts_s=0.2)]
-    report, _ = carry_out([ask("a", 2.1)], deed(0.1, "roll"), *back, deed(2.2, "roll"), servers=1)
+    returned = [action(2.0, "cut", duration_s=2.0), action(2.3, "kill_server", duration_s=0.2)]
+    report, _ = run_plan([request("a", 2.1)], action(0.1, "roll"), *returned, action(2.2, "roll"), servers=1)
     assert not report.failures
     assert report.ends == {"max_tokens": 1}
 
 
-def test_72_a_request_that_has_moved_is_listed_once_though_another_worker_still_makes_it_for_its_key(carry_out):
-    keyed = ask("a", headers={"idempotency-key": "k"})
-    broken = deed(0.3, "reset", between=["router", "server1"])
-    report, _ = carry_out([keyed], broken, deed(0.6, "look"))
+def test_72_a_request_that_has_moved_is_listed_once_though_another_worker_still_makes_it_for_its_key(run_plan):
+    keyed = request("a", headers={"idempotency-key": "k"})
+    broken = action(0.3, "reset", between=["router", "server1"])
+    report, _ = run_plan([keyed], broken, action(0.6, "look"))
     assert not report.failures
     assert report.counts["resumes"] == 1
 
 
-def test_71_what_was_accepted_before_a_pause_waits_for_a_server_that_comes_back_paused(carry_out):
+def test_71_what_was_accepted_before_a_pause_waits_for_a_server_that_comes_back_paused(run_plan):
     """The fleet had been resumed meanwhile, and the server had not heard of it. Found by seed 300000874."""
-    asks = [ask("a"), ask("b", 0.1)]
-    asks[0].manners = ClientBehaviour(leaves_after_s=15.0)
-    engine, server = deed(0.3, "stop_engine", lasts_s=20.0, which=0.0), deed(1.0, "stop_server", lasts_s=20.0)
-    pause = deed(0.4, "pause", mode="freeze", new_requests="queue", timeout=1.0, lasts_s=0.5)
-    report, _ = carry_out(asks, engine, pause, server, servers=1, max_in_flight=1)
+    requests = [request("a"), request("b", 0.1)]
+    requests[0].behaviour = ClientBehaviour(leaves_after_s=15.0)
+    engine, server = (
+        action(0.3, "stop_engine", duration_s=20.0, which=0.0),
+        action(1.0, "stop_server", duration_s=20.0),
+    )
+    pause = action(0.4, "pause", mode="freeze", new_requests="queue", timeout=1.0, duration_s=0.5)
+    report, _ = run_plan(requests, engine, pause, server, servers=1, max_in_flight=1)
     assert not report.failures
     assert report.ends == {"left": 1, "max_tokens": 1}
 
 
-def test_24_a_router_that_was_cut_off_sees_that_its_fleet_was_resumed(carry_out):
+def test_24_a_router_that_was_cut_off_sees_that_its_fleet_was_resumed(run_plan):
     """A worker that was out of reach counted as one that had not followed, and was paused again."""
-    pause = deed(0.5, "pause", back="router1", lasts_s=4.0, mode="freeze", new_requests="queue", timeout=1.0)
-    report, world = carry_out([], pause, deed(1.0, "cut", lasts_s=12.0), servers=1, routers=2)
+    pause = action(0.5, "pause", undo_via="router1", duration_s=4.0, mode="freeze", new_requests="queue", timeout=1.0)
+    report, world = run_plan([], pause, action(1.0, "cut", duration_s=12.0), servers=1, routers=2)
     assert not report.failures
     assert not world.holds("router")
 
 
-def test_24_a_router_does_not_look_at_workers_that_have_left_its_fleet(carry_out):
+def test_24_a_router_does_not_look_at_workers_that_have_left_its_fleet(run_plan):
     """One that joins again is paused with the fleet, whatever was asked of it elsewhere. Found by seed 1912348608."""
-    elsewhere = deed(0.3, "remove", via="router1", lasts_s=8.0)
-    pause = deed(1.4, "pause", back="router1", lasts_s=0.5, mode="freeze", new_requests="queue", timeout=0.2)
-    gone = deed(1.97, "remove", "server1", lasts_s=8.0)
-    report, _ = carry_out([], elsewhere, pause, gone, routers=2)
+    elsewhere = action(0.3, "remove", via="router1", duration_s=8.0)
+    pause = action(1.4, "pause", undo_via="router1", duration_s=0.5, mode="freeze", new_requests="queue", timeout=0.2)
+    gone = action(1.97, "remove", "server1", duration_s=8.0)
+    report, _ = run_plan([], elsewhere, pause, gone, routers=2)
     assert not report.failures
 
 
@@ -388,12 +400,12 @@ def test_24_a_pause_is_neither_asked_again_after_a_resume_elsewhere_nor_done_whi
     assert not simulate(seed).failures
 
 
-def test_63_a_request_whose_choices_take_all_places_leaves_some_to_other_tenants(carry_out):
+def test_63_a_request_whose_choices_take_all_places_leaves_some_to_other_tenants(run_plan):
     """It was alone when it came, and was given all of them. Found by seed 1912349599."""
-    greedy = ask("a", n=8)
-    hostile.belong(greedy, hostile.BOB)
-    polite, few = deed(0.3, "ask_politely", times=2), ServerSettings(most_choices=8)
-    report, _ = carry_out([greedy], polite, tenants=hostile.TENANTS, settings=few, servers=1)
+    greedy = request("a", n=8)
+    hostile.assign(greedy, hostile.BOB)
+    polite, few = action(0.3, "ask_politely", times=2), ServerSettings(most_choices=8)
+    report, _ = run_plan([greedy], polite, tenants=hostile.TENANTS, settings=few, servers=1)
     assert not report.failures
     assert report.ends == {"max_tokens": 8}
 
@@ -409,12 +421,12 @@ def test_29_another_router_fails_no_request_while_servers_are_updated_one_by_one
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_5_the_usage_of_an_answer_that_a_router_ends_has_the_length_of_its_prompt(carry_out, stream):
+def test_5_the_usage_of_an_answer_that_a_router_ends_has_the_length_of_its_prompt(run_plan, stream):
     """The router learned it from the end of an answer, and the worker was lost before that."""
     usage = {"stream_options": {"include_usage": True}} if stream else {}
-    cut = ask("a", stream=stream, deadline_ms=1500, **usage)
-    stops = [deed(0.4, "stop_server", f"server{i}", lasts_s=9.0) for i in (0, 1)]
-    report, _ = carry_out([cut], *stops, deed(0.5, "abort", req_ids=["a"], timeout=1.0))
+    cut = request("a", stream=stream, deadline_ms=1500, **usage)
+    stops = [action(0.4, "stop_server", f"server{i}", duration_s=9.0) for i in (0, 1)]
+    report, _ = run_plan([cut], *stops, action(0.5, "abort", req_ids=["a"], timeout=1.0))
     assert not report.failures
     told = cut.reply.events()[-2] if stream else cut.reply.json()
     assert told["usage"]["prompt_tokens"] == len(cut.prompt) and told["usage"]["completion_tokens"] > 10
@@ -422,31 +434,33 @@ def test_5_the_usage_of_an_answer_that_a_router_ends_has_the_length_of_its_promp
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("joins_again", [True, False])
-def test_71_a_pause_that_aborts_ends_requests_at_a_worker_that_leaves_the_fleet(carry_out, stream, joins_again):
+def test_71_a_pause_that_aborts_ends_requests_at_a_worker_that_leaves_the_fleet(run_plan, stream, joins_again):
     """No pause reaches such a worker, and its requests went on. Found by seeds 1912348545, 1912348808 and 3889145659."""
-    cut, slow = ask("a", stream=stream), deed(0.2, "slow_engine", "server1", lasts_s=9.0, times=10.0)
-    leave = deed(0.4, "remove", "server1", lasts_s=0.1 if joins_again else 5.0)
-    pause = deed(2.6, "pause", mode="abort", new_requests="reject", timeout=1.0, lasts_s=0.5)
-    report, _ = carry_out([cut], slow, leave, pause)
+    cut, slow = request("a", stream=stream), action(0.2, "slow_engine", "server1", duration_s=9.0, times=10.0)
+    leave = action(0.4, "remove", "server1", duration_s=0.1 if joins_again else 5.0)
+    pause = action(2.6, "pause", mode="abort", new_requests="reject", timeout=1.0, duration_s=0.5)
+    report, _ = run_plan([cut], slow, leave, pause)
     assert not report.failures
     assert report.ends == {"pause": 1} and report.counts["tokens"] < 60
 
 
-def test_2_a_worker_that_was_asked_to_end_one_request_is_not_believed_about_another(carry_out):
+def test_2_a_worker_that_was_asked_to_end_one_request_is_not_believed_about_another(run_plan):
     """The answer named what the worker claimed. Found by seeds 1912347863 and 1912352248."""
-    slow = [deed(0.1, "slow_engine", f"server{i}", lasts_s=9.0, times=10.0) for i in (0, 1)]
-    lie = deed(0.2, "lie", "server0", lasts_s=9.0, lie=None, ids=["a"])
-    report, _ = carry_out([ask("a"), ask("b", 0.05)], *slow, lie, deed(5.0, "abort", req_ids=["b"], wait=True))
+    slow = [action(0.1, "slow_engine", f"server{i}", duration_s=9.0, times=10.0) for i in (0, 1)]
+    lie = action(0.2, "lie", "server0", duration_s=9.0, lie=None, ids=["a"])
+    report, _ = run_plan(
+        [request("a"), request("b", 0.05)], *slow, lie, action(5.0, "abort", req_ids=["b"], wait=True)
+    )
     assert not report.failures
     assert report.ends == {"max_tokens": 1, "api_abort": 1}
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(carry_out, stream):
+def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(run_plan, stream):
     """The router took its worker for one that had come back with old weights. Found by seed 126303143."""
-    first = ask("a", headers={"idempotency-key": "k"}, stream=stream)
-    first.retries, first.manners = True, ClientBehaviour(leaves_after_s=0.8)
-    report, world = carry_out([first], deed(0.3, "update", mode="freeze"), servers=1)
+    first = request("a", headers={"idempotency-key": "k"}, stream=stream)
+    first.retries, first.behaviour = True, ClientBehaviour(leaves_after_s=0.8)
+    report, world = run_plan([first], action(0.3, "update", mode="freeze"), servers=1)
     assert not report.failures
     assert report.counts["asked again"] == 1 and report.ends == {"max_tokens": 1}
     assert [worker.errors for worker in world.router.router.fleet] == [0]

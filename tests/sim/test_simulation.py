@@ -14,7 +14,7 @@ import pytest
 from headgate import __version__
 from headgate.cli import main
 from headgate.testing.sim import hostile
-from headgate.testing.sim.deeds import Deeds
+from headgate.testing.sim.actions import Actions
 from headgate.testing.sim.kv import STAGES
 from headgate.testing.sim.runner import run_seeds
 from headgate.testing.sim.script import CONTROL, KV_TROUBLE, ROUTERS, TROUBLE, draw
@@ -67,22 +67,22 @@ def test_two_thousand_more_seeds_keep_every_promise():
 
 def test_every_kind_of_trouble_is_drawn_and_so_are_two_routers_and_roles():
     plans = [draw(seed) for seed in range(300)]
-    assert {deed.what for plan in plans for deed in plan.deeds} == {*TROUBLE, *KV_TROUBLE, *CONTROL}
+    assert {action.kind for plan in plans for action in plan.actions} == {*TROUBLE, *KV_TROUBLE, *CONTROL}
     assert {plan.routers for plan in plans} == {1, 2}
     assert {role for plan in plans for role in plan.roles} == {"prefill", "decode", "mixed"}
-    assert {deed.via for plan in plans for deed in plan.deeds} == {*ROUTERS}
+    assert {action.via for plan in plans for action in plan.actions} == {*ROUTERS}
 
 
 def test_about_half_of_all_plans_have_hostile_actors_and_every_deed_of_theirs_is_drawn():
     pairs = [(draw(seed), hostile.draw(seed)) for seed in range(300)]
     with_actors = [theirs for plain, theirs in pairs if repr(plain) != repr(theirs)]
     assert 100 < len(with_actors) < 200
-    assert {*hostile.DEEDS} <= {deed.what for plan in with_actors for deed in plan.deeds}
+    assert {*hostile.ACTIONS} <= {action.kind for plan in with_actors for action in plan.actions}
     assert any(plan.tenants for plan in with_actors)
 
 
 def test_every_kind_of_trouble_is_carried_out():
-    assert not [what for what in (*TROUBLE, *KV_TROUBLE, *CONTROL, *hostile.DEEDS) if not hasattr(Deeds, what)]
+    assert not [what for what in (*TROUBLE, *KV_TROUBLE, *CONTROL, *hostile.ACTIONS) if not hasattr(Actions, what)]
 
 
 def test_a_run_is_the_same_to_the_byte_when_its_routers_run_in_c():

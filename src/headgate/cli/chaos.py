@@ -15,7 +15,7 @@ from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
     from headgate.testing.chaos.report import ChaosReport
-    from headgate.testing.chaos.run import Settings
+    from headgate.testing.chaos.settings import ChaosSettings
 
 FLEET_LOGS = ("headgate.cluster", "headgate.testing.chaos")
 
@@ -38,9 +38,9 @@ def chaos(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     from headgate.cli.up import environment
     from headgate.testing.chaos.plan import chosen
-    from headgate.testing.chaos.run import Settings
+    from headgate.testing.chaos.settings import ChaosSettings
 
-    settings = Settings(
+    settings = ChaosSettings(
         seconds=options.minutes * 60,
         every_s=options.every,
         clients=options.clients,
@@ -76,7 +76,7 @@ def keep_log(folder: Path | None) -> None:
         logger.propagate = False
 
 
-async def run(settings: Settings, environ: Mapping[str, str]) -> ChaosReport | None:
+async def run(settings: ChaosSettings, environ: Mapping[str, str]) -> ChaosReport | None:
     """The first Ctrl-C stops the faults and checks the results so far; the second stops everything."""
     from headgate.listening import StopSignals
     from headgate.testing.chaos.run import ChaosRun

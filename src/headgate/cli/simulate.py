@@ -11,7 +11,7 @@ from headgate.cli.exits import FAILED
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
-    from headgate.testing.sim.world import SimulationReport
+    from headgate.testing.sim.report import SimulationReport
 
 
 def add_simulate(command: argparse.ArgumentParser) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = ("gate", "weir", "sluice", "Schütz", "écluse", "水门", "😀", "river", "and", "then", "under", "of")
-TOLD = {"return_token_ids": True, "return_weight_versions": True}
+RETURN_DETAILS = {"return_token_ids": True, "return_weight_versions": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class CatalogueItem:
     number: int
     path: str
     body: dict[str, Any]
@@ -26,27 +26,27 @@ class Item:
         return bool(self.body["stream"])
 
 
-def catalogue(seed: int, count: int = 48) -> list[Item]:
+def catalogue(seed: int, count: int = 48) -> list[CatalogueItem]:
     """Chat and completions, streamed or not, greedy or sampled, with long prompts, two choices, ends of their own."""
-    chance = random.Random(seed)
-    return [_item(number, chance) for number in range(count)]
+    rng = random.Random(seed)
+    return [_item(number, rng) for number in range(count)]
 
 
-def _item(number: int, chance: random.Random) -> Item:
+def _item(number: int, rng: random.Random) -> CatalogueItem:
     long = number % 6 == 4  # enough for its prompt to be computed elsewhere
-    words = " ".join(chance.choices(WORDS, k=240 if long else chance.randint(2, 20)))
+    text = " ".join(rng.choices(WORDS, k=240 if long else rng.randint(2, 20)))
     body: dict[str, Any] = {
         "stream": number % 3 != 2,
-        "max_tokens": chance.randint(60, 500),
+        "max_tokens": rng.randint(60, 500),
         "ignore_eos": number % 8 != 7,
-        "seed": chance.randrange(2**32),
-        "temperature": chance.choice((0.0, 0.8, 1.0)),
-        **TOLD,
+        "seed": rng.randrange(2**32),
+        "temperature": rng.choice((0.0, 0.8, 1.0)),
+        **RETURN_DETAILS,
     }
     if number % 7 == 5:
         body["n"] = 2
     if body["stream"]:
         body["stream_options"] = {"include_usage": True}
     if number % 2:
-        return Item(number, CHAT, body | {"messages": [{"role": "user", "content": words}]})
-    return Item(number, COMPLETIONS, body | {"prompt": words})
+        return CatalogueItem(number, CHAT, body | {"messages": [{"role": "user", "content": text}]})
+    return CatalogueItem(number, COMPLETIONS, body | {"prompt": text})

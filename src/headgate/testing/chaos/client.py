@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headgate.httpclient import HttpAddress, HttpFailure, HttpResponse, call
-from headgate.testing.chaos.catalogue import Item
+from headgate.testing.chaos.catalogue import CatalogueItem
 
 clock = time.monotonic
 
@@ -46,43 +46,43 @@ class ObservedAnswer:
     strict: bool = False  # its client knows only OpenAI's finish reasons
 
 
-async def ask(
+async def send_request(
     address: HttpAddress,
-    item: Item,
+    item: CatalogueItem,
     more: Mapping[str, Any],
-    told: ObservedAnswer,
+    observed: ObservedAnswer,
     timeout_s: float,
     *,
     api_key: str | None = None,
     strict: bool = False,
 ) -> None:
     """Fill `told` as the answer comes; only being cancelled is raised."""
-    told.strict = strict
+    observed.strict = strict
     headers = {"X-OpenAI-Strict": "true"} if strict else {}
     try:
         async with asyncio.timeout(timeout_s):
             body = msgspec.json.encode(item.body | dict(more))
             async with call(address, "POST", item.path, body, api_key, headers) as answer:
-                await _read(answer, item, told)
+                await _read(answer, item, observed)
     except TimeoutError:
-        told.problem = "hung"
+        observed.problem = "hung"
     except (OSError, EOFError, ValueError, HttpFailure) as error:
-        told.problem = type(error).__name__
-        told.detail = str(error)
+        observed.problem = type(error).__name__
+        observed.detail = str(error)
     finally:
-        told.ended_s = clock()
+        observed.ended_s = clock()
 
 
-async def _read(answer: HttpResponse, item: Item, told: ObservedAnswer) -> None:
-    told.status = answer.status
+async def _read(answer: HttpResponse, item: CatalogueItem, observed: ObservedAnswer) -> None:
+    observed.status = answer.status
     if answer.status != 200:
         raw = await answer.body()
-        told.problem, told.detail = f"{answer.status} {_code(raw)}", raw.decode("utf-8", "replace")[:300]
-        told.retry_after_s = float(answer.headers.get("retry-after", 0))
+        observed.problem, observed.detail = f"{answer.status} {_code(raw)}", raw.decode("utf-8", "replace")[:300]
+        observed.retry_after_s = float(answer.headers.get("retry-after", 0))
     elif item.streamed:
-        await _read_events(answer, told)
+        await _read_events(answer, observed)
     else:
-        _hear(msgspec.json.decode(await answer.body()), told)
+        _add_event(msgspec.json.decode(await answer.body()), observed)
 
 
 def _code(raw: bytes) -> str:
@@ -92,46 +92,46 @@ def _code(raw: bytes) -> str:
         return "without a code"
 
 
-async def _read_events(answer: HttpResponse, told: ObservedAnswer) -> None:
+async def _read_events(answer: HttpResponse, observed: ObservedAnswer) -> None:
     async for line in answer.lines():
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
-            told.done += 1
+            observed.done += 1
         else:
-            _hear(msgspec.json.decode(data), told)
-    if not told.done and told.problem is None:
-        told.problem = "stream cut"
+            _add_event(msgspec.json.decode(data), observed)
+    if not observed.done and observed.problem is None:
+        observed.problem = "stream cut"
 
 
-def _hear(event: dict[str, Any], told: ObservedAnswer) -> None:
-    for said in event.get("choices", ()):
-        if told.first_s is None:
-            told.first_s = clock()
-        _add(told.choices.setdefault(said["index"], ObservedChoice()), said)
-    if (error := event.get("error")) is not None and not _explained(error, told):
-        told.problem, told.detail = f"error {error.get('code')}", str(error.get("message"))
+def _add_event(event: dict[str, Any], observed: ObservedAnswer) -> None:
+    for part in event.get("choices", ()):
+        if observed.first_s is None:
+            observed.first_s = clock()
+        _add(observed.choices.setdefault(part["index"], ObservedChoice()), part)
+    if (error := event.get("error")) is not None and not _explained(error, observed):
+        observed.problem, observed.detail = f"error {error.get('code')}", str(error.get("message"))
     if event.get("usage") is not None:
-        told.output_tokens = int(event["usage"]["completion_tokens"])
+        observed.output_tokens = int(event["usage"]["completion_tokens"])
 
 
-def _explained(error: dict[str, Any], told: ObservedAnswer) -> bool:
+def _explained(error: dict[str, Any], observed: ObservedAnswer) -> bool:
     """Whether it says to a strict client why a choice was cut, which is then an end like `abort`."""
     found = False
-    for choice in told.choices.values() if told.strict else ():
+    for choice in observed.choices.values() if observed.strict else ():
         if choice.ends and choice.ends[-1] == ("length", error.get("code")):
             choice.ends[-1] = ("abort", choice.ends[-1][1])
             found = True
     return found
 
 
-def _add(choice: ObservedChoice, said: dict[str, Any]) -> None:
-    choice.tokens += said.get("completion_token_ids") or []
-    choice.prompt = said.get("prompt_token_ids") or choice.prompt
-    for span in said.get("weight_versions") or []:
+def _add(choice: ObservedChoice, part: dict[str, Any]) -> None:
+    choice.tokens += part.get("completion_token_ids") or []
+    choice.prompt = part.get("prompt_token_ids") or choice.prompt
+    for span in part.get("weight_versions") or []:
         choice.versions += [span["version"]] * span["tokens"]
-    speech = said.get("delta") or said.get("message") or {}
-    choice.text += said.get("text") or speech.get("content") or ""
-    if said.get("finish_reason") is not None:
-        choice.ends.append((said["finish_reason"], said.get("cause", "")))
+    message = part.get("delta") or part.get("message") or {}
+    choice.text += part.get("text") or message.get("content") or ""
+    if part.get("finish_reason") is not None:
+        choice.ends.append((part["finish_reason"], part.get("cause", "")))

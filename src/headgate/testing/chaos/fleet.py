@@ -31,24 +31,24 @@ from headgate.testing.chaos.proxy import FaultProxy
 log = logging.getLogger(__name__)
 
 # Two tenants, so that what one of them does can be kept from the other; and an admin at the router and at the servers.
-POLITE, RUDE, ADMIN, WORKER = "key-of-polite", "key-of-rude", "key-of-operators", "key-of-router"
+LOAD_KEY, HOSTILE_KEY, ADMIN_KEY, WORKER_KEY = "key-of-polite", "key-of-rude", "key-of-operators", "key-of-router"
 ROUTER_KEYS = {
-    "HEADGATE_API_KEYS": f"polite:{POLITE},rude:{RUDE}",
-    "HEADGATE_ADMIN_KEY": ADMIN,
-    "HEADGATE_WORKER_KEY": WORKER,
+    "HEADGATE_API_KEYS": f"polite:{LOAD_KEY},rude:{HOSTILE_KEY}",
+    "HEADGATE_ADMIN_KEY": ADMIN_KEY,
+    "HEADGATE_WORKER_KEY": WORKER_KEY,
 }
-SERVER_KEYS = {"HEADGATE_WORKER_KEY": WORKER}
+SERVER_KEYS = {"HEADGATE_WORKER_KEY": WORKER_KEY}
 
 START_S = 180.0
 DRAIN_S = 5.0
 ASK_S = 10.0
 PATIENCE_S = 60.0
-LOOK_EVERY_S = 0.1
-NOBODY = (OSError, EOFError, TimeoutError, ValueError, HttpFailure)  # answers, or nothing that could be read
+POLL_S = 0.1
+NO_ANSWER = (OSError, EOFError, TimeoutError, ValueError, HttpFailure)  # answers, or nothing that could be read
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
+class ProcessStats:
     """What the system says of a process."""
 
     rss_mb: float
@@ -56,14 +56,14 @@ class Vitals:
     threads: int
 
 
-def vitals(pid: int) -> Vitals | None:
+def process_stats(pid: int) -> ProcessStats | None:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         if "VmRSS" not in facts:
             return None  # a zombie has none
         rss_mb, threads = int(facts["VmRSS"].split()[0]) / 1024, int(facts["Threads"])
-        return Vitals(round(rss_mb, 1), len(os.listdir(f"/proc/{pid}/fd")), threads)
+        return ProcessStats(round(rss_mb, 1), len(os.listdir(f"/proc/{pid}/fd")), threads)
     except OSError:
         return None
 
@@ -84,7 +84,7 @@ def send(pid: int | None, number: int) -> None:
 
 async def get(url: str, path: str) -> bytes:
     """What an address answers with 200; OSError if it does not."""
-    async with asyncio.timeout(ASK_S), call(HttpAddress.of(url), "GET", path, api_key=ADMIN) as answer:
+    async with asyncio.timeout(ASK_S), call(HttpAddress.of(url), "GET", path, api_key=ADMIN_KEY) as answer:
         body = await answer.body()
         if answer.status != 200:
             raise OSError(f"GET {path} answered {answer.status}")
@@ -98,10 +98,10 @@ async def metrics(url: str) -> dict[str, float]:
         try:
             page = (await get(url, "/metrics")).decode()
             break
-        except NOBODY:
+        except NO_ANSWER:
             if clock() > until_s:
                 raise
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_S)
     lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
@@ -132,7 +132,7 @@ class RouterProcess:
             env={**self._environ, **ROUTER_KEYS},
             start_new_session=True,
         )
-        self._listening = asyncio.create_task(self._listen())
+        self._log_reader = asyncio.create_task(self._read_log())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -145,18 +145,18 @@ class RouterProcess:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-        await self._listening
+        await self._log_reader
 
-    async def _listen(self) -> None:
+    async def _read_log(self) -> None:
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             try:
-                told = json.loads(line)
+                record = json.loads(line)
             except ValueError:
-                told = {"message": line.decode("utf-8", "replace").rstrip(), "level": "warning"}
-            level = logging.getLevelNamesMapping().get(str(told.get("level", "")).upper(), logging.INFO)
-            trace = told.get("traceback")
-            log.log(level, "router: %s%s", told.get("message"), f"\n{trace}" if trace else "")
+                record = {"message": line.decode("utf-8", "replace").rstrip(), "level": "warning"}
+            level = logging.getLevelNamesMapping().get(str(record.get("level", "")).upper(), logging.INFO)
+            trace = record.get("traceback")
+            log.log(level, "router: %s%s", record.get("message"), f"\n{trace}" if trace else "")
 
 
 def local_servers(
@@ -217,8 +217,8 @@ class ChaosFleet:
 
     async def states(self) -> list[str]:
         """The router's view, by server."""
-        told = msgspec.json.decode(await get(self.url, "/v1/workers"))
-        by_url = {worker["url"]: str(worker["state"]) for worker in told["workers"]}
+        record = msgspec.json.decode(await get(self.url, "/v1/workers"))
+        by_url = {worker["url"]: str(worker["state"]) for worker in record["workers"]}
         return [by_url.get(proxy.url, "unknown") for proxy in self.proxies]
 
     async def all_ready(self, timeout_s: float) -> None:
@@ -228,8 +228,8 @@ class ChaosFleet:
                 raise HeadgateError(f"not every server takes requests after {timeout_s:g} s: {', '.join(states)}")
             if self.router.ended:
                 raise HeadgateError("the router has ended")
-            await asyncio.sleep(LOOK_EVERY_S)
-            with suppress(*NOBODY):
+            await asyncio.sleep(POLL_S)
+            with suppress(*NO_ANSWER):
                 states = await self.states()
 
     def processes(self) -> dict[str, int]:
@@ -246,14 +246,14 @@ class ChaosFleet:
     def note_processes(self) -> None:
         self.seen |= set(self.processes().values())
 
-    async def left_over(self) -> list[int]:
+    async def leftover_processes(self) -> list[int]:
         """Processes of ours that have outlived the fleet; an engine ends by itself when it is run again."""
         until_s = clock() + PATIENCE_S
         while True:
-            left = [pid for pid in sorted(self.seen) if vitals(pid) is not None and _is_ours(pid)]
+            left = [pid for pid in sorted(self.seen) if process_stats(pid) is not None and _is_ours(pid)]
             if not left or clock() > until_s:
                 return left
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_S)
 
 
 def _is_ours(pid: int) -> bool:
@@ -268,5 +268,5 @@ async def control(
 ) -> tuple[int, dict[str, Any]]:
     """A call of an operator: its status, and what it says."""
     data = msgspec.json.encode(body or {})
-    async with asyncio.timeout(timeout_s), call(HttpAddress.of(url), "POST", path, data, ADMIN) as answer:
+    async with asyncio.timeout(timeout_s), call(HttpAddress.of(url), "POST", path, data, ADMIN_KEY) as answer:
         return answer.status, msgspec.json.decode(await answer.body())

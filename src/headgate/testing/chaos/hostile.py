@@ -18,16 +18,16 @@ import msgspec
 
 from headgate.errors import HeadgateError
 from headgate.httpclient import HttpAddress, call
-from headgate.testing.chaos.catalogue import COMPLETIONS, Item
-from headgate.testing.chaos.client import ObservedAnswer, ask, clock
-from headgate.testing.chaos.fleet import NOBODY, RUDE
-from headgate.testing.chaos.judge import Judge
+from headgate.testing.chaos.catalogue import COMPLETIONS, CatalogueItem
+from headgate.testing.chaos.client import ObservedAnswer, clock, send_request
+from headgate.testing.chaos.fleet import HOSTILE_KEY, NO_ANSWER
+from headgate.testing.chaos.judge import AnswerJudge
 
 PATIENCE_S = 180.0
 GIANT_BYTES = 8 * 2**20
 GIANT_S = 30.0  # for a prompt that cannot fit to be refused, on a machine that has other work
 STALLED = 6  # clients at once
-RECEIVE_BYTES = 2048  # of a socket that is not read
+RECEIVE_BUFFER_BYTES = 2048  # of a socket that is not read
 BURST = 60  # requests at once
 TWINS = 4
 
@@ -36,11 +36,16 @@ class HostileClients:
     """Each method is a fault of the plan, named like it."""
 
     def __init__(
-        self, url: str, items: Sequence[Item], judge: Judge, in_flight: Callable[[], list[str]], seed: int
+        self,
+        url: str,
+        items: Sequence[CatalogueItem],
+        judge: AnswerJudge,
+        in_flight: Callable[[], list[str]],
+        seed: int,
     ) -> None:
         self._address, self._items, self._judge = HttpAddress.of(url), items, judge
         self._in_flight = in_flight
-        self._chance = random.Random(f"hostile {seed}")
+        self._rng = random.Random(f"hostile {seed}")
         self.answers: Counter[str] = Counter()  # what they were told, by deed
 
     async def stalled_readers(self, lasts_s: float) -> None:
@@ -48,14 +53,14 @@ class HostileClients:
         loop = asyncio.get_running_loop()
         body = {"prompt": "gate", "n": 16, "stream": True, "max_tokens": 500, "ignore_eos": True, "logprobs": 5}
         content = msgspec.json.encode(body)
-        lines = [f"POST {COMPLETIONS} HTTP/1.1", "Host: fleet", f"Authorization: Bearer {RUDE}"]
+        lines = [f"POST {COMPLETIONS} HTTP/1.1", "Host: fleet", f"Authorization: Bearer {HOSTILE_KEY}"]
         request = "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
         sockets = [socket.socket() for _ in range(STALLED)]
         try:
             for each in sockets:
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
                 each.setblocking(False)
-                with suppress(*NOBODY):
+                with suppress(*NO_ANSWER):
                     async with asyncio.timeout(PATIENCE_S):
                         await loop.sock_connect(each, (self._address.host, self._address.port))
                         await loop.sock_sendall(each, request)
@@ -78,16 +83,16 @@ class HostileClients:
         """Requests with ids that another tenant uses at this moment, or will use next."""
         ids = self._in_flight()
         async with asyncio.TaskGroup() as tasks:
-            for id in self._chance.sample(ids, min(len(ids), TWINS)):
+            for id in self._rng.sample(ids, min(len(ids), TWINS)):
                 tasks.create_task(self._twin(id))
 
     async def _twin(self, id: str) -> None:
-        item, told = self._chance.choice(self._items), ObservedAnswer(clock())
-        await ask(self._address, item, {"request_id": id}, told, PATIENCE_S, api_key=RUDE)
-        if told.problem is not None and told.problem.startswith("429"):
+        item, answer = self._rng.choice(self._items), ObservedAnswer(clock())
+        await send_request(self._address, item, {"request_id": id}, answer, PATIENCE_S, api_key=HOSTILE_KEY)
+        if answer.problem is not None and answer.problem.startswith("429"):
             self.answers["twins 429"] += 1  # of a tenant that asks for much
             return
-        self.answers[f"twins {self._judge.ended(id, item, told)}"] += 1
+        self.answers[f"twins {self._judge.ended(id, item, answer)}"] += 1
 
     async def burst(self, lasts_s: float) -> None:
         statuses = await asyncio.gather(*(self._post(self._small(i)) for i in range(BURST)))
@@ -102,11 +107,13 @@ class HostileClients:
             for item in [item for item in self._items if item.number % 6 == 4][:BURST]:
                 tasks.create_task(self._long(item))
 
-    async def _long(self, item: Item) -> None:
-        told, id = ObservedAnswer(clock()), f"long-{self._chance.randrange(2**48):x}"
-        await ask(self._address, item, {"request_id": id, "cache_salt": id}, told, PATIENCE_S, api_key=RUDE)
-        if not (told.problem or "").startswith("429"):
-            self.answers[f"long_prompts {self._judge.ended(id, item, told)}"] += 1
+    async def _long(self, item: CatalogueItem) -> None:
+        answer, id = ObservedAnswer(clock()), f"long-{self._rng.randrange(2**48):x}"
+        await send_request(
+            self._address, item, {"request_id": id, "cache_salt": id}, answer, PATIENCE_S, api_key=HOSTILE_KEY
+        )
+        if not (answer.problem or "").startswith("429"):
+            self.answers[f"long_prompts {self._judge.ended(id, item, answer)}"] += 1
 
     async def forgers(self, lasts_s: float) -> None:
         """They claim to have been told what no engine has made."""
@@ -116,9 +123,9 @@ class HostileClients:
 
     async def _post(self, body: dict[str, Any]) -> int:
         """The status of the answer, which is read; 0 if there was none."""
-        with suppress(*NOBODY):
+        with suppress(*NO_ANSWER):
             async with asyncio.timeout(PATIENCE_S):
-                async with call(self._address, "POST", COMPLETIONS, msgspec.json.encode(body), RUDE) as answer:
+                async with call(self._address, "POST", COMPLETIONS, msgspec.json.encode(body), HOSTILE_KEY) as answer:
                     await answer.body()
                     return answer.status
         return 0

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headgate.testing.chaos.catalogue import Item
+from headgate.testing.chaos.catalogue import CatalogueItem
 from headgate.testing.chaos.client import ObservedAnswer, ObservedChoice
-from headgate.testing.chaos.reference import Reference, Spliced, Weights, first_difference
+from headgate.testing.chaos.reference import MixedWeightsAnswer, ReferenceAnswers, WeightsName, first_difference
 
 log = logging.getLogger(__name__)
 
@@ -28,95 +28,97 @@ class PauseInterval:
     begun_s: float
     ended_s: float = float("inf")
 
-    def met(self, told: ObservedAnswer) -> bool:
-        return self.begun_s <= told.ended_s and told.begun_s <= self.ended_s
+    def met(self, answer: ObservedAnswer) -> bool:
+        return self.begun_s <= answer.ended_s and answer.begun_s <= self.ended_s
 
 
 @dataclass
-class Judge:
-    reference: Reference
+class AnswerJudge:
+    reference: ReferenceAnswers
     pauses: list[PauseInterval] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)  # ids that somebody asked to end
-    weights: dict[int, Weights] = field(default_factory=lambda: {0: "a"})  # by version
+    weights: dict[int, WeightsName] = field(default_factory=lambda: {0: "a"})  # by version
     ends: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     explained: Counter[str] = field(default_factory=Counter)
     unexplained: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
     checked: int = 0  # answers whose tokens were compared
-    spliced: list[Spliced] = field(default_factory=list)
+    mixed: list[MixedWeightsAnswer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def ended(self, request_id: str, item: Item, told: ObservedAnswer) -> str:
+    def ended(self, request_id: str, item: CatalogueItem, answer: ObservedAnswer) -> str:
         """Judge one request that ran to its end; in a word, what became of it."""
-        word = self._ended(request_id, item, told)
-        self.ends[word] += 1
-        return word
+        outcome = self._ended(request_id, item, answer)
+        self.ends[outcome] += 1
+        return outcome
 
-    def vanished(self, item: Item, told: ObservedAnswer) -> None:
+    def vanished(self, item: CatalogueItem, answer: ObservedAnswer) -> None:
         """Its client has gone, and what it was told until then must still be right."""
         self.ends["vanished"] += 1
-        for index, choice in told.choices.items():
+        for index, choice in answer.choices.items():
             self._compare(item, index, choice)
 
-    def _ended(self, request_id: str, item: Item, told: ObservedAnswer) -> str:
-        if told.problem is not None:
-            return self._problem(request_id, item, told)
-        if (sentence := self._ill_formed(item, told)) is not None:
-            return self._fail("malformed", request_id, item, sentence)
+    def _ended(self, request_id: str, item: CatalogueItem, answer: ObservedAnswer) -> str:
+        if answer.problem is not None:
+            return self._problem(request_id, item, answer)
+        if (problem_text := self._malformed_part(item, answer)) is not None:
+            return self._fail("malformed", request_id, item, problem_text)
         cut = False
-        for index, choice in told.choices.items():
+        for index, choice in answer.choices.items():
             self._compare(item, index, choice)
             if choice.cut:
                 cut = True
                 cause = choice.ends[0][1]
-                if not self._explains(cause, request_id, told):
+                if not self._explains(cause, request_id, answer):
                     return self._fail(f"cut by {cause}", request_id, item, f"after {len(choice.tokens)} tokens")
                 self.explained[f"cut: {cause}"] += 1
         return "cut" if cut else "whole"
 
-    def _problem(self, request_id: str, item: Item, told: ObservedAnswer) -> str:
-        for index, choice in told.choices.items():
+    def _problem(self, request_id: str, item: CatalogueItem, answer: ObservedAnswer) -> str:
+        for index, choice in answer.choices.items():
             self._compare(item, index, choice)
         # A stream that has shown life while it waited is refused by its last event.
-        refused = told.problem in ("503 paused", "error paused") and not any(c.tokens for c in told.choices.values())
-        if refused and any(pause.refuses and pause.met(told) for pause in self.pauses):
+        refused = answer.problem in ("503 paused", "error paused") and not any(
+            c.tokens for c in answer.choices.values()
+        )
+        if refused and any(pause.refuses and pause.met(answer) for pause in self.pauses):
             self.explained["503 paused"] += 1
             return "refused"
-        if told.problem == "502 worker_lost" and (
-            self._explains("api_abort", request_id, told) or self._explains("pause", request_id, told)
+        if answer.problem == "502 worker_lost" and (
+            self._explains("api_abort", request_id, answer) or self._explains("pause", request_id, answer)
         ):
             # It was ended, and the server that had its part was lost before it could tell.
             self.explained["cut: its part is lost"] += 1
             return "cut"
-        return self._fail(told.problem or "", request_id, item, told.detail)
+        return self._fail(answer.problem or "", request_id, item, answer.detail)
 
-    def _explains(self, cause: str, request_id: str, told: ObservedAnswer) -> bool:
+    def _explains(self, cause: str, request_id: str, answer: ObservedAnswer) -> bool:
         if cause == "api_abort":
             return request_id in self.aborted
-        return cause == "pause" and any(pause.mode != "freeze" and pause.met(told) for pause in self.pauses)
+        return cause == "pause" and any(pause.mode != "freeze" and pause.met(answer) for pause in self.pauses)
 
-    def _ill_formed(self, item: Item, told: ObservedAnswer) -> str | None:
-        if sorted(told.choices) != list(range(item.choices)):
-            return f"choices {sorted(told.choices)} of {item.choices}"
-        if item.streamed and told.done != 1:
-            return f"{told.done} times [DONE]"
-        for index, choice in told.choices.items():
+    def _malformed_part(self, item: CatalogueItem, answer: ObservedAnswer) -> str | None:
+        if sorted(answer.choices) != list(range(item.choices)):
+            return f"choices {sorted(answer.choices)} of {item.choices}"
+        if item.streamed and answer.done != 1:
+            return f"{answer.done} times [DONE]"
+        for index, choice in answer.choices.items():
             if len(choice.ends) != 1:
                 return f"choice {index} has {len(choice.ends)} ends"
-        spoken = sum(len(choice.tokens) for choice in told.choices.values())
-        return None if told.output_tokens == spoken else f"usage says {told.output_tokens} tokens, not {spoken}"
+        tokens = sum(len(choice.tokens) for choice in answer.choices.values())
+        return None if answer.output_tokens == tokens else f"usage says {answer.output_tokens} tokens, not {tokens}"
 
     # -- tokens -------------------------------------------------------------------------
 
-    def _compare(self, item: Item, index: int, choice: ObservedChoice) -> None:
+    def _compare(self, item: CatalogueItem, index: int, choice: ObservedChoice) -> None:
         self.checked += 1
         self.tokens += len(choice.tokens)
-        if (sentence := self._difference(item, index, choice)) is not None:
+        if (problem_text := self._difference(item, index, choice)) is not None:
             self.wrong += 1
-            self._say(f"wrong tokens: request {item.number}, choice {index}: {sentence}")
+            self._add_failure(f"wrong tokens: request {item.number}, choice {index}: {problem_text}")
 
-    def _difference(self, item: Item, index: int, choice: ObservedChoice) -> str | None:
+    def _difference(self, item: CatalogueItem, index: int, choice: ObservedChoice) -> str | None:
         if len(choice.versions) != len(choice.tokens):
             return f"{len(choice.tokens)} tokens, and versions of {len(choice.versions)}"
         unknown = set(choice.versions) - set(self.weights)
@@ -124,11 +126,13 @@ class Judge:
             return f"made by weights that nobody has sent: {sorted(unknown)}"
         weights = tuple(self.weights[version] for version in choice.versions)
         if len(set(weights)) > 1:
-            self.spliced.append(Spliced(item, index, choice, weights))
+            self.mixed.append(MixedWeightsAnswer(item, index, choice, weights))
             return None
-        return self._from_one(item, index, choice, weights[0] if weights else "a")
+        return self._compare_with_reference(item, index, choice, weights[0] if weights else "a")
 
-    def _from_one(self, item: Item, index: int, choice: ObservedChoice, weights: Weights) -> str | None:
+    def _compare_with_reference(
+        self, item: CatalogueItem, index: int, choice: ObservedChoice, weights: WeightsName
+    ) -> str | None:
         expected = self.reference.answers[item.number, weights].choices[index]
         whole = bool(choice.ends) and not choice.cut
         if choice.tokens != (expected.tokens if whole else expected.tokens[: len(choice.tokens)]):
@@ -140,30 +144,30 @@ class Judge:
             return f"text {choice.text!r} does not begin {expected.text!r}"
         return None
 
-    async def look_at_spliced(self) -> None:
+    async def check_mixed(self) -> None:
         """Answers of which several sets of weights made a part each: every part follows from what is before it."""
-        for each, sentence in await self.reference.differing(self.spliced):
+        for each, problem_text in await self.reference.differing(self.mixed):
             self.wrong += 1
-            self._say(f"wrong tokens: request {each.item.number}, choice {each.index}, {sentence}")
+            self._add_failure(f"wrong tokens: request {each.item.number}, choice {each.index}, {problem_text}")
 
     # -- failing ------------------------------------------------------------------------
 
-    def _fail(self, problem: str, request_id: str, item: Item, detail: str) -> str:
+    def _fail(self, problem: str, request_id: str, item: CatalogueItem, detail: str) -> str:
         self.unexplained[problem] += 1
         log.warning("unexplained: %s: %s", problem, request_id)
-        self._say(f"unexplained: {problem}: {request_id} (request {item.number}): {detail}")
+        self._add_failure(f"unexplained: {problem}: {request_id} (request {item.number}): {detail}")
         return "failed"
 
-    def _say(self, sentence: str) -> None:
+    def _add_failure(self, problem_text: str) -> None:
         if len(self.failures) < SHOWN:
-            self.failures.append(sentence)
+            self.failures.append(problem_text)
 
     def summary(self) -> Mapping[str, object]:
         return {
             "ends": dict(self.ends),
             "tokens": self.tokens,
             "answers_compared": self.checked,
-            "answers_of_several_weights": len(self.spliced),
+            "answers_of_several_weights": len(self.mixed),
             "explained": dict(self.explained),
             "unexplained": dict(self.unexplained),
             "wrong_answers": self.wrong,

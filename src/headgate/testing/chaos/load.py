@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headgate.httpclient import HttpAddress
-from headgate.testing.chaos.catalogue import Item
-from headgate.testing.chaos.client import ObservedAnswer, ask, clock
-from headgate.testing.chaos.judge import Judge
+from headgate.testing.chaos.catalogue import CatalogueItem
+from headgate.testing.chaos.client import ObservedAnswer, clock, send_request
+from headgate.testing.chaos.judge import AnswerJudge
 
 PATIENCE_S = 180.0  # of a client; beyond it the request has hung
-THINKS_S = 0.5  # at most, between an answer and the next question
+MAX_THINK_S = 0.5  # at most, between an answer and the next question
 STRICT = 0.15  # of all clients know only OpenAI's finish reasons
-LONGEST_WAIT_S = 2.0  # when told to come back later
+MAX_RETRY_WAIT_S = 2.0  # when told to come back later
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class FinishedRequest:
     at_s: float
     took_s: float
     first_s: float | None
-    word: str
+    outcome: str
     tokens: int
 
 
@@ -41,25 +41,31 @@ class ClientLoad:
     """Use `run` in a task, and `over` to have every client finish and leave."""
 
     def __init__(
-        self, url: str, items: Sequence[Item], judge: Judge, clients: int, seed: int, api_key: str | None = None
+        self,
+        url: str,
+        items: Sequence[CatalogueItem],
+        judge: AnswerJudge,
+        clients: int,
+        seed: int,
+        api_key: str | None = None,
     ) -> None:
         self._api_key = api_key
         self._address, self._items, self._judge, self._seed = HttpAddress.of(url), items, judge, seed
         self._clients = [LoadClient(number) for number in range(clients)]
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self.over = asyncio.Event()
         self.ended: list[FinishedRequest] = []
         self.begun_s = clock()
-        self.asked = 0
+        self.sent = 0
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for client in self._clients:
-                tasks.create_task(self._live(client))
+                tasks.create_task(self._run_client(client))
 
     def vanish(self, count: int) -> int:
         """So many clients hang up in the middle of what they are told."""
-        leaving = self._some(count)
+        leaving = self._choose_clients(count)
         for client in leaving:
             client.leaving = True
             assert client.task is not None
@@ -68,7 +74,7 @@ class ClientLoad:
 
     def abort(self, count: int) -> list[str]:
         """Ids of requests that somebody else is going to end."""
-        ids = [client.request_id for client in self._some(count)]
+        ids = [client.request_id for client in self._choose_clients(count)]
         self._judge.aborted |= set(ids)
         return ids
 
@@ -76,41 +82,41 @@ class ClientLoad:
         """Of all requests that are under way."""
         return [client.request_id for client in self._clients if client.task is not None]
 
-    def _some(self, count: int) -> list[LoadClient]:
-        asking = [client for client in self._clients if client.task is not None and not client.leaving]
-        return self._chance.sample(asking, min(count, len(asking)))
+    def _choose_clients(self, count: int) -> list[LoadClient]:
+        sending = [client for client in self._clients if client.task is not None and not client.leaving]
+        return self._rng.sample(sending, min(count, len(sending)))
 
-    async def _live(self, client: LoadClient) -> None:
-        chance = random.Random(f"{self._seed} {client.number}")
+    async def _run_client(self, client: LoadClient) -> None:
+        rng = random.Random(f"{self._seed} {client.number}")
         while not self.over.is_set():
-            await asyncio.sleep(chance.uniform(0, THINKS_S))
-            await self._one(client, chance)
+            await asyncio.sleep(rng.uniform(0, MAX_THINK_S))
+            await self._one_request(client, rng)
 
-    async def _one(self, client: LoadClient, chance: random.Random) -> None:
-        item, told = chance.choice(self._items), ObservedAnswer(clock())
-        self.asked += 1
-        client.request_id = f"chaos-{client.number}-{self.asked}"
+    async def _one_request(self, client: LoadClient, rng: random.Random) -> None:
+        item, answer = rng.choice(self._items), ObservedAnswer(clock())
+        self.sent += 1
+        client.request_id = f"chaos-{client.number}-{self.sent}"
         more: dict[str, object] = {"request_id": client.request_id}
-        if chance.random() < 0.3:
+        if rng.random() < 0.3:
             more["cache_salt"] = client.request_id  # its prompt is in nobody's cache
-        strict = chance.random() < STRICT
-        asking = ask(self._address, item, more, told, PATIENCE_S, api_key=self._api_key, strict=strict)
-        client.task = asyncio.ensure_future(asking)
+        strict = rng.random() < STRICT
+        sending = send_request(self._address, item, more, answer, PATIENCE_S, api_key=self._api_key, strict=strict)
+        client.task = asyncio.ensure_future(sending)
         try:
             await asyncio.wait({client.task})
         finally:
             client.task.cancel()
         left, client.leaving, client.task = client.leaving and client.task.cancelled(), False, None
         if left:
-            self._judge.vanished(item, told)
+            self._judge.vanished(item, answer)
             return
-        word = self._judge.ended(client.request_id, item, told)
-        self._note(told, word)
-        if word == "refused":
-            await asyncio.sleep(min(told.retry_after_s, LONGEST_WAIT_S))
+        outcome = self._judge.ended(client.request_id, item, answer)
+        self._note(answer, outcome)
+        if outcome == "refused":
+            await asyncio.sleep(min(answer.retry_after_s, MAX_RETRY_WAIT_S))
 
-    def _note(self, told: ObservedAnswer, word: str) -> None:
-        tokens = sum(len(choice.tokens) for choice in told.choices.values())
-        first_s = None if told.first_s is None else told.first_s - told.begun_s
-        at_s, took_s = told.ended_s - self.begun_s, told.ended_s - told.begun_s
-        self.ended.append(FinishedRequest(round(at_s, 3), round(took_s, 4), first_s, word, tokens))
+    def _note(self, answer: ObservedAnswer, outcome: str) -> None:
+        tokens = sum(len(choice.tokens) for choice in answer.choices.values())
+        first_s = None if answer.first_s is None else answer.first_s - answer.begun_s
+        at_s, took_s = answer.ended_s - self.begun_s, answer.ended_s - answer.begun_s
+        self.ended.append(FinishedRequest(round(at_s, 3), round(took_s, 4), first_s, outcome, tokens))

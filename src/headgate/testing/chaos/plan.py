@@ -49,24 +49,24 @@ HARMS_A_WORKER = frozenset(name for name, kind in KINDS.items() if kind.group in
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlannedFault:
     at_s: float
     kind: str
     which: float  # from 0 to 1: whom it meets
     lasts_s: float
 
 
-def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[Fault]:
+def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[PlannedFault]:
     """One fault every `every_s` seconds."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     shares = [KINDS[kind].share for kind in kinds]
     faults = []
     for number in range(1, int(seconds / every_s) + 1):
-        (kind,) = chance.choices(kinds, shares)
+        (kind,) = rng.choices(kinds, shares)
         shortest_s, longest_s = KINDS[kind].lasts_s
         # Most are short; the longest outlast every patience there is in the router.
-        lasts_s = shortest_s + (longest_s - shortest_s) * chance.random() ** 2
-        faults.append(Fault(number * every_s, kind, chance.random(), lasts_s))
+        lasts_s = shortest_s + (longest_s - shortest_s) * rng.random() ** 2
+        faults.append(PlannedFault(number * every_s, kind, rng.random(), lasts_s))
     return faults
 
 

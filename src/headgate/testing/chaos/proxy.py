@@ -67,7 +67,7 @@ class FaultProxy:
         self._refuses = True
         self._flows.clear()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """All flows again; connections that a partition has held are gone, as on a path that forgot them."""
         forgotten, self._refuses, self.delay_s = self._refuses, False, 0.0
         if forgotten:
@@ -81,7 +81,7 @@ class FaultProxy:
             link.reset()
         return len(links)
 
-    def halve(self) -> int:
+    def cut_next_answers(self) -> int:
         """Of what the server says next on each connection, half passes, and then it ends."""
         for link in self.links:
             link.cut_next = True

@@ -11,25 +11,25 @@ from pathlib import Path
 from headgate.client import AsyncFleet
 from headgate.errors import HeadgateError
 from headgate.httpclient import HttpAddress
-from headgate.testing.chaos.catalogue import COMPLETIONS, TOLD, Item
-from headgate.testing.chaos.client import ObservedAnswer, ObservedChoice, ask, clock
+from headgate.testing.chaos.catalogue import COMPLETIONS, RETURN_DETAILS, CatalogueItem
+from headgate.testing.chaos.client import ObservedAnswer, ObservedChoice, clock, send_request
 
-AT_ONCE = 16
+CONCURRENCY = 16
 TIMEOUT_S = 120.0
 
-Weights = str  # "a" or "b"
+WeightsName = str  # "a" or "b"
 
 
 @dataclass(frozen=True, slots=True)
-class Spliced:
+class MixedWeightsAnswer:
     """An answer that several sets of weights have made, to be looked at when there is time."""
 
-    item: Item
+    item: CatalogueItem
     index: int
     choice: ObservedChoice
-    weights: tuple[Weights, ...]  # one per token
+    weights: tuple[WeightsName, ...]  # one per token
 
-    def parts(self) -> list[tuple[int, int, Weights]]:
+    def parts(self) -> list[tuple[int, int, WeightsName]]:
         """Where each begins and ends, and who made it."""
         parts, begin = [], 0
         for weights, run in groupby(self.weights):
@@ -43,20 +43,20 @@ class Spliced:
         return end == len(self.choice.tokens) and bool(self.choice.ends) and not self.choice.cut
 
 
-class Reference:
-    def __init__(self, url: str, folders: dict[Weights, Path]) -> None:
+class ReferenceAnswers:
+    def __init__(self, url: str, folders: dict[WeightsName, Path]) -> None:
         self._address, self._fleet, self._folders = HttpAddress.of(url), AsyncFleet(url), folders
         self._weights, self._version = "a", 0
-        self._places = asyncio.Semaphore(AT_ONCE)
-        self.answers: dict[tuple[int, Weights], ObservedAnswer] = {}
+        self._places = asyncio.Semaphore(CONCURRENCY)
+        self.answers: dict[tuple[int, WeightsName], ObservedAnswer] = {}
 
-    async def learn(self, items: Sequence[Item]) -> None:
+    async def learn(self, items: Sequence[CatalogueItem]) -> None:
         for weights in self._folders:
             await self._take(weights)
-            for item, told in zip(items, await asyncio.gather(*map(self._answer, items)), strict=True):
-                self.answers[item.number, weights] = told
+            for item, answer in zip(items, await asyncio.gather(*map(self._answer, items)), strict=True):
+                self.answers[item.number, weights] = answer
 
-    async def _take(self, weights: Weights) -> None:
+    async def _take(self, weights: WeightsName) -> None:
         if weights == self._weights:
             return
         self._version += 1
@@ -65,27 +65,27 @@ class Reference:
         await self._fleet.resume()
         self._weights = weights
 
-    async def _answer(self, item: Item) -> ObservedAnswer:
-        told = ObservedAnswer(clock())
+    async def _answer(self, item: CatalogueItem) -> ObservedAnswer:
+        answer = ObservedAnswer(clock())
         async with self._places:
-            await ask(self._address, item, {}, told, TIMEOUT_S)
-        if told.problem is not None:
-            raise HeadgateError(f"a server in peace did not answer request {item.number}: {told.problem}")
-        return told
+            await send_request(self._address, item, {}, answer, TIMEOUT_S)
+        if answer.problem is not None:
+            raise HeadgateError(f"a server in peace did not answer request {item.number}: {answer.problem}")
+        return answer
 
-    async def differing(self, spliced: Iterable[Spliced]) -> list[tuple[Spliced, str]]:
+    async def differing(self, mixed: Iterable[MixedWeightsAnswer]) -> list[tuple[MixedWeightsAnswer, str]]:
         """Those whose later parts are not what their weights go on with, each with a sentence."""
-        found: list[tuple[Spliced, str]] = []
-        waiting = [(each, part) for each in spliced for part in each.parts()]
+        found: list[tuple[MixedWeightsAnswer, str]] = []
+        waiting = [(each, part) for each in mixed for part in each.parts()]
         for weights in self._folders:
             mine = [(each, part) for each, part in waiting if part[2] == weights]
             if not mine:
                 continue
             await self._take(weights)
-            answers = await asyncio.gather(*(self._answer(_going_on(each, *part[:2])) for each, part in mine))
-            for (each, (begin, end, _)), told in zip(mine, answers, strict=True):
-                if (sentence := _unlike(each, begin, end, told.choices[0])) is not None:
-                    found.append((each, f"tokens {begin} to {end} under weights {weights}: {sentence}"))
+            answers = await asyncio.gather(*(self._answer(_continuation(each, *part[:2])) for each, part in mine))
+            for (each, (begin, end, _)), answer in zip(mine, answers, strict=True):
+                if (problem_text := _difference_from(each, begin, end, answer.choices[0])) is not None:
+                    found.append((each, f"tokens {begin} to {end} under weights {weights}: {problem_text}"))
         return found
 
 
@@ -96,28 +96,28 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> str:
     return f"{len(got)} tokens and not {len(expected)}"
 
 
-def _unlike(spliced: Spliced, begin: int, end: int, expected: ObservedChoice) -> str | None:
+def _difference_from(mixed: MixedWeightsAnswer, begin: int, end: int, expected: ObservedChoice) -> str | None:
     """How a part differs from what a server in peace says in its place."""
-    got = spliced.choice.tokens[begin:end]
+    got = mixed.choice.tokens[begin:end]
     if got != expected.tokens:
         return first_difference(got, expected.tokens)
-    if spliced.ends_with(end):
-        told = spliced.choice.text, spliced.choice.ends
-        if told != (expected.text, expected.ends):
-            return f"{told} and not {(expected.text, expected.ends)}"
+    if mixed.ends_with(end):
+        answer = mixed.choice.text, mixed.choice.ends
+        if answer != (expected.text, expected.ends):
+            return f"{answer} and not {(expected.text, expected.ends)}"
     return None
 
 
-def _going_on(spliced: Spliced, begin: int, end: int) -> Item:
+def _continuation(mixed: MixedWeightsAnswer, begin: int, end: int) -> CatalogueItem:
     """The same answer, asked for from its token `begin` to `end`, or to its own end."""
-    asked, choice = spliced.item.body, spliced.choice
+    body_sent, choice = mixed.item.body, mixed.choice
     body = {
         "prompt": choice.prompt,
         "generated_token_ids": choice.tokens[:begin],
         "stream": False,
-        "seed": asked["seed"] + spliced.index,
-        "max_tokens": asked["max_tokens"] if spliced.ends_with(end) else end,
-        **{name: asked[name] for name in ("ignore_eos", "temperature")},
-        **TOLD,
+        "seed": body_sent["seed"] + mixed.index,
+        "max_tokens": body_sent["max_tokens"] if mixed.ends_with(end) else end,
+        **{name: body_sent[name] for name in ("ignore_eos", "temperature")},
+        **RETURN_DETAILS,
     }
-    return Item(spliced.item.number, COMPLETIONS, body)
+    return CatalogueItem(mixed.item.number, COMPLETIONS, body)

@@ -6,60 +6,67 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from headgate.bench.report import drawing
-from headgate.testing.chaos.home import AtRest, ProcessSample, ProcessWatch, grown
-from headgate.testing.chaos.judge import Judge
+from headgate.testing.chaos.actions import FaultInjector, FleetOperator
+from headgate.testing.chaos.judge import AnswerJudge
+from headgate.testing.chaos.leaks import IdleUsage, ProcessSample, ProcessWatch, memory_growth
 from headgate.testing.chaos.load import ClientLoad, FinishedRequest
-
-if TYPE_CHECKING:
-    from headgate.testing.chaos.deeds import Injector, Operators
-    from headgate.testing.chaos.run import Settings
+from headgate.testing.chaos.settings import ChaosSettings
 
 BIN_S = 2.0
 
 
 @dataclass
 class ChaosReport:
-    settings: Settings
+    settings: ChaosSettings
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     events: list[dict[str, Any]] = field(default_factory=list)
     controls: Counter[str] = field(default_factory=Counter)
     slowest_control_s: float = 0.0
-    asked: int = 0
+    sent: int = 0
     ended: list[FinishedRequest] = field(default_factory=list)
     samples: list[ProcessSample] = field(default_factory=list)
-    at_rest: dict[str, tuple[AtRest, AtRest]] = field(default_factory=dict)
+    at_rest: dict[str, tuple[IdleUsage, IdleUsage]] = field(default_factory=dict)
     judged: dict[str, Any] = field(default_factory=dict)
     hostile: dict[str, int] = field(default_factory=dict)  # what hostile clients were told
     router: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
     kv_transfers: int = 0
     failures: list[str] = field(default_factory=list)  # of clients, in words
-    deed_failures: list[str] = field(default_factory=list)
-    away: list[str] = field(default_factory=list)
+    action_failures: list[str] = field(default_factory=list)
+    still_held: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
-    left_over: list[str] = field(default_factory=list)
-    bugs: list[str] = field(default_factory=list)
+    leftover_processes: list[str] = field(default_factory=list)
+    tracebacks: list[str] = field(default_factory=list)
 
-    def observe(self, load: ClientLoad, injector: Injector, operators: Operators, watch: ProcessWatch) -> None:
+    def record(
+        self, load: ClientLoad, injector: FaultInjector, operators: FleetOperator, watch: ProcessWatch
+    ) -> None:
         self.faults, self.events = injector.done, injector.events
         self.controls, self.slowest_control_s = operators.answers, round(operators.slowest_s, 2)
-        self.asked, self.ended, self.samples = load.asked, load.ended, watch.samples
+        self.sent, self.ended, self.samples = load.sent, load.ended, watch.samples
 
-    def take(self, judge: Judge) -> None:
+    def record_answers(self, judge: AnswerJudge) -> None:
         self.judged, self.failures = dict(judge.summary()), judge.failures
 
     @property
     def problems(self) -> list[str]:
         """Everything that should not be; nothing, if all is well."""
-        logged = [f"a bug was logged: {text}" for text in self.bugs]
-        return [*self.failures, *self.deed_failures, *self.away, *self.leaks, *self.left_over, *logged]
+        logged = [f"a bug was logged: {text}" for text in self.tracebacks]
+        return [
+            *self.failures,
+            *self.action_failures,
+            *self.still_held,
+            *self.leaks,
+            *self.leftover_processes,
+            *logged,
+        ]
 
     # -- words --------------------------------------------------------------------------
 
@@ -70,7 +77,7 @@ class ChaosReport:
             f"{what}, seed {settings.seed}, {self.seconds:g} s",
             "",
             _row("faults", f"{sum(self.faults.values())}: {_counts(self.faults)}"),
-            _row("requests", f"{self.asked}: {_counts(judged.get('ends', {}))} (those of the warm-up among them)"),
+            _row("requests", f"{self.sent}: {_counts(judged.get('ends', {}))} (those of the warm-up among them)"),
             _row(
                 "tokens",
                 f"{judged.get('tokens', 0)} in {judged.get('answers_compared', 0)} answers that were compared",
@@ -83,23 +90,26 @@ class ChaosReport:
             _row("explained", _counts(judged.get("explained", {})) or "0"),
             _row("unexplained", _counts(judged.get("unexplained", {})) or "0"),
             _row("wrong answers", str(judged.get("wrong_answers", 0))),
-            _row("not home", "; ".join(self.away) or "nothing"),
+            _row("not home", "; ".join(self.still_held) or "nothing"),
             _row("grown", "; ".join(self.leaks) or "nothing"),
-            _row("memory, MB", ", ".join(f"{name} {a:.0f} to {b:.0f}" for name, a, b in grown(self.samples)) or "-"),
-            _row("bugs logged", str(len(self.bugs))),
+            _row(
+                "memory, MB",
+                ", ".join(f"{name} {a:.0f} to {b:.0f}" for name, a, b in memory_growth(self.samples)) or "-",
+            ),
+            _row("bugs logged", str(len(self.tracebacks))),
         ]
         lines += [f"  {problem}" for problem in self.problems]
         lines += ["", f"FAILED: {len(self.problems)} problems" if self.problems else "all is well"]
         return "\n".join(lines)
 
     def as_json(self) -> bytes:
-        told = {
+        content = {
             "settings": {name: getattr(self.settings, name) for name in ("servers", "clients", "every_s", "seed")},
             "seconds": self.seconds,
             "ok": not self.problems,
             "problems": self.problems,
             "faults": dict(self.faults),
-            "requests": self.asked,
+            "requests": self.sent,
             **self.judged,
             "hostile": self.hostile,
             "router": self.router,
@@ -108,14 +118,14 @@ class ChaosReport:
             "control_calls": dict(self.controls),
             "slowest_control_s": self.slowest_control_s,
             "latency_s": _latency(self.ended),
-            "memory_mb": {name: {"early": early, "late": late} for name, early, late in grown(self.samples)},
+            "memory_mb": {name: {"early": early, "late": late} for name, early, late in memory_growth(self.samples)},
             "at_rest": {
                 name: {"before": asdict(before), "after": asdict(after)}
                 for name, (before, after) in sorted(self.at_rest.items())
             },
             "events": self.events,
         }
-        return msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n"
+        return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,9 +152,9 @@ class ChaosReport:
     def _draw_ends(self, axis: Any) -> None:
         edges = np.arange(0, max(self.seconds, BIN_S) + BIN_S, BIN_S)
         bottom = np.zeros(len(edges) - 1)
-        for word in sorted({each.word for each in self.ended}):
-            counts = np.histogram([each.at_s for each in self.ended if each.word == word], edges)[0] / BIN_S
-            axis.bar(edges[:-1], counts, BIN_S, bottom=bottom, align="edge", label=word)
+        for outcome in sorted({each.outcome for each in self.ended}):
+            counts = np.histogram([each.at_s for each in self.ended if each.outcome == outcome], edges)[0] / BIN_S
+            axis.bar(edges[:-1], counts, BIN_S, bottom=bottom, align="edge", label=outcome)
             bottom += counts
         axis.set_ylabel("answers/s")
         axis.legend(loc="upper right", fontsize=8)
@@ -166,8 +176,8 @@ class ChaosReport:
         axis.legend(loc="upper right", fontsize=7, ncols=4)
 
 
-def _row(name: str, told: str) -> str:
-    return f"{name:<16}{told}"
+def _row(name: str, content: str) -> str:
+    return f"{name:<16}{content}"
 
 
 def _counts(counts: dict[str, int]) -> str:
@@ -175,14 +185,14 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _latency(ended: Sequence[FinishedRequest]) -> dict[str, float]:
-    whole = [each.took_s for each in ended if each.word == "whole"]
+    whole = [each.took_s for each in ended if each.outcome == "whole"]
     if not whole:
         return {}
     return {f"p{p}": round(float(np.percentile(whole, p)), 3) for p in (50, 90, 99)} | {"max": round(max(whole), 3)}
 
 
 def _draw_latency(axis: Any, ended: Sequence[FinishedRequest]) -> None:
-    whole = [each for each in ended if each.word == "whole"]
+    whole = [each for each in ended if each.outcome == "whole"]
     axis.scatter([each.at_s for each in whole], [each.took_s for each in whole], s=3, label="whole answer")
     axis.set_yscale("log")
     axis.set_ylabel("seconds")

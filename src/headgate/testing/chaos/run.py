@@ -10,24 +10,24 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headgate.errors import HeadgateError, RequestError
-from headgate.testing.chaos import home
-from headgate.testing.chaos.catalogue import Item, catalogue
+from headgate.errors import HeadgateError
+from headgate.testing.chaos import leaks
+from headgate.testing.chaos.actions import FaultInjector, FleetOperator
+from headgate.testing.chaos.catalogue import CatalogueItem, catalogue
 from headgate.testing.chaos.client import clock
-from headgate.testing.chaos.deeds import Injector, Operators
-from headgate.testing.chaos.fleet import POLITE, START_S, ChaosFleet, local_servers, metrics
+from headgate.testing.chaos.fleet import LOAD_KEY, START_S, ChaosFleet, local_servers, metrics
 from headgate.testing.chaos.hostile import HostileClients
-from headgate.testing.chaos.judge import Judge
+from headgate.testing.chaos.judge import AnswerJudge
 from headgate.testing.chaos.load import ClientLoad
-from headgate.testing.chaos.plan import KINDS, draw
-from headgate.testing.chaos.reference import Reference, Weights
+from headgate.testing.chaos.plan import draw
+from headgate.testing.chaos.reference import ReferenceAnswers, WeightsName
 from headgate.testing.chaos.report import ChaosReport
+from headgate.testing.chaos.settings import ChaosSettings
 from headgate.testing.tiny import tiny_model
 
 log = logging.getLogger(__name__)
 
-WARM_UP_S = (5.0, 30.0)  # at least and at most; a tenth of the run in between
-LAST_DEEDS_S = 240.0  # for what was begun to be mended
+LAST_ACTIONS_S = 240.0  # for what was begun to be mended
 CALM_S = 240.0  # for clients to finish when nothing goes wrong any more
 READY_S = 120.0  # for servers to come back
 KV_BLOCKS = 384  # few enough that now and then somebody has to wait, or give way
@@ -35,34 +35,7 @@ SERVED = ("--device", "cpu", "--kv-blocks", str(KV_BLOCKS), "--drain-timeout", "
 COUNTED = ("retries", "resumes", "prefills_lost")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    seconds: float = 600.0
-    every_s: float = 2.0
-    clients: int = 64
-    servers: int = 3
-    seed: int = 0
-    kinds: Sequence[str] = tuple(KINDS)
-
-    def __post_init__(self) -> None:
-        for name, least in (("clients", 1), ("servers", 2)):
-            if getattr(self, name) < least:
-                raise RequestError(f"--{name} must be at least {least}")
-        if not (self.seconds > 0 and self.every_s > 0):
-            raise RequestError("--minutes and --every must be above 0")
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """One computes prompts for the others."""
-        return {"mixed": self.servers - 1, "prefill": 1}
-
-    @property
-    def warm_up_s(self) -> float:
-        least, most = WARM_UP_S
-        return min(max(self.seconds / 10, least), most)
-
-
-class Bugs(logging.Handler):
+class TracebackCollector(logging.Handler):
     """Tracebacks that a process of the fleet has logged: each one is a bug."""
 
     def __init__(self) -> None:
@@ -77,7 +50,7 @@ class Bugs(logging.Handler):
 
 @dataclass(frozen=True, slots=True)
 class ChaosModels:
-    folders: dict[Weights, Path]
+    folders: dict[WeightsName, Path]
     cut: Path  # what a disk that was full has left of one
 
     @classmethod
@@ -93,65 +66,72 @@ class ChaosModels:
 
 
 @asynccontextmanager
-async def reference_server(models: ChaosModels, environ: Mapping[str, str]) -> AsyncIterator[Reference]:
+async def reference_server(models: ChaosModels, environ: Mapping[str, str]) -> AsyncIterator[ReferenceAnswers]:
     arguments = [str(models.folders["a"]), "--served-name", "tiny", *SERVED]
     async with local_servers(arguments, {"mixed": 1}, environ, lambda _: None) as local:
         async with asyncio.timeout(START_S):
             await local.ready()
-        yield Reference(local.servers[0].url, models.folders)
+        yield ReferenceAnswers(local.servers[0].url, models.folders)
 
 
 @dataclass
 class ChaosRun:
-    settings: Settings
+    settings: ChaosSettings
     environ: Mapping[str, str]
-    say: Callable[[str], None]
+    progress: Callable[[str], None]
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set: no more faults, and the rest as usual
 
     async def run(self, folder: Path) -> ChaosReport:
-        bugs = Bugs()
+        tracebacks = TracebackCollector()
         for name in ("headgate.cluster", "headgate.testing.chaos.fleet"):
-            logging.getLogger(name).addHandler(bugs)
+            logging.getLogger(name).addHandler(tracebacks)
         models = ChaosModels.write(folder)
         items = catalogue(self.settings.seed)
         report = ChaosReport(self.settings)
         async with reference_server(models, self.environ) as reference:
-            self.say(f"asking {len(items)} questions of a server that is left alone")
+            self.progress(f"asking {len(items)} questions of a server that is left alone")
             await reference.learn(items)
-            judge = Judge(reference)
+            judge = AnswerJudge(reference)
             arguments = [str(models.folders["a"]), "--served-name", "tiny", *SERVED]
             fleet = ChaosFleet(arguments, self.settings.counts, self.environ)
-            self.say(f"starting {self.settings.servers} servers and a router")
+            self.progress(f"starting {self.settings.servers} servers and a router")
             async with fleet:
-                await self._try(fleet, judge, models, items, report)
-            report.left_over = [f"process {pid} has outlived the fleet" for pid in await fleet.left_over()]
-            self.say(f"comparing {len(judge.spliced)} answers that several sets of weights have made")
-            await judge.look_at_spliced()
-        report.take(judge)
-        report.bugs = bugs.found
+                await self._run_faults(fleet, judge, models, items, report)
+            report.leftover_processes = [
+                f"process {pid} has outlived the fleet" for pid in await fleet.leftover_processes()
+            ]
+            self.progress(f"comparing {len(judge.mixed)} answers that several sets of weights have made")
+            await judge.check_mixed()
+        report.record_answers(judge)
+        report.tracebacks = tracebacks.found
         return report
 
-    async def _try(
-        self, fleet: ChaosFleet, judge: Judge, models: ChaosModels, items: Sequence[Item], report: ChaosReport
+    async def _run_faults(
+        self,
+        fleet: ChaosFleet,
+        judge: AnswerJudge,
+        models: ChaosModels,
+        items: Sequence[CatalogueItem],
+        report: ChaosReport,
     ) -> None:
         await self._warm_up(fleet, judge, items)
-        before = await home.at_rest(fleet)
-        load = ClientLoad(fleet.url, items, judge, self.settings.clients, self.settings.seed, POLITE)
+        before = await leaks.at_rest(fleet)
+        load = ClientLoad(fleet.url, items, judge, self.settings.clients, self.settings.seed, LOAD_KEY)
         hostile = HostileClients(fleet.url, items, judge, load.ids, self.settings.seed)
-        operators = Operators(fleet, judge, models.folders, models.cut)
-        injector = Injector(fleet, operators, load.vanish, load.abort, hostile, self.settings.seed)
-        watch = home.ProcessWatch(fleet, load.begun_s)
+        operators = FleetOperator(fleet, judge, models.folders, models.cut)
+        injector = FaultInjector(fleet, operators, load.vanish, load.abort, hostile, self.settings.seed)
+        watch = leaks.ProcessWatch(fleet, load.begun_s)
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch.run())
-            telling = tasks.create_task(self._tell(load, injector, judge))
-            asking = tasks.create_task(load.run())
-            report.deed_failures = await self._do_all(injector, load.begun_s)
-            await self._calm(operators, load, asking, report)
+            reporting = tasks.create_task(self._report_progress(load, injector, judge))
+            sending = tasks.create_task(load.run())
+            report.action_failures = await self._inject_all(injector, load.begun_s)
+            await self._let_clients_finish(operators, load, sending, report)
             watching.cancel()
-            telling.cancel()
+            reporting.cancel()
         report.seconds = round(clock() - load.begun_s, 1)
-        await self._go_home(fleet, before, watch, report)
-        report.observe(load, injector, operators, watch)
+        await self._check_leaks(fleet, before, watch, report)
+        report.record(load, injector, operators, watch)
         report.hostile = dict(hostile.answers)
         counted = await metrics(fleet.url)
         report.router = {name: int(counted[f"headgate:router_{name}_total"]) for name in COUNTED}
@@ -162,10 +142,10 @@ class ChaosRun:
         """Prompts whose KV came from another server, since this one was started."""
         return sum(value for name, value in (await metrics(url)).items() if "headgate:kv_transfers_total" in name)
 
-    async def _warm_up(self, fleet: ChaosFleet, judge: Judge, items: Sequence[Item]) -> None:
-        self.say(f"{self.settings.clients} clients warm it up for {self.settings.warm_up_s:g} s")
-        load = ClientLoad(fleet.url, items, judge, self.settings.clients, self.settings.seed + 1, POLITE)
-        asking = asyncio.ensure_future(load.run())
+    async def _warm_up(self, fleet: ChaosFleet, judge: AnswerJudge, items: Sequence[CatalogueItem]) -> None:
+        self.progress(f"{self.settings.clients} clients warm it up for {self.settings.warm_up_s:g} s")
+        load = ClientLoad(fleet.url, items, judge, self.settings.clients, self.settings.seed + 1, LOAD_KEY)
+        sending = asyncio.ensure_future(load.run())
         try:
             if "giant_prompts" in self.settings.kinds:  # what buffers they take, processes keep
                 hostile = HostileClients(fleet.url, items, judge, load.ids, self.settings.seed)
@@ -173,60 +153,60 @@ class ChaosRun:
             await self._sleep(self.settings.warm_up_s)
             load.over.set()
             async with asyncio.timeout(CALM_S):
-                await asking
+                await sending
         finally:
-            asking.cancel()
-        if left := await home.come_home(fleet):
+            sending.cancel()
+        if left := await leaks.wait_until_idle(fleet):
             raise HeadgateError(f"the fleet does not come to rest before anything went wrong: {'; '.join(left)}")
 
-    async def _do_all(self, injector: Injector, begun_s: float) -> list[str]:
+    async def _inject_all(self, injector: FaultInjector, begun_s: float) -> list[str]:
         """All faults in their time; what went wrong with the operators' own calls, in sentences."""
         settings = self.settings
-        deeds = []
+        actions = []
         for fault in draw(settings.seed, settings.seconds, settings.every_s, settings.kinds):
             if await self._sleep(begun_s + fault.at_s - clock()):
                 break
-            deeds.append(asyncio.ensure_future(injector.do(fault, begun_s)))
+            actions.append(asyncio.ensure_future(injector.do(fault, begun_s)))
         try:
-            if deeds:
-                await asyncio.wait(deeds, timeout=LAST_DEEDS_S)
+            if actions:
+                await asyncio.wait(actions, timeout=LAST_ACTIONS_S)
         finally:
-            unfinished = [deed for deed in deeds if not deed.done()]
-            for deed in unfinished:
-                deed.cancel()
-            ended = await asyncio.gather(*deeds, return_exceptions=True)
-        failures = [f"{len(unfinished)} deeds were not over after {LAST_DEEDS_S:g} s"] if unfinished else []
+            unfinished = [action for action in actions if not action.done()]
+            for action in unfinished:
+                action.cancel()
+            ended = await asyncio.gather(*actions, return_exceptions=True)
+        failures = [f"{len(unfinished)} deeds were not over after {LAST_ACTIONS_S:g} s"] if unfinished else []
         wrong = [error for error in ended if isinstance(error, Exception)]
         return failures + [f"{type(error).__name__}: {error}" for error in wrong]
 
-    async def _calm(
-        self, operators: Operators, load: ClientLoad, asking: asyncio.Task[None], report: ChaosReport
+    async def _let_clients_finish(
+        self, operators: FleetOperator, load: ClientLoad, sending: asyncio.Task[None], report: ChaosReport
     ) -> None:
         """Nothing goes wrong any more; everybody is to get what they have asked for."""
         try:
-            await operators.settle()
+            await operators.resume_at_end()
         except HeadgateError as error:
-            report.deed_failures.append(str(error))
+            report.action_failures.append(str(error))
         load.over.set()
-        await asyncio.wait({asking}, timeout=CALM_S)
-        if not asking.done():
-            report.deed_failures.append(f"clients still wait {CALM_S:g} s after the last fault")
-            asking.cancel()
+        await asyncio.wait({sending}, timeout=CALM_S)
+        if not sending.done():
+            report.action_failures.append(f"clients still wait {CALM_S:g} s after the last fault")
+            sending.cancel()
 
-    async def _go_home(
-        self, fleet: ChaosFleet, before: Mapping[str, home.AtRest], watch: home.ProcessWatch, report: ChaosReport
+    async def _check_leaks(
+        self, fleet: ChaosFleet, before: Mapping[str, leaks.IdleUsage], watch: leaks.ProcessWatch, report: ChaosReport
     ) -> None:
         try:
             await fleet.all_ready(READY_S)
         except HeadgateError as error:
-            report.away.append(str(error))
-        report.away += await home.come_home(fleet)
-        if report.away:
+            report.still_held.append(str(error))
+        report.still_held += await leaks.wait_until_idle(fleet)
+        if report.still_held:
             return
-        report.away += await home.different_weights(fleet)
-        after = await home.at_rest(fleet)
+        report.still_held += await leaks.weight_differences(fleet)
+        after = await leaks.at_rest(fleet)
         report.at_rest = {name: (before[name], after[name]) for name in before.keys() & after.keys()}
-        report.leaks = home.leaked(before, after) + home.too_large(watch.samples)
+        report.leaks = leaks.leaked(before, after) + leaks.memory_leaks(watch.samples)
 
     async def _sleep(self, seconds: float) -> bool:
         """Whether it was cut short because all is over."""
@@ -237,11 +217,11 @@ class ChaosRun:
             return self.over.is_set()
         return True
 
-    async def _tell(self, load: ClientLoad, injector: Injector, judge: Judge) -> None:
+    async def _report_progress(self, load: ClientLoad, injector: FaultInjector, judge: AnswerJudge) -> None:
         while True:
             await asyncio.sleep(10)
             passed_s = clock() - load.begun_s
-            self.say(
-                f"{passed_s:5.0f} s: {load.asked} requests, {sum(injector.done.values())} faults, "
+            self.progress(
+                f"{passed_s:5.0f} s: {load.sent} requests, {sum(injector.done.values())} faults, "
                 f"{judge.wrong} wrong answers, {sum(judge.unexplained.values())} unexplained errors"
             )

@@ -40,11 +40,11 @@ class ReceivedAnswer:
 
 
 class _Reader(asyncio.Protocol):
-    def __init__(self, reply: ReceivedAnswer, done: asyncio.Future[None], manners: ClientBehaviour) -> None:
+    def __init__(self, reply: ReceivedAnswer, done: asyncio.Future[None], behaviour: ClientBehaviour) -> None:
         self._reply = reply
         self._done = done
-        self._slow_s = manners.slow_s
-        self._stalls = manners.stalls
+        self._slow_s = behaviour.slow_s
+        self._stalls = behaviour.stalls
         self._parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport | None = None
 
@@ -103,23 +103,23 @@ async def call(
     path: str,
     body: Any = None,
     headers: dict[str, str] | None = None,
-    manners: ClientBehaviour | None = None,
+    behaviour: ClientBehaviour | None = None,
     reply: ReceivedAnswer | None = None,
 ) -> ReceivedAnswer:
     """The answer, or as much of it as came; never raises for what the network does."""
-    manners, reply = manners or ClientBehaviour(), reply or ReceivedAnswer()
+    behaviour, reply = behaviour or ClientBehaviour(), reply or ReceivedAnswer()
     loop = cast(SimLoop, asyncio.get_running_loop())
     reply.began_s = loop.time()
-    limit_s = manners.patience_s if manners.leaves_after_s is None else manners.leaves_after_s
+    limit_s = behaviour.patience_s if behaviour.leaves_after_s is None else behaviour.leaves_after_s
     transport: asyncio.Transport | None = None
     try:
         async with asyncio.timeout(limit_s):
             done: asyncio.Future[None] = loop.create_future()
-            transport, _ = await loop.create_connection(lambda: _Reader(reply, done, manners), *address)
+            transport, _ = await loop.create_connection(lambda: _Reader(reply, done, behaviour), *address)
             transport.write(_request(address[0], method, path, body, headers or {}))
             await done
     except TimeoutError:
-        reply.left = manners.leaves_after_s is not None
+        reply.left = behaviour.leaves_after_s is not None
         reply.broken = "the client has left" if reply.left else f"no end within {limit_s:g} s"
     except OSError as error:
         reply.broken = f"no connection: {error}"

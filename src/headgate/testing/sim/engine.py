@@ -37,7 +37,7 @@ from headgate.testing.device import Entry, FakeDevice, expected_entries
 from headgate.testing.executor import FakeExecutor
 from headgate.testing.sim.kv import SimKv
 from headgate.testing.sim.loop import HOST, DelayedPipe, SimLoop, SimProcess
-from headgate.testing.sim.words import EOS, SPOKEN, VOCABULARY
+from headgate.testing.sim.vocabulary import EOS, SAMPLED_TOKENS, VOCAB_SIZE
 
 FRAME_S = 0.0001  # from one process to another
 END_S = 0.01  # for a process that was asked to end
@@ -48,7 +48,7 @@ END_S = 0.01  # for a process that was asked to end
 
 def choose(kv: list[int], seed: int) -> int:
     """The token after those whose KV entries are `kv`."""
-    return hash((hash(tuple(kv)), len(kv), seed)) % SPOKEN
+    return hash((hash(tuple(kv)), len(kv), seed)) % SAMPLED_TOKENS
 
 
 def expected(tokens: list[int], version: int, seed: int) -> int:
@@ -60,7 +60,7 @@ class SimDevice(FakeDevice):
     """Samples from a row's own random stream, having read all of its KV."""
 
     def __init__(self, num_blocks: int, block_size: int, max_rows: int, version: int) -> None:
-        super().__init__(num_blocks, block_size, max_rows, SPOKEN, version)
+        super().__init__(num_blocks, block_size, max_rows, SAMPLED_TOKENS, version)
         self._seeds = [0] * max_rows
 
     def land(self, lengths: Sequence[int] = ()) -> StepResult:
@@ -73,7 +73,7 @@ class SimDevice(FakeDevice):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class EngineProfile:
     """How fast an engine is, and how much it holds."""
 
     step_s: float = 0.004
@@ -92,10 +92,15 @@ class SimExecutor(FakeExecutor):
     """Executor and resources: steps take time, one after another; weights are a file whose name says what they are."""
 
     def __init__(
-        self, device: SimDevice, pace: Pace, host: SimProcess, rng: random.Random, breaks: Callable[[], float]
+        self,
+        device: SimDevice,
+        profile: EngineProfile,
+        host: SimProcess,
+        rng: random.Random,
+        breaks: Callable[[], float],
     ) -> None:
         super().__init__(device, by_hand=True)
-        self._pace = pace
+        self._profile = profile
         self._host = host
         self._random = rng
         self._breaks = breaks  # share of updates that fail
@@ -109,14 +114,16 @@ class SimExecutor(FakeExecutor):
         future = super().launch(plan)
         self.plans.clear()
         now_s = self._host.loop.time()
-        self._free_s = max(self._free_s, now_s) + self._pace.step_s * self.slowness * self._random.uniform(0.5, 1.5)
+        self._free_s = max(self._free_s, now_s) + self._profile.step_s * self.slowness * self._random.uniform(
+            0.5, 1.5
+        )
         self._steps.send(None, self._free_s - now_s)
         return future
 
     def load_weights(self, source: object) -> Future[None]:
         assert isinstance(source, FileSource)
         loading: Future[None] = Future()
-        delay_s = self._pace.load_s * self._random.uniform(0.2, 2.0)
+        delay_s = self._profile.load_s * self._random.uniform(0.2, 2.0)
         self._host.loop.call_later(delay_s, self._loaded, loading, source, context=self._host.context)
         return loading
 
@@ -141,7 +148,7 @@ def weights_in(source: Source) -> int:
 # ---------------------------------------------------------------------------------------------------------------- loop
 
 
-class TurningLoop(EngineLoop):
+class SimEngineLoop(EngineLoop):
     """A loop whose sleep is the simulation's: a turn never waits, and is called when there is something to do."""
 
     on_post: Callable[[], None] | None = None
@@ -169,7 +176,7 @@ class TurningLoop(EngineLoop):
 class LoopDriver:
     """Turns a loop in its host, for as long as that lives."""
 
-    def __init__(self, host: SimProcess, engine: TurningLoop, on_crash: Callable[[Exception], None]) -> None:
+    def __init__(self, host: SimProcess, engine: SimEngineLoop, on_crash: Callable[[Exception], None]) -> None:
         self._host = host
         self._engine = engine
         self._on_crash = on_crash
@@ -181,7 +188,7 @@ class LoopDriver:
     def poke(self) -> None:
         self._at(0.0)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.stalled = False
         self.poke()
 
@@ -208,7 +215,7 @@ class LoopDriver:
 # ------------------------------------------------------------------------------------------------------------- channel
 
 
-class Bus:
+class MessageBus:
     """Engines by their address, and what was sent before they listened, as ZeroMQ keeps it."""
 
     def __init__(self, loop: SimLoop) -> None:
@@ -228,10 +235,10 @@ class Bus:
 class SimEngineChannel(EngineChannel):
     """The engine's end, without threads or sockets; what it makes of a frame is the real one's code."""
 
-    def __init__(self, bus: Bus, address: str, info: EngineInfo, engine: EngineLoop, host: SimProcess) -> None:
+    def __init__(self, bus: MessageBus, address: str, info: EngineInfo, engine: EngineLoop, host: SimProcess) -> None:
         self._info, self._post, self._status = info, engine.post, engine.quiet
         self._bus, self._address, self._host = bus, address, host
-        self.pipe = DelayedPipe(bus.loop, self._heard, host.context)
+        self.pipe = DelayedPipe(bus.loop, self._on_frame, host.context)
         bus.engines[address] = self
         host.on_end.append(self._unbind)
         for early in bus.early.pop(address, ()):
@@ -241,7 +248,7 @@ class SimEngineChannel(EngineChannel):
         if self._bus.engines.get(self._address) is self:
             del self._bus.engines[self._address]
 
-    def _heard(self, sent: tuple[bytes, bytes]) -> None:
+    def _on_frame(self, sent: tuple[bytes, bytes]) -> None:
         if self._host.alive:
             self._receive(*sent)
 
@@ -261,7 +268,8 @@ class SimClientChannel:
         loop = cast(SimLoop, asyncio.get_running_loop())
         host = HOST.get()
         assert host is not None
-        self._bus, self._address, self._identity, self._host = loop.processes.bus, address, _identity(client), host
+        processes = cast(EngineProcesses, loop.processes)
+        self._bus, self._address, self._identity, self._host = processes.bus, address, _identity(client), host
         self._frames: deque[bytes] = deque()
         self._arrived = asyncio.Event()
         self.pipe = DelayedPipe(loop, self._arrive, host.context)
@@ -293,73 +301,73 @@ class SimClientChannel:
 class EngineProcess(asyncio.SubprocessTransport):
     """An engine as `asyncio.subprocess` sees a process."""
 
-    def __init__(self, processes: Processes, pid: int, start: EngineStart, parent: SimProcess) -> None:
+    def __init__(self, processes: EngineProcesses, pid: int, start: EngineStart, parent: SimProcess) -> None:
         super().__init__()
         self._processes = processes
         self._pid = pid
         self._start = start
         self._waiters: list[asyncio.Future[int]] = []
         self.code: int | None = None
-        self.loop: TurningLoop | None = None  # once it is up
-        self.turner: LoopDriver | None = None
+        self.loop: SimEngineLoop | None = None  # once it is up
+        self.driver: LoopDriver | None = None
         self.executor: SimExecutor | None = None
         self.kv: SimKv | None = None  # if it serves KV to others
         self.host = SimProcess(processes.loop, f"{parent.name}/{start.name.replace(' ', '')}", parent)
         self.host.on_end.append(lambda: self.end(-9))
         self.host.on_end.append(lambda: processes.loop.network.host_ended(self.host))
-        delay_s = processes.pace.start_s * processes.random.uniform(0.5, 2.0)
+        delay_s = processes.profile.start_s * processes.random.uniform(0.5, 2.0)
         processes.loop.call_later(delay_s, self._come_up, context=self.host.context)
 
     def _come_up(self) -> None:
         if self.code is not None:
             return
-        start, pace, rng = self._start, self._processes.pace, self._processes.random
+        start, profile, rng = self._start, self._processes.profile, self._processes.random
         content = 0 if start.weights is None else weights_in(start.weights)
-        device = SimDevice(pace.blocks, pace.block_size, pace.rows, content)
-        executor = SimExecutor(device, pace, self.host, rng, lambda: self._processes.update_breaks)
+        device = SimDevice(profile.blocks, profile.block_size, profile.rows, content)
+        executor = SimExecutor(device, profile, self.host, rng, lambda: self._processes.update_breaks)
         config = start.config
         if config.kv_listen is not None:
             self.kv = SimKv(
                 device, config, self.host, lambda stage, ticket: self._processes.reached(self, stage, ticket)
             )
         limits = SchedulerLimits(
-            pace.context,
-            pace.rows,
-            pace.batch_tokens,
-            VOCABULARY,
+            profile.context,
+            profile.rows,
+            profile.batch_tokens,
+            VOCAB_SIZE,
             (EOS,),
             exports=self.kv is not None,
             takes_grammars=False,
             lease_s=config.lease_s,
             export_wait_s=config.export_wait_s,
-            reschedules=pace.reschedules,
+            reschedules=profile.reschedules,
             engine=self.kv.address if self.kv is not None else "",
             generation=secrets.randbits(63),
         )
         scheduler = Scheduler(
-            BlockPool(pace.blocks, pace.block_size),
+            BlockPool(profile.blocks, profile.block_size),
             limits,
             version=start.version,
             draw_lease_id=lambda: secrets.randbits(63),
         )
         channel: SimEngineChannel
-        self.loop = TurningLoop(
+        self.loop = SimEngineLoop(
             scheduler,
             executor,
             lambda client, message: channel.send(client, message),
             resources=executor,
             transport=self.kv,
             recorder=StepRecorder(self._processes.crash_folder),
-            run_ahead=pace.run_ahead,
+            run_ahead=profile.run_ahead,
             clock=self.host.loop.time,
         )
         info = EngineInfo(
             scheduler.max_context,
-            VOCABULARY,
+            VOCAB_SIZE,
             (EOS,),
-            pace.blocks,
-            pace.block_size,
-            pace.rows,
+            profile.blocks,
+            profile.block_size,
+            profile.rows,
             "none",
             "simulated",
             "none",
@@ -367,7 +375,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         channel = SimEngineChannel(self._processes.bus, start.address, info, self.loop, self.host)
         self._processes.note(self.host, f"is up with weights {content}")
         self.executor = executor
-        self.turner = LoopDriver(self.host, self.loop, self._crashed)
+        self.driver = LoopDriver(self.host, self.loop, self._crashed)
 
     def _crashed(self, error: Exception) -> None:
         self._processes.on_crash(self.host, error)
@@ -392,7 +400,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         return self.code
 
     def get_pipe_transport(self, fd: int) -> asyncio.BaseTransport | None:
-        return Stdin(self) if fd == 0 else None
+        return SimStdin(self) if fd == 0 else None
 
     def kill(self) -> None:
         self.end(-9)
@@ -408,7 +416,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         return self.code
 
 
-class Stdin(asyncio.WriteTransport):
+class SimStdin(asyncio.WriteTransport):
     def __init__(self, process: EngineProcess) -> None:
         super().__init__()
         self._process = process
@@ -420,14 +428,14 @@ class Stdin(asyncio.WriteTransport):
         return self._process.code is not None
 
 
-class Processes:
+class EngineProcesses:
     """What the operating system knows of engine processes."""
 
     def __init__(
         self,
         loop: SimLoop,
         rng: random.Random,
-        pace: Pace,
+        profile: EngineProfile,
         *,
         note: Callable[[SimProcess, str], None],
         on_crash: Callable[[SimProcess, Exception], None],
@@ -436,12 +444,12 @@ class Processes:
     ) -> None:
         self.loop = loop
         self.random = rng
-        self.pace = pace
+        self.profile = profile
         self.note = note
         self.on_crash = on_crash
         self.crash_folder = crash_folder
         self.update_breaks = update_breaks
-        self.bus = Bus(loop)
+        self.bus = MessageBus(loop)
         self.engines: list[EngineProcess] = []
         self.watchers: list[Callable[[EngineProcess, str, Ticket | None], None]] = []  # of transfers
         self._pids = count(1)

@@ -12,10 +12,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headgate.testing.sim import script, words
+from headgate.testing.sim import script, vocabulary
 from headgate.testing.sim.caller import ClientBehaviour, ReceivedAnswer
 from headgate.testing.sim.hosts import MODEL
-from headgate.testing.sim.script import ROUTERS, WINDOW_S, Plan, PlannedAction, PlannedRequest
+from headgate.testing.sim.script import ROUTERS, WINDOW_S, PlannedAction, PlannedRequest, SimulationPlan
 
 NONE = 0.5  # share of plans without any of these actors
 STREAM = "actors 1558"  # a number with which the seeds of earlier reports of failures draw none
@@ -26,10 +26,15 @@ GIANT = 20_000  # characters of a prompt; the context holds 160 tokens
 # What is done on behalf of hostile clients, and of operators who meet stopped processes. See `deeds`.
 HARMLESS = ("squat", "forge", "probe_salts", "pry", "ask_politely", "lie")  # no other client may notice
 STOPS = ("stop_across", "pause_and_crash")  # trouble, as any process that stops or dies
-DEEDS = (*HARMLESS, *STOPS)
-ASKING = ("squat", "forge", "probe_salts", "ask_politely")  # deeds that ask for answers, beside the plan's requests
+ACTIONS = (*HARMLESS, *STOPS)
+GENERATING = (
+    "squat",
+    "forge",
+    "probe_salts",
+    "ask_politely",
+)  # deeds that ask for answers, beside the plan's requests
 
-LIES: tuple[bytes, ...] = (
+MALFORMED_ANSWERS: tuple[bytes, ...] = (
     b"",
     b"{",
     b"\xff\xfe",
@@ -59,9 +64,9 @@ Actor = Callable[[random.Random, "PlanDraft"], None]
 class PlanDraft:
     """A plan that actors are being added to."""
 
-    plan: Plan
-    asks: list[PlannedRequest]
-    deeds: list[PlannedAction]
+    plan: SimulationPlan
+    requests: list[PlannedRequest]
+    actions: list[PlannedAction]
     changes: dict[str, Any] = field(default_factory=dict)
     actors: Sequence[Actor] = ()
 
@@ -74,13 +79,13 @@ class PlanDraft:
         return ROUTERS[: self.plan.routers]
 
 
-def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
+def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
     """The plan of a seed, with the actors of that seed; `only` leaves out all deeds but those of these kinds."""
     plan = script.draw(seed, only)
     rng = random.Random(f"{STREAM} {seed}")
     if rng.random() < NONE:
         return plan
-    draft = PlanDraft(plan, list(plan.asks), list(plan.deeds))
+    draft = PlanDraft(plan, list(plan.requests), list(plan.actions))
     if rng.random() < 0.6:
         _give_keys(draft)
     actors = rng.sample(ACTORS, min(rng.randint(1, 3), len(ACTORS)))
@@ -89,16 +94,16 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
     draft.actors = actors
     for actor in actors:
         actor(rng, draft)
-    deeds = [deed for deed in draft.deeds if only is None or deed.what in only]
-    deeds.sort(key=lambda deed: deed.at_s)
-    return replace(plan, asks=draft.asks, deeds=deeds, **draft.changes)
+    actions = [action for action in draft.actions if only is None or action.kind in only]
+    actions.sort(key=lambda action: action.at_s)
+    return replace(plan, requests=draft.requests, actions=actions, **draft.changes)
 
 
 def _give_keys(draft: PlanDraft) -> None:
     """All requests of the plan are from now on those of one tenant."""
     draft.changes["tenants"] = TENANTS
-    for ask in draft.asks:
-        belong(ask, ask.tenant or ANN)
+    for request in draft.requests:
+        assign(request, request.tenant or ANN)
 
 
 def _with_keys(draft: PlanDraft) -> None:
@@ -106,9 +111,9 @@ def _with_keys(draft: PlanDraft) -> None:
         _give_keys(draft)
 
 
-def belong(ask: PlannedRequest, tenant: str) -> None:
-    ask.tenant = tenant
-    ask.headers = {**ask.headers, **key_of(tenant)}
+def assign(request: PlannedRequest, tenant: str) -> None:
+    request.tenant = tenant
+    request.headers = {**request.headers, **key_of(tenant)}
 
 
 def key_of(tenant: str) -> dict[str, str]:
@@ -118,29 +123,29 @@ def key_of(tenant: str) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------------------- actors
 
 
-def _ask(
+def _add_request(
     rng: random.Random, draft: PlanDraft, name: str, at_s: float, tenant: str = "", **body: Any
 ) -> PlannedRequest:
     """A completion of random ids, through a router."""
     prompt = body.pop("prompt_ids", None) or tuple(
-        rng.randrange(1, words.VOCABULARY) for _ in range(rng.randint(4, 30))
+        rng.randrange(1, vocabulary.VOCAB_SIZE) for _ in range(rng.randint(4, 30))
     )
-    asked: dict[str, Any] = {"model": MODEL, "prompt": list(prompt), "max_tokens": 20, "seed": rng.randrange(2**31)}
-    asked |= {"return_token_ids": True, "return_weight_versions": True, "tags": {"run": "c"}, **body}
-    ask = PlannedRequest(
+    content: dict[str, Any] = {"model": MODEL, "prompt": list(prompt), "max_tokens": 20, "seed": rng.randrange(2**31)}
+    content |= {"return_token_ids": True, "return_weight_versions": True, "tags": {"run": "c"}, **body}
+    request = PlannedRequest(
         name=name,
         at_s=at_s,
         to=rng.choice(draft.routers),
         path="/v1/completions",
-        body=asked,
+        body=content,
         prompt=prompt,
-        manners=ClientBehaviour(),
+        behaviour=ClientBehaviour(),
         headers={"x-request-id": name},
     )
     if "tenants" in draft.changes:
-        belong(ask, tenant or BOB)
-    draft.asks.append(ask)
-    return ask
+        assign(request, tenant or BOB)
+    draft.requests.append(request)
+    return request
 
 
 def _stalled_readers(rng: random.Random, draft: PlanDraft) -> None:
@@ -153,43 +158,48 @@ def _stalled_readers(rng: random.Random, draft: PlanDraft) -> None:
             "max_tokens": 80,
             "ignore_eos": True,
         }
-        ask = _ask(rng, draft, f"stalled-{i}", at_s + rng.uniform(0, 0.2), **body)
-        ask.manners = ClientBehaviour(stalls=True, leaves_after_s=draft.plan.stall_s * 4)
-        ask.to = rng.choice((*draft.routers, *draft.servers))
+        request = _add_request(rng, draft, f"stalled-{i}", at_s + rng.uniform(0, 0.2), **body)
+        request.behaviour = ClientBehaviour(stalls=True, leaves_after_s=draft.plan.stall_s * 4)
+        request.to = rng.choice((*draft.routers, *draft.servers))
     if rng.random() < 0.5:
-        what, more = rng.choice((("abort_all", {}), ("pause", {"mode": "abort", "timeout": 5.0})))
-        deed = PlannedAction(
-            at_s=at_s + 1.0, what=what, via=draft.routers[0], back=draft.routers[0], lasts_s=0.5, more=more
+        kind, details = rng.choice((("abort_all", {}), ("pause", {"mode": "abort", "timeout": 5.0})))
+        action = PlannedAction(
+            at_s=at_s + 1.0,
+            kind=kind,
+            via=draft.routers[0],
+            undo_via=draft.routers[0],
+            duration_s=0.5,
+            details=details,
         )
-        draft.deeds.append(deed)
+        draft.actions.append(action)
 
 
-def _giant_prompts(rng: random.Random, draft: PlanDraft) -> None:
+def _oversized_prompts(rng: random.Random, draft: PlanDraft) -> None:
     """Prompts that no context holds, which must be refused before they are tokenised."""
     at_s = rng.uniform(0, WINDOW_S)
     for i in range(rng.randint(1, 3)):
-        ask = _ask(rng, draft, f"giant-{i}", at_s)
-        ask.to = rng.choice((*draft.routers, *draft.servers))
-        ask.body["prompt"], ask.giant = "fox " * (GIANT // 4), True
+        request = _add_request(rng, draft, f"giant-{i}", at_s)
+        request.to = rng.choice((*draft.routers, *draft.servers))
+        request.body["prompt"], request.giant = "fox " * (GIANT // 4), True
         if rng.random() < 0.3:
-            ask.path = "/v1/chat/completions"
-            ask.body["messages"] = [{"role": "user", "content": ask.body.pop("prompt")}]
+            request.path = "/v1/chat/completions"
+            request.body["messages"] = [{"role": "user", "content": request.body.pop("prompt")}]
 
 
 def _twins(rng: random.Random, draft: PlanDraft) -> None:
     """Another tenant whose requests have the same ids, at about the same time."""
     _with_keys(draft)
-    named = {name for deed in draft.deeds for name in deed.more.get("req_ids", ())}
-    free = [ask for ask in draft.asks if ask.tenant == ANN and ask.name not in named]
-    for ask in rng.sample(free, min(len(free), rng.randint(2, 5))):
-        twin = deepcopy(ask)
-        twin.name, twin.reply = f"{ask.name}@{BOB}", ReceivedAnswer()
-        twin.headers = {name: value for name, value in ask.headers.items() if name != "idempotency-key"}
-        twin.retries, twin.manners = False, ClientBehaviour()
-        twin.headers["x-request-id"] = ask.id
-        twin.at_s = max(ask.at_s + rng.choice((-0.01, 0.0, 0.01, 0.1)), 0.0)
-        belong(twin, BOB)
-        draft.asks.append(twin)
+    named = {name for action in draft.actions for name in action.details.get("req_ids", ())}
+    free = [request for request in draft.requests if request.tenant == ANN and request.name not in named]
+    for request in rng.sample(free, min(len(free), rng.randint(2, 5))):
+        twin = deepcopy(request)
+        twin.name, twin.reply = f"{request.name}@{BOB}", ReceivedAnswer()
+        twin.headers = {name: value for name, value in request.headers.items() if name != "idempotency-key"}
+        twin.retries, twin.behaviour = False, ClientBehaviour()
+        twin.headers["x-request-id"] = request.id
+        twin.at_s = max(request.at_s + rng.choice((-0.01, 0.0, 0.01, 0.1)), 0.0)
+        assign(twin, BOB)
+        draft.requests.append(twin)
     if rng.random() < 0.5:
         _pry(rng, draft)
 
@@ -197,20 +207,20 @@ def _twins(rng: random.Random, draft: PlanDraft) -> None:
 def _pry(rng: random.Random, draft: PlanDraft) -> None:
     """A tenant that lists and ends requests which are not its own."""
     _with_keys(draft)
-    names = [ask.id for ask in draft.asks if ask.tenant == ANN]
+    names = [request.id for request in draft.requests if request.tenant == ANN]
     tenant = BOB
     if {_twins, _burst, _salts}.isdisjoint(draft.actors) and rng.random() < 0.5:
         # At routers that ask for no key, every caller is a stranger; at the servers behind them it must remain one.
         draft.changes["keys_at"] = ("servers",)
-        names, tenant = [ask.id for ask in draft.asks if ask.tenant == ANN and not ask.routed], ""
+        names, tenant = [request.id for request in draft.requests if request.tenant == ANN and not request.routed], ""
     for _ in range(rng.randint(1, 2)):
-        more = {"tenant": tenant, "req_ids": rng.sample(names, min(len(names), 4))}
-        draft.deeds += [_deed(rng, draft, "pry", more)] if names else []
+        details = {"tenant": tenant, "req_ids": rng.sample(names, min(len(names), 4))}
+        draft.actions += [_action(rng, draft, "pry", details)] if names else []
 
 
 def _squatter(rng: random.Random, draft: PlanDraft) -> None:
     """A client that takes the ids which it expects to be given to others."""
-    draft.deeds.append(_deed(rng, draft, "squat", {"tries": rng.randint(2, 6), "aborts": rng.random() < 0.5}))
+    draft.actions.append(_action(rng, draft, "squat", {"tries": rng.randint(2, 6), "aborts": rng.random() < 0.5}))
 
 
 def _burst(rng: random.Random, draft: PlanDraft) -> None:
@@ -218,14 +228,14 @@ def _burst(rng: random.Random, draft: PlanDraft) -> None:
     _with_keys(draft)
     at_s = rng.uniform(0, WINDOW_S / 2)
     # The requests of the plan would be a second burst of the polite tenant.
-    for ask in draft.asks:
-        belong(ask, BOB)
+    for request in draft.requests:
+        assign(request, BOB)
     for i in range(rng.randint(15, 25)):
-        _ask(rng, draft, f"burst-{i}", at_s + rng.uniform(0, 0.05), max_tokens=30, ignore_eos=True)
-    for ask in draft.asks:
-        ask.to = draft.routers[0] if ask.routed else ask.to
-    polite = _deed(rng, draft, "ask_politely", {"times": rng.randint(2, 5)})
-    draft.deeds.append(replace(polite, at_s=at_s + rng.uniform(0, 0.3), via=draft.routers[0]))
+        _add_request(rng, draft, f"burst-{i}", at_s + rng.uniform(0, 0.05), max_tokens=30, ignore_eos=True)
+    for request in draft.requests:
+        request.to = draft.routers[0] if request.routed else request.to
+    polite = _action(rng, draft, "ask_politely", {"times": rng.randint(2, 5)})
+    draft.actions.append(replace(polite, at_s=at_s + rng.uniform(0, 0.3), via=draft.routers[0]))
     draft.changes["settings"] = replace(draft.plan.settings, most_choices=rng.choice((8, 8, 64)))
     if rng.random() < 0.5:
         draft.changes |= {"max_in_flight": 3, "max_queue": rng.choice((2, 8))}
@@ -233,27 +243,29 @@ def _burst(rng: random.Random, draft: PlanDraft) -> None:
 
 def _strict(rng: random.Random, draft: PlanDraft) -> None:
     """Clients that know only OpenAI's finish reasons."""
-    for ask in draft.asks:
+    for request in draft.requests:
         if rng.random() < 0.6:
-            ask.headers = {**ask.headers, "x-openai-strict": "true"}
+            request.headers = {**request.headers, "x-openai-strict": "true"}
 
 
-def _liar(rng: random.Random, draft: PlanDraft) -> None:
+def _dishonest_worker(rng: random.Random, draft: PlanDraft) -> None:
     """A worker whose control answers have the wrong shape, or tell of requests that it does not have."""
-    who = rng.choice(draft.servers)
+    target = rng.choice(draft.servers)
     at_s = rng.uniform(0, WINDOW_S - 1)
-    ids = [ask.id for ask in rng.sample(draft.asks, min(len(draft.asks), 3))]
-    more = {"lie": rng.randrange(len(LIES)) if rng.random() < 0.8 else None, "ids": ids}
-    draft.deeds.append(replace(_deed(rng, draft, "lie", more), at_s=at_s, who=who, lasts_s=rng.choice((1.0, 3.0))))
-    for what in rng.sample(("abort_all", "abort", "pause", "flush", "look", "update"), rng.randint(2, 4)):
-        call = script._deed(rng, what, draft.servers, draft.plan.asks, draft.routers)
-        draft.deeds.append(replace(call, at_s=at_s + rng.uniform(0.1, 0.9), lasts_s=rng.choice((0.05, 0.5))))
+    ids = [request.id for request in rng.sample(draft.requests, min(len(draft.requests), 3))]
+    details = {"lie": rng.randrange(len(MALFORMED_ANSWERS)) if rng.random() < 0.8 else None, "ids": ids}
+    draft.actions.append(
+        replace(_action(rng, draft, "lie", details), at_s=at_s, target=target, duration_s=rng.choice((1.0, 3.0)))
+    )
+    for kind in rng.sample(("abort_all", "abort", "pause", "flush", "look", "update"), rng.randint(2, 4)):
+        call = script.draw_action(rng, kind, draft.servers, draft.plan.requests, draft.routers)
+        draft.actions.append(replace(call, at_s=at_s + rng.uniform(0.1, 0.9), duration_s=rng.choice((0.05, 0.5))))
 
 
 def _stopped_across(rng: random.Random, draft: PlanDraft) -> None:
     """A process that is stopped just when a control call reaches it."""
     for _ in range(rng.randint(1, 2)):
-        more = {
+        details = {
             "whole": rng.random() < 0.5,
             "which": rng.random(),
             "after_s": rng.choice((0.0, 0.0, 0.001, 0.01)),
@@ -261,33 +273,37 @@ def _stopped_across(rng: random.Random, draft: PlanDraft) -> None:
             "mode": rng.choice(("abort", "drain", "freeze")),
             "timeout": rng.choice((0.5, 2.0)),
             "direct": rng.random() < 0.3,
-            "req_ids": [ask.id for ask in rng.sample(draft.asks, min(len(draft.asks), 3))],
+            "req_ids": [request.id for request in rng.sample(draft.requests, min(len(draft.requests), 3))],
         }
-        draft.deeds.append(replace(_deed(rng, draft, "stop_across", more), lasts_s=rng.choice((3.0, 8.0, 20.0))))
+        draft.actions.append(
+            replace(_action(rng, draft, "stop_across", details), duration_s=rng.choice((3.0, 8.0, 20.0)))
+        )
 
 
 def _pause_while_waiting(rng: random.Random, draft: PlanDraft) -> None:
     """A pause while prompts wait for their tickets, and requests for a place in the router."""
     at_s, via = rng.uniform(0, WINDOW_S / 2), draft.routers[0]
     for i in range(rng.randint(3, 6)):
-        prompt = tuple(rng.randrange(1, words.VOCABULARY) for _ in range(rng.randint(20, 60)))
+        prompt = tuple(rng.randrange(1, vocabulary.VOCAB_SIZE) for _ in range(rng.randint(20, 60)))
         body = {"stream": rng.random() < 0.5, "ignore_eos": True, "prompt_ids": prompt}
-        _ask(rng, draft, f"waiting-{i}", at_s + rng.uniform(0, 0.01), ANN, **body).to = via
-    more = {"mode": rng.choice(("abort", "drain", "freeze")), "new_requests": rng.choice(("reject", "queue"))}
+        _add_request(rng, draft, f"waiting-{i}", at_s + rng.uniform(0, 0.01), ANN, **body).to = via
+    details = {"mode": rng.choice(("abort", "drain", "freeze")), "new_requests": rng.choice(("reject", "queue"))}
     pause = PlannedAction(
         at_s=at_s + rng.choice((0.002, 0.01, 0.03, 0.1)),
-        what="pause",
+        kind="pause",
         via=via,
-        back=via,
-        lasts_s=rng.choice((0.05, 0.5, 2.0)),
-        more=more | {"timeout": 5.0},
+        undo_via=via,
+        duration_s=rng.choice((0.05, 0.5, 2.0)),
+        details=details | {"timeout": 5.0},
     )
-    draft.deeds.append(pause)
+    draft.actions.append(pause)
     if rng.random() < 0.5:
         draft.changes["max_in_flight"] = 2
     if rng.random() < 0.3:
-        draft.deeds.append(
-            PlannedAction(at_s=at_s, what="stop_engine", who="server0", lasts_s=0.5, more={"which": rng.random()})
+        draft.actions.append(
+            PlannedAction(
+                at_s=at_s, kind="stop_engine", target="server0", duration_s=0.5, details={"which": rng.random()}
+            )
         )
 
 
@@ -296,23 +312,30 @@ def _deadlines(rng: random.Random, draft: PlanDraft) -> None:
     at_s = rng.uniform(0, WINDOW_S / 2)
     for i in range(rng.randint(2, 5)):
         body: dict[str, Any] = {"deadline_ms": rng.choice((300, 1000, 2000)), "stream": rng.random() < 0.5}
-        ask = _ask(rng, draft, f"hasty-{i}", at_s + rng.uniform(0, 0.5), **body)
+        request = _add_request(rng, draft, f"hasty-{i}", at_s + rng.uniform(0, 0.5), **body)
         if rng.random() < 0.2:
-            ask.to = rng.choice(draft.servers)
+            request.to = rng.choice(draft.servers)
     for server in rng.sample(draft.servers, rng.randint(1, len(draft.servers))):
-        what = rng.choice(("stop_engine", "stop_engine", "stall_engine", "stop_server", "cut"))
-        more = {} if what in ("stop_server", "cut") else {"which": rng.random()}
-        lasts_s = rng.choice((3.0, 8.0, 15.0))
+        kind = rng.choice(("stop_engine", "stop_engine", "stall_engine", "stop_server", "cut"))
+        details = {} if kind in ("stop_server", "cut") else {"which": rng.random()}
+        duration_s = rng.choice((3.0, 8.0, 15.0))
         via = rng.choice(draft.routers)
-        draft.deeds.append(
-            PlannedAction(at_s=at_s + rng.uniform(0, 0.2), what=what, who=server, via=via, lasts_s=lasts_s, more=more)
+        draft.actions.append(
+            PlannedAction(
+                at_s=at_s + rng.uniform(0, 0.2),
+                kind=kind,
+                target=server,
+                via=via,
+                duration_s=duration_s,
+                details=details,
+            )
         )
 
 
 def _forger(rng: random.Random, draft: PlanDraft) -> None:
     """A client that claims to have been told what no engine has made."""
     for _ in range(rng.randint(1, 3)):
-        draft.deeds.append(_deed(rng, draft, "forge", {"kind": rng.randrange(4), "direct": rng.random() < 0.3}))
+        draft.actions.append(_action(rng, draft, "forge", {"kind": rng.randrange(4), "direct": rng.random() < 0.3}))
 
 
 def _salts(rng: random.Random, draft: PlanDraft) -> None:
@@ -321,42 +344,42 @@ def _salts(rng: random.Random, draft: PlanDraft) -> None:
     if rng.random() < 0.5:
         # Servers that leave tenants to their router, and that can be reached without it.
         draft.changes["keys_at"] = ("routers",)
-        for ask in draft.asks:
-            ask.to = ask.to if ask.routed else rng.choice(draft.routers)
-    draft.deeds.append(_deed(rng, draft, "probe_salts", {"ids": [rng.randrange(1, 200) for _ in range(24)]}))
+        for request in draft.requests:
+            request.to = request.to if request.routed else rng.choice(draft.routers)
+    draft.actions.append(_action(rng, draft, "probe_salts", {"ids": [rng.randrange(1, 200) for _ in range(24)]}))
 
 
 def _crash_in_pause(rng: random.Random, draft: PlanDraft) -> None:
     """An engine or a server dies while it follows a pause, and must be paused when it is back."""
-    more = {
+    details = {
         "mode": rng.choice(("abort", "drain", "drain", "freeze")),
         "whole": rng.random() < 0.4,
         "which": rng.random(),
         "after_s": rng.choice((0.0, 0.002, 0.02, 0.1)),
     }
-    draft.deeds.append(replace(_deed(rng, draft, "pause_and_crash", more), lasts_s=rng.choice((0.3, 1.0))))
+    draft.actions.append(replace(_action(rng, draft, "pause_and_crash", details), duration_s=rng.choice((0.3, 1.0))))
 
 
-def _deed(rng: random.Random, draft: PlanDraft, what: str, more: dict[str, Any]) -> PlannedAction:
+def _action(rng: random.Random, draft: PlanDraft, kind: str, details: dict[str, Any]) -> PlannedAction:
     return PlannedAction(
-        at_s=script._moment(rng, draft.plan.asks),
-        what=what,
-        who=rng.choice(draft.servers),
+        at_s=script.draw_moment(rng, draft.plan.requests),
+        kind=kind,
+        target=rng.choice(draft.servers),
         via=rng.choice(draft.routers),
-        back=rng.choice(draft.routers),
-        lasts_s=0.5,
-        more=more,
+        undo_via=rng.choice(draft.routers),
+        duration_s=0.5,
+        details=details,
     )
 
 
 ACTORS: tuple[Actor, ...] = (
     _stalled_readers,
-    _giant_prompts,
+    _oversized_prompts,
     _twins,
     _squatter,
     _burst,
     _strict,
-    _liar,
+    _dishonest_worker,
     _stopped_across,
     _pause_while_waiting,
     _deadlines,

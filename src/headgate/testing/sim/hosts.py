@@ -35,7 +35,7 @@ from headgate.router.exchange.relay import Exchange
 from headgate.router.exchange.retry_state import RetryState
 from headgate.router.router import Router
 from headgate.router.server import serving
-from headgate.testing.sim import kv, words
+from headgate.testing.sim import kv, vocabulary
 from headgate.testing.sim.engine import SimClientChannel
 from headgate.testing.sim.loop import SimLoop, SimProcess
 from headgate.testing.sim.network import SimSocket
@@ -158,8 +158,8 @@ class SimServer(SimHost):
                 ledger=ledger,
                 model_name=MODEL,
                 created=int(EPOCH_S),
-                tokenizer=WatchedTokenizer(words.tokenizer(), self._on_text),
-                template=words.template(),
+                tokenizer=WatchedTokenizer(vocabulary.tokenizer(), self._on_text),
+                template=vocabulary.template(),
                 settings=ApiSettings(keep_alive_s=settings.keep_alive_s),
             )
             self.app = build_app(

@@ -22,6 +22,7 @@ import numpy as np
 from headgate.config import EngineConfig
 from headgate.testing.device import FakeDevice
 from headgate.testing.sim.loop import HOST, SimLoop, SimProcess
+from headgate.testing.sim.network import SimTransport
 from headgate.transfer import tcp
 from headgate.transfer.tcp import TICK_S, Address, TcpTransport, parse_address
 from headgate.transfer.transport import Event, Portion, Post, SameGpuMemory
@@ -29,7 +30,6 @@ from headgate.transfer.transport import Event, Portion, Post, SameGpuMemory
 if TYPE_CHECKING:
     from headgate.protocol.plan import Fetch
     from headgate.protocol.request import Ticket
-    from headgate.testing.sim.network import Listener, SimTransport
 
 PORT = 7000  # of a server's first engine; a second life of it listens where the first one did
 NETWORK = "10.0.0.0/8"
@@ -73,11 +73,11 @@ class SimBlocks:
         self.block_bytes = 8 * device.block_size
 
     def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
-        for some in _few(blocks):
+        for some in _portions(blocks):
             yield [np.array([self._device.kv[block] for block in some], dtype=np.int64).view(np.uint64)]
 
     def room(self, blocks: Sequence[int]) -> Iterator[Portion]:
-        for some in _few(blocks):
+        for some in _portions(blocks):
             filled = np.zeros((len(some), self._device.block_size), dtype=np.uint64)
             yield [filled]
             self.store(some, filled.view(np.int64).tolist())
@@ -87,14 +87,14 @@ class SimBlocks:
             self._device.kv[block] = row
 
 
-def _few(blocks: Sequence[int]) -> Iterator[Sequence[int]]:
+def _portions(blocks: Sequence[int]) -> Iterator[Sequence[int]]:
     return (blocks[i : i + PORTION] for i in range(0, len(blocks), PORTION))
 
 
 # ------------------------------------------------------------------------------------------------------------- sockets
 
 
-class SimWire(asyncio.Protocol):
+class SimKvSocket(asyncio.Protocol):
     """One end of a connection, as a socket that never waits."""
 
     def __init__(self, *_: Any) -> None:
@@ -183,7 +183,7 @@ class SimWire(asyncio.Protocol):
             self._fail(error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("SimTransport", transport)
+        self._transport = cast(SimTransport, transport)
         self._transport.carries_kv = True
         self.on_ready()
 
@@ -214,24 +214,24 @@ class SimWire(asyncio.Protocol):
         self.on_ready()
 
 
-class SimListener:
+class SimKvListener:
     """A listening socket."""
 
     def __init__(self, address: Address) -> None:
         host = HOST.get()
         assert host is not None
         self.on_ready: Callable[[], None] = lambda: None
-        self._pending: list[SimWire] = []
+        self._pending: list[SimKvSocket] = []
         self._address = address
-        self._listener: Listener = host.loop.network.listen(self._ring, (machine_at(address.host), address.port))
+        self._listener = host.loop.network.listen(self._ring, (machine_at(address.host), address.port))
 
-    def _ring(self) -> SimWire:
-        wire = SimWire()
+    def _ring(self) -> SimKvSocket:
+        wire = SimKvSocket()
         self._pending.append(wire)
         self.on_ready()
         return wire
 
-    def accept(self) -> tuple[SimWire, None]:
+    def accept(self) -> tuple[SimKvSocket, None]:
         if not self._pending:
             raise BlockingIOError
         return self._pending.pop(0), None
@@ -376,7 +376,7 @@ class SimKv(TcpTransport):
     def at_work(self) -> bool:
         return bool(self._servers or any(self._clients.values()) or self._detaching)
 
-    def left_behind(self) -> list[str]:
+    def leaks(self) -> list[str]:
         """What it still has, though nobody wants anything of it."""
         things = {
             "offers": len(self._offers),
@@ -418,13 +418,13 @@ def replaced() -> list[tuple[Any, str, Any]]:
         bell = SimWakeup()
         return bell, bell
 
-    sockets = SimpleNamespace(**{**vars(socket), "socket": SimWire, "socketpair": pair})
+    sockets = SimpleNamespace(**{**vars(socket), "socket": SimKvSocket, "socketpair": pair})
     watching = SimpleNamespace(**{**vars(selectors), "DefaultSelector": SimSelector})
     threads = SimpleNamespace(**{**vars(threading), "Thread": TransportTurns})
     return [
         (tcp, "socket", sockets),
         (tcp, "selectors", watching),
         (tcp, "threading", threads),
-        (tcp, "_listen", SimListener),
+        (tcp, "_listen", SimKvListener),
         (tcp, "_tune", lambda _: None),
     ]

@@ -15,17 +15,37 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from headgate.testing.sim.engine import Processes
-    from headgate.testing.sim.network import Listener, SimNetwork
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
 TURN_S = 1e-7  # nothing takes no time: who sleeps until a moment finds it past
 JUMP_S = 1e-4
 MOST_TURNS = 200_000  # of the loop without the clock jumping: something spins
+
+
+class ListenerHandle(Protocol):
+    def close(self) -> None: ...
+
+
+class NetworkBackend(Protocol):
+    """What processes and the event loop need from the network; implemented by `network.SimNetwork`."""
+
+    async def connect(
+        self, factory: Callable[[], asyncio.BaseProtocol], address: tuple[str, int]
+    ) -> asyncio.Transport: ...
+
+    def listen(self, factory: Callable[[], asyncio.BaseProtocol], address: tuple[str, int]) -> ListenerHandle: ...
+
+    def host_ended(self, host: SimProcess) -> None: ...
+
+
+class SubprocessBackend(Protocol):
+    """Starts subprocesses; implemented by `engine.EngineProcesses`."""
+
+    def start(
+        self, protocol: asyncio.SubprocessProtocol, arguments: tuple[str, ...]
+    ) -> tuple[asyncio.SubprocessTransport, asyncio.SubprocessProtocol]: ...
 
 
 class SimulationHung(Exception):
@@ -40,8 +60,8 @@ class SimProcess:
         self.name = name
         self.alive = True
         self.stopped = False
-        self._stopped_s = 0.0  # when that began
-        self._away_s = 0.0  # how long it was stopped before
+        self._stopped_at_s = 0.0  # when that began
+        self._stopped_before_s = 0.0  # how long it was stopped before
         self.held: deque[asyncio.Handle] = deque()  # work that waits until it goes on
         self.children: list[SimProcess] = []
         self.on_end: list[Callable[[], None]] = []  # what dies with it
@@ -61,17 +81,17 @@ class SimProcess:
         """As SIGSTOP does, children included."""
         for host in self.family():
             if not host.stopped:
-                host.stopped, host._stopped_s = True, self.loop.time()
+                host.stopped, host._stopped_at_s = True, self.loop.time()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         for host in self.family():
-            host._away_s, host.stopped = host.away_s, False
+            host._stopped_before_s, host.stopped = host.stopped_s, False
             self.loop.take_back(host.held)
 
     @property
-    def away_s(self) -> float:
+    def stopped_s(self) -> float:
         """How long it has been stopped so far, in all."""
-        return self._away_s + (self.loop.time() - self._stopped_s if self.stopped else 0.0)
+        return self._stopped_before_s + (self.loop.time() - self._stopped_at_s if self.stopped else 0.0)
 
     def kill(self) -> None:
         """End it between two callbacks: nothing it does from now on reaches anybody."""
@@ -85,7 +105,7 @@ class SimProcess:
         # Their clean-up runs, like a bird without a head: the network no longer knows this host.
         for task in list(self.tasks):
             task.cancel()
-        self.go_on()
+        self.resume()
 
     def family(self) -> Generator[SimProcess, None, None]:
         yield self
@@ -120,8 +140,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self._now_s = 0.0
         self._turns = 0  # since the clock last jumped
         self._numbers = count()
-        self.network: SimNetwork
-        self.processes: Processes
+        self.network: NetworkBackend
+        self.processes: SubprocessBackend
         self.deadline_s = float("inf")
         self.skew_s = 0.0  # of wall clocks, which somebody has set
         self.tasks: dict[asyncio.Task[Any], None] = {}  # that have not ended
@@ -208,7 +228,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     async def create_server(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.BaseProtocol], *, sock: Any, **options: Any
-    ) -> Listener:
+    ) -> ListenerHandle:
         return self.network.listen(protocol_factory, sock.getsockname())
 
     async def subprocess_exec(  # type: ignore[override]

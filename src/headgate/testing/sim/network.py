@@ -36,7 +36,7 @@ class NetworkConditions:
 
 
 @dataclass(slots=True)
-class Damage:
+class KvDamage:
     """What happens to KV on its way, now: shares of the pieces that it travels in."""
 
     corrupted: float = 0.0  # one byte of it is another one
@@ -75,7 +75,7 @@ class SimConnection:
 
 
 @dataclass(eq=False)
-class Listener:
+class NetworkListener:
     """What `create_server` gives."""
 
     network: SimNetwork
@@ -113,7 +113,7 @@ class SimTransport(asyncio.Transport):
         self._moved_s = 0.0  # while it is full: when the peer last took something, or that began
         self._closing = False
         self._reading = True
-        self._high = network.weather.high_water
+        self._high = network.conditions.high_water
 
     # -- asyncio.Transport --------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class SimTransport(asyncio.Transport):
         return self._unread
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = self.network.weather.high_water if high is None else high
+        self._high = self.network.conditions.high_water if high is None else high
 
     def can_write_eof(self) -> bool:
         return False
@@ -230,7 +230,7 @@ class SimTransport(asyncio.Transport):
 
     def _working_s(self) -> float:
         """A clock that stands while our host is stopped."""
-        return self.network.loop.time() - self.host.away_s
+        return self.network.loop.time() - self.host.stopped_s
 
     @property
     def stuck_s(self) -> float:
@@ -263,26 +263,26 @@ class SimTransport(asyncio.Transport):
 
 
 class SimNetwork:
-    def __init__(self, loop: SimLoop, rng: random.Random, weather: NetworkConditions) -> None:
+    def __init__(self, loop: SimLoop, rng: random.Random, conditions: NetworkConditions) -> None:
         self.loop = loop
-        self.weather = weather
-        self.listeners: dict[tuple[str, int], Listener] = {}
+        self.conditions = conditions
+        self.listeners: dict[tuple[str, int], NetworkListener] = {}
         self.transports: dict[SimTransport, None] = {}
         self.hash = blake2b(digest_size=16)  # of every byte that arrived, and when
         self._random = rng
         self._numbers = count(1)
         self._cuts: dict[frozenset[str], None] = {}
-        self._dark: dict[str, None] = {}  # machines that are gone without a word
+        self._isolated: dict[str, None] = {}  # machines that are gone without a word
         self._healed = asyncio.Event()
         self._slow: dict[frozenset[str], float] = {}
-        self.damage: Damage | None = None
-        self.harm: Counter[str] = Counter()  # that was done to KV
+        self.damage: KvDamage | None = None
+        self.damage_counts: Counter[str] = Counter()  # that was done to KV
         self.splits = 0
 
     # -- weather --------------------------------------------------------------------------
 
     def delay_s(self, one: SimProcess | None = None, other: SimProcess | None = None) -> float:
-        delay_s = self.weather.delay_s + self._random.random() * self.weather.jitter_s
+        delay_s = self.conditions.delay_s + self._random.random() * self.conditions.jitter_s
         if self._slow and one is not None and other is not None:
             delay_s += self._slow.get(frozenset((machine(one), machine(other))), 0.0) * self._random.random()
         return delay_s
@@ -291,17 +291,17 @@ class SimNetwork:
         """What becomes of it, and whether anything follows."""
         assert self.damage is not None
         if self._random.random() < self.damage.cut_short:
-            self.harm["KV cut short"] += 1
+            self.damage_counts["KV cut short"] += 1
             return piece[: len(piece) // 2], False
         if self._random.random() < self.damage.corrupted:
-            self.harm["KV corrupted"] += 1
+            self.damage_counts["KV corrupted"] += 1
             place = self._random.randrange(len(piece))
             wrong = piece[place] ^ self._random.randrange(1, 256)
             return piece[:place] + bytes([wrong]) + piece[place + 1 :], True
         return piece, True
 
     def cut_up(self, data: bytes) -> list[bytes]:
-        if len(data) < 2 or self._random.random() >= self.weather.splits:
+        if len(data) < 2 or self._random.random() >= self.conditions.splits:
             return [data]
         self.splits += 1
         places = sorted(
@@ -316,10 +316,10 @@ class SimNetwork:
     # -- cuts -----------------------------------------------------------------------------
 
     def are_cut(self, one: SimProcess, other: SimProcess) -> bool:
-        if not self._cuts and not self._dark:
+        if not self._cuts and not self._isolated:
             return False
         a, b = machine(one), machine(other)
-        return frozenset((a, b)) in self._cuts or a in self._dark or b in self._dark
+        return frozenset((a, b)) in self._cuts or a in self._isolated or b in self._isolated
 
     def cut(self, one: str, other: str) -> None:
         self._cuts[frozenset((one, other))] = None
@@ -330,21 +330,21 @@ class SimNetwork:
         if not most_s:
             del self._slow[frozenset((one, other))]
 
-    def darken(self, name: str) -> None:
-        self._dark[name] = None
+    def isolate(self, name: str) -> None:
+        self._isolated[name] = None
 
     def mend(self, one: str, other: str) -> None:
         self._cuts.pop(frozenset((one, other)), None)
         self._flow()
 
-    def lighten(self, name: str) -> None:
-        self._dark.pop(name, None)
+    def rejoin(self, name: str) -> None:
+        self._isolated.pop(name, None)
         self._flow()
 
     def heal(self) -> None:
         """All cuts are over."""
         self._cuts.clear()
-        self._dark.clear()
+        self._isolated.clear()
         self._slow.clear()
         self.damage = None
         self._flow()
@@ -358,10 +358,10 @@ class SimNetwork:
 
     # -- connections ------------------------------------------------------------------------
 
-    def listen(self, factory: Callable[[], asyncio.BaseProtocol], address: tuple[str, int]) -> Listener:
+    def listen(self, factory: Callable[[], asyncio.BaseProtocol], address: tuple[str, int]) -> NetworkListener:
         host = HOST.get()
         assert host is not None and address not in self.listeners
-        listener = Listener(self, address, factory, host, copy_context())
+        listener = NetworkListener(self, address, factory, host, copy_context())
         host.on_end.append(listener.close)
         self.listeners[address] = listener
         return listener
@@ -383,9 +383,9 @@ class SimNetwork:
         return ours
 
     def _unreachable(self, host: SimProcess, address: tuple[str, int]) -> bool:
-        return address[0] in self._dark or frozenset((machine(host), address[0])) in self._cuts
+        return address[0] in self._isolated or frozenset((machine(host), address[0])) in self._cuts
 
-    def _pair(self, host: SimProcess, listener: Listener) -> tuple[SimTransport, SimTransport]:
+    def _pair(self, host: SimProcess, listener: NetworkListener) -> tuple[SimTransport, SimTransport]:
         number = next(self._numbers)
         here, there = (machine(host), 40000 + number), listener.address
         ours = SimTransport(self, 2 * number, host, copy_context(), (here, there))
@@ -395,7 +395,7 @@ class SimNetwork:
             self.transports[transport] = None
         return ours, theirs
 
-    def _accept(self, listener: Listener, transport: SimTransport) -> None:
+    def _accept(self, listener: NetworkListener, transport: SimTransport) -> None:
         if transport.lost or not listener.host.alive:
             return
         transport.protocol = cast(asyncio.Protocol, listener.factory())

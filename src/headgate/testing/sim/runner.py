@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from headgate.testing.sim.world import SimulationReport, simulate
+from headgate.testing.sim.report import SimulationReport
+from headgate.testing.sim.world import simulate
 
 SHARE = 8  # seeds that a process runs before it reports
 

@@ -9,9 +9,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from headgate.testing.sim import words
+from headgate.testing.sim import vocabulary
 from headgate.testing.sim.caller import ClientBehaviour, ReceivedAnswer
-from headgate.testing.sim.engine import Pace
+from headgate.testing.sim.engine import EngineProfile
 from headgate.testing.sim.hosts import MODEL, ServerSettings
 from headgate.testing.sim.kv import STAGES, KvSettings
 from headgate.testing.sim.network import NetworkConditions
@@ -33,15 +33,15 @@ class PlannedRequest:
     path: str
     body: dict[str, Any]
     prompt: tuple[int, ...]
-    manners: ClientBehaviour
+    behaviour: ClientBehaviour
     headers: dict[str, str] = field(default_factory=dict)
     reply: ReceivedAnswer = field(default_factory=ReceivedAnswer)
     disturbed: bool = False  # its own connection was broken by the network, or its router died
-    floor: int = 0  # whoever it asked must not let weights older than these answer it
+    floor_version: int = 0  # whoever it asked must not let weights older than these answer it
     retries: bool = False  # with its Idempotency-Key, when no whole answer has come
     tenant: str = ""  # whose key it has, in a fleet that has keys
     giant: bool = False  # its prompt fits no context
-    away_s: float = 0.0  # how long the process that it asked was stopped meanwhile
+    stopped_s: float = 0.0  # how long the process that it asked was stopped meanwhile
 
     def __repr__(self) -> str:
         return f"<{self.name} to {self.to}, {self.path}, {self.body}>"
@@ -81,39 +81,41 @@ class PlannedAction:
     """Something that an operator does, or that goes wrong."""
 
     at_s: float
-    what: str
-    who: str = ""
+    kind: str
+    target: str = ""
     via: str = ROUTER  # whom an operator asks
-    back: str = ROUTER  # and whom, to undo it
-    lasts_s: float = 0.0
-    more: dict[str, Any] = field(default_factory=dict)
+    undo_via: str = ROUTER  # and whom, to undo it
+    duration_s: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
 
-    def ends(self, ask: PlannedRequest) -> bool:
+    def ends(self, request: PlannedRequest) -> bool:
         """Whether it asks for the end of that request."""
-        match self.what:
+        match self.kind:
             case "abort_all":
                 return True
             case "stop_across":
-                asked = self.more["call"]
-                return bool(asked == "abort_all" or (asked == "abort" and ask.id in self.more["req_ids"]))
+                call = self.details["call"]
+                return bool(call == "abort_all" or (call == "abort" and request.id in self.details["req_ids"]))
             case "pry":
-                return bool(ask.tenant == self.more["tenant"])
+                return bool(request.tenant == self.details["tenant"])
             case "abort" | "abort_and_kill":
-                return ask.id in self.more["req_ids"]  # an operator's abort reaches every tenant's request of that id
+                return (
+                    request.id in self.details["req_ids"]
+                )  # an operator's abort reaches every tenant's request of that id
             case "abort_tags":
-                return bool(ask.body["tags"] == self.more["tags"])
+                return bool(request.body["tags"] == self.details["tags"])
         return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SimulationPlan:
     servers: int
     settings: ServerSettings
-    pace: Pace
-    weather: NetworkConditions
+    profile: EngineProfile
+    network: NetworkConditions
     policy: str
-    asks: list[PlannedRequest]
-    deeds: list[PlannedAction]
+    requests: list[PlannedRequest]
+    actions: list[PlannedAction]
     update_breaks: float = 0.0
     max_in_flight: int | None = None
     max_queue: int = 64
@@ -127,15 +129,15 @@ class Plan:
     @property
     def calm(self) -> bool:
         """Nothing is done to the fleet, so that everybody must get a whole answer."""
-        return not self.deeds
+        return not self.actions
 
 
-def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
+def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
     """The plan of a seed; `only` leaves out all deeds but those of these kinds."""
     rng = random.Random(f"plan {seed}")
     servers = rng.choice((1, 2, 2, 2, 3))
     settings = ServerSettings(engines=rng.choice((1, 1, 2)), most_choices=rng.choice((8, 64, 64)))
-    pace = Pace(
+    profile = EngineProfile(
         step_s=rng.choice((0.004, 0.02, 0.05)),
         blocks=rng.choice((32, 48, 96)),
         rows=rng.choice((2, 4, 8)),
@@ -143,28 +145,28 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
         run_ahead=rng.choice((1, 1, 2)),
         reschedules=rng.random() < 0.3,
     )
-    weather = NetworkConditions(
+    network = NetworkConditions(
         delay_s=rng.choice((0.0001, 0.0005, 0.005)),
         jitter_s=rng.choice((0.0001, 0.001, 0.02)),
         splits=rng.choice((0.0, 0.1, 0.5)),
         high_water=rng.choice((512, 4096, 65536)),
     )
     names, routers = [f"server{i}" for i in range(servers)], ROUTERS[: rng.choice((1, 1, 1, 2))]
-    roles, kv = _roles(rng, servers)
-    asks = _asks(rng, names, routers)
+    roles, kv = _draw_roles(rng, servers)
+    requests = _draw_requests(rng, names, routers)
     flooded = rng.random() < 0.05
-    asks += _flood(rng, names, routers) if flooded else []
-    deeds = [] if rng.random() < 0.1 else _deeds(rng, names, asks, routers, kv=kv is not None)
+    requests += _draw_flood(rng, names, routers) if flooded else []
+    actions = [] if rng.random() < 0.1 else _draw_actions(rng, names, requests, routers, kv=kv is not None)
     if only is not None:
-        deeds = [deed for deed in deeds if deed.what in only]
-    return Plan(
+        actions = [action for action in actions if action.kind in only]
+    return SimulationPlan(
         servers=servers,
         settings=settings,
-        pace=pace,
-        weather=weather,
+        profile=profile,
+        network=network,
         policy=rng.choice(("cache_aware", "cache_aware", "least_requests", "power_of_two", "round_robin")),
-        asks=asks,
-        deeds=sorted(deeds, key=lambda deed: deed.at_s),
+        requests=requests,
+        actions=sorted(actions, key=lambda action: action.at_s),
         update_breaks=rng.choice((0.0, 0.0, 0.0, 0.3)),
         max_in_flight=3 if flooded else rng.choice((None, None, 3)),
         max_queue=2 if flooded else rng.choice((2, 64, 64)),
@@ -174,7 +176,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> Plan:
     )
 
 
-def _roles(rng: random.Random, servers: int) -> tuple[tuple[str, ...], KvSettings | None]:
+def _draw_roles(rng: random.Random, servers: int) -> tuple[tuple[str, ...], KvSettings | None]:
     """Who computes prompts and who answers; KV moves only where there are roles."""
     if servers == 1 or rng.random() < 0.5:
         return ("mixed",) * servers, None
@@ -192,26 +194,26 @@ def _roles(rng: random.Random, servers: int) -> tuple[tuple[str, ...], KvSetting
 # ------------------------------------------------------------------------------------------------------------- clients
 
 
-def _asks(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[PlannedRequest]:
-    shared = [_ids(rng, rng.randint(4, 40)) for _ in range(2)]
+def _draw_requests(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[PlannedRequest]:
+    shared = [_draw_ids(rng, rng.randint(4, 40)) for _ in range(2)]
     bursts = [rng.uniform(0, WINDOW_S) for _ in range(3)]
-    return [_ask(rng, f"ask-{i}", servers, routers, shared, bursts) for i in range(rng.randint(5, 16))]
+    return [_draw_request(rng, f"ask-{i}", servers, routers, shared, bursts) for i in range(rng.randint(5, 16))]
 
 
-def _flood(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[PlannedRequest]:
+def _draw_flood(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[PlannedRequest]:
     """More than fits anywhere, all at once."""
-    at_s, shared = rng.uniform(0, WINDOW_S), [_ids(rng, 4)]
-    flood = [_ask(rng, f"flood-{i}", servers, routers, shared, [at_s]) for i in range(rng.randint(12, 24))]
-    for ask in flood:
-        ask.at_s, ask.to = at_s, routers[0]
+    at_s, shared = rng.uniform(0, WINDOW_S), [_draw_ids(rng, 4)]
+    flood = [_draw_request(rng, f"flood-{i}", servers, routers, shared, [at_s]) for i in range(rng.randint(12, 24))]
+    for request in flood:
+        request.at_s, request.to = at_s, routers[0]
     return flood
 
 
-def _ids(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(1, words.VOCABULARY) for _ in range(count))
+def _draw_ids(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1, vocabulary.VOCAB_SIZE) for _ in range(count))
 
 
-def _ask(
+def _draw_request(
     rng: random.Random,
     name: str,
     servers: list[str],
@@ -227,8 +229,8 @@ def _ask(
         "tags": {"run": rng.choice(("a", "b"))},
     }
     chat = rng.random() < 0.4
-    prompt = _chat(rng, body) if chat else _completion(rng, body, shared)
-    _sampling(rng, body)
+    prompt = _draw_chat(rng, body) if chat else _draw_completion(rng, body, shared)
+    _draw_sampling(rng, body)
     if rng.random() < 0.15:
         del body["return_token_ids"], body["return_weight_versions"]
     headers = {} if "request_id" in body else {"x-request-id": name}
@@ -242,28 +244,28 @@ def _ask(
         path="/v1/chat/completions" if chat else "/v1/completions",
         body=body,
         prompt=prompt,
-        manners=_manners(rng),
+        behaviour=_draw_behaviour(rng),
         headers=headers,
         retries=keyed and rng.random() < 0.7,
     )
 
 
-def _chat(rng: random.Random, body: dict[str, Any]) -> tuple[int, ...]:
+def _draw_chat(rng: random.Random, body: dict[str, Any]) -> tuple[int, ...]:
     body["messages"] = [{"role": "user", "content": rng.choice(MESSAGES)}]
-    text = words.template().render(body["messages"], add_generation_prompt=True)
-    return tuple(words.tokenizer().encode(text, add_special=False))
+    text = vocabulary.template().render(body["messages"], add_generation_prompt=True)
+    return tuple(vocabulary.tokenizer().encode(text, add_special=False))
 
 
-def _completion(rng: random.Random, body: dict[str, Any], shared: list[tuple[int, ...]]) -> tuple[int, ...]:
+def _draw_completion(rng: random.Random, body: dict[str, Any], shared: list[tuple[int, ...]]) -> tuple[int, ...]:
     if rng.random() < 0.3:
         body["prompt"] = rng.choice(MESSAGES)
-        return tuple(words.tokenizer().encode(body["prompt"]))
-    prompt = (*rng.choice(shared), *_ids(rng, rng.randint(0, 12)))
+        return tuple(vocabulary.tokenizer().encode(body["prompt"]))
+    prompt = (*rng.choice(shared), *_draw_ids(rng, rng.randint(0, 12)))
     body["prompt"] = list(prompt)
     return prompt
 
 
-def _sampling(rng: random.Random, body: dict[str, Any]) -> None:
+def _draw_sampling(rng: random.Random, body: dict[str, Any]) -> None:
     if rng.random() < 0.7:
         body["seed"] = rng.randrange(2**31)
     if rng.random() < 0.6:
@@ -284,7 +286,7 @@ def _sampling(rng: random.Random, body: dict[str, Any]) -> None:
         body["cache_salt"] = rng.choice(("x", "y"))
 
 
-def _manners(rng: random.Random) -> ClientBehaviour:
+def _draw_behaviour(rng: random.Random) -> ClientBehaviour:
     draw = rng.random()
     if draw < 0.12:
         return ClientBehaviour(leaves_after_s=rng.choice((0.001, 0.05, 0.3, 1.0)))
@@ -349,66 +351,73 @@ CONTROL = (
 )
 
 
-def _deeds(
-    rng: random.Random, servers: list[str], asks: list[PlannedRequest], routers: tuple[str, ...], *, kv: bool
+def _draw_actions(
+    rng: random.Random, servers: list[str], requests: list[PlannedRequest], routers: tuple[str, ...], *, kv: bool
 ) -> list[PlannedAction]:
     # A router that dies excuses too much to be part of every other run.
-    trouble = [what for what in TROUBLE if what != "kill_router" or rng.random() < 0.2]
+    trouble = [kind for kind in TROUBLE if kind != "kill_router" or rng.random() < 0.2]
     kinds = rng.sample(trouble, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
     kinds += rng.sample(KV_TROUBLE, rng.randint(0, 3)) if kv else []
-    return [_deed(rng, what, servers, asks, routers) for what in kinds for _ in range(rng.choice((1, 1, 2)))]
+    return [
+        draw_action(rng, kind, servers, requests, routers) for kind in kinds for _ in range(rng.choice((1, 1, 2)))
+    ]
 
 
-def _moment(rng: random.Random, asks: list[PlannedRequest]) -> float:
+def draw_moment(rng: random.Random, requests: list[PlannedRequest]) -> float:
     """Most often when somebody has just asked."""
     if rng.random() < 0.3:
         return rng.uniform(0, WINDOW_S)
-    return min(rng.choice(asks).at_s + rng.uniform(0, 1.0), WINDOW_S)
+    return min(rng.choice(requests).at_s + rng.uniform(0, 1.0), WINDOW_S)
 
 
-def _deed(
-    rng: random.Random, what: str, servers: list[str], asks: list[PlannedRequest], routers: tuple[str, ...]
+def draw_action(
+    rng: random.Random, kind: str, servers: list[str], requests: list[PlannedRequest], routers: tuple[str, ...]
 ) -> PlannedAction:
-    more: dict[str, Any] = {}
-    match what:
+    details: dict[str, Any] = {}
+    match kind:
         case "abort" | "abort_and_kill":
-            more = {"req_ids": [ask.name for ask in rng.sample(asks, min(len(asks), rng.randint(1, 3)))]}
-            more |= {"wait": rng.random() < 0.8}
-            if what == "abort_and_kill":
-                more |= {"whole": rng.random() < 0.5, "after_s": rng.choice((0.0, 0.001, 0.005, 0.02))}
+            details = {
+                "req_ids": [request.name for request in rng.sample(requests, min(len(requests), rng.randint(1, 3)))]
+            }
+            details |= {"wait": rng.random() < 0.8}
+            if kind == "abort_and_kill":
+                details |= {"whole": rng.random() < 0.5, "after_s": rng.choice((0.0, 0.001, 0.005, 0.02))}
         case "abort_tags":
-            more = {"tags": {"run": rng.choice(("a", "b"))}}
+            details = {"tags": {"run": rng.choice(("a", "b"))}}
         case "pause" | "pause_one":
-            more = {"mode": rng.choice(("abort", "drain", "freeze")), "new_requests": rng.choice(("reject", "queue"))}
-            more |= {"timeout": rng.choice((0.2, 5.0))}
+            details = {
+                "mode": rng.choice(("abort", "drain", "freeze")),
+                "new_requests": rng.choice(("reject", "queue")),
+            }
+            details |= {"timeout": rng.choice((0.2, 5.0))}
         case "update":
-            more = {"mode": rng.choice(("abort", "drain", "freeze"))}
+            details = {"mode": rng.choice(("abort", "drain", "freeze"))}
         case "pause_and_kill":
-            more = {"mode": rng.choice(("abort", "freeze")), "whole": rng.random() < 0.5, "which": rng.random()}
+            details = {"mode": rng.choice(("abort", "freeze")), "whole": rng.random() < 0.5, "which": rng.random()}
         case "slow_engine":
-            more = {"times": rng.choice((5.0, 30.0))}
+            details = {"times": rng.choice((5.0, 30.0))}
         case "slow_network":
-            more = {"most_s": rng.choice((0.05, 0.4))}
+            details = {"most_s": rng.choice((0.05, 0.4))}
         case "corrupt_kv" | "cut_kv_short":
-            more = {"share": rng.choice((0.1, 0.5))}
+            details = {"share": rng.choice((0.1, 0.5))}
         case "kill_in_transfer":
-            more = {
+            details = {
                 "stage": rng.choice(STAGES),
                 "peer": rng.random() < 0.3,
                 "after_s": rng.choice((0.0, 0.001, 0.02)),
             }
         case "jump_clock":
-            more = {"by_s": rng.choice((-3600, -1, 1, 86400))}
+            details = {"by_s": rng.choice((-3600, -1, 1, 86400))}
         case "stop_engine" | "stall_engine" | "kill_engine" | "return_old":
-            more = {"which": rng.random()}
+            details = {"which": rng.random()}
         case "reset":
-            more = {"which": [rng.random() for _ in range(rng.randint(1, 4))]}
+            details = {"which": [rng.random() for _ in range(rng.randint(1, 4))]}
     return PlannedAction(
-        at_s=_moment(rng, asks),
-        what=what,
-        who=rng.choice(routers if what == "kill_router" else servers),
+        at_s=draw_moment(rng, requests),
+        kind=kind,
+        target=rng.choice(routers if kind == "kill_router" else servers),
         via=rng.choice(routers),
-        back=rng.choice(routers),
-        lasts_s=rng.choice((0.05, 0.5, 2.0, 8.0)),
-        more=more,
+        undo_via=rng.choice(routers),
+        duration_s=rng.choice((0.05, 0.5, 2.0, 8.0)),
+        details=details,
     )

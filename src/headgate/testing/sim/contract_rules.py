@@ -7,17 +7,15 @@ say.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from headgate.router.control.fan_out import WENT_DOWN
 from headgate.router.exchange.prefill import PREFILL
 from headgate.testing.sim.caller import ReceivedAnswer
+from headgate.testing.sim.hosts import SimServer
 from headgate.testing.sim.network import SimTransport
 from headgate.testing.sim.script import PlannedRequest
-
-if TYPE_CHECKING:
-    from headgate.testing.sim.world import World
 
 REPEATED_S = 3.0  # in which a pause that was refused may be asked for again
 SLACK_S = 1.0  # that an answer may be later than its deadline or timeout
@@ -41,23 +39,23 @@ def timeout_of(path: str, body: Any) -> float:
     return UPDATE_TIMEOUT_S if path == "/v1/update_weights" else DEFAULT_TIMEOUT_S
 
 
-def late_answer(what: str, reply: ReceivedAnswer, timeout_s: float, away_s: float) -> Iterator[str]:
+def late_answer(what: str, reply: ReceivedAnswer, timeout_s: float, stopped_s: float) -> Iterator[str]:
     """61. `away_s`: how long the process that was called was itself stopped."""
-    took_s = reply.ended_s - reply.began_s - away_s
+    took_s = reply.ended_s - reply.began_s - stopped_s
     if took_s > timeout_s + SLACK_S + NETWORK_S:
         yield f"61: {what} with a timeout of {timeout_s:g} s was answered after {took_s:.2f} s"
 
 
-def missed_deadline(ask: PlannedRequest, away_s: float) -> Iterator[str]:
+def missed_deadline(request: PlannedRequest, stopped_s: float) -> Iterator[str]:
     """69. `away_s`: how long the process that was asked was itself stopped."""
-    due_ms = ask.body.get("deadline_ms")
-    if due_ms is None or ask.manners.slow_s or ask.manners.stalls or ask.disturbed:
+    due_ms = request.body.get("deadline_ms")
+    if due_ms is None or request.behaviour.slow_s or request.behaviour.stalls or request.disturbed:
         return
-    if ask.reply.broken.startswith("no connection"):
+    if request.reply.broken.startswith("no connection"):
         return
-    took_s = ask.reply.ended_s - ask.reply.began_s - away_s
+    took_s = request.reply.ended_s - request.reply.began_s - stopped_s
     if took_s > due_ms / 1000 + SLACK_S + NETWORK_S:
-        yield f"69: {ask.name} had {due_ms} ms and ended after {took_s:.2f} s"
+        yield f"69: {request.name} had {due_ms} ms and ended after {took_s:.2f} s"
 
 
 def is_stuck(transport: SimTransport, limit_s: float) -> bool:
@@ -68,9 +66,9 @@ def is_stuck(transport: SimTransport, limit_s: float) -> bool:
 # ------------------------------------------------------------------------------------------------------------- tenants
 
 
-def moved_counters(world: World) -> Iterator[str]:
+def implausible_counters(servers: Iterable[SimServer]) -> Iterator[str]:
     """68."""
-    for server in world.servers:
+    for server in servers:
         if server.ledger is None:
             continue
         for kind, number in server.ledger.metrics.tokens.items():
@@ -104,16 +102,16 @@ def _too_often(kind: str, named: Counter[str], known: Counter[str]) -> Iterator[
             yield f"72: {kind} names {name} {times} times"
 
 
-def overcounts(result: Any, asks: Collection[PlannedRequest], since_s: float) -> Iterator[str]:
+def overcounts(result: Any, requests: Collection[PlannedRequest], since_s: float) -> Iterator[str]:
     """72: a pause cannot have ended or finished more choices than there were. One that is repeated may count them again."""
     if not isinstance(result, dict):
         return
     there = [
-        ask
-        for ask in asks
-        if ask.reply.began_s and not (ask.reply.whole and ask.reply.ended_s < since_s - REPEATED_S)
+        request
+        for request in requests
+        if request.reply.began_s and not (request.reply.whole and request.reply.ended_s < since_s - REPEATED_S)
     ]
-    told, choices = result.get("aborted", 0) + result.get("finished", 0), sum(ask.n for ask in there)
+    told, choices = result.get("aborted", 0) + result.get("finished", 0), sum(request.n for request in there)
     if told > choices:
         yield f"72: a pause tells of {told} choices that it has ended or that have finished, and there were {choices}"
 

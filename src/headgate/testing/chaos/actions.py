@@ -17,12 +17,12 @@ import msgspec
 
 from headgate.errors import HeadgateError
 from headgate.testing.chaos.client import clock
-from headgate.testing.chaos.fleet import NOBODY, ChaosFleet, control, engines_of, send, vitals
+from headgate.testing.chaos.fleet import NO_ANSWER, ChaosFleet, control, engines_of, process_stats, send
 from headgate.testing.chaos.hostile import HostileClients
-from headgate.testing.chaos.judge import Judge, PauseInterval
-from headgate.testing.chaos.plan import HARMS_A_WORKER, KINDS, Fault
+from headgate.testing.chaos.judge import AnswerJudge, PauseInterval
+from headgate.testing.chaos.plan import HARMS_A_WORKER, KINDS, PlannedFault
 from headgate.testing.chaos.proxy import FaultProxy
-from headgate.testing.chaos.reference import Weights
+from headgate.testing.chaos.reference import WeightsName
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +40,15 @@ MOST_AT_ONCE = 8  # clients that leave, or requests that are aborted, in one go
 Again = Callable[[], Awaitable[None]]
 
 
-class Operators:
+class FleetOperator:
     """Those who pause, update and resume; one after another, and never leaving before the fleet runs again."""
 
-    def __init__(self, fleet: ChaosFleet, judge: Judge, folders: Mapping[Weights, Path], bad: Path) -> None:
+    def __init__(self, fleet: ChaosFleet, judge: AnswerJudge, folders: Mapping[WeightsName, Path], bad: Path) -> None:
         self._url, self._judge = fleet.url, judge
         self._folders, self._bad = folders, bad
         self._turn = asyncio.Lock()
         self._version = 0
-        self._weights: Weights = "a"
+        self._weights: WeightsName = "a"
         self.answers: Counter[str] = Counter()
         self.slowest_s = 0.0
 
@@ -58,26 +58,26 @@ class Operators:
 
     async def update(self, mode: str) -> None:
         async with self._turn, self._paused(mode, refuses=False) as pause_again:
-            await self._other_weights({}, pause_again)
+            await self._switch_weights({}, pause_again)
 
     async def roll(self) -> None:
         async with self._turn:
-            await self._other_weights({"strategy": "rolling", "drain_timeout": DRAIN_S})
+            await self._switch_weights({"strategy": "rolling", "drain_timeout": DRAIN_S})
 
     async def bad_update(self, absent: bool) -> None:
         """From a folder that is not there, or a file that a full disk has cut short: refused, and nothing changes."""
         async with self._turn, self._paused("freeze", refuses=False):
             version = self._version + 1
             path = self._bad / "absent" if absent else self._bad
-            status, told = await self._call("/v1/update_weights", {"path": str(path), "version": version}, CALL_S)
+            status, answer = await self._call("/v1/update_weights", {"path": str(path), "version": version}, CALL_S)
             if status < 400:
-                raise HeadgateError(f"weights that are not there were taken: {told}")
+                raise HeadgateError(f"weights that are not there were taken: {answer}")
 
     async def resume(self) -> None:
         """Until it is so: a server that is stopped cannot follow at once."""
         until_s = clock() + RESUME_S
         while True:
-            with suppress(*NOBODY):
+            with suppress(*NO_ANSWER):
                 status, _ = await self._call("/v1/resume", {}, CALL_S)
                 if status in (200, 202):
                     return
@@ -90,7 +90,7 @@ class Operators:
         await self._call("/v1/abort_requests", {"req_ids": ["none"], "timeout": SHORT_S}, SHORT_S)
         await self._call("/v1/flush_cache", {}, FLUSH_S)
 
-    async def settle(self) -> None:
+    async def resume_at_end(self) -> None:
         """At the end: a server that missed an update gets it, and all run."""
         async with self._turn:
             await self.resume()
@@ -112,10 +112,10 @@ class Operators:
             await self.resume()
             pause.ended_s = clock()
 
-    async def _other_weights(self, more: Mapping[str, Any], before_again: Again | None = None) -> None:
+    async def _switch_weights(self, more: Mapping[str, Any], before_again: Again | None = None) -> None:
         """Several times with the same version, if some cannot follow; then the router tells those who come back."""
         self._version += 1
-        weights: Weights = "b" if self._weights == "a" else "a"
+        weights: WeightsName = "b" if self._weights == "a" else "a"
         self._judge.weights[self._version] = weights
         body = {"path": str(self._folders[weights]), "version": self._version, "timeout": UPDATE_S} | dict(more)
         for _ in range(TRIES):
@@ -130,23 +130,23 @@ class Operators:
     async def _call(self, path: str, body: Mapping[str, Any], timeout_s: float) -> tuple[int, dict[str, Any]]:
         begun_s = clock()
         try:
-            status, told = await control(self._url, path, body, timeout_s + MARGIN_S)
+            status, answer = await control(self._url, path, body, timeout_s + MARGIN_S)
         except TimeoutError:
             raise HeadgateError(f"{path} was not answered within {timeout_s + MARGIN_S:g} s") from None
         self.slowest_s = max(self.slowest_s, clock() - begun_s)
-        code = "" if status < 400 else f" {(told.get('error') or {}).get('code')}"
+        code = "" if status < 400 else f" {(answer.get('error') or {}).get('code')}"
         self.answers[f"{path} {status}{code}"] += 1
-        log.info("%s %s answered %d: %s", path, dict(body), status, msgspec.json.encode(told).decode()[:300])
-        return status, told
+        log.info("%s %s answered %d: %s", path, dict(body), status, msgspec.json.encode(answer).decode()[:300])
+        return status, answer
 
 
-class Injector:
+class FaultInjector:
     """Does what the plan says. A server is harmed only while another one is well; else clients are."""
 
     def __init__(
         self,
         fleet: ChaosFleet,
-        operators: Operators,
+        operators: FleetOperator,
         vanish: Callable[[int], int],
         abort: Callable[[int], list[str]],
         hostile: HostileClients,
@@ -155,13 +155,13 @@ class Injector:
         self._hostile = hostile
         self._fleet, self._operators = fleet, operators
         self._vanish, self._abort_some = vanish, abort
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._harmed: Counter[int] = Counter()
         self._limits: dict[int, tuple[int, int]] = {}  # of open files, by process, before we came
         self.done: Counter[str] = Counter()
         self.events: list[dict[str, Any]] = []
 
-    async def do(self, fault: Fault, begun_s: float) -> None:
+    async def do(self, fault: PlannedFault, begun_s: float) -> None:
         kind, victim = await self._feasible(fault)
         self.done[kind] += 1
         lasts_s = fault.lasts_s if kind == fault.kind else 0.0
@@ -173,15 +173,15 @@ class Injector:
         if victim is not None:
             await self._harm(kind, victim, fault.lasts_s)
         else:
-            await self._else(kind, fault)
+            await self._other_fault(kind, fault)
 
-    async def _feasible(self, fault: Fault) -> tuple[str, int | None]:
+    async def _feasible(self, fault: PlannedFault) -> tuple[str, int | None]:
         """The fault that is done, and to which server."""
         if fault.kind not in HARMS_A_WORKER:
             return fault.kind, None
         victim = int(fault.which * len(self._fleet.workers))
         states = ["unknown"]
-        with suppress(*NOBODY):
+        with suppress(*NO_ANSWER):
             states = await self._fleet.states()
         well = [i for i, state in enumerate(states) if state == "ready" and not self._harmed[i] and i != victim]
         if well and self._fleet.workers[victim].pid is not None:
@@ -195,7 +195,7 @@ class Injector:
         finally:
             self._harmed[victim] -= 1
 
-    async def _else(self, kind: str, fault: Fault) -> None:
+    async def _other_fault(self, kind: str, fault: PlannedFault) -> None:
         first_half = fault.which < 0.5
         count = 1 + int(fault.which * MOST_AT_ONCE)
         match kind:
@@ -220,10 +220,10 @@ class Injector:
 
     async def _abort(self, count: int) -> None:
         if ids := self._abort_some(count):
-            with suppress(*NOBODY):
+            with suppress(*NO_ANSWER):
                 await control(self._fleet.url, "/v1/abort_requests", {"req_ids": ids, "wait": False}, MARGIN_S)
 
-    async def _pause_while_waiting(self, fault: Fault) -> None:
+    async def _pause_while_waiting(self, fault: PlannedFault) -> None:
         """While prompts wait to be computed elsewhere: those of a burst, which are all new."""
         waiting = asyncio.ensure_future(self._hostile.long_prompts())
         try:
@@ -275,7 +275,7 @@ class Injector:
         """The server may open next to nothing more: no connection is accepted, no file read."""
         pid = self._fleet.workers[victim].pid
         assert pid is not None
-        now = vitals(pid)
+        now = process_stats(pid)
         if now is None:
             return
         try:
@@ -292,28 +292,28 @@ class Injector:
     # -- the network --------------------------------------------------------------------
 
     async def _delay(self, victim: int, lasts_s: float) -> None:
-        self._proxy(victim).delay_s = self._chance.uniform(0.02, 0.3)
-        await self._until_mended(victim, lasts_s)
+        self._proxy(victim).delay_s = self._rng.uniform(0.02, 0.3)
+        await self._until_restored(victim, lasts_s)
 
     async def _stall(self, victim: int, lasts_s: float) -> None:
         self._proxy(victim).stall()
-        await self._until_mended(victim, lasts_s)
+        await self._until_restored(victim, lasts_s)
 
     async def _partition(self, victim: int, lasts_s: float) -> None:
         self._proxy(victim).partition()
-        await self._until_mended(victim, lasts_s)
+        await self._until_restored(victim, lasts_s)
 
     async def _reset(self, victim: int, lasts_s: float) -> None:
         self._proxy(victim).reset()
 
     async def _half(self, victim: int, lasts_s: float) -> None:
-        self._proxy(victim).halve()
+        self._proxy(victim).cut_next_answers()
 
-    async def _until_mended(self, victim: int, lasts_s: float) -> None:
+    async def _until_restored(self, victim: int, lasts_s: float) -> None:
         try:
             await asyncio.sleep(lasts_s)
         finally:
-            self._proxy(victim).mend()
+            self._proxy(victim).restore()
 
     def _proxy(self, victim: int) -> FaultProxy:
         return self._fleet.proxies[victim]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from headgate.testing.sim.caller import ReceivedAnswer, call
-from headgate.testing.sim.hostile import ANN, ASKING, BOB, LIES, key_of
+from headgate.testing.sim.engine import EngineProcess
+from headgate.testing.sim.fleet import SimFleet
+from headgate.testing.sim.hostile import ANN, BOB, GENERATING, MALFORMED_ANSWERS, key_of
 from headgate.testing.sim.hosts import MODEL, SimServer
+from headgate.testing.sim.loop import SimProcess
 from headgate.testing.sim.script import PlannedAction
-
-if TYPE_CHECKING:
-    from headgate.testing.sim.engine import EngineProcess
-    from headgate.testing.sim.loop import SimProcess
-    from headgate.testing.sim.world import World
 
 HUGE = 2**31 - 1
 NAME_DIGITS = 8  # of the part of a generated id that all ids of one router share, if they share any
@@ -29,81 +27,81 @@ FORGERIES: tuple[dict[str, Any], ...] = (
 )
 
 
-class HostileDeeds:
-    _world: World
+class HostileActions:
+    _fleet: SimFleet
     _engine: Callable[[PlannedAction], EngineProcess | None]
     _come_back_paused: Any
 
     # -- workers that lie -----------------------------------------------------------------
 
-    async def lie(self, deed: PlannedAction) -> None:
-        server = self._world.hosts[deed.who]
+    async def lie(self, action: PlannedAction) -> None:
+        server = self._fleet.hosts[action.target]
         assert isinstance(server, SimServer)
-        self._world.liars[server.name] = None
-        which, ids = deed.more["lie"], deed.more["ids"]
+        self._fleet.dishonest[server.name] = None
+        which, ids = action.details["lie"], action.details["ids"]
         server.lie = partial(self._claim, ids) if which is None else partial(malformed, which)
-        await asyncio.sleep(deed.lasts_s)
+        await asyncio.sleep(action.duration_s)
         server.lie = None
 
     def _claim(self, ids: list[str], path: str, body: bytes) -> bytes:
         if path == "/v1/abort_requests":
-            self._world.claimed(ids)
+            self._fleet.claimed(ids)
         return claim(ids, path, body)
 
     # -- processes that stop or die in the middle of a control call ---------------------------
 
-    async def stop_across(self, deed: PlannedAction) -> None:
-        world, more = self._world, deed.more
-        engine = self._engine(deed)
+    async def stop_across(self, action: PlannedAction) -> None:
+        fleet, details = self._fleet, action.details
+        engine = self._engine(action)
         if engine is None:
             return
-        host = world.hosts[deed.who].host if more["whole"] else engine.host
-        stopping = world.operator.spawn(self._stop_for(host, more["after_s"], deed.lasts_s))
-        to = deed.who if more["direct"] and not more["whole"] else deed.via
-        timeout = {"timeout": more["timeout"]}
-        match more["call"]:
+        host = fleet.hosts[action.target].host if details["whole"] else engine.host
+        stopping = fleet.operator.spawn(self._stop_for(host, details["after_s"], action.duration_s))
+        to = action.target if details["direct"] and not details["whole"] else action.via
+        timeout = {"timeout": details["timeout"]}
+        match details["call"]:
             case "pause":
-                await world.control(to, "POST", "/v1/pause", {"mode": more["mode"], **timeout})
+                await fleet.control(to, "POST", "/v1/pause", {"mode": details["mode"], **timeout})
             case "abort_all":
-                await world.control(to, "POST", "/v1/abort_requests", {"abort_all": True, **timeout})
+                await fleet.control(to, "POST", "/v1/abort_requests", {"abort_all": True, **timeout})
             case "abort":
-                await world.control(to, "POST", "/v1/abort_requests", {"req_ids": more["req_ids"], **timeout})
+                await fleet.control(to, "POST", "/v1/abort_requests", {"req_ids": details["req_ids"], **timeout})
             case "flush":
-                await world.control(to, "POST", "/v1/flush_cache")
+                await fleet.control(to, "POST", "/v1/flush_cache")
             case path:
-                await world.control(to, "GET", f"/v1/{path}")
+                await fleet.control(to, "GET", f"/v1/{path}")
         await stopping
-        if more["call"] == "pause":
-            await world.control(to, "POST", "/v1/resume")
+        if details["call"] == "pause":
+            await fleet.control(to, "POST", "/v1/resume")
 
-    async def _stop_for(self, host: SimProcess, after_s: float, lasts_s: float) -> None:
+    async def _stop_for(self, host: SimProcess, after_s: float, duration_s: float) -> None:
         await asyncio.sleep(after_s)
         host.stop()
-        await asyncio.sleep(lasts_s)
-        host.go_on()
+        await asyncio.sleep(duration_s)
+        host.resume()
 
-    async def pause_and_crash(self, deed: PlannedAction) -> None:
+    async def pause_and_crash(self, action: PlannedAction) -> None:
         """75: a process dies while it follows a pause, and must be paused when it is back."""
-        world, more = self._world, deed.more
-        resumes, server = world.resumes, world.hosts[deed.who]
-        engine, body, host = self._engine(deed), {"mode": more["mode"], "timeout": 2}, server.host
-        pausing = world.operator.spawn(world.control(deed.via, "POST", "/v1/pause", body))
-        await asyncio.sleep(more["after_s"])
-        if more["whole"]:
+        fleet, details = self._fleet, action.details
+        resumes, server = fleet.resumes, fleet.hosts[action.target]
+        engine, body, host = self._engine(action), {"mode": details["mode"], "timeout": 2}, server.host
+        pausing = fleet.operator.spawn(fleet.control(action.via, "POST", "/v1/pause", body))
+        await asyncio.sleep(details["after_s"])
+        if details["whole"]:
             server.host.kill()
         elif engine is not None:
             engine.end(-9)
         reply = await pausing
-        if more["whole"]:
-            await asyncio.sleep(deed.lasts_s)
-            world.restart(server)
-        if world.alone_in_trouble(deed):
-            if reply.status not in (200, 202) and not more["whole"]:
-                world.fail(
+        if details["whole"]:
+            await asyncio.sleep(action.duration_s)
+            fleet.restart(server)
+        if fleet.alone_in_trouble(action):
+            if reply.status not in (200, 202) and not details["whole"]:
+                fleet.fail(
                     f"75: a pause in which an engine crashed was answered {reply.status}: {reply.body[:200]!r}"
                 )
-            await self._come_back_paused(deed, host, lambda: world.resumes != resumes)
-        await world.control(deed.via, "POST", "/v1/resume")
+            await self._come_back_paused(action, host, lambda: fleet.resumes != resumes)
+        await fleet.control(action.via, "POST", "/v1/resume")
 
     # -- clients ------------------------------------------------------------------------------
 
@@ -111,67 +109,67 @@ class HostileDeeds:
         self, to: str, tenant: str, headers: dict[str, str] | None = None, **body: Any
     ) -> ReceivedAnswer:
         asked = {"model": MODEL, "prompt": [3, 4, 5, 6], "max_tokens": 4, "seed": 1, "ignore_eos": True, **body}
-        address, keys = self._world.hosts[to].address, key_of(tenant if self._world.plan.tenants else "")
+        address, keys = self._fleet.hosts[to].address, key_of(tenant if self._fleet.plan.tenants else "")
         return await call(address, "POST", "/v1/completions", asked, {**keys, **(headers or {})})
 
-    async def squat(self, deed: PlannedAction) -> None:
+    async def squat(self, action: PlannedAction) -> None:
         """65: ids that were not given by the client cannot be guessed, taken or used against it."""
-        world, more = self._world, deed.more
-        first = await self._generate(deed.via, BOB)
-        guesses = next_ids(first.headers.get("x-request-id", ""), more["tries"])
-        spawn = world.operator.spawn
+        fleet, details = self._fleet, action.details
+        first = await self._generate(action.via, BOB)
+        guesses = next_ids(first.headers.get("x-request-id", ""), details["tries"])
+        spawn = fleet.operator.spawn
         squatting = (
             []
-            if more["aborts"]
-            else [spawn(self._generate(deed.via, BOB, request_id=guess, max_tokens=60)) for guess in guesses]
+            if details["aborts"]
+            else [spawn(self._generate(action.via, BOB, request_id=guess, max_tokens=60)) for guess in guesses]
         )
         await asyncio.sleep(0.05)
-        victims = [spawn(self._generate(deed.via, ANN, max_tokens=40)) for _ in range(more["tries"] + 1)]
-        if more["aborts"] and guesses:
+        victims = [spawn(self._generate(action.via, ANN, max_tokens=40)) for _ in range(details["tries"] + 1)]
+        if details["aborts"] and guesses:
             await asyncio.sleep(0.05)
-            await world.control(deed.via, "POST", "/v1/abort_requests", {"req_ids": guesses}, tenant=BOB)
+            await fleet.control(action.via, "POST", "/v1/abort_requests", {"req_ids": guesses}, tenant=BOB)
         for victim in victims:
             self._check_victim(await victim)
         await asyncio.gather(*squatting)
 
     def _check_victim(self, reply: ReceivedAnswer) -> None:
-        world = self._world
+        fleet = self._fleet
         if reply.status == 409:
-            world.fail(f"65: a client that has named no id got 409: {bytes(reply.body)!r}")
-        ended = any(deed.what in ("abort_all", "stop_across") for deed in world.plan.deeds)
+            fleet.fail(f"65: a client that has named no id got 409: {bytes(reply.body)!r}")
+        ended = any(action.kind in ("abort_all", "stop_across") for action in fleet.plan.actions)
         if reply.status == 200 and reply.whole and not ended:
             causes = [choice.get("cause") for choice in reply.json()["choices"]]
             if "api_abort" in causes:
-                world.fail("65: a client that guessed the id of a request has ended it")
+                fleet.fail("65: a client that guessed the id of a request has ended it")
 
-    async def ask_politely(self, deed: PlannedAction) -> None:
+    async def ask_politely(self, action: PlannedAction) -> None:
         """63: a tenant with one request at a time is never refused because of another's."""
-        plan = self._world.plan
-        others = any(other.what in ASKING for other in plan.deeds if other is not deed)
-        alone = not (others or any(ask.tenant == ANN for ask in plan.asks))
-        for i in range(deed.more["times"]):
-            reply = await self._generate(deed.via, ANN, prompt=[3 + i, 4, 5])
+        plan = self._fleet.plan
+        others = any(other.kind in GENERATING for other in plan.actions if other is not action)
+        alone = not (others or any(request.tenant == ANN for request in plan.requests))
+        for i in range(action.details["times"]):
+            reply = await self._generate(action.via, ANN, prompt=[3 + i, 4, 5])
             if reply.status == 429 and alone:
-                self._world.fail(f"63: a tenant with one request at a time was refused: {bytes(reply.body)[:200]!r}")
+                self._fleet.fail(f"63: a tenant with one request at a time was refused: {bytes(reply.body)[:200]!r}")
 
-    async def forge(self, deed: PlannedAction) -> None:
+    async def forge(self, action: PlannedAction) -> None:
         """68: what a client claims to have been told is refused or recomputed. The counters are looked at in the end."""
-        to = deed.who if deed.more["direct"] else deed.via
-        headers = {"x-headgate-journal": "1800000000"} if deed.more["direct"] else {}
-        resume = {"choices": [FORGERIES[deed.more["kind"]]]}
+        to = action.target if action.details["direct"] else action.via
+        headers = {"x-headgate-journal": "1800000000"} if action.details["direct"] else {}
+        resume = {"choices": [FORGERIES[action.details["kind"]]]}
         reply = await self._generate(to, BOB, headers, resume=resume, return_token_ids=True)
         if reply.status >= 500 and reply.status not in (502, 503, 504):
-            self._world.fail(f"68: a forged resume was answered {reply.status}: {bytes(reply.body)!r}")
+            self._fleet.fail(f"68: a forged resume was answered {reply.status}: {bytes(reply.body)!r}")
 
-    async def probe_salts(self, deed: PlannedAction) -> None:
+    async def probe_salts(self, action: PlannedAction) -> None:
         """66: no cache hit shows what another tenant has asked."""
-        ids, via = deed.more["ids"], deed.via
+        ids, via = action.details["ids"], action.via
         first = await self._generate(via, ANN, prompt=ids, max_tokens=1)
         if first.status != 200 or not first.whole:
             return
         for salt in (None, f"{ANN}:", ANN, f"{ANN}:{ANN}:", f":{ANN}", f"{BOB}:{ANN}:"):
             await self._probe_salt(via, via, BOB, ids, salt)
-            for server in self._world.servers if "servers" not in self._world.plan.keys_at and salt else ():
+            for server in self._fleet.servers if "servers" not in self._fleet.plan.keys_at and salt else ():
                 await self._probe_salt(via, server.name, "", ids, salt)
 
     async def _probe_salt(self, via: str, to: str, tenant: str, ids: list[int], salt: str | None) -> None:
@@ -181,37 +179,37 @@ class HostileDeeds:
             return
         details = reply.json()["usage"].get("prompt_tokens_details") or {}
         if hits := details.get("cached_tokens"):
-            self._world.fail(
+            self._fleet.fail(
                 f"66: {to} showed with cache_salt {salt!r} that {hits} tokens of another tenant are cached"
             )
 
     def _moves(self, via: str) -> tuple[int, ...]:
         """Changes when a request may have been sent to a server twice, which then finds its own prompt cached."""
-        router = next(host.router for host in self._world.routers if host.name == via)
+        router = next(host.router for host in self._fleet.routers if host.name == via)
         # A pause sends what waits for a ticket back, whose prompt a worker has begun to compute.
-        disturbed = self._world.report.deeds["reset"], self._world.pauses
+        disturbed = self._fleet.report.actions["reset"], self._fleet.pauses
         return disturbed if router is None else (*disturbed, router.counters.retries, router.counters.resumes)
 
-    async def pry(self, deed: PlannedAction) -> None:
+    async def pry(self, action: PlannedAction) -> None:
         """65, 67: a tenant or a stranger neither sees nor ends what is not its own, also not through a router."""
-        world, tenant, names = self._world, deed.more["tenant"], deed.more["req_ids"]
+        fleet, tenant, names = self._fleet, action.details["tenant"], action.details["req_ids"]
         number = 65 if tenant else 67
-        own = {ask.id for ask in world.plan.asks if ask.tenant == tenant}
+        own = {request.id for request in fleet.plan.requests if request.tenant == tenant}
         foreign = [name for name in names if name not in own]
-        listed = await world.control(deed.via, "GET", "/v1/requests", tenant=tenant)
+        listed = await fleet.control(action.via, "GET", "/v1/requests", tenant=tenant)
         shown = [name for name in foreign if f'"{name}"'.encode() in bytes(listed.body)]
         if shown:
-            world.fail(f"{number}: {tenant or 'a stranger'} is shown {shown}, which are another tenant's")
-        ended = await world.control(deed.via, "POST", "/v1/abort_requests", {"req_ids": names}, tenant=tenant)
-        if ended.status == 200 and not world.liars:
+            fleet.fail(f"{number}: {tenant or 'a stranger'} is shown {shown}, which are another tenant's")
+        ended = await fleet.control(action.via, "POST", "/v1/abort_requests", {"req_ids": names}, tenant=tenant)
+        if ended.status == 200 and not fleet.dishonest:
             result = ended.json()["result"]
             told = [*(each["request_id"] for each in result["aborted"]), *result["already_finished"]]
             if wrong := [name for name in told if name in foreign]:
-                world.fail(f"{number}: {tenant or 'a stranger'} is told of {wrong}, which are another tenant's")
+                fleet.fail(f"{number}: {tenant or 'a stranger'} is told of {wrong}, which are another tenant's")
         for name in foreign[:1]:
-            reply = await world.control(deed.via, "GET", f"/v1/requests/{name}", tenant=tenant)
+            reply = await fleet.control(action.via, "GET", f"/v1/requests/{name}", tenant=tenant)
             if reply.status == 200:
-                world.fail(f"{number}: {tenant or 'a stranger'} is shown {name}, which is another tenant's")
+                fleet.fail(f"{number}: {tenant or 'a stranger'} is shown {name}, which is another tenant's")
 
 
 def next_ids(id: str, tries: int) -> list[str]:
@@ -225,7 +223,7 @@ def next_ids(id: str, tries: int) -> list[str]:
 
 
 def malformed(which: int, path: str, body: bytes) -> bytes:
-    return LIES[which]
+    return MALFORMED_ANSWERS[which]
 
 
 def claim(ids: list[str], path: str, body: bytes) -> bytes:

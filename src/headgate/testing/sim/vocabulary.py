@@ -52,8 +52,8 @@ def _vocabulary() -> dict[str, int]:
     return {token: i for i, token in enumerate(dict.fromkeys([*said, *letters, *SPECIALS]))}
 
 
-SPOKEN = len(dict.fromkeys([EOS_TEXT, *PIECES, *(bytes([byte]) for half in HALVES for byte in half)]))
-VOCABULARY = len(_vocabulary())
+SAMPLED_TOKENS = len(dict.fromkeys([EOS_TEXT, *PIECES, *(bytes([byte]) for half in HALVES for byte in half)]))
+VOCAB_SIZE = len(_vocabulary())
 
 
 @cache

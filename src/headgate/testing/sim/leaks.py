@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
+from headgate.testing.sim.engine import EngineProcess
 from headgate.testing.sim.hosts import SimRouter, SimServer
 
-if TYPE_CHECKING:
-    from headgate.testing.sim.world import World
 
-
-def left_behind(world: World) -> Iterator[str]:
-    for router in world.routers:
-        yield from _router_left(router)
-    for server in world.servers:
-        yield from _server_left(server)
-    for engine in world.processes.living:
+def find_leaks(
+    routers: Iterable[SimRouter], servers: Iterable[SimServer], engines: Iterable[EngineProcess]
+) -> Iterator[str]:
+    for router in routers:
+        yield from _router_leaks(router)
+    for server in servers:
+        yield from _server_leaks(server)
+    for engine in engines:
         if engine.loop is None:
             continue
         scheduler = engine.loop.scheduler
@@ -25,18 +24,18 @@ def left_behind(world: World) -> Iterator[str]:
             yield f"{engine.host.name} is not idle: {scheduler!r}, {scheduler.sequences}"
 
 
-def kv_left(world: World) -> list[str]:
+def kv_leaks(engines: Iterable[EngineProcess]) -> list[str]:
     """Leases, tickets and connections between engines; the last ones take a while to be given up."""
     left = []
-    for engine in world.processes.living:
+    for engine in engines:
         if engine.loop is not None and len(engine.loop.scheduler.leases):
             left.append(f"{engine.host.name} has {len(engine.loop.scheduler.leases)} leases")
         if engine.kv is not None:
-            left += [f"{engine.host.name} has {thing}" for thing in engine.kv.left_behind()]
+            left += [f"{engine.host.name} has {thing}" for thing in engine.kv.leaks()]
     return left
 
 
-def _router_left(host: SimRouter) -> Iterator[str]:
+def _router_leaks(host: SimRouter) -> Iterator[str]:
     router, name = host.router, host.name
     assert router is not None
     if router.live:
@@ -50,7 +49,7 @@ def _router_left(host: SimRouter) -> Iterator[str]:
             yield f"{name}: {worker!r} has {worker.pending_tokens} pending tokens"
 
 
-def _server_left(server: SimServer) -> Iterator[str]:
+def _server_leaks(server: SimServer) -> Iterator[str]:
     ledger, engines = server.ledger, server.engines
     assert ledger is not None and engines is not None
     if ledger.live or ledger.in_flight or ledger.unsettled:

@@ -13,16 +13,16 @@ from statistics import median
 from typing import Any
 
 from headgate.testing.chaos.client import clock
-from headgate.testing.chaos.fleet import NOBODY, ChaosFleet, metrics, vitals
+from headgate.testing.chaos.fleet import NO_ANSWER, ChaosFleet, metrics, process_stats
 
-HOME_S = 90.0  # for the last lease to end and the last probe to come
+IDLE_S = 90.0  # for the last lease to end and the last probe to come
 SAMPLE_EVERY_S = 2.0
-LOOKS, LOOK_EVERY_S = 5, 0.5
+SAMPLES, POLL_S = 5, 0.5
 WINDOW = 0.2  # of the run, for medians
 
 # How much more there may be at rest than there was: probes and our own looks come and go.
-MORE_FDS, MORE_THREADS, MORE_TASKS = 6, 3, 6
-MORE_MEMORY, MORE_MEMORY_MB = 0.10, 16.0
+EXTRA_FDS, EXTRA_THREADS, EXTRA_TASKS = 6, 3, 6
+EXTRA_MEMORY, EXTRA_MEMORY_MB = 0.10, 16.0
 
 SERVER_AT_REST = (
     "num_requests_in_flight",
@@ -46,13 +46,13 @@ class ProcessSample:
 
 
 @dataclass(frozen=True, slots=True)
-class AtRest:
+class IdleUsage:
     fds: int
     threads: int
     tasks: int  # -1: a process without an event loop
 
-    def least(self, other: AtRest) -> AtRest:
-        return AtRest(min(self.fds, other.fds), min(self.threads, other.threads), min(self.tasks, other.tasks))
+    def least(self, other: IdleUsage) -> IdleUsage:
+        return IdleUsage(min(self.fds, other.fds), min(self.threads, other.threads), min(self.tasks, other.tasks))
 
 
 class ProcessWatch:
@@ -64,18 +64,18 @@ class ProcessWatch:
 
     async def run(self) -> None:
         while True:
-            self.look()
+            self.sample()
             await asyncio.sleep(SAMPLE_EVERY_S)
 
-    def look(self) -> None:
+    def sample(self) -> None:
         self._fleet.note_processes()
         at_s = round(clock() - self._begun_s, 2)
         for name, pid in self._fleet.processes().items():
-            if (seen := vitals(pid)) is not None:
+            if (seen := process_stats(pid)) is not None:
                 self.samples.append(ProcessSample(at_s, name, pid, **asdict(seen)))
 
 
-def grown(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float, float]]:
+def memory_growth(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float, float]]:
     """Of each process that lived through both windows: its name, and its median memory in the first and the last."""
     if not samples:
         return
@@ -89,25 +89,25 @@ def grown(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float, float]
             yield name, round(median(early), 1), round(median(late), 1)
 
 
-def too_large(samples: Sequence[ProcessSample]) -> list[str]:
+def memory_leaks(samples: Sequence[ProcessSample]) -> list[str]:
     return [
         f"memory: {name} has grown from {early:.0f} to {late:.0f} MB"
-        for name, early, late in grown(samples)
-        if late > early * (1 + MORE_MEMORY) + MORE_MEMORY_MB
+        for name, early, late in memory_growth(samples)
+        if late > early * (1 + EXTRA_MEMORY) + EXTRA_MEMORY_MB
     ]
 
 
-async def at_rest(fleet: ChaosFleet) -> dict[str, AtRest]:
+async def at_rest(fleet: ChaosFleet) -> dict[str, IdleUsage]:
     """By process: what it has open while nobody asks anything, the least of several looks."""
     for proxy in fleet.proxies:
         proxy.reset()  # connections that are kept for later are no leak
-    found: dict[str, AtRest] = {}
-    for _ in range(LOOKS):
-        await asyncio.sleep(LOOK_EVERY_S)
+    found: dict[str, IdleUsage] = {}
+    for _ in range(SAMPLES):
+        await asyncio.sleep(POLL_S)
         tasks = await _tasks(fleet)
         for name, pid in fleet.processes().items():
-            if (seen := vitals(pid)) is not None:
-                now = AtRest(seen.fds, seen.threads, tasks.get(name, -1))
+            if (seen := process_stats(pid)) is not None:
+                now = IdleUsage(seen.fds, seen.threads, tasks.get(name, -1))
                 found[name] = now if name not in found else found[name].least(now)
     return found
 
@@ -119,8 +119,8 @@ async def _tasks(fleet: ChaosFleet) -> dict[str, int]:
     return counts
 
 
-def leaked(before: Mapping[str, AtRest], after: Mapping[str, AtRest]) -> list[str]:
-    limits = {"fds": MORE_FDS, "threads": MORE_THREADS, "tasks": MORE_TASKS}
+def leaked(before: Mapping[str, IdleUsage], after: Mapping[str, IdleUsage]) -> list[str]:
+    limits = {"fds": EXTRA_FDS, "threads": EXTRA_THREADS, "tasks": EXTRA_TASKS}
     return [
         f"{what}: {name} has {getattr(after[name], what)} at rest, and had {getattr(before[name], what)}"
         for name in before.keys() & after.keys()
@@ -129,36 +129,36 @@ def leaked(before: Mapping[str, AtRest], after: Mapping[str, AtRest]) -> list[st
     ]
 
 
-async def away(fleet: ChaosFleet) -> list[str]:
+async def still_held(fleet: ChaosFleet) -> list[str]:
     """What is not home yet."""
-    found = [f"{name} is {value:g}" for name, value in _held(await metrics(fleet.url), "router_", ROUTER_AT_REST)]
+    found = [f"{name} is {value:g}" for name, value in _nonzero(await metrics(fleet.url), "router_", ROUTER_AT_REST)]
     for worker in fleet.workers:
         page = await metrics(worker.url)
-        found += [f"server {worker.index}: {name} is {value:g}" for name, value in _held(page, "", SERVER_AT_REST)]
+        found += [f"server {worker.index}: {name} is {value:g}" for name, value in _nonzero(page, "", SERVER_AT_REST)]
     return found
 
 
-def _held(page: Mapping[str, float], prefix: str, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _nonzero(page: Mapping[str, float], prefix: str, names: Sequence[str]) -> Iterator[tuple[str, float]]:
     wanted = {f"headgate:{prefix}{name}" for name in names} | set(NEVER)
     for name, value in page.items():
         if name.partition("{")[0] in wanted and value:
             yield name, value
 
 
-async def come_home(fleet: ChaosFleet, timeout_s: float = HOME_S) -> list[str]:
+async def wait_until_idle(fleet: ChaosFleet, timeout_s: float = IDLE_S) -> list[str]:
     """Wait until everything is; what is not by then."""
     until_s, left = clock() + timeout_s, ["nobody has answered"]
     while left and clock() < until_s:
         try:
-            left = await away(fleet)
-        except NOBODY as error:
+            left = await still_held(fleet)
+        except NO_ANSWER as error:
             left = [f"{type(error).__name__}: {error}"]
         if left:
             await asyncio.sleep(0.5)
     return left
 
 
-async def different_weights(fleet: ChaosFleet) -> list[str]:
+async def weight_differences(fleet: ChaosFleet) -> list[str]:
     """Servers whose weights are not those of the others."""
     versions: dict[str, Any] = {}
     for worker in fleet.workers:

@@ -1,0 +1,352 @@
+"""What operators do in a run and what goes wrong, each a method that is named like its deed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from headgate.protocol.request import Ticket
+from headgate.router.fleet.worker import Worker
+from headgate.testing.sim.caller import ReceivedAnswer
+from headgate.testing.sim.engine import EngineProcess
+from headgate.testing.sim.fleet import SimFleet
+from headgate.testing.sim.hostile_actions import HostileActions
+from headgate.testing.sim.hosts import SimServer
+from headgate.testing.sim.loop import SimProcess
+from headgate.testing.sim.network import KvDamage, SimTransport
+from headgate.testing.sim.script import ROUTERS, PlannedAction
+
+END_S = 60.0  # for a server that was asked to end
+BACK_S = 60.0  # for whoever was away to be like the others
+
+
+def _states(reply: ReceivedAnswer) -> dict[str, str]:
+    """Of the workers that have followed a control call, as it was answered; none if it was not."""
+    told = reply.json() if reply.whole else {}
+    result = told.get("result") if isinstance(told, dict) else None
+    workers = result.get("workers", {}) if isinstance(result, dict) else {}
+    return {url: each["state"] for url, each in workers.items() if "error" not in each}
+
+
+class Actions(HostileActions):
+    def __init__(self, fleet: SimFleet) -> None:
+        self._fleet = fleet
+        self._loop, self._network, self._processes = fleet.loop, fleet.network, fleet.processes
+
+    async def do(self, action: PlannedAction) -> None:
+        await getattr(self, action.kind)(action)
+
+    def _engine(self, action: PlannedAction) -> EngineProcess | None:
+        """One of a server's engines."""
+        engines = [e for e in self._processes.living if e.host.name.startswith(action.target + "/")]
+        return engines[int(action.details["which"] * len(engines))] if engines else None
+
+    # -- processes ----------------------------------------------------------------------
+
+    async def kill_engine(self, action: PlannedAction) -> None:
+        if (engine := self._engine(action)) is not None:
+            engine.end(-9)
+
+    async def kill_server(self, action: PlannedAction) -> None:
+        server = self._fleet.hosts[action.target]
+        server.host.kill()
+        await asyncio.sleep(action.duration_s)
+        self._fleet.restart(server)
+
+    async def kill_router(self, action: PlannedAction) -> None:
+        fleet, router = self._fleet, self._fleet.hosts[action.target]
+        for request in fleet.plan.requests:
+            request.disturbed |= request.to == action.target
+        router.host.kill()
+        fleet.floor_versions.pop(action.target, None)
+        fleet.resumes += 1  # of a pause it will know nothing
+        await asyncio.sleep(min(action.duration_s, 1.0))
+        fleet.restart(router)
+        fleet.agreed &= not fleet.version  # a new router does not know what the last one was told
+
+    async def lose_machine(self, action: PlannedAction) -> None:
+        self._network.isolate(action.target)
+        self._fleet.hosts[action.target].host.kill()
+        await asyncio.sleep(action.duration_s)
+        self._network.rejoin(action.target)
+        self._fleet.restart(self._fleet.hosts[action.target])
+
+    async def stop_engine(self, action: PlannedAction) -> None:
+        if (engine := self._engine(action)) is not None:
+            engine.host.stop()
+            await asyncio.sleep(action.duration_s)
+            engine.host.resume()
+
+    async def stall_engine(self, action: PlannedAction) -> None:
+        """The thread of its loop hangs; those of its sockets do not."""
+        engine = self._engine(action)
+        if engine is not None and engine.driver is not None:
+            engine.driver.stalled = True
+            await asyncio.sleep(action.duration_s)
+            engine.driver.resume()
+
+    async def slow_engine(self, action: PlannedAction) -> None:
+        engines = [e for e in self._processes.living if e.host.name.startswith(action.target + "/")]
+        for executor in [engine.executor for engine in engines if engine.executor is not None]:
+            executor.slowness = action.details["times"]
+        await asyncio.sleep(action.duration_s)
+        for executor in [engine.executor for engine in engines if engine.executor is not None]:
+            executor.slowness = 1.0
+
+    async def stop_server(self, action: PlannedAction) -> None:
+        host = self._fleet.hosts[action.target].host
+        host.stop()
+        await asyncio.sleep(action.duration_s)
+        host.resume()
+
+    async def shutdown(self, action: PlannedAction) -> None:
+        server = self._fleet.hosts[action.target]
+        task = server.task
+        if not server.alive or task is None:
+            return
+        server.signals.send()
+        await asyncio.wait([task], timeout=END_S)
+        if not task.done():
+            self._fleet.fail(f"{server.name} did not end within {END_S:g} s of being asked to")
+        server.host.kill()
+        await asyncio.sleep(action.duration_s)
+        self._fleet.restart(server)
+
+    async def return_old(self, action: PlannedAction) -> None:
+        """The newest weights can no longer be had, and an engine dies that comes back with what it starts with."""
+        self._fleet.spoil_weights()
+        await self.kill_engine(action)
+
+    async def jump_clock(self, action: PlannedAction) -> None:
+        self._loop.skew_s += action.details["by_s"]
+
+    # -- the network ----------------------------------------------------------------------
+
+    async def cut(self, action: PlannedAction) -> None:
+        await self._cut_between((action.via, action.target), action.duration_s)
+
+    async def cut_peers(self, action: PlannedAction) -> None:
+        for server in self._fleet.servers:
+            if server.name != action.target:
+                self._network.cut(server.name, action.target)
+        await asyncio.sleep(action.duration_s)
+        for server in self._fleet.servers:
+            self._network.mend(server.name, action.target)
+
+    async def _cut_between(self, pair: tuple[str, str], duration_s: float) -> None:
+        self._network.cut(*pair)
+        await asyncio.sleep(duration_s)
+        self._network.mend(*pair)
+
+    async def slow_network(self, action: PlannedAction) -> None:
+        others = [*ROUTERS, *(server.name for server in self._fleet.servers if server.name != action.target)]
+        for other in others:
+            self._network.slow_down(other, action.target, action.details["most_s"])
+        await asyncio.sleep(action.duration_s)
+        for other in others:
+            self._network.slow_down(other, action.target, 0.0)
+
+    async def reset(self, action: PlannedAction) -> None:
+        fleet = self._fleet
+        requests = {f"clients/{request.name}": request for request in fleet.plan.requests}
+        for transport in self._to_reset(action):
+            for host in (transport.host, transport.peer.host):
+                if host.name in requests:
+                    requests[host.name].disturbed = True
+            fleet.note(transport.host, f"loses its connection to {transport.peer.host.name}")
+            transport.break_off()
+
+    def _to_reset(self, action: PlannedAction) -> Iterator[SimTransport]:
+        """Connections that a plan draws, one after the other; or all from one host to another that it names."""
+        if "between" in action.details:
+            named = [
+                t for t in self._network.transports if [t.host.name, t.peer.host.name] == action.details["between"]
+            ]
+            yield from named
+            return
+        for which in action.details["which"]:
+            transports = [t for t in self._network.transports if t.host is not self._fleet.operator]
+            transports = [t for t in transports if t.peer.host is not self._fleet.operator]
+            if transports:
+                yield transports[int(which * len(transports))]
+
+    # -- KV on its way ----------------------------------------------------------------------
+
+    async def corrupt_kv(self, action: PlannedAction) -> None:
+        await self._damage(KvDamage(corrupted=action.details["share"]), action.duration_s)
+
+    async def cut_kv_short(self, action: PlannedAction) -> None:
+        await self._damage(KvDamage(cut_short=action.details["share"]), action.duration_s)
+
+    async def _damage(self, damage: KvDamage, duration_s: float) -> None:
+        self._network.damage = damage
+        await asyncio.sleep(duration_s)
+        if self._network.damage is damage:
+            self._network.damage = None
+
+    async def kill_in_transfer(self, action: PlannedAction) -> None:
+        """The next transfer that comes to some point loses the engine that has come to it, or the other one."""
+        struck: asyncio.Future[EngineProcess | None] = self._loop.create_future()
+
+        def on_stage(engine: EngineProcess, stage: str, ticket: Ticket | None) -> None:
+            if stage == action.details["stage"] and not struck.done():
+                peer = self._processes.serving(ticket) if ticket is not None and action.details["peer"] else None
+                struck.set_result(peer or engine)
+
+        self._processes.watchers.append(on_stage)
+        try:
+            async with asyncio.timeout(action.duration_s):
+                engine = await struck
+                await asyncio.sleep(action.details["after_s"])
+            if engine is not None and engine.code is None:
+                self._fleet.report.faults[f"killed at {action.details['stage']}"] += 1
+                engine.end(-9)
+        except TimeoutError:
+            pass  # there was no such transfer
+        finally:
+            self._processes.watchers.remove(on_stage)
+
+    # -- operators ----------------------------------------------------------------------------
+
+    async def abort(self, action: PlannedAction) -> None:
+        await self._abort(action.via, action.details)
+
+    async def abort_all(self, action: PlannedAction) -> None:
+        await self._abort(action.via, {"abort_all": True})
+
+    async def abort_tags(self, action: PlannedAction) -> None:
+        await self._abort(action.via, action.details)
+
+    async def abort_and_kill(self, action: PlannedAction) -> None:
+        """Whoever has one of those requests dies in the same moment."""
+        fleet, details = self._fleet, action.details
+        having = [s for s in fleet.servers if any(s.ledger and s.ledger.named(name) for name in details["req_ids"])]
+        kill = fleet.operator.spawn(self._kill_soon(having, action))
+        await self._abort(action.via, {"req_ids": details["req_ids"], "wait": details["wait"]})
+        await kill
+
+    async def _kill_soon(self, servers: list[SimServer], action: PlannedAction) -> None:
+        await asyncio.sleep(action.details["after_s"])
+        for server in servers:
+            if action.details["whole"]:
+                server.host.kill()
+            else:
+                for engine in [e for e in self._processes.living if e.host.name.startswith(server.name + "/")]:
+                    engine.end(-9)
+        await asyncio.sleep(min(action.duration_s, 1.0))
+        for server in servers:
+            self._fleet.restart(server)
+
+    async def _abort(self, via: str, body: dict[str, Any]) -> None:
+        fleet, abort_s = self._fleet, self._loop.time()
+        reply = await fleet.control(via, "POST", "/v1/abort_requests", body)
+        if reply.status not in (200, 202):
+            return
+        result = reply.json()["result"]
+        told = {each["request_id"]: each["output_token_count"] for each in result["aborted"]}
+        fleet.record_aborted(via, abort_s, told)
+        for each in result["errors"]:
+            if each["code"] == "not_told":  # it was found, and has been asked to end
+                fleet.asked_to_end[via].add(each["request_id"])
+
+    async def pause(self, action: PlannedAction) -> None:
+        fleet = self._fleet
+        paused = _states(await fleet.control(action.via, "POST", "/v1/pause", action.details))
+        await asyncio.sleep(action.duration_s)
+        pauses, lives = fleet.pauses, {server: self._life(server, action.via) for server in fleet.servers}
+        reply = await fleet.control(action.undo_via, "POST", "/v1/resume")
+        if action.undo_via != action.via and reply.status == 200:
+            had = _states(reply)
+            # A server that had not followed the pause may yet do so, for the router that was asked for it.
+            both = [url for url, state in paused.items() if state == "paused" and url in had]
+            resumed = {server: life for server, life in lives.items() if server.url in both and None not in life}
+            await self._let_go(
+                action.via,
+                lambda: fleet.pauses != pauses or not any(self._life(s, action.via) == resumed[s] for s in resumed),
+            )
+
+    def _life(self, server: SimServer, router: str) -> tuple[SimProcess | None, Worker | None]:
+        """Its process, and the worker that it is to a router: another one after it was removed and has joined again."""
+        return server.host if server.alive else None, self._fleet.worker(router, server)
+
+    async def _let_go(self, router: str, overtaken: Callable[[], bool]) -> None:
+        """A router must notice that the fleet which it has paused was resumed by another one, if any of it still lives."""
+        until_s = self._loop.time() + BACK_S
+        while self._fleet.holds(router) and not overtaken():
+            if self._loop.time() > until_s:
+                self._fleet.fail(f"{router} holds a fleet that was resumed {BACK_S:g} s ago")
+                return
+            await asyncio.sleep(0.05)
+
+    async def pause_one(self, action: PlannedAction) -> None:
+        await self._fleet.control(action.target, "POST", "/v1/pause", action.details)
+        await asyncio.sleep(action.duration_s)
+        await self._fleet.control(action.target, "POST", "/v1/resume")
+
+    async def pause_and_kill(self, action: PlannedAction) -> None:
+        """Somebody dies in a pause of the whole fleet, and must be paused when he is back."""
+        fleet, body = self._fleet, {"mode": action.details["mode"], "timeout": 5}
+        resumes, host = fleet.resumes, fleet.hosts[action.target].host
+        reply = await fleet.control(action.via, "POST", "/v1/pause", body)
+        # Whoever is taken out of the fleet is not paused with it.
+        removed = any(other.kind == "remove" and other.target == action.target for other in fleet.plan.actions)
+        if reply.status == 200 and not removed:
+            if action.details["whole"]:
+                await self.kill_server(action)
+            else:
+                await self.kill_engine(action)
+            await self._come_back_paused(action, host, lambda: fleet.resumes != resumes)
+        await fleet.control(action.via, "POST", "/v1/resume")
+
+    async def _come_back_paused(self, action: PlannedAction, host: SimProcess, overtaken: Callable[[], bool]) -> None:
+        """`host`: the server when the pause was asked. One that was started anew since runs until its router pauses it."""
+        fleet, until_s = self._fleet, self._loop.time() + BACK_S
+        server = next(server for server in fleet.servers if server.name == action.target)
+        while not overtaken():
+            if server.failed:  # its engine was killed before it ran
+                fleet.restart(server)
+            states = fleet.engine_states(server)
+            if not action.details["whole"] and "running" in states and server.host is host:
+                fleet.fail(f"an engine of {server.name} came back to a pause and runs")
+                return
+            if states and set(states) == {"paused"}:
+                return
+            if self._loop.time() > until_s:
+                fleet.fail(f"{server.name} came back to a paused fleet, and is not paused: {states}")
+                return
+            await asyncio.sleep(0.02)
+
+    async def update(self, action: PlannedAction) -> None:
+        await self.update_all(action.via, action.details["mode"])
+
+    async def update_all(self, via: str, mode: str) -> None:
+        fleet = self._fleet
+        await fleet.control(via, "POST", "/v1/pause", {"mode": mode, "timeout": 5})
+        await self._update(via, fleet.new_weights())
+        await fleet.control(via, "POST", "/v1/resume")
+
+    async def _update(self, via: str, body: dict[str, Any]) -> None:
+        fleet = self._fleet
+        processes = {server: server.host for server in fleet.servers}
+        reply = await fleet.control(via, "POST", "/v1/update_weights", body)
+        fleet.updated(via, body["version"], reply, processes)
+
+    async def roll(self, action: PlannedAction) -> None:
+        await self._update(action.via, self._fleet.new_weights() | {"strategy": "rolling", "drain_timeout": 2})
+
+    async def flush(self, action: PlannedAction) -> None:
+        await self._fleet.control(action.via, "POST", "/v1/flush_cache")
+
+    async def remove(self, action: PlannedAction) -> None:
+        fleet = self._fleet
+        server = next(server for server in fleet.servers if server.name == action.target)
+        await fleet.control(action.via, "DELETE", f"/v1/workers?url={server.url}&timeout=2")
+        await asyncio.sleep(action.duration_s)
+        role = fleet.roles[fleet.servers.index(server)]
+        await fleet.control(action.via, "POST", "/v1/workers", {"url": server.url, "role": role})
+
+    async def look(self, action: PlannedAction) -> None:
+        for path in ("/v1/requests", "/health", "/v1/workers", "/v1/loads", "/v1/is_paused"):
+            await self._fleet.control(action.via, "GET", path)
+        await self._fleet.control(action.target, "GET", "/v1/requests")

@@ -1,0 +1,369 @@
+"""The simulated routers and servers of one run, and what the run records about them.
+
+`SimFleet` builds the hosts of a plan, makes control calls to them, hands out weights, and checks at once what must hold
+after every control call. `actions` and `hostile_actions` work on it; `world` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from headgate.config import EngineConfig, RouteConfig
+from headgate.device.weights.file_stamps import Stamps
+from headgate.router.data_path.fast_path import PYTHON, FastPath
+from headgate.router.exchange.relay import Exchange
+from headgate.router.fleet.worker import Worker
+from headgate.testing.sim import contract_rules, hostile
+from headgate.testing.sim.caller import ClientBehaviour, ReceivedAnswer, call
+from headgate.testing.sim.engine import EngineProcesses
+from headgate.testing.sim.hosts import KEY, SimHost, SimRouter, SimServer, workers
+from headgate.testing.sim.loop import SimLoop, SimProcess
+from headgate.testing.sim.network import SimNetwork
+from headgate.testing.sim.report import SimulationReport
+from headgate.testing.sim.script import (
+    DEADLY,
+    KV_TROUBLE,
+    MADE_UP_FOR,
+    ROUTERS,
+    TROUBLE,
+    PlannedAction,
+    PlannedRequest,
+    SimulationPlan,
+)
+
+CALL_S = 120.0  # for a control call to be answered, whatever its own timeout
+GONE_S = 0.25  # for the news that a client has left to be everywhere, in good weather
+
+
+class SimFleet:
+    loop: SimLoop
+    network: SimNetwork
+    processes: EngineProcesses
+    clients: SimProcess
+    operator: SimProcess
+
+    def __init__(
+        self, seed: int, plan: SimulationPlan, *, chatty: bool, folder: Path, fast_path: FastPath = PYTHON
+    ) -> None:
+        self.report = SimulationReport(seed)
+        self.chatty = chatty
+        self.plan = plan
+        self._seed = seed
+        self._fast_path = fast_path
+        self._folder = folder  # for weights, and for what a crash leaves
+        self.roles = plan.roles or ("mixed",) * plan.servers
+        self.version = 0  # of the newest weights that anybody was given
+        self.agreed = True  # the last update has reached everybody
+        self.floor_versions: dict[str, int] = {}  # by router: the weights of the last update that it has carried out
+        self.resumes = 0  # calls that may have ended a pause
+        self.pauses = 0
+        self.asked_to_end: dict[str, set[str]] = {name: set() for name in ROUTERS}  # by router: and not heard of yet
+        self._held: dict[str, tuple[SimProcess, int]] = {}  # by server: in which life it was given which weights
+        self._spoiled: Counter[str] = Counter()  # files of weights that are others now
+        self._jobs: list[asyncio.Task[None]] = []  # of operators
+        self._paused = False  # somebody has asked for that
+        self._aborted: dict[str, int] = {}  # what callers of an abort were told
+        self._asked_again: dict[str, float] = {}  # requests with a key, and when their clients have tried again
+        self._calls = 0
+        self.dishonest: dict[str, None] = {}  # servers that have lied
+        self._unknown_claims: set[tuple[str, str]] = set()  # router and id: claimed by a liar when it was not there
+        self._ids = Counter(request.id for request in plan.requests)
+        self._placements: dict[tuple[str, str], list[str]] = {}  # addresses of workers, by router and id
+        self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # by router: what it had at each pause
+        self._before_pause: dict[str, set[str]] = {}  # by router: ids that it had accepted before it was paused
+        self._pausers: set[str] = set()  # processes that were asked for a pause
+
+    def note(self, host: SimProcess | None, what: str) -> None:
+        self.report.trace.append((self.loop.time(), host.name if host else "-", what))
+
+    def fail(self, what: str) -> None:
+        self.report.failures.append(what)
+        self.note(None, f"WRONG: {what}")
+
+    def _rng(self, use: str) -> random.Random:
+        return random.Random(f"{use} {self._seed}")
+
+    def build(self) -> None:
+        plan, kv = self.plan, self.plan.kv
+        engine = [EngineConfig(kv_listen=None) if kv is None else kv.config(i) for i in range(plan.servers)]
+        keys = {tenant: f"key-of-{tenant}" for tenant in plan.tenants}
+        self.servers = [
+            SimServer(
+                self.loop,
+                f"server{i}",
+                plan.settings,
+                engine[i],
+                keys if "servers" in plan.keys_at else {},
+                self._tokenised,
+                plan.stall_s,
+            )
+            for i in range(plan.servers)
+        ]
+        config = RouteConfig(
+            workers=workers(self.servers, self.roles),
+            policy=plan.policy,
+            max_in_flight=plan.max_in_flight,
+            max_queue=plan.max_queue,
+            disaggregate_tokens=256 if kv is None else kv.disaggregate_tokens,
+            ticket_timeout_s=10.0 if kv is None else kv.ticket_timeout_s,
+            api_keys=keys if "routers" in plan.keys_at else {},
+            client_stall_timeout_s=plan.stall_s,
+            admin_key=KEY,
+            worker_key=KEY,
+        )
+        names = ROUTERS[: plan.routers]
+        self.routers = [
+            SimRouter(self.loop, name, config, self._seed + i, self, self._fast_path) for i, name in enumerate(names)
+        ]
+        self.hosts: dict[str, SimHost] = {host.name: host for host in (*self.routers, *self.servers)}
+
+    @property
+    def router(self) -> SimRouter:
+        return self.routers[0]
+
+    def engine_states(self, server: SimServer) -> list[str]:
+        """Of engines that streams or calls can reach; none while one is away."""
+        replicas = [] if server.engines is None or not server.alive else server.engines.replicas
+        if any(replica.client is None for replica in replicas):
+            return []
+        processes = {engine.get_pid(): engine for engine in self.processes.living}
+        loops = [processes[r.pid].loop for r in replicas if r.pid in processes]
+        return [loop.control.state for loop in loops if loop is not None]
+
+    def worker(self, router: str, server: SimServer) -> Worker | None:
+        """A server as a router knows it; None if it is not in the router's fleet."""
+        host = next(host for host in self.routers if host.name == router)
+        workers = host.router.fleet if host.router is not None else ()
+        return next((worker for worker in workers if worker.url == server.url), None)
+
+    def holds(self, router: str) -> bool:
+        host = next(host for host in self.routers if host.name == router)
+        return host.router is not None and host.alive and host.router.holding
+
+    # -- events that routers and servers report ----------------------------------------------
+
+    def placed(self, router: str, exchange: Exchange, url: str) -> None:
+        self._placements.setdefault((router, exchange.id), []).append(url)
+        if exchange.cut:
+            return  # it has ended, and a worker is asked for its words
+        if exchange.ending or (exchange.id in self.asked_to_end[router] and self._ids[exchange.id] == 1):
+            self.fail(f"{exchange.id} goes to another worker, although somebody has asked for its end")
+
+    def record_aborted(self, router: str, abort_s: float, tokens: dict[str, int]) -> None:
+        """What the caller of an abort was told. Another router's requests may have gone on before it heard."""
+        here = {
+            request.name
+            for request in self.plan.requests
+            if request.to == router and self._is_meant(request, abort_s)
+        }
+        told = {name: count for name, count in tokens.items() if name in here and self._ids[name] == 1}
+        self._aborted |= told
+        self.asked_to_end[router] |= told.keys()
+
+    def _is_meant(self, request: PlannedRequest, abort_s: float) -> bool:
+        """Whether an abort of then can only have met this request as its client knows it.
+
+        One with a key may have been asked once more since, or have been answered while a worker still made it for the key.
+        A router may have ended one at whose worker something was wrong, and the worker learns of it later.
+        """
+        find_leaks = "idempotency-key" in request.headers or self._in_trouble(request)
+        answered = request.reply.whole and request.reply.ended_s <= abort_s and find_leaks
+        again_s = self._asked_again.get(request.name, -1.0)
+        return (
+            again_s < abort_s and not answered and self._ids[request.name] == 1 and self._is_known(request, abort_s)
+        )
+
+    def _is_known(self, request: PlannedRequest, abort_s: float) -> bool:
+        """Whether a router knows better than a worker that lies: of what it does not have, it can only repeat claims."""
+        there = 0 < request.reply.began_s < abort_s - GONE_S and not 0 < request.reply.ended_s <= abort_s
+        return not self.dishonest or (there and (request.to, request.id) not in self._unknown_claims)
+
+    def claimed(self, ids: Iterable[str]) -> None:
+        """A worker claims now that it has aborted these."""
+        for host in self.routers:
+            live = {id for _, id, _ in host.router.live} if host.router is not None else set()
+            self._unknown_claims |= {(host.name, id) for id in ids if id not in live}
+
+    def _tokenised(self, text: str) -> None:
+        if len(text) > contract_rules.LONGEST_TEXT:
+            self.fail(f"64: {len(text)} characters were tokenised, which no context holds")
+
+    def held(self, router: str, live: tuple[Exchange, ...]) -> None:
+        """A router is paused now, and has these requests."""
+        self._held_live.setdefault(router, []).append(live)
+        self._before_pause.setdefault(router, set()).update(exchange.id for exchange in live)
+
+    def alone_in_trouble(self, action: PlannedAction) -> bool:
+        """Whether nothing but this deed stops, ends or pauses a process of this run."""
+        kinds = (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.STOPS, "pause", "pause_one", "update", "roll", "remove")
+        return not any(other.kind in kinds for other in self.plan.actions if other is not action)
+
+    # -- control calls ------------------------------------------------------------------------
+
+    async def control(
+        self, to: str, method: str, path: str, body: Any = None, tenant: str | None = None
+    ) -> ReceivedAnswer:
+        """A control call; one to a router that is up is always answered."""
+        self._calls += 1
+        self._paused |= path == "/v1/pause"
+        self.pauses += path == "/v1/pause"
+        self.resumes += path in ("/v1/resume", "/v1/update_weights")
+        named = "/v1/requests/ID" if path.startswith("/v1/requests/") else path.partition("?")[0]
+        self.report.controls[f"{method} {named}"] += 1
+        number, address = self._calls, self.hosts[to].address
+        self.note(self.operator, f"call {number} to {to}: {method} {path} {body or ''}")
+        headers = {"authorization": f"Bearer {KEY}"} if tenant is None else self._key(tenant)
+        called, began_s, holds = self.hosts[to].host, self.loop.time(), len(self._held_live.get(to, ()))
+        resumes, stopped_s = self.resumes, called.stopped_s
+        if path == "/v1/pause":
+            self._pausers.add(to)
+        reply = await call(address, method, path, body, headers, ClientBehaviour(patience_s=CALL_S))
+        self.note(self.operator, f"call {number}: {reply.status} {bytes(reply.body)[:300]!r} {reply.broken}")
+        if reply.broken.startswith("no end"):
+            self.fail(f"{method} {path} to {to} was not answered within {CALL_S:g} s")
+        self.resumes += path in ("/v1/resume", "/v1/update_weights")
+        if reply.broken and to in ROUTERS and not self.report.actions["kill_router"]:
+            self.fail(f"{method} {path}: the router hung up: {reply.broken}")
+        if not reply.broken:
+            self._check_answer(to, path, body, reply, called.stopped_s - stopped_s)
+        if path == "/v1/pause" and reply.status == 200:
+            self._check_paused()
+            held = self._held_live.get(to, [])[holds:]
+            if resumes == self.resumes and body and body.get("mode", "abort") == "abort":
+                self._check_obeyed(held, began_s)
+        if reply.status >= 500 and reply.status not in (502, 503, 504):
+            self.fail(f"{method} {path} to {to} answered {reply.status}: {bytes(reply.body)!r}")
+        return reply
+
+    def _check_paused(self) -> None:
+        """What is paused by aborting has nothing that was begun."""
+        for engine in self.processes.living:
+            if engine.loop is None or (engine.loop.control.state, engine.loop.control.mode) != ("paused", "abort"):
+                continue
+            begun = [seq for seq in engine.loop.scheduler.sequences.values() if seq.started_s is not None]
+            if begun:
+                self.fail(f"{engine.host.name} is paused, and still has {begun}")
+
+    def _key(self, tenant: str) -> dict[str, str]:
+        return hostile.key_of(tenant if self.plan.tenants else "")
+
+    def _check_answer(self, to: str, path: str, body: Any, reply: ReceivedAnswer, stopped_s: float) -> None:
+        """What holds of every control answer, whatever has happened."""
+        complaints: list[str] = []
+        dark = any(
+            action.kind == "lose_machine" and action.target == to for action in self.plan.actions
+        )  # and out of reach
+        if not dark and not (path == "/v1/update_weights" and body and "strategy" in body):
+            complaints += contract_rules.late_answer(
+                f"{path} to {to}", reply, contract_rules.timeout_of(path, body), stopped_s
+            )
+        if reply.status in (200, 202) and to in ROUTERS and not self.dishonest:
+            told = reply.json()
+            if path != "/v1/requests" or len(self.routers) == 1:  # which knows where each request is
+                complaints += contract_rules.lists_twice(path, told, self._ids)
+            if (
+                reply.status == 200
+                and path == "/v1/pause"
+                and not any(action.kind in hostile.GENERATING for action in self.plan.actions)
+            ):
+                # Another router moves a request from a server that is paused to one that is about to be.
+                moving = [request for request in self.plan.requests if request.routed and request.to != to]
+                requests = (*self.plan.requests, *moving * (len(self.servers) - 1))
+                complaints += contract_rules.overcounts(told["result"], requests, reply.began_s)
+        if to in ROUTERS and self.dishonest and not self._other_trouble() and not self.plan.update_breaks:
+            others = [server.url for server in self.servers if server.name not in self.dishonest]
+            complaints += contract_rules.slanders(_result_of(reply), others)
+        for complaint in complaints:
+            self.fail(complaint)
+
+    def _other_trouble(self) -> bool:
+        return any(action.kind not in (*hostile.HARMLESS, *MADE_UP_FOR) for action in self.plan.actions)
+
+    def _check_obeyed(self, held: list[tuple[Exchange, ...]], began_s: float) -> None:
+        """71: what a router had accepted when it was paused by aborting is over when the pause is said to be done."""
+        if len(held) != 1:
+            return  # another pause at the same time
+        slow = {
+            request.id for request in self.plan.requests if request.behaviour.stalls or request.behaviour.slow_s
+        }  # not all is read yet
+        if going_on := [exchange.id for exchange in held[0] if not exchange.over and exchange.id not in slow]:
+            self.fail(f"71: the fleet is paused by aborting, and {going_on} have not ended")
+
+    def restart(self, server: SimHost) -> None:
+        if not server.alive:
+            self.note(server.host, "starts again")
+            server.start()
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def new_weights(self) -> dict[str, Any]:
+        """What an update is asked with."""
+        self.version += 1
+        path = self._weights(self.version)
+        if not path.exists():
+            path.write_bytes(b"")
+        return {"path": str(path), "version": self.version}
+
+    def _weights(self, version: int) -> Path:
+        return self._folder / f"weights-{version}.safetensors"
+
+    def updated(self, via: str, version: int, reply: ReceivedAnswer, processes: dict[SimServer, SimProcess]) -> None:
+        """`processes`: of the servers when the update began; one that was started anew since may have older weights."""
+        followed = reply.status == 200
+        self.agreed = followed and (self.agreed or version == self.version)  # a newer one may have been refused
+        if followed:
+            self.floor_versions[via] = max(version, self.floor_versions.get(via, 0))
+            had = reply.json()["result"]["workers"]  # others may not have been of the fleet just then
+            for server in self.servers:
+                if server.alive and server.host is processes[server] and server.url in had:
+                    self._held[server.name] = server.host, version
+
+    def _floor_version(self, to: str) -> int:
+        """The oldest weights that may answer whoever asks now."""
+        if to in ROUTERS:
+            return self.floor_versions.get(to, 0)
+        host, version = self._held.get(to, (None, 0))
+        return version if host is self.hosts[to].host else 0
+
+    def spoil_weights(self) -> None:
+        """The newest file is another one now: who starts cannot have those weights."""
+        self._spoiled[self._weights(self.version).name] += 1
+        self.agreed &= not self.version
+
+    def _stamps(self, path: str | Path) -> Stamps:
+        name = Path(path).name
+        return {name: (1, 0, self._spoiled[name])}
+
+    # -- failures that the plan causes --------------------------------------------------------
+
+    @property
+    def _removed(self) -> set[str]:
+        """Servers that a router is without for a while."""
+        return {action.target for action in self.plan.actions if action.kind == "remove"}
+
+    @property
+    def _outdated(self) -> set[str]:
+        """Servers that came back without the newest weights."""
+        return {action.target for action in self.plan.actions if action.kind == "return_old"}
+
+    def _in_trouble(self, request: PlannedRequest) -> bool:
+        """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
+        if request.routed and self.plan.servers - len(self._removed) > 1:
+            lacking = self.processes.quarantined | self._removed
+            if lacking and len(lacking | self._outdated) >= self.plan.servers:
+                return True  # at some time, perhaps, no server had weights
+            return any(name not in (*MADE_UP_FOR, *hostile.HARMLESS) for name in self.report.actions)
+        if self.processes.broken_updates:
+            return True  # an engine whose update broke off answers nothing until another one succeeds
+        return any(name in (*TROUBLE, *DEADLY, *hostile.STOPS, "remove", "roll") for name in self.report.actions)
+
+
+def _result_of(reply: ReceivedAnswer) -> Any:
+    """Of an answer or of an error."""
+    told = reply.json() if reply.whole else {}
+    return told.get("result") or told.get("error", {}).get("result") if isinstance(told, dict) else None
