@@ -1,11 +1,12 @@
-"""A whole fleet in one process: the real router, servers, engines and their clients, on a clock that is made up.
+"""Deterministic simulation of a whole fleet in one process, on virtual time.
 
-Everything that decides runs as it does in production: `Router`, the ASGI app behind uvicorn's protocol, `Replicas`,
-`EngineLoop`, the scheduler. What is simulated is the world below them: time, the network, processes, the device. One seed
-decides all that happens there, so a run that went wrong can be had again, to the byte.
+All decision-making code is the production code: `Router`, the ASGI app behind uvicorn's protocol, `Replicas`,
+`EngineLoop` and the scheduler. The environment below them is simulated: time, the network, processes and the device. One
+seed determines everything that happens there, so a failing run can be reproduced byte for byte.
 
-Layers, each knowing only those before it: `loop` (time and processes), `network` (bytes), `kv` (KV between engines),
-`engine` (the engine process), `hosts` (servers and routers), `caller` (HTTP from outside), `script` (what clients want
-and what is done to the fleet), `judge` (what clients may get), `deeds` (how it is done), `home` (what may be left),
-`world` (one run). docs/testing.md says how to use it.
+Layers, each of which imports only earlier ones: `loop` (time and processes), `network` (connections), `kv` (KV transfer
+between engines), `engine` (the engine process), `hosts` (servers and routers), `caller` (the HTTP client), `script` and
+`hostile` (the plan of a run), `judge` (allowed answers), `contract_rules` and `leaks` (further checks), `fleet` (the
+hosts of a run), `actions` and `hostile_actions` (how planned actions are carried out), `world` (one run). docs/testing.md
+explains how to use it.
 """

@@ -1,4 +1,4 @@
-"""What operators do in a run and what goes wrong, each a method that is named like its deed."""
+"""Carries out planned actions: calls of operators, and faults. Each method is named like the `kind` of its action."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from headgate.testing.sim.loop import SimProcess
 from headgate.testing.sim.network import KvDamage, SimTransport
 from headgate.testing.sim.script import ROUTERS, PlannedAction
 
-END_S = 60.0  # for a server that was asked to end
-BACK_S = 60.0  # for whoever was away to be like the others
+END_S = 60.0  # within which a server must shut down
+BACK_S = 60.0  # within which a process that was away must be in the state of the fleet
 
 
 def _states(reply: ReceivedAnswer) -> dict[str, str]:
-    """Of the workers that have followed a control call, as it was answered; none if it was not."""
-    told = reply.json() if reply.whole else {}
-    result = told.get("result") if isinstance(told, dict) else None
+    """States of the workers that have carried out a control call, by address; empty if the call was not answered."""
+    answer = reply.json() if reply.whole else {}
+    result = answer.get("result") if isinstance(answer, dict) else None
     workers = result.get("workers", {}) if isinstance(result, dict) else {}
     return {url: each["state"] for url, each in workers.items() if "error" not in each}
 
@@ -38,7 +38,7 @@ class Actions(HostileActions):
         await getattr(self, action.kind)(action)
 
     def _engine(self, action: PlannedAction) -> EngineProcess | None:
-        """One of a server's engines."""
+        """The engine of the target server that the plan has drawn."""
         engines = [e for e in self._processes.living if e.host.name.startswith(action.target + "/")]
         return engines[int(action.details["which"] * len(engines))] if engines else None
 
@@ -60,10 +60,10 @@ class Actions(HostileActions):
             request.disturbed |= request.to == action.target
         router.host.kill()
         fleet.floor_versions.pop(action.target, None)
-        fleet.resumes += 1  # of a pause it will know nothing
+        fleet.resumes += 1  # the new router does not know of any pause
         await asyncio.sleep(min(action.duration_s, 1.0))
         fleet.restart(router)
-        fleet.agreed &= not fleet.version  # a new router does not know what the last one was told
+        fleet.agreed &= not fleet.version  # the new router does not know of earlier updates
 
     async def lose_machine(self, action: PlannedAction) -> None:
         self._network.isolate(action.target)
@@ -79,7 +79,7 @@ class Actions(HostileActions):
             engine.host.resume()
 
     async def stall_engine(self, action: PlannedAction) -> None:
-        """The thread of its loop hangs; those of its sockets do not."""
+        """The thread of the engine loop hangs; the channel and transfer threads continue."""
         engine = self._engine(action)
         if engine is not None and engine.driver is not None:
             engine.driver.stalled = True
@@ -108,13 +108,13 @@ class Actions(HostileActions):
         server.signals.send()
         await asyncio.wait([task], timeout=END_S)
         if not task.done():
-            self._fleet.fail(f"{server.name} did not end within {END_S:g} s of being asked to")
+            self._fleet.fail(f"{server.name} did not shut down within {END_S:g} s of the signal")
         server.host.kill()
         await asyncio.sleep(action.duration_s)
         self._fleet.restart(server)
 
     async def return_old(self, action: PlannedAction) -> None:
-        """The newest weights can no longer be had, and an engine dies that comes back with what it starts with."""
+        """The newest weights are no longer available, and an engine is killed: it restarts with older weights."""
         self._fleet.spoil_weights()
         await self.kill_engine(action)
 
@@ -155,10 +155,10 @@ class Actions(HostileActions):
                 if host.name in requests:
                     requests[host.name].disturbed = True
             fleet.note(transport.host, f"loses its connection to {transport.peer.host.name}")
-            transport.break_off()
+            transport.reset()
 
     def _to_reset(self, action: PlannedAction) -> Iterator[SimTransport]:
-        """Connections that a plan draws, one after the other; or all from one host to another that it names."""
+        """The connections that the plan has drawn, or all connections between two named hosts."""
         if "between" in action.details:
             named = [
                 t for t in self._network.transports if [t.host.name, t.peer.host.name] == action.details["between"]
@@ -171,7 +171,7 @@ class Actions(HostileActions):
             if transports:
                 yield transports[int(which * len(transports))]
 
-    # -- KV on its way ----------------------------------------------------------------------
+    # -- KV transfers -----------------------------------------------------------------------
 
     async def corrupt_kv(self, action: PlannedAction) -> None:
         await self._damage(KvDamage(corrupted=action.details["share"]), action.duration_s)
@@ -186,24 +186,24 @@ class Actions(HostileActions):
             self._network.damage = None
 
     async def kill_in_transfer(self, action: PlannedAction) -> None:
-        """The next transfer that comes to some point loses the engine that has come to it, or the other one."""
-        struck: asyncio.Future[EngineProcess | None] = self._loop.create_future()
+        """Kill an engine, or its peer, when the next transfer reaches the given stage."""
+        victim: asyncio.Future[EngineProcess | None] = self._loop.create_future()
 
         def on_stage(engine: EngineProcess, stage: str, ticket: Ticket | None) -> None:
-            if stage == action.details["stage"] and not struck.done():
+            if stage == action.details["stage"] and not victim.done():
                 peer = self._processes.serving(ticket) if ticket is not None and action.details["peer"] else None
-                struck.set_result(peer or engine)
+                victim.set_result(peer or engine)
 
         self._processes.watchers.append(on_stage)
         try:
             async with asyncio.timeout(action.duration_s):
-                engine = await struck
+                engine = await victim
                 await asyncio.sleep(action.details["after_s"])
             if engine is not None and engine.code is None:
                 self._fleet.report.faults[f"killed at {action.details['stage']}"] += 1
                 engine.end(-9)
         except TimeoutError:
-            pass  # there was no such transfer
+            pass  # no transfer reached the stage
         finally:
             self._processes.watchers.remove(on_stage)
 
@@ -219,7 +219,7 @@ class Actions(HostileActions):
         await self._abort(action.via, action.details)
 
     async def abort_and_kill(self, action: PlannedAction) -> None:
-        """Whoever has one of those requests dies in the same moment."""
+        """Abort requests, and kill the servers or engines that have them at the same time."""
         fleet, details = self._fleet, action.details
         having = [s for s in fleet.servers if any(s.ledger and s.ledger.named(name) for name in details["req_ids"])]
         kill = fleet.operator.spawn(self._kill_soon(having, action))
@@ -244,38 +244,43 @@ class Actions(HostileActions):
         if reply.status not in (200, 202):
             return
         result = reply.json()["result"]
-        told = {each["request_id"]: each["output_token_count"] for each in result["aborted"]}
-        fleet.record_aborted(via, abort_s, told)
+        aborted = {each["request_id"]: each["output_token_count"] for each in result["aborted"]}
+        fleet.record_aborted(via, abort_s, aborted)
         for each in result["errors"]:
-            if each["code"] == "not_told":  # it was found, and has been asked to end
+            if each["code"] == "not_told":  # it was found, and its end was requested
                 fleet.asked_to_end[via].add(each["request_id"])
 
     async def pause(self, action: PlannedAction) -> None:
         fleet = self._fleet
         paused = _states(await fleet.control(action.via, "POST", "/v1/pause", action.details))
         await asyncio.sleep(action.duration_s)
-        pauses, lives = fleet.pauses, {server: self._life(server, action.via) for server in fleet.servers}
+        pauses, identities = fleet.pauses, {server: self._identity(server, action.via) for server in fleet.servers}
         reply = await fleet.control(action.undo_via, "POST", "/v1/resume")
         if action.undo_via != action.via and reply.status == 200:
-            had = _states(reply)
-            # A server that had not followed the pause may yet do so, for the router that was asked for it.
-            both = [url for url, state in paused.items() if state == "paused" and url in had]
-            resumed = {server: life for server, life in lives.items() if server.url in both and None not in life}
-            await self._let_go(
+            resumed = _states(reply)
+            # A server that has not yet paused may still do so, because the first router repeats the call.
+            both = [url for url, state in paused.items() if state == "paused" and url in resumed]
+            unchanged = {
+                server: each for server, each in identities.items() if server.url in both and None not in each
+            }
+            await self._check_released(
                 action.via,
-                lambda: fleet.pauses != pauses or not any(self._life(s, action.via) == resumed[s] for s in resumed),
+                lambda: (
+                    fleet.pauses != pauses
+                    or not any(self._identity(s, action.via) == unchanged[s] for s in unchanged)
+                ),
             )
 
-    def _life(self, server: SimServer, router: str) -> tuple[SimProcess | None, Worker | None]:
-        """Its process, and the worker that it is to a router: another one after it was removed and has joined again."""
+    def _identity(self, server: SimServer, router: str) -> tuple[SimProcess | None, Worker | None]:
+        """The server's process, and its worker object in a router, which is a new one after it was removed and re-added."""
         return server.host if server.alive else None, self._fleet.worker(router, server)
 
-    async def _let_go(self, router: str, overtaken: Callable[[], bool]) -> None:
-        """A router must notice that the fleet which it has paused was resumed by another one, if any of it still lives."""
+    async def _check_released(self, router: str, overtaken: Callable[[], bool]) -> None:
+        """A router must notice that another router resumed the fleet it had paused, if any resumed server still runs."""
         until_s = self._loop.time() + BACK_S
         while self._fleet.holds(router) and not overtaken():
             if self._loop.time() > until_s:
-                self._fleet.fail(f"{router} holds a fleet that was resumed {BACK_S:g} s ago")
+                self._fleet.fail(f"{router} still holds requests, although the fleet was resumed {BACK_S:g} s ago")
                 return
             await asyncio.sleep(0.05)
 
@@ -285,35 +290,37 @@ class Actions(HostileActions):
         await self._fleet.control(action.target, "POST", "/v1/resume")
 
     async def pause_and_kill(self, action: PlannedAction) -> None:
-        """Somebody dies in a pause of the whole fleet, and must be paused when he is back."""
+        """A server or engine is killed while the fleet is paused, and must be paused after its restart."""
         fleet, body = self._fleet, {"mode": action.details["mode"], "timeout": 5}
         resumes, host = fleet.resumes, fleet.hosts[action.target].host
         reply = await fleet.control(action.via, "POST", "/v1/pause", body)
-        # Whoever is taken out of the fleet is not paused with it.
+        # A server that was removed from the fleet is not paused with it.
         removed = any(other.kind == "remove" and other.target == action.target for other in fleet.plan.actions)
         if reply.status == 200 and not removed:
             if action.details["whole"]:
                 await self.kill_server(action)
             else:
                 await self.kill_engine(action)
-            await self._come_back_paused(action, host, lambda: fleet.resumes != resumes)
+            await self._check_returns_paused(action, host, lambda: fleet.resumes != resumes)
         await fleet.control(action.via, "POST", "/v1/resume")
 
-    async def _come_back_paused(self, action: PlannedAction, host: SimProcess, overtaken: Callable[[], bool]) -> None:
-        """`host`: the server when the pause was asked. One that was started anew since runs until its router pauses it."""
+    async def _check_returns_paused(
+        self, action: PlannedAction, host: SimProcess, overtaken: Callable[[], bool]
+    ) -> None:
+        """`host`: the server's process when the pause was sent. A newer process runs until its router pauses it."""
         fleet, until_s = self._fleet, self._loop.time() + BACK_S
         server = next(server for server in fleet.servers if server.name == action.target)
         while not overtaken():
-            if server.failed:  # its engine was killed before it ran
+            if server.failed:  # its engine was killed while it started
                 fleet.restart(server)
             states = fleet.engine_states(server)
             if not action.details["whole"] and "running" in states and server.host is host:
-                fleet.fail(f"an engine of {server.name} came back to a pause and runs")
+                fleet.fail(f"an engine of {server.name} restarted during a pause and is running")
                 return
             if states and set(states) == {"paused"}:
                 return
             if self._loop.time() > until_s:
-                fleet.fail(f"{server.name} came back to a paused fleet, and is not paused: {states}")
+                fleet.fail(f"{server.name} restarted while the fleet was paused, and is not paused: {states}")
                 return
             await asyncio.sleep(0.02)
 

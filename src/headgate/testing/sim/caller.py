@@ -1,4 +1,4 @@
-"""HTTP from outside the fleet: one call on one connection, by a client that may be slow, impatient or gone."""
+"""The HTTP client outside the fleet: one call per connection. A client may read slowly, disconnect early or not read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headgate.testing.sim.loop import SimLoop
 
 @dataclass(eq=False)
 class ReceivedAnswer:
-    """What has come of an answer so far."""
+    """The part of an answer that has been received so far."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
-    whole: bool = False  # it has come to its end
-    broken: str = ""  # why it never will
-    left: bool = False  # by its client
+    whole: bool = False  # the end of the message was received
+    broken: str = ""  # why the answer will never be whole
+    left: bool = False  # the client disconnected early
     began_s: float = 0.0
     ended_s: float = 0.0
 
@@ -33,7 +33,7 @@ class ReceivedAnswer:
         return self.status == 200 and self.headers.get("content-type", "").startswith("text/event-stream")
 
     def events(self) -> list[Any]:
-        """The whole events of a stream; `[DONE]` as None."""
+        """The complete events of a stream; `[DONE]` is None."""
         blocks = bytes(self.body).split(b"\n\n")[:-1]
         data = [line[6:] for block in blocks for line in block.split(b"\n") if line.startswith(b"data: ")]
         return [None if line == b"[DONE]" else msgspec.json.decode(line) for line in data]
@@ -89,11 +89,9 @@ class _Reader(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientBehaviour:
-    """How a client behaves."""
-
     leaves_after_s: float | None = None
-    slow_s: float = 0.0  # between two looks at what has come
-    stalls: bool = False  # it reads nothing at all
+    slow_s: float = 0.0  # pause between two reads
+    stalls: bool = False  # reads nothing at all
     patience_s: float = 600.0
 
 
@@ -106,7 +104,7 @@ async def call(
     behaviour: ClientBehaviour | None = None,
     reply: ReceivedAnswer | None = None,
 ) -> ReceivedAnswer:
-    """The answer, or as much of it as came; never raises for what the network does."""
+    """Return the answer, or the part of it that arrived. Never raises for network errors."""
     behaviour, reply = behaviour or ClientBehaviour(), reply or ReceivedAnswer()
     loop = cast(SimLoop, asyncio.get_running_loop())
     reply.began_s = loop.time()
@@ -120,7 +118,7 @@ async def call(
             await done
     except TimeoutError:
         reply.left = behaviour.leaves_after_s is not None
-        reply.broken = "the client has left" if reply.left else f"no end within {limit_s:g} s"
+        reply.broken = "the client disconnected" if reply.left else f"not complete within {limit_s:g} s"
     except OSError as error:
         reply.broken = f"no connection: {error}"
     finally:

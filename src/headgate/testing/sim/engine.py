@@ -1,9 +1,9 @@
-"""The engine process: the real loop, scheduler and messages over a fake device, started as `Replicas` starts a process.
+"""The engine process: the real loop, scheduler and messages over a fake device, started by `Replicas` as a subprocess.
 
-`asyncio.create_subprocess_exec` lands in `Processes.start`, `ClientChannel` is replaced by `SimClientChannel`, and the
-loop's turns are callbacks. All else is the code that runs in production.
+`asyncio.create_subprocess_exec` calls `EngineProcesses.start`, `ClientChannel` is replaced by `SimClientChannel`, and the
+turns of the engine loop are callbacks. All other code is that of production.
 
-A token depends on everything that must be right: the KV that was really read, the weights that made it, and the seed and
+A token depends on everything that must be right: the KV that was read, the weights that computed it, and the seed and
 position of the random stream.
 """
 
@@ -39,8 +39,8 @@ from headgate.testing.sim.kv import SimKv
 from headgate.testing.sim.loop import HOST, DelayedPipe, SimLoop, SimProcess
 from headgate.testing.sim.vocabulary import EOS, SAMPLED_TOKENS, VOCAB_SIZE
 
-FRAME_S = 0.0001  # from one process to another
-END_S = 0.01  # for a process that was asked to end
+FRAME_S = 0.0001  # delay of a message between a server and its engine
+END_S = 0.01  # from the closing of standard input to the end of the process
 
 
 # -------------------------------------------------------------------------------------------------------------- device
@@ -52,12 +52,12 @@ def choose(kv: list[int], seed: int) -> int:
 
 
 def expected(tokens: list[int], version: int, seed: int) -> int:
-    """What a correct engine says next."""
+    """The token that a correct engine samples after `tokens`."""
     return choose(expected_entries(tokens, version), seed)
 
 
 class SimDevice(FakeDevice):
-    """Samples from a row's own random stream, having read all of its KV."""
+    """Samples from the random stream of each row, after reading all of the row's KV."""
 
     def __init__(self, num_blocks: int, block_size: int, max_rows: int, version: int) -> None:
         super().__init__(num_blocks, block_size, max_rows, SAMPLED_TOKENS, version)
@@ -74,7 +74,7 @@ class SimDevice(FakeDevice):
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """How fast an engine is, and how much it holds."""
+    """The speed and the capacity of an engine."""
 
     step_s: float = 0.004
     start_s: float = 0.1
@@ -89,7 +89,7 @@ class EngineProfile:
 
 
 class SimExecutor(FakeExecutor):
-    """Executor and resources: steps take time, one after another; weights are a file whose name says what they are."""
+    """Executor and weight supply. Steps run one after another and take time; the name of a weights file is its content."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class SimExecutor(FakeExecutor):
         self._profile = profile
         self._host = host
         self._random = rng
-        self._breaks = breaks  # share of updates that fail
+        self._breaks = breaks  # the share of updates that fail
         self.broken_updates = 0
-        self.half_written = False  # one of them left no weights to answer with
-        self.slowness = 1.0  # how much longer steps take than they should
+        self.half_written = False  # a failed update left incomplete weights
+        self.slowness = 1.0  # factor on the duration of steps
         self._steps = DelayedPipe(host.loop, lambda _: self.land(), host.context)
-        self._free_s = 0.0  # when the device has done all it was given
+        self._free_s = 0.0  # when the device has finished all launched steps
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         future = super().launch(plan)
@@ -140,7 +140,7 @@ class SimExecutor(FakeExecutor):
 
 
 def weights_in(source: Source) -> int:
-    """Which weights a file holds: `weights-7.safetensors`."""
+    """The version of the weights in a file: 7 for `weights-7.safetensors`."""
     assert isinstance(source, FileSource)
     return int(Path(source.path).stem.rpartition("-")[2])
 
@@ -149,7 +149,7 @@ def weights_in(source: Source) -> int:
 
 
 class SimEngineLoop(EngineLoop):
-    """A loop whose sleep is the simulation's: a turn never waits, and is called when there is something to do."""
+    """An engine loop that never sleeps: `LoopDriver` calls each turn when there is work to do."""
 
     on_post: Callable[[], None] | None = None
 
@@ -169,19 +169,19 @@ class SimEngineLoop(EngineLoop):
         return 0.0
 
     def pause_s(self) -> float:
-        """Until the next turn, if nothing comes."""
+        """Time until the next turn if no message arrives."""
         return super()._sleep_s()
 
 
 class LoopDriver:
-    """Turns a loop in its host, for as long as that lives."""
+    """Calls the turns of an engine loop as callbacks of its process, until the process ends."""
 
     def __init__(self, host: SimProcess, engine: SimEngineLoop, on_crash: Callable[[Exception], None]) -> None:
         self._host = host
         self._engine = engine
         self._on_crash = on_crash
         self._next: asyncio.TimerHandle | None = None
-        self.stalled = False  # its thread does not get on; those beside it do
+        self.stalled = False  # the loop's thread makes no progress; the other threads of the process do
         engine.on_post = self.poke
         self.poke()
 
@@ -216,7 +216,7 @@ class LoopDriver:
 
 
 class MessageBus:
-    """Engines by their address, and what was sent before they listened, as ZeroMQ keeps it."""
+    """Engines by address. Messages to an engine that does not listen yet are kept, as in ZeroMQ."""
 
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
@@ -233,7 +233,7 @@ class MessageBus:
 
 
 class SimEngineChannel(EngineChannel):
-    """The engine's end, without threads or sockets; what it makes of a frame is the real one's code."""
+    """The engine's end of the channel, without threads or sockets. Frames are handled by the real code."""
 
     def __init__(self, bus: MessageBus, address: str, info: EngineInfo, engine: EngineLoop, host: SimProcess) -> None:
         self._info, self._post, self._status = info, engine.post, engine.quiet
@@ -262,7 +262,7 @@ class SimEngineChannel(EngineChannel):
 
 
 class SimClientChannel:
-    """A client's end; takes the place of `headgate.engine.channel.ClientChannel`."""
+    """The client's end of the channel; replaces `headgate.engine.channel.ClientChannel`."""
 
     def __init__(self, address: str, client: int) -> None:
         loop = cast(SimLoop, asyncio.get_running_loop())
@@ -299,7 +299,7 @@ class SimClientChannel:
 
 
 class EngineProcess(asyncio.SubprocessTransport):
-    """An engine as `asyncio.subprocess` sees a process."""
+    """An engine process, with the interface of an `asyncio` subprocess."""
 
     def __init__(self, processes: EngineProcesses, pid: int, start: EngineStart, parent: SimProcess) -> None:
         super().__init__()
@@ -308,17 +308,17 @@ class EngineProcess(asyncio.SubprocessTransport):
         self._start = start
         self._waiters: list[asyncio.Future[int]] = []
         self.code: int | None = None
-        self.loop: SimEngineLoop | None = None  # once it is up
+        self.loop: SimEngineLoop | None = None  # None until the engine has started
         self.driver: LoopDriver | None = None
         self.executor: SimExecutor | None = None
-        self.kv: SimKv | None = None  # if it serves KV to others
+        self.kv: SimKv | None = None  # None if KV transfer is off
         self.host = SimProcess(processes.loop, f"{parent.name}/{start.name.replace(' ', '')}", parent)
         self.host.on_end.append(lambda: self.end(-9))
         self.host.on_end.append(lambda: processes.loop.network.host_ended(self.host))
         delay_s = processes.profile.start_s * processes.random.uniform(0.5, 2.0)
-        processes.loop.call_later(delay_s, self._come_up, context=self.host.context)
+        processes.loop.call_later(delay_s, self._start_loop, context=self.host.context)
 
-    def _come_up(self) -> None:
+    def _start_loop(self) -> None:
         if self.code is not None:
             return
         start, profile, rng = self._start, self._processes.profile, self._processes.random
@@ -373,7 +373,7 @@ class EngineProcess(asyncio.SubprocessTransport):
             "none",
         )
         channel = SimEngineChannel(self._processes.bus, start.address, info, self.loop, self.host)
-        self._processes.note(self.host, f"is up with weights {content}")
+        self._processes.note(self.host, f"started with weights {content}")
         self.executor = executor
         self.driver = LoopDriver(self.host, self.loop, self._crashed)
 
@@ -385,7 +385,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         if self.code is not None:
             return
         self.code = code
-        self._processes.note(self.host, f"has ended with {code}")
+        self._processes.note(self.host, f"ended with exit code {code}")
         self.host.kill()
         for waiter in self._waiters:
             if not waiter.done():
@@ -406,7 +406,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         self.end(-9)
 
     def close(self) -> None:
-        """Its standard input has closed: it ends, when it runs."""
+        """Standard input was closed: the process ends as soon as it runs."""
         self._processes.loop.call_later(END_S, self.end, 0, context=self.host.context)
 
     async def _wait(self) -> int:
@@ -429,7 +429,7 @@ class SimStdin(asyncio.WriteTransport):
 
 
 class EngineProcesses:
-    """What the operating system knows of engine processes."""
+    """All engine processes of a run, in the role of the operating system."""
 
     def __init__(
         self,
@@ -451,7 +451,9 @@ class EngineProcesses:
         self.update_breaks = update_breaks
         self.bus = MessageBus(loop)
         self.engines: list[EngineProcess] = []
-        self.watchers: list[Callable[[EngineProcess, str, Ticket | None], None]] = []  # of transfers
+        self.watchers: list[
+            Callable[[EngineProcess, str, Ticket | None], None]
+        ] = []  # called at each stage of a transfer
         self._pids = count(1)
 
     def start(
@@ -470,7 +472,7 @@ class EngineProcesses:
             watch(engine, stage, ticket)
 
     def serving(self, ticket: Ticket) -> EngineProcess | None:
-        """Who is now at the address that a ticket names."""
+        """The engine that now listens at the address of a ticket."""
         found = [engine for engine in self.living if engine.kv is not None and engine.kv.address == ticket.engine]
         return found[0] if found else None
 
@@ -480,7 +482,7 @@ class EngineProcesses:
 
     @property
     def quarantined(self) -> set[str]:
-        """Servers of which an engine has been without weights."""
+        """Servers with an engine that has been without complete weights."""
         hosts = (
             engine.host for engine in self.engines if engine.executor is not None and engine.executor.half_written
         )

@@ -28,16 +28,16 @@ from headgate.testing.sim.report import SimulationReport
 from headgate.testing.sim.script import (
     DEADLY,
     KV_TROUBLE,
-    MADE_UP_FOR,
     ROUTERS,
+    TOLERATED,
     TROUBLE,
     PlannedAction,
     PlannedRequest,
     SimulationPlan,
 )
 
-CALL_S = 120.0  # for a control call to be answered, whatever its own timeout
-GONE_S = 0.25  # for the news that a client has left to be everywhere, in good weather
+CALL_S = 120.0  # within which every control call must be answered, whatever its own timeout
+GONE_S = 0.25  # within which a client's disconnect reaches its engine, under good network conditions
 
 
 class SimFleet:
@@ -55,28 +55,30 @@ class SimFleet:
         self.plan = plan
         self._seed = seed
         self._fast_path = fast_path
-        self._folder = folder  # for weights, and for what a crash leaves
+        self._folder = folder  # for weights and crash dumps
         self.roles = plan.roles or ("mixed",) * plan.servers
-        self.version = 0  # of the newest weights that anybody was given
-        self.agreed = True  # the last update has reached everybody
-        self.floor_versions: dict[str, int] = {}  # by router: the weights of the last update that it has carried out
+        self.version = 0  # of the newest weights that were sent to any server
+        self.agreed = True  # the last update has reached all servers
+        self.floor_versions: dict[str, int] = {}  # by router: the weights of its last successful update
         self.resumes = 0  # calls that may have ended a pause
         self.pauses = 0
-        self.asked_to_end: dict[str, set[str]] = {name: set() for name in ROUTERS}  # by router: and not heard of yet
-        self._held: dict[str, tuple[SimProcess, int]] = {}  # by server: in which life it was given which weights
-        self._spoiled: Counter[str] = Counter()  # files of weights that are others now
-        self._jobs: list[asyncio.Task[None]] = []  # of operators
-        self._paused = False  # somebody has asked for that
-        self._aborted: dict[str, int] = {}  # what callers of an abort were told
-        self._asked_again: dict[str, float] = {}  # requests with a key, and when their clients have tried again
+        self.asked_to_end: dict[str, set[str]] = {name: set() for name in ROUTERS}  # by router: ids
+        self._held: dict[str, tuple[SimProcess, int]] = {}  # by server: the process and the weights it has
+        self._spoiled: Counter[str] = Counter()  # weights files that were replaced
+        self._jobs: list[asyncio.Task[None]] = []  # tasks of actions
+        self._paused = False  # a pause was requested during the run
+        self._aborted: dict[str, int] = {}  # by id: the number of tokens that an abort call reported
+        self._retried_s: dict[str, float] = {}  # by name: when the client retried with its Idempotency-Key
         self._calls = 0
-        self.dishonest: dict[str, None] = {}  # servers that have lied
-        self._unknown_claims: set[tuple[str, str]] = set()  # router and id: claimed by a liar when it was not there
+        self.dishonest: dict[str, None] = {}  # servers that have given false answers
+        self._unknown_claims: set[tuple[str, str]] = (
+            set()
+        )  # router and id: claimed by a dishonest server for a request that the router did not have
         self._ids = Counter(request.id for request in plan.requests)
         self._placements: dict[tuple[str, str], list[str]] = {}  # addresses of workers, by router and id
-        self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # by router: what it had at each pause
-        self._before_pause: dict[str, set[str]] = {}  # by router: ids that it had accepted before it was paused
-        self._pausers: set[str] = set()  # processes that were asked for a pause
+        self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # by router: its live requests at each pause
+        self._before_pause: dict[str, set[str]] = {}  # by router: ids that it had accepted before a pause
+        self._pausers: set[str] = set()  # hosts that received a pause call
 
     def note(self, host: SimProcess | None, what: str) -> None:
         self.report.trace.append((self.loop.time(), host.name if host else "-", what))
@@ -127,7 +129,7 @@ class SimFleet:
         return self.routers[0]
 
     def engine_states(self, server: SimServer) -> list[str]:
-        """Of engines that streams or calls can reach; none while one is away."""
+        """States of the server's engines; empty while any engine is not connected."""
         replicas = [] if server.engines is None or not server.alive else server.engines.replicas
         if any(replica.client is None for replica in replicas):
             return []
@@ -136,7 +138,7 @@ class SimFleet:
         return [loop.control.state for loop in loops if loop is not None]
 
     def worker(self, router: str, server: SimServer) -> Worker | None:
-        """A server as a router knows it; None if it is not in the router's fleet."""
+        """The worker that stands for a server in a router; None if the server is not in the router's fleet."""
         host = next(host for host in self.routers if host.name == router)
         workers = host.router.fleet if host.router is not None else ()
         return next((worker for worker in workers if worker.url == server.url), None)
@@ -150,56 +152,56 @@ class SimFleet:
     def placed(self, router: str, exchange: Exchange, url: str) -> None:
         self._placements.setdefault((router, exchange.id), []).append(url)
         if exchange.cut:
-            return  # it has ended, and a worker is asked for its words
+            return  # the request has ended, and a worker is only asked for the text of its tokens
         if exchange.ending or (exchange.id in self.asked_to_end[router] and self._ids[exchange.id] == 1):
-            self.fail(f"{exchange.id} goes to another worker, although somebody has asked for its end")
+            self.fail(f"{exchange.id} was sent to another worker after its abort was requested")
 
     def record_aborted(self, router: str, abort_s: float, tokens: dict[str, int]) -> None:
-        """What the caller of an abort was told. Another router's requests may have gone on before it heard."""
-        here = {
+        """Record the answer of an abort call. Requests of other routers are left out: they may have continued first."""
+        targets = {
             request.name
             for request in self.plan.requests
             if request.to == router and self._is_meant(request, abort_s)
         }
-        told = {name: count for name, count in tokens.items() if name in here and self._ids[name] == 1}
-        self._aborted |= told
-        self.asked_to_end[router] |= told.keys()
+        reported = {name: count for name, count in tokens.items() if name in targets and self._ids[name] == 1}
+        self._aborted |= reported
+        self.asked_to_end[router] |= reported.keys()
 
     def _is_meant(self, request: PlannedRequest, abort_s: float) -> bool:
-        """Whether an abort of then can only have met this request as its client knows it.
+        """Whether an abort sent at `abort_s` can only refer to the attempt whose answer the client received.
 
-        One with a key may have been asked once more since, or have been answered while a worker still made it for the key.
-        A router may have ended one at whose worker something was wrong, and the worker learns of it later.
+        A request with an Idempotency-Key may have been retried since, or answered while a worker still generates it for
+        the key. A router may have ended a request whose worker had a fault, and the worker learns of it later.
         """
-        find_leaks = "idempotency-key" in request.headers or self._in_trouble(request)
-        answered = request.reply.whole and request.reply.ended_s <= abort_s and find_leaks
-        again_s = self._asked_again.get(request.name, -1.0)
+        may_outlive_answer = "idempotency-key" in request.headers or self._in_trouble(request)
+        answered = request.reply.whole and request.reply.ended_s <= abort_s and may_outlive_answer
+        retried_s = self._retried_s.get(request.name, -1.0)
         return (
-            again_s < abort_s and not answered and self._ids[request.name] == 1 and self._is_known(request, abort_s)
+            retried_s < abort_s and not answered and self._ids[request.name] == 1 and self._is_known(request, abort_s)
         )
 
     def _is_known(self, request: PlannedRequest, abort_s: float) -> bool:
-        """Whether a router knows better than a worker that lies: of what it does not have, it can only repeat claims."""
-        there = 0 < request.reply.began_s < abort_s - GONE_S and not 0 < request.reply.ended_s <= abort_s
-        return not self.dishonest or (there and (request.to, request.id) not in self._unknown_claims)
+        """Whether the router had the request. About others it can only repeat the claims of a dishonest worker."""
+        in_router = 0 < request.reply.began_s < abort_s - GONE_S and not 0 < request.reply.ended_s <= abort_s
+        return not self.dishonest or (in_router and (request.to, request.id) not in self._unknown_claims)
 
     def claimed(self, ids: Iterable[str]) -> None:
-        """A worker claims now that it has aborted these."""
+        """Record that a dishonest worker claims to have aborted these requests."""
         for host in self.routers:
             live = {id for _, id, _ in host.router.live} if host.router is not None else set()
             self._unknown_claims |= {(host.name, id) for id in ids if id not in live}
 
     def _tokenised(self, text: str) -> None:
         if len(text) > contract_rules.LONGEST_TEXT:
-            self.fail(f"64: {len(text)} characters were tokenised, which no context holds")
+            self.fail(f"64: a text of {len(text)} characters was tokenised, although it cannot fit the context")
 
     def held(self, router: str, live: tuple[Exchange, ...]) -> None:
-        """A router is paused now, and has these requests."""
+        """Record the live requests of a router that is being paused."""
         self._held_live.setdefault(router, []).append(live)
         self._before_pause.setdefault(router, set()).update(exchange.id for exchange in live)
 
     def alone_in_trouble(self, action: PlannedAction) -> bool:
-        """Whether nothing but this deed stops, ends or pauses a process of this run."""
+        """Whether no other action of the run stops, kills or pauses a process."""
         kinds = (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.STOPS, "pause", "pause_one", "update", "roll", "remove")
         return not any(other.kind in kinds for other in self.plan.actions if other is not action)
 
@@ -208,7 +210,7 @@ class SimFleet:
     async def control(
         self, to: str, method: str, path: str, body: Any = None, tenant: str | None = None
     ) -> ReceivedAnswer:
-        """A control call; one to a router that is up is always answered."""
+        """Make a control call and check its answer. A running router must always answer."""
         self._calls += 1
         self._paused |= path == "/v1/pause"
         self.pauses += path == "/v1/pause"
@@ -224,11 +226,11 @@ class SimFleet:
             self._pausers.add(to)
         reply = await call(address, method, path, body, headers, ClientBehaviour(patience_s=CALL_S))
         self.note(self.operator, f"call {number}: {reply.status} {bytes(reply.body)[:300]!r} {reply.broken}")
-        if reply.broken.startswith("no end"):
+        if reply.broken.startswith("not complete"):
             self.fail(f"{method} {path} to {to} was not answered within {CALL_S:g} s")
         self.resumes += path in ("/v1/resume", "/v1/update_weights")
         if reply.broken and to in ROUTERS and not self.report.actions["kill_router"]:
-            self.fail(f"{method} {path}: the router hung up: {reply.broken}")
+            self.fail(f"{method} {path}: the router closed the connection without an answer: {reply.broken}")
         if not reply.broken:
             self._check_answer(to, path, body, reply, called.stopped_s - stopped_s)
         if path == "/v1/pause" and reply.status == 200:
@@ -241,68 +243,65 @@ class SimFleet:
         return reply
 
     def _check_paused(self) -> None:
-        """What is paused by aborting has nothing that was begun."""
+        """An engine that is paused with mode abort has no sequence that was started."""
         for engine in self.processes.living:
             if engine.loop is None or (engine.loop.control.state, engine.loop.control.mode) != ("paused", "abort"):
                 continue
             begun = [seq for seq in engine.loop.scheduler.sequences.values() if seq.started_s is not None]
             if begun:
-                self.fail(f"{engine.host.name} is paused, and still has {begun}")
+                self.fail(f"{engine.host.name} is paused, but still has {begun}")
 
     def _key(self, tenant: str) -> dict[str, str]:
         return hostile.key_of(tenant if self.plan.tenants else "")
 
     def _check_answer(self, to: str, path: str, body: Any, reply: ReceivedAnswer, stopped_s: float) -> None:
-        """What holds of every control answer, whatever has happened."""
+        """Check what must hold for every control answer, whatever has happened."""
         complaints: list[str] = []
-        dark = any(
-            action.kind == "lose_machine" and action.target == to for action in self.plan.actions
-        )  # and out of reach
-        if not dark and not (path == "/v1/update_weights" and body and "strategy" in body):
+        isolated = any(action.kind == "lose_machine" and action.target == to for action in self.plan.actions)
+        if not isolated and not (path == "/v1/update_weights" and body and "strategy" in body):
             complaints += contract_rules.late_answer(
                 f"{path} to {to}", reply, contract_rules.timeout_of(path, body), stopped_s
             )
         if reply.status in (200, 202) and to in ROUTERS and not self.dishonest:
-            told = reply.json()
-            if path != "/v1/requests" or len(self.routers) == 1:  # which knows where each request is
-                complaints += contract_rules.lists_twice(path, told, self._ids)
+            answer = reply.json()
+            if path != "/v1/requests" or len(self.routers) == 1:  # a single router knows where each request is
+                complaints += contract_rules.listed_twice(path, answer, self._ids)
             if (
                 reply.status == 200
                 and path == "/v1/pause"
                 and not any(action.kind in hostile.GENERATING for action in self.plan.actions)
             ):
-                # Another router moves a request from a server that is paused to one that is about to be.
+                # Another router may move a request from a paused server to one that is paused next.
                 moving = [request for request in self.plan.requests if request.routed and request.to != to]
                 requests = (*self.plan.requests, *moving * (len(self.servers) - 1))
-                complaints += contract_rules.overcounts(told["result"], requests, reply.began_s)
+                complaints += contract_rules.overcounted(answer["result"], requests, reply.began_s)
         if to in ROUTERS and self.dishonest and not self._other_trouble() and not self.plan.update_breaks:
             others = [server.url for server in self.servers if server.name not in self.dishonest]
-            complaints += contract_rules.slanders(_result_of(reply), others)
+            complaints += contract_rules.false_blame(_result_of(reply), others)
         for complaint in complaints:
             self.fail(complaint)
 
     def _other_trouble(self) -> bool:
-        return any(action.kind not in (*hostile.HARMLESS, *MADE_UP_FOR) for action in self.plan.actions)
+        return any(action.kind not in (*hostile.HARMLESS, *TOLERATED) for action in self.plan.actions)
 
     def _check_obeyed(self, held: list[tuple[Exchange, ...]], began_s: float) -> None:
-        """71: what a router had accepted when it was paused by aborting is over when the pause is said to be done."""
+        """Rule 71: after a pause with mode abort, all requests that the router had accepted before it have ended."""
         if len(held) != 1:
             return  # another pause at the same time
-        slow = {
-            request.id for request in self.plan.requests if request.behaviour.stalls or request.behaviour.slow_s
-        }  # not all is read yet
-        if going_on := [exchange.id for exchange in held[0] if not exchange.over and exchange.id not in slow]:
-            self.fail(f"71: the fleet is paused by aborting, and {going_on} have not ended")
+        # The clients of these may not have read the whole answer yet.
+        slow = {request.id for request in self.plan.requests if request.behaviour.stalls or request.behaviour.slow_s}
+        if unfinished := [exchange.id for exchange in held[0] if not exchange.over and exchange.id not in slow]:
+            self.fail(f"71: the fleet is paused with mode abort, but {unfinished} have not ended")
 
     def restart(self, server: SimHost) -> None:
         if not server.alive:
-            self.note(server.host, "starts again")
+            self.note(server.host, "restarts")
             server.start()
 
     # -- weights ------------------------------------------------------------------------------
 
     def new_weights(self) -> dict[str, Any]:
-        """What an update is asked with."""
+        """The body of an update call with new weights."""
         self.version += 1
         path = self._weights(self.version)
         if not path.exists():
@@ -313,25 +312,25 @@ class SimFleet:
         return self._folder / f"weights-{version}.safetensors"
 
     def updated(self, via: str, version: int, reply: ReceivedAnswer, processes: dict[SimServer, SimProcess]) -> None:
-        """`processes`: of the servers when the update began; one that was started anew since may have older weights."""
-        followed = reply.status == 200
-        self.agreed = followed and (self.agreed or version == self.version)  # a newer one may have been refused
-        if followed:
+        """Record the result of an update. `processes`: when it began; a server restarted since may have older weights."""
+        succeeded = reply.status == 200
+        self.agreed = succeeded and (self.agreed or version == self.version)  # a newer update may have been refused
+        if succeeded:
             self.floor_versions[via] = max(version, self.floor_versions.get(via, 0))
-            had = reply.json()["result"]["workers"]  # others may not have been of the fleet just then
+            workers = reply.json()["result"]["workers"]  # other servers may not have been in the fleet at that time
             for server in self.servers:
-                if server.alive and server.host is processes[server] and server.url in had:
+                if server.alive and server.host is processes[server] and server.url in workers:
                     self._held[server.name] = server.host, version
 
     def _floor_version(self, to: str) -> int:
-        """The oldest weights that may answer whoever asks now."""
+        """The oldest weights that may answer a request sent now."""
         if to in ROUTERS:
             return self.floor_versions.get(to, 0)
         host, version = self._held.get(to, (None, 0))
         return version if host is self.hosts[to].host else 0
 
     def spoil_weights(self) -> None:
-        """The newest file is another one now: who starts cannot have those weights."""
+        """Replace the newest weights file: a process that starts now cannot load those weights."""
         self._spoiled[self._weights(self.version).name] += 1
         self.agreed &= not self.version
 
@@ -343,27 +342,27 @@ class SimFleet:
 
     @property
     def _removed(self) -> set[str]:
-        """Servers that a router is without for a while."""
+        """Servers that are removed from a router for a while."""
         return {action.target for action in self.plan.actions if action.kind == "remove"}
 
     @property
     def _outdated(self) -> set[str]:
-        """Servers that came back without the newest weights."""
+        """Servers with an engine that restarts without the newest weights."""
         return {action.target for action in self.plan.actions if action.kind == "return_old"}
 
     def _in_trouble(self, request: PlannedRequest) -> bool:
-        """Whether it may fail: a router with several workers makes up for the loss of engines and connections."""
+        """Whether the request may fail. A router with several workers hides the loss of engines and connections."""
         if request.routed and self.plan.servers - len(self._removed) > 1:
             lacking = self.processes.quarantined | self._removed
             if lacking and len(lacking | self._outdated) >= self.plan.servers:
-                return True  # at some time, perhaps, no server had weights
-            return any(name not in (*MADE_UP_FOR, *hostile.HARMLESS) for name in self.report.actions)
+                return True  # possibly no server had usable weights at some time
+            return any(name not in (*TOLERATED, *hostile.HARMLESS) for name in self.report.actions)
         if self.processes.broken_updates:
-            return True  # an engine whose update broke off answers nothing until another one succeeds
+            return True  # an engine whose update failed answers nothing until another update succeeds
         return any(name in (*TROUBLE, *DEADLY, *hostile.STOPS, "remove", "roll") for name in self.report.actions)
 
 
 def _result_of(reply: ReceivedAnswer) -> Any:
-    """Of an answer or of an error."""
-    told = reply.json() if reply.whole else {}
-    return told.get("result") or told.get("error", {}).get("result") if isinstance(told, dict) else None
+    """The `result` of an answer or of an error."""
+    answer = reply.json() if reply.whole else {}
+    return answer.get("result") or answer.get("error", {}).get("result") if isinstance(answer, dict) else None

@@ -1,7 +1,7 @@
-"""Actors beside the plan of a seed: slow, hostile or strict clients, other tenants, lying workers, badly timed stops.
+"""Additional actors: slow, hostile or strict clients, other tenants, workers with false answers, badly timed stops.
 
-They are drawn from a random stream of their own and added to the plan of the seed, so that the rest of it keeps its
-meaning. About half of all plans have none.
+They are drawn from a random stream of their own and added to the plan of the seed, so the rest of the plan is the same
+with and without them. About half of all plans have none.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from headgate.testing.sim.hosts import MODEL
 from headgate.testing.sim.script import ROUTERS, WINDOW_S, PlannedAction, PlannedRequest, SimulationPlan
 
 NONE = 0.5  # share of plans without any of these actors
-STREAM = "actors 1558"  # a number with which the seeds of earlier reports of failures draw none
-ANN, BOB = "ann", "bob"  # tenants: the requests of the plan are ann's
+STREAM = "actors 1558"  # with this number, the seeds of earlier failure reports draw no actors
+ANN, BOB = "ann", "bob"  # tenants; the requests of the plan belong to ann
 TENANTS = (ANN, BOB)
 GIANT = 20_000  # characters of a prompt; the context holds 160 tokens
 
-# What is done on behalf of hostile clients, and of operators who meet stopped processes. See `deeds`.
-HARMLESS = ("squat", "forge", "probe_salts", "pry", "ask_politely", "lie")  # no other client may notice
-STOPS = ("stop_across", "pause_and_crash")  # trouble, as any process that stops or dies
+# Actions of hostile clients, and control calls during which a process is stopped. See `hostile_actions`.
+HARMLESS = ("squat", "forge", "probe_salts", "pry", "ask_politely", "lie")  # must not affect other clients
+STOPS = ("stop_across", "pause_and_crash")  # faults, like any stopped or killed process
 ACTIONS = (*HARMLESS, *STOPS)
 GENERATING = (
     "squat",
     "forge",
     "probe_salts",
     "ask_politely",
-)  # deeds that ask for answers, beside the plan's requests
+)  # actions that send generation requests of their own
 
 MALFORMED_ANSWERS: tuple[bytes, ...] = (
     b"",
@@ -62,7 +62,7 @@ Actor = Callable[[random.Random, "PlanDraft"], None]
 
 @dataclass
 class PlanDraft:
-    """A plan that actors are being added to."""
+    """A plan to which actors are being added."""
 
     plan: SimulationPlan
     requests: list[PlannedRequest]
@@ -80,7 +80,7 @@ class PlanDraft:
 
 
 def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
-    """The plan of a seed, with the actors of that seed; `only` leaves out all deeds but those of these kinds."""
+    """Draw the plan of a seed with its actors; `only` keeps only actions of these kinds."""
     plan = script.draw(seed, only)
     rng = random.Random(f"{STREAM} {seed}")
     if rng.random() < NONE:
@@ -89,7 +89,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
     if rng.random() < 0.6:
         _give_keys(draft)
     actors = rng.sample(ACTORS, min(rng.randint(1, 3), len(ACTORS)))
-    if _burst in actors:  # whose requests are all of one tenant but for a few
+    if _burst in actors:  # in which all but a few requests belong to one tenant
         actors = [actor for actor in actors if actor not in (_twins, _pry)]
     draft.actors = actors
     for actor in actors:
@@ -100,7 +100,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
 
 
 def _give_keys(draft: PlanDraft) -> None:
-    """All requests of the plan are from now on those of one tenant."""
+    """Give the fleet API keys. All requests of the plan belong to one tenant."""
     draft.changes["tenants"] = TENANTS
     for request in draft.requests:
         assign(request, request.tenant or ANN)
@@ -126,7 +126,7 @@ def key_of(tenant: str) -> dict[str, str]:
 def _add_request(
     rng: random.Random, draft: PlanDraft, name: str, at_s: float, tenant: str = "", **body: Any
 ) -> PlannedRequest:
-    """A completion of random ids, through a router."""
+    """Add a completion with a random prompt, sent to a router."""
     prompt = body.pop("prompt_ids", None) or tuple(
         rng.randrange(1, vocabulary.VOCAB_SIZE) for _ in range(rng.randint(4, 30))
     )
@@ -149,7 +149,7 @@ def _add_request(
 
 
 def _stalled_readers(rng: random.Random, draft: PlanDraft) -> None:
-    """Clients that ask for much and read nothing."""
+    """Clients that request long answers and read nothing."""
     at_s = rng.uniform(0, WINDOW_S / 2)
     for i in range(rng.randint(1, 3)):
         body: dict[str, Any] = {
@@ -175,7 +175,7 @@ def _stalled_readers(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _oversized_prompts(rng: random.Random, draft: PlanDraft) -> None:
-    """Prompts that no context holds, which must be refused before they are tokenised."""
+    """Prompts longer than the context, which must be refused before they are tokenised."""
     at_s = rng.uniform(0, WINDOW_S)
     for i in range(rng.randint(1, 3)):
         request = _add_request(rng, draft, f"giant-{i}", at_s)
@@ -187,7 +187,7 @@ def _oversized_prompts(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _twins(rng: random.Random, draft: PlanDraft) -> None:
-    """Another tenant whose requests have the same ids, at about the same time."""
+    """Requests of another tenant with the same ids, at about the same time."""
     _with_keys(draft)
     named = {name for action in draft.actions for name in action.details.get("req_ids", ())}
     free = [request for request in draft.requests if request.tenant == ANN and request.name not in named]
@@ -205,12 +205,12 @@ def _twins(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _pry(rng: random.Random, draft: PlanDraft) -> None:
-    """A tenant that lists and ends requests which are not its own."""
+    """A tenant that tries to list and abort requests of another tenant."""
     _with_keys(draft)
     names = [request.id for request in draft.requests if request.tenant == ANN]
     tenant = BOB
     if {_twins, _burst, _salts}.isdisjoint(draft.actors) and rng.random() < 0.5:
-        # At routers that ask for no key, every caller is a stranger; at the servers behind them it must remain one.
+        # A router without keys treats every caller as anonymous; the servers behind it must do the same.
         draft.changes["keys_at"] = ("servers",)
         names, tenant = [request.id for request in draft.requests if request.tenant == ANN and not request.routed], ""
     for _ in range(rng.randint(1, 2)):
@@ -219,15 +219,15 @@ def _pry(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _squatter(rng: random.Random, draft: PlanDraft) -> None:
-    """A client that takes the ids which it expects to be given to others."""
+    """A client that guesses the ids that other requests will get, and uses them itself."""
     draft.actions.append(_action(rng, draft, "squat", {"tries": rng.randint(2, 6), "aborts": rng.random() < 0.5}))
 
 
 def _burst(rng: random.Random, draft: PlanDraft) -> None:
-    """More requests of one tenant than there are places, and one request at a time of another."""
+    """More requests of one tenant than can be admitted, and single requests of another tenant."""
     _with_keys(draft)
     at_s = rng.uniform(0, WINDOW_S / 2)
-    # The requests of the plan would be a second burst of the polite tenant.
+    # Otherwise the requests of the plan would be a second burst, by the tenant with single requests.
     for request in draft.requests:
         assign(request, BOB)
     for i in range(rng.randint(15, 25)):
@@ -242,14 +242,14 @@ def _burst(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _strict(rng: random.Random, draft: PlanDraft) -> None:
-    """Clients that know only OpenAI's finish reasons."""
+    """Clients that accept only OpenAI's finish reasons."""
     for request in draft.requests:
         if rng.random() < 0.6:
             request.headers = {**request.headers, "x-openai-strict": "true"}
 
 
 def _dishonest_worker(rng: random.Random, draft: PlanDraft) -> None:
-    """A worker whose control answers have the wrong shape, or tell of requests that it does not have."""
+    """A worker whose control answers are malformed, or name requests that it does not have."""
     target = rng.choice(draft.servers)
     at_s = rng.uniform(0, WINDOW_S - 1)
     ids = [request.id for request in rng.sample(draft.requests, min(len(draft.requests), 3))]
@@ -263,7 +263,7 @@ def _dishonest_worker(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _stopped_across(rng: random.Random, draft: PlanDraft) -> None:
-    """A process that is stopped just when a control call reaches it."""
+    """A process that is stopped when a control call reaches it."""
     for _ in range(rng.randint(1, 2)):
         details = {
             "whole": rng.random() < 0.5,
@@ -281,7 +281,7 @@ def _stopped_across(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _pause_while_waiting(rng: random.Random, draft: PlanDraft) -> None:
-    """A pause while prompts wait for their tickets, and requests for a place in the router."""
+    """A pause while prompts wait for KV tickets and requests wait for admission in the router."""
     at_s, via = rng.uniform(0, WINDOW_S / 2), draft.routers[0]
     for i in range(rng.randint(3, 6)):
         prompt = tuple(rng.randrange(1, vocabulary.VOCAB_SIZE) for _ in range(rng.randint(20, 60)))
@@ -308,7 +308,7 @@ def _pause_while_waiting(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _deadlines(rng: random.Random, draft: PlanDraft) -> None:
-    """Requests that must end soon, with engines or servers that are stopped meanwhile."""
+    """Requests with short deadlines, while engines or servers are stopped."""
     at_s = rng.uniform(0, WINDOW_S / 2)
     for i in range(rng.randint(2, 5)):
         body: dict[str, Any] = {"deadline_ms": rng.choice((300, 1000, 2000)), "stream": rng.random() < 0.5}
@@ -333,16 +333,16 @@ def _deadlines(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _forger(rng: random.Random, draft: PlanDraft) -> None:
-    """A client that claims to have been told what no engine has made."""
+    """A client that resumes an answer with forged progress, which no engine has generated."""
     for _ in range(rng.randint(1, 3)):
         draft.actions.append(_action(rng, draft, "forge", {"kind": rng.randrange(4), "direct": rng.random() < 0.3}))
 
 
 def _salts(rng: random.Random, draft: PlanDraft) -> None:
-    """A tenant that looks for the prompts of another in the cache."""
+    """A tenant that probes the prefix cache for prompts of another tenant."""
     _with_keys(draft)
     if rng.random() < 0.5:
-        # Servers that leave tenants to their router, and that can be reached without it.
+        # Servers without tenant keys, which can also be reached directly.
         draft.changes["keys_at"] = ("routers",)
         for request in draft.requests:
             request.to = request.to if request.routed else rng.choice(draft.routers)
@@ -350,7 +350,7 @@ def _salts(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _crash_in_pause(rng: random.Random, draft: PlanDraft) -> None:
-    """An engine or a server dies while it follows a pause, and must be paused when it is back."""
+    """An engine or a server is killed while it pauses, and must be paused after its restart."""
     details = {
         "mode": rng.choice(("abort", "drain", "drain", "freeze")),
         "whole": rng.random() < 0.4,

@@ -1,4 +1,4 @@
-"""What hostile clients do in a run, and what happens to processes in the middle of a control call, as in `deeds`."""
+"""Carries out the actions of hostile clients, and faults in the middle of a control call. Continues `actions`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headgate.testing.sim.loop import SimProcess
 from headgate.testing.sim.script import PlannedAction
 
 HUGE = 2**31 - 1
-NAME_DIGITS = 8  # of the part of a generated id that all ids of one router share, if they share any
+NAME_DIGITS = 8  # length of the prefix that all generated ids of one router share, if ids have one
 FORGERIES: tuple[dict[str, Any], ...] = (
     {"index": 0, "token_ids": [3, 4], "finish": ["stop", "eos", HUGE, HUGE, HUGE]},
     {"index": 0, "token_ids": [3, 4], "versions": [[0, 2]], "finish": ["length", "max_tokens", 5, 3, HUGE]},
@@ -30,18 +30,18 @@ FORGERIES: tuple[dict[str, Any], ...] = (
 class HostileActions:
     _fleet: SimFleet
     _engine: Callable[[PlannedAction], EngineProcess | None]
-    _come_back_paused: Any
+    _check_returns_paused: Any
 
-    # -- workers that lie -----------------------------------------------------------------
+    # -- workers with false answers ---------------------------------------------------------
 
     async def lie(self, action: PlannedAction) -> None:
         server = self._fleet.hosts[action.target]
         assert isinstance(server, SimServer)
         self._fleet.dishonest[server.name] = None
         which, ids = action.details["lie"], action.details["ids"]
-        server.lie = partial(self._claim, ids) if which is None else partial(malformed, which)
+        server.false_answer = partial(self._claim, ids) if which is None else partial(malformed, which)
         await asyncio.sleep(action.duration_s)
-        server.lie = None
+        server.false_answer = None
 
     def _claim(self, ids: list[str], path: str, body: bytes) -> bytes:
         if path == "/v1/abort_requests":
@@ -81,7 +81,7 @@ class HostileActions:
         host.resume()
 
     async def pause_and_crash(self, action: PlannedAction) -> None:
-        """75: a process dies while it follows a pause, and must be paused when it is back."""
+        """Rule 75: a process that is killed while it pauses must be paused after its restart."""
         fleet, details = self._fleet, action.details
         resumes, server = fleet.resumes, fleet.hosts[action.target]
         engine, body, host = self._engine(action), {"mode": details["mode"], "timeout": 2}, server.host
@@ -98,9 +98,9 @@ class HostileActions:
         if fleet.alone_in_trouble(action):
             if reply.status not in (200, 202) and not details["whole"]:
                 fleet.fail(
-                    f"75: a pause in which an engine crashed was answered {reply.status}: {reply.body[:200]!r}"
+                    f"75: a pause during which an engine crashed was answered {reply.status}: {reply.body[:200]!r}"
                 )
-            await self._come_back_paused(action, host, lambda: fleet.resumes != resumes)
+            await self._check_returns_paused(action, host, lambda: fleet.resumes != resumes)
         await fleet.control(action.via, "POST", "/v1/resume")
 
     # -- clients ------------------------------------------------------------------------------
@@ -108,12 +108,12 @@ class HostileActions:
     async def _generate(
         self, to: str, tenant: str, headers: dict[str, str] | None = None, **body: Any
     ) -> ReceivedAnswer:
-        asked = {"model": MODEL, "prompt": [3, 4, 5, 6], "max_tokens": 4, "seed": 1, "ignore_eos": True, **body}
+        content = {"model": MODEL, "prompt": [3, 4, 5, 6], "max_tokens": 4, "seed": 1, "ignore_eos": True, **body}
         address, keys = self._fleet.hosts[to].address, key_of(tenant if self._fleet.plan.tenants else "")
-        return await call(address, "POST", "/v1/completions", asked, {**keys, **(headers or {})})
+        return await call(address, "POST", "/v1/completions", content, {**keys, **(headers or {})})
 
     async def squat(self, action: PlannedAction) -> None:
-        """65: ids that were not given by the client cannot be guessed, taken or used against it."""
+        """Rule 65: an id that the server generated cannot be guessed, occupied, or used to abort the request."""
         fleet, details = self._fleet, action.details
         first = await self._generate(action.via, BOB)
         guesses = next_ids(first.headers.get("x-request-id", ""), details["tries"])
@@ -135,15 +135,15 @@ class HostileActions:
     def _check_victim(self, reply: ReceivedAnswer) -> None:
         fleet = self._fleet
         if reply.status == 409:
-            fleet.fail(f"65: a client that has named no id got 409: {bytes(reply.body)!r}")
+            fleet.fail(f"65: a request without an id was refused with 409: {bytes(reply.body)!r}")
         ended = any(action.kind in ("abort_all", "stop_across") for action in fleet.plan.actions)
         if reply.status == 200 and reply.whole and not ended:
             causes = [choice.get("cause") for choice in reply.json()["choices"]]
             if "api_abort" in causes:
-                fleet.fail("65: a client that guessed the id of a request has ended it")
+                fleet.fail("65: a client that guessed the id of another client's request has aborted it")
 
     async def ask_politely(self, action: PlannedAction) -> None:
-        """63: a tenant with one request at a time is never refused because of another's."""
+        """Rule 63: a tenant with one request at a time is never refused because of another tenant's requests."""
         plan = self._fleet.plan
         others = any(other.kind in GENERATING for other in plan.actions if other is not action)
         alone = not (others or any(request.tenant == ANN for request in plan.requests))
@@ -153,7 +153,7 @@ class HostileActions:
                 self._fleet.fail(f"63: a tenant with one request at a time was refused: {bytes(reply.body)[:200]!r}")
 
     async def forge(self, action: PlannedAction) -> None:
-        """68: what a client claims to have been told is refused or recomputed. The counters are looked at in the end."""
+        """Rule 68: forged progress is refused or recomputed. The counters are checked at the end of the run."""
         to = action.target if action.details["direct"] else action.via
         headers = {"x-headgate-journal": "1800000000"} if action.details["direct"] else {}
         resume = {"choices": [FORGERIES[action.details["kind"]]]}
@@ -162,7 +162,7 @@ class HostileActions:
             self._fleet.fail(f"68: a forged resume was answered {reply.status}: {bytes(reply.body)!r}")
 
     async def probe_salts(self, action: PlannedAction) -> None:
-        """66: no cache hit shows what another tenant has asked."""
+        """Rule 66: no cache hit reveals the prompts of another tenant."""
         ids, via = action.details["ids"], action.via
         first = await self._generate(via, ANN, prompt=ids, max_tokens=1)
         if first.status != 200 or not first.whole:
@@ -173,25 +173,25 @@ class HostileActions:
                 await self._probe_salt(via, server.name, "", ids, salt)
 
     async def _probe_salt(self, via: str, to: str, tenant: str, ids: list[int], salt: str | None) -> None:
-        before = self._moves(via)
+        before = self._resend_counts(via)
         reply = await self._generate(to, tenant, prompt=ids, max_tokens=1, cache_salt=salt)
-        if reply.status != 200 or not reply.whole or self._moves(via) != before:
+        if reply.status != 200 or not reply.whole or self._resend_counts(via) != before:
             return
         details = reply.json()["usage"].get("prompt_tokens_details") or {}
         if hits := details.get("cached_tokens"):
             self._fleet.fail(
-                f"66: {to} showed with cache_salt {salt!r} that {hits} tokens of another tenant are cached"
+                f"66: {to} revealed with cache_salt {salt!r} that {hits} prompt tokens of another tenant are cached"
             )
 
-    def _moves(self, via: str) -> tuple[int, ...]:
-        """Changes when a request may have been sent to a server twice, which then finds its own prompt cached."""
+    def _resend_counts(self, via: str) -> tuple[int, ...]:
+        """Changes when a request may have been sent to a server twice: it then finds its own prompt in the cache."""
         router = next(host.router for host in self._fleet.routers if host.name == via)
-        # A pause sends what waits for a ticket back, whose prompt a worker has begun to compute.
+        # A pause sends back requests that wait for a ticket, after a worker began to compute their prompts.
         disturbed = self._fleet.report.actions["reset"], self._fleet.pauses
         return disturbed if router is None else (*disturbed, router.counters.retries, router.counters.resumes)
 
     async def pry(self, action: PlannedAction) -> None:
-        """65, 67: a tenant or a stranger neither sees nor ends what is not its own, also not through a router."""
+        """Rules 65, 67: a tenant or an anonymous caller can neither see nor abort requests of others."""
         fleet, tenant, names = self._fleet, action.details["tenant"], action.details["req_ids"]
         number = 65 if tenant else 67
         own = {request.id for request in fleet.plan.requests if request.tenant == tenant}
@@ -199,21 +199,27 @@ class HostileActions:
         listed = await fleet.control(action.via, "GET", "/v1/requests", tenant=tenant)
         shown = [name for name in foreign if f'"{name}"'.encode() in bytes(listed.body)]
         if shown:
-            fleet.fail(f"{number}: {tenant or 'a stranger'} is shown {shown}, which are another tenant's")
+            fleet.fail(
+                f"{number}: {tenant or 'an anonymous caller'} can list {shown}, which belong to another tenant"
+            )
         ended = await fleet.control(action.via, "POST", "/v1/abort_requests", {"req_ids": names}, tenant=tenant)
         if ended.status == 200 and not fleet.dishonest:
             result = ended.json()["result"]
-            told = [*(each["request_id"] for each in result["aborted"]), *result["already_finished"]]
-            if wrong := [name for name in told if name in foreign]:
-                fleet.fail(f"{number}: {tenant or 'a stranger'} is told of {wrong}, which are another tenant's")
+            named = [*(each["request_id"] for each in result["aborted"]), *result["already_finished"]]
+            if wrong := [name for name in named if name in foreign]:
+                fleet.fail(
+                    f"{number}: {tenant or 'an anonymous caller'} can abort {wrong}, which belong to another tenant"
+                )
         for name in foreign[:1]:
             reply = await fleet.control(action.via, "GET", f"/v1/requests/{name}", tenant=tenant)
             if reply.status == 200:
-                fleet.fail(f"{number}: {tenant or 'a stranger'} is shown {name}, which is another tenant's")
+                fleet.fail(
+                    f"{number}: {tenant or 'an anonymous caller'} can see {name}, which belongs to another tenant"
+                )
 
 
 def next_ids(id: str, tries: int) -> list[str]:
-    """What ids that are counted would be next."""
+    """The ids that would follow `id` if ids were numbered consecutively."""
     prefix, digits = id[: len("req-") + NAME_DIGITS], id[len("req-") + NAME_DIGITS :]
     try:
         number = int(digits, 16)
@@ -227,9 +233,9 @@ def malformed(which: int, path: str, body: bytes) -> bytes:
 
 
 def claim(ids: list[str], path: str, body: bytes) -> bytes:
-    """A worker's answer, with claims about requests that it may not have."""
-    told = msgspec.json.decode(body)
-    result = told.get("result") if isinstance(told, dict) else None
+    """The worker's answer, extended by claims about requests that it may not have."""
+    answer = msgspec.json.decode(body)
+    result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, dict):
         return body
     if path == "/v1/abort_requests":
@@ -238,4 +244,4 @@ def claim(ids: list[str], path: str, body: bytes) -> bytes:
         result["not_found"] += ids
     elif path == "/v1/pause":
         result["forced"] = ids
-    return msgspec.json.encode(told)
+    return msgspec.json.encode(answer)

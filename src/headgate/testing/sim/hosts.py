@@ -1,4 +1,4 @@
-"""Servers and routers as hosts of the simulated world: the real ones, put together as their processes put them together."""
+"""Servers and routers as simulated hosts: the real objects, assembled as `headgate serve` and `headgate route` do it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from headgate.text.tokenizer import Tokenizer
 EPOCH_S = 1_800_000_000.0
 MODEL = "simulated"
 PORT = 8000
-KEY = "operator"  # of whoever controls the fleet
+KEY = "operator"  # the admin key
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class SimSignals:
-    """`StopSignals`, sent by the simulation."""
+    """Replaces `StopSignals`; the simulation sends the signals."""
 
     def __init__(self) -> None:
         self.on_stop: Any = None
@@ -68,7 +68,7 @@ class SimSignals:
 
 
 class OrderedSet(dict[T, None], Generic[T]):
-    """A set that is iterated in the order in which it was filled."""
+    """A set that is iterated in insertion order."""
 
     def add(self, item: T) -> None:
         self[item] = None
@@ -78,7 +78,7 @@ class OrderedSet(dict[T, None], Generic[T]):
 
 
 class SimHost:
-    """Something that listens at an address of its own, dies, and comes back."""
+    """A server or router with an address of its own. It can be killed and started again."""
 
     def __init__(self, loop: SimLoop, name: str) -> None:
         self.loop = loop
@@ -89,7 +89,7 @@ class SimHost:
         self.host.alive = False
         self.signals = SimSignals()
         self.task: asyncio.Task[None] | None = None
-        self.failed = False  # it has ended by itself, and nobody has started it again
+        self.failed = False  # it ended by itself and was not restarted yet
 
     def start(self) -> None:
         self.failed = False
@@ -100,9 +100,9 @@ class SimHost:
         self.task = host.spawn(self._run(host))
 
     async def _run(self, host: SimProcess) -> None:
-        """As a process that says why it cannot go on, and ends."""
+        """Run until the end; an error that the process cannot recover from is logged, and the process ends."""
         try:
-            await self._live()
+            await self._serve()
         except HeadgateError as error:
             log.warning("%s ends: %s", self.name, error)
             self.failed = True
@@ -112,7 +112,7 @@ class SimHost:
     def alive(self) -> bool:
         return self.host.alive and self.task is not None and not self.task.done()
 
-    async def _live(self) -> None:
+    async def _serve(self) -> None:
         raise NotImplementedError
 
 
@@ -142,14 +142,14 @@ class SimServer(SimHost):
         self._config = config
         self._tenants = tenants
         self._on_text = on_text
-        self._stall_s = stall_s  # for its clients to read on
-        self.lie: Callable[[str, bytes], bytes] | None = None  # what it says instead of its control answers
-        self.app: ServerApp | None = None  # while it serves
+        self._stall_s = stall_s  # client stall timeout
+        self.false_answer: Callable[[str, bytes], bytes] | None = None  # replaces the body of control answers
+        self.app: ServerApp | None = None  # None before the server has started
         self.ledger: Ledger | None = None
         self.engines: Replicas | None = None
         self.http: HttpServer | None = None
 
-    async def _live(self) -> None:
+    async def _serve(self) -> None:
         settings = self._settings
         async with started(Path("/simulated"), self._config, count=settings.engines) as engines:
             ledger = self._ledger()
@@ -185,7 +185,7 @@ class SimServer(SimHost):
 
 
 class WatchedTokenizer(Tokenizer):
-    """Says what it is given to encode."""
+    """Reports every text that it encodes."""
 
     def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], None]) -> None:
         vars(self).update(vars(tokenizer))
@@ -197,7 +197,7 @@ class WatchedTokenizer(Tokenizer):
 
 
 class FalseAnswers:
-    """An application whose control answers are those of its server's `lie`, while there is one."""
+    """ASGI middleware that replaces control answers with those of the server's `false_answer`, while it is set."""
 
     PATHS = (
         "/v1/abort_requests",
@@ -215,7 +215,7 @@ class FalseAnswers:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if self._server.lie is None or scope["type"] != "http" or scope["path"] not in self.PATHS:
+        if self._server.false_answer is None or scope["type"] != "http" or scope["path"] not in self.PATHS:
             await self._app(scope, receive, send)
             return
         start: dict[str, Any] = {}
@@ -229,16 +229,16 @@ class FalseAnswers:
 
         await self._app(scope, receive, keep)
         if not start:
-            return  # the caller has left, and the application has said nothing
-        lie = self._server.lie
-        said = bytes(body) if lie is None or start["status"] >= 300 else lie(scope["path"], bytes(body))
+            return  # the caller disconnected, and the application sent nothing
+        replace = self._server.false_answer
+        content = bytes(body) if replace is None or start["status"] >= 300 else replace(scope["path"], bytes(body))
         headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
-        await send({**start, "headers": [*headers, (b"content-length", b"%d" % len(said))]})
-        await send({"type": "http.response.body", "body": said})
+        await send({**start, "headers": [*headers, (b"content-length", b"%d" % len(content))]})
+        await send({"type": "http.response.body", "body": content})
 
 
 class WatchedRouter(Router):
-    """Says to whom it gives what, and what it had when it was paused, in the moment it does."""
+    """Reports each placement, and the live requests at the moment of each pause."""
 
     on_place: Callable[[Exchange, str], None]
     on_hold: Callable[[tuple[Exchange, ...]], None]
@@ -255,7 +255,7 @@ class WatchedRouter(Router):
 
 
 class RouterObserver(Protocol):
-    """What hears of a router's decisions."""
+    """Receives the placements and pauses of a router."""
 
     def placed(self, router: str, exchange: Exchange, url: str) -> None: ...
 
@@ -275,7 +275,7 @@ class SimRouter(SimHost):
         self._watch = watch
         self.router: Router | None = None
 
-    async def _live(self) -> None:
+    async def _serve(self) -> None:
         self.router = WatchedRouter(self._config, seed=self._seed, fast_path=self._fast_path)
         self.router.on_place = lambda exchange, url: self._watch.placed(self.name, exchange, url)
         self.router.on_hold = lambda live: self._watch.held(self.name, live)
@@ -290,7 +290,7 @@ def workers(servers: list[SimServer], roles: tuple[str, ...]) -> tuple[WorkerAdd
 
 @contextmanager
 def simulated(loop: SimLoop, rng: Any, stamps: Callable[[str | Path], Stamps]) -> Iterator[None]:
-    """What the code asks of the machine beside its loop: wall-clock time, randomness, folders, a channel to engines."""
+    """Replace what the code uses of the machine besides its event loop: clocks, randomness, folders, engine channels."""
     folders = count(1)
     replaced = [
         (time, "time", lambda: EPOCH_S + loop.time() + loop.skew_s),
@@ -303,8 +303,8 @@ def simulated(loop: SimLoop, rng: Any, stamps: Callable[[str | Path], Stamps]) -
         *kv.replaced(),
     ]
     before = [getattr(where, name) for where, name, _ in replaced]
-    for where, name, instead in replaced:
-        setattr(where, name, instead)
+    for where, name, substitute in replaced:
+        setattr(where, name, substitute)
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""What clients may get: the oracles of a run. Every one returns sentences about what is wrong.
+"""Checks the answers that clients received. Each check returns one string per violation.
 
-The reference is not an engine: each token is checked against what a device that read the right KV, under the weights that
-the answer names, would have said after exactly the tokens before it. So a token that is lost, doubled, or made from
-another sequence's KV makes that token or the next one wrong.
+The reference is not an engine: each token is compared with the token that a device samples after exactly the tokens
+before it, if it reads the right KV under the weights that the answer names. A token that is lost, duplicated, or computed
+from another sequence's KV makes that token or the next one wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headgate.testing.sim.engine import expected
 from headgate.testing.sim.script import PlannedRequest
 from headgate.text.detokenizer import token_bytes
 
-# By what has happened in a run: the codes with which a request may be refused or end, and the causes of an early end.
+# By circumstance: the codes with which a request may be refused or fail, and the causes of an early end.
 REFUSALS = {
     "busy": {"queue_full"},
     "pause": {"paused"},
@@ -30,18 +30,20 @@ CAUSES = {
     "deadline": {"deadline"},
     "trouble": {"shutdown", "engine_lost", "preempted"},
 }
-ROUTER_CAUSES = CAUSES["abort"] | CAUSES["deadline"] | {"pause"}  # with which the router ends what no worker has
+ROUTER_CAUSES = (
+    CAUSES["abort"] | CAUSES["deadline"] | {"pause"}
+)  # with which a router itself ends requests that no worker has
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What has happened in a run that excuses an answer that is not whole."""
+    """Events of a run that excuse an answer that is not whole."""
 
-    busy: bool = False  # limits are so low that requests may be refused
+    busy: bool = False  # limits are low enough that requests may be refused
     abort: bool = False
     pause: bool = False
     trouble: bool = False
-    updated: bool = False  # there were several weights
+    updated: bool = False  # the weights were updated
     reschedules: bool = False
 
     def holds(self, name: str) -> bool:
@@ -56,20 +58,20 @@ class JudgedChoice:
     finish: str | None = None
     cause: str | None = None
     prompt: list[int] | None = None
-    given_back: list[int] | None = None  # all ids, of one that must go on elsewhere
-    ends: int = 0  # how often that was told
-    cut: bool = False  # by the router, who knows no words: what was held back is not told
+    returned_ids: list[int] | None = None  # all ids of a choice that must continue on another worker
+    ends: int = 0  # number of finish reasons received
+    cut: bool = False  # ended by the router, which cannot decode tokens: withheld text is missing
 
 
 @dataclass
 class JudgedAnswer:
-    """An answer as its client understood it."""
+    """An answer as its client read it."""
 
     choices: dict[int, JudgedChoice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     done: bool = False
-    odd: list[str] = field(default_factory=list)  # what a strict client must not see
+    odd: list[str] = field(default_factory=list)  # violations of strict mode
 
 
 def judge(request: PlannedRequest, circumstances: Circumstances) -> list[str]:
@@ -79,13 +81,13 @@ def judge(request: PlannedRequest, circumstances: Circumstances) -> list[str]:
 def _complaints(request: PlannedRequest, circumstances: Circumstances) -> Iterator[str]:
     reply = request.reply
     if request.behaviour.stalls:
-        return  # it has read nothing that could be judged
+        return  # the client has read nothing
     if reply.broken and not reply.left:
         excused = request.disturbed or (circumstances.trouble and not request.routed)
         if not excused:
-            yield f"its connection broke: {reply.broken}"
+            yield f"the connection broke: {reply.broken}"
     if not (reply.whole or reply.broken):
-        yield "it has had no end"
+        yield "the answer did not end"
         return
     if reply.broken and not reply.streamed:
         return
@@ -93,7 +95,7 @@ def _complaints(request: PlannedRequest, circumstances: Circumstances) -> Iterat
         yield from _check_refusal(request, circumstances)
         return
     if request.giant and not _was_ended_unread(request):
-        yield "64: a prompt that fits no context was answered"
+        yield "64: a prompt that does not fit the context was answered"
         return
     answer = read(request)
     yield from _check_content(request, answer, circumstances)
@@ -102,7 +104,7 @@ def _complaints(request: PlannedRequest, circumstances: Circumstances) -> Iterat
 
 
 def _was_ended_unread(request: PlannedRequest) -> bool:
-    """Whether it ended before a worker had it, without a token."""
+    """Whether the router ended the request before a worker had it, without a token."""
     choices = read(request).choices.values()
     return all(choice.cause in ROUTER_CAUSES and not (choice.text or choice.ids) for choice in choices)
 
@@ -113,7 +115,7 @@ def _check_refusal(request: PlannedRequest, circumstances: Circumstances) -> Ite
     try:
         error = request.reply.json()["error"]
     except (ValueError, KeyError, TypeError):
-        yield f"refused with {request.reply.status} and no error: {bytes(request.reply.body)[:200]!r}"
+        yield f"refused with {request.reply.status} without an error body: {bytes(request.reply.body)[:200]!r}"
         return
     yield from _check_code(error, request.reply.status, circumstances)
 
@@ -150,18 +152,18 @@ def read(request: PlannedRequest) -> JudgedAnswer:
 
 
 def _read_strictly(answer: JudgedAnswer, parts: list[Any], errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put our finish reasons in the place of OpenAI's (57); the errors that remain are those that no choice explains."""
+    """Translate OpenAI's finish reasons back into ours (rule 57). Returns the errors that belong to no choice."""
     codes = {error.get("code") for error in errors}
     explained = set()
     for part in parts:
         finish, cause = part.get("finish_reason"), part.get("cause")
         if finish in ("abort", "pd_reschedule"):
-            answer.odd.append(f"a strict client was told {finish}")
+            answer.odd.append(f"a strict client received the finish reason {finish}")
         elif finish == "length" and cause != "max_tokens":
             part["finish_reason"] = "abort" if cause in codes else "pd_reschedule"
             explained |= {cause if cause in codes else "pd_error"}
             if cause not in codes and "pd_error" not in codes:
-                answer.odd.append(f"choice {part['index']} was cut short by {cause}, and no error says so")
+                answer.odd.append(f"choice {part['index']} was cut short by {cause}, without an error")
     return [error for error in errors if error.get("code") not in explained]
 
 
@@ -169,7 +171,7 @@ def _add(answer: JudgedAnswer, part: dict[str, Any], text: str) -> None:
     choice = answer.choices.setdefault(part["index"], JudgedChoice())
     choice.text += text
     choice.ids += part.get("completion_token_ids", ())
-    choice.given_back = part.get("generated_token_ids", choice.given_back)
+    choice.returned_ids = part.get("generated_token_ids", choice.returned_ids)
     for span in part.get("weight_versions", ()):
         choice.versions += [span["version"]] * span["tokens"]
     choice.ends += part.get("finish_reason") is not None
@@ -185,18 +187,20 @@ def _add(answer: JudgedAnswer, part: dict[str, Any], text: str) -> None:
 def _check_content(request: PlannedRequest, answer: JudgedAnswer, circumstances: Circumstances) -> Iterator[str]:
     yield from answer.odd
     if answer.choices.keys() - set(range(request.n)):
-        yield f"choices {sorted(answer.choices)} of {request.n}"
+        yield f"received choices {sorted(answer.choices)}, but n was {request.n}"
     for index, choice in answer.choices.items():
         for complaint in _check_choice(request, index, choice, circumstances):
             yield f"choice {index}: {complaint}"
 
 
-def _was_given_back(request: PlannedRequest, choice: JudgedChoice, circumstances: Circumstances) -> bool:
-    """Such a choice has ids and no text (34), also if it is aborted, paused or overdue before another worker has it."""
-    given_back = (
+def _was_returned_for_rescheduling(
+    request: PlannedRequest, choice: JudgedChoice, circumstances: Circumstances
+) -> bool:
+    """Whether the choice was returned for rescheduling (rule 34) and then aborted, paused or overdue: it has ids and no text."""
+    rescheduled = (
         circumstances.reschedules and choice.finish == "abort" and choice.cause in ("api_abort", "deadline", "pause")
     )
-    return given_back and not choice.text and not request.stream
+    return rescheduled and not choice.text and not request.stream
 
 
 def _check_choice(
@@ -204,23 +208,23 @@ def _check_choice(
 ) -> Iterator[str]:
     seed = _seed(request)
     if choice.ends > 1:
-        yield f"its end was told {choice.ends} times"
+        yield f"received {choice.ends} finish reasons"
     if choice.prompt is not None and tuple(choice.prompt) != request.prompt:
-        yield "the prompt is another one"
-    if not request.tells_ids:
+        yield "prompt_token_ids differ from the prompt"
+    if not request.returns_ids:
         if seed is None or circumstances.updated:
             return
         ids = reference(request, seed + index)
         if choice.finish == "abort" or choice.finish is None or choice.finish == "pd_reschedule":
-            # The beginning of a stop string is told if the answer ends before the rest of it has come.
+            # The beginning of a stop string is sent if the answer ends before the rest of the stop string.
             stopped = _stop_at(choice.text, request.stops) is not None
             if stopped or not _decode(ids).startswith(choice.text.rstrip("\ufffd")):
-                yield f"{choice.text!r} is no beginning of {_text(request, ids)!r}"
+                yield f"{choice.text!r} is not a prefix of {_text(request, ids)!r}"
         elif choice.text != _text(request, ids):
             yield f"{choice.text!r} instead of {_text(request, ids)!r}"
         return
-    if choice.finish == "pd_reschedule" and choice.given_back != choice.ids:
-        yield f"{choice.given_back} are given back, and its ids are {choice.ids}"
+    if choice.finish == "pd_reschedule" and choice.returned_ids != choice.ids:
+        yield f"returned for rescheduling with {choice.returned_ids}, but its token ids are {choice.ids}"
     if len(choice.versions) != len(choice.ids):
         yield f"{len(choice.ids)} tokens have {len(choice.versions)} weight versions"
         return
@@ -230,18 +234,18 @@ def _check_choice(
     if seed is not None:
         yield from _check_tokens(request, choice, seed + index)
     text = _text(request, choice.ids)
-    # The router knows the ids of a whole answer whose worker was lost, and not its text.
+    # If the worker of a non-streaming answer was lost, the router knows its ids, but not its text.
     lost = request.routed and not request.stream and circumstances.trouble
-    wordless = lost and choice.finish == "abort" and choice.cause in ROUTER_CAUSES and not choice.text
-    if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut or wordless:
+    textless = lost and choice.finish == "abort" and choice.cause in ROUTER_CAUSES and not choice.text
+    if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut or textless:
         if not text.startswith(choice.text):
-            yield f"{choice.text!r} is no beginning of {text!r}"
-    elif choice.text != text and not _was_given_back(request, choice, circumstances):
+            yield f"{choice.text!r} is not a prefix of {text!r}"
+    elif choice.text != text and not _was_returned_for_rescheduling(request, choice, circumstances):
         yield f"{choice.text!r} instead of {text!r}"
 
 
 def _seed(request: PlannedRequest) -> int | None:
-    """Of its first choice; None if nobody can know."""
+    """The seed of the first choice; None if it cannot be known."""
     if "seed" in request.body:
         return int(request.body["seed"])
     return seed_of(request.headers["x-request-id"]) if request.routed else None
@@ -252,13 +256,13 @@ def _check_tokens(request: PlannedRequest, choice: JudgedChoice, seed: int) -> I
     for place, (token, version) in enumerate(zip(choice.ids, choice.versions, strict=True)):
         right = expected(known, version, seed)
         if token != right:
-            yield f"token {place} is {token} and not {right} (version {version}, {len(choice.ids)} tokens in all)"
+            yield f"token {place} is {token} instead of {right} (version {version}, {len(choice.ids)} tokens in all)"
             return
         known.append(token)
 
 
 def reference(request: PlannedRequest, seed: int) -> list[int]:
-    """The whole answer of weights that never changed."""
+    """The whole answer under the initial weights."""
     known, ids = list(request.prompt), list[int]()
     while len(ids) < request.body["max_tokens"]:
         ids.append(expected(known, 0, seed))
@@ -277,12 +281,12 @@ def _text(request: PlannedRequest, ids: list[int]) -> str:
 
 
 def _decode(ids: list[int]) -> str:
-    spoken = [token_bytes(vocabulary.tokenizer(), token) for token in ids if token != vocabulary.EOS]
-    return b"".join(spoken).decode(errors="replace")
+    pieces = [token_bytes(vocabulary.tokenizer(), token) for token in ids if token != vocabulary.EOS]
+    return b"".join(pieces).decode(errors="replace")
 
 
 def _stop_at(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the stop string begins that was complete first."""
+    """The position of the stop string that is complete first."""
     found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
@@ -295,33 +299,33 @@ def _check_ends(request: PlannedRequest, answer: JudgedAnswer, circumstances: Ci
         yield from _check_code(answer.error, 200, circumstances)
         return
     if not answer.done:
-        yield "its stream ended without [DONE]"
+        yield "the stream ended without [DONE]"
     for index in range(request.n):
         choice = answer.choices.get(index)
         if choice is None or choice.finish is None:
-            yield f"choice {index} never ended"
+            yield f"choice {index} has no finish reason"
         else:
             for complaint in _check_end(request, choice, circumstances):
                 yield f"choice {index}: {complaint}"
     if answer.usage is not None:
         yield from _check_usage(request, answer)
     elif not request.stream or "stream_options" in request.body:
-        yield "there is no usage"
+        yield "the usage is missing"
 
 
 def _check_end(request: PlannedRequest, choice: JudgedChoice, circumstances: Circumstances) -> Iterator[str]:
     ids, cause = choice.ids, choice.cause
     match choice.finish:
         case "length":
-            if request.tells_ids and len(ids) != request.body["max_tokens"]:
-                yield f"length after {len(ids)} of {request.body['max_tokens']} tokens"
+            if request.returns_ids and len(ids) != request.body["max_tokens"]:
+                yield f"finish reason length after {len(ids)} of {request.body['max_tokens']} tokens"
         case "stop" if cause == "eos":
-            if request.tells_ids and (ids[-1:] != [vocabulary.EOS] or request.body.get("ignore_eos")):
-                yield f"eos after {ids[-3:]}"
+            if request.returns_ids and (ids[-1:] != [vocabulary.EOS] or request.body.get("ignore_eos")):
+                yield f"cause eos after {ids[-3:]}"
         case "stop":
-            if cause != "stop_string" or (request.tells_ids and _stop_at(_decode(ids), request.stops) is None):
+            if cause != "stop_string" or (request.returns_ids and _stop_at(_decode(ids), request.stops) is None):
                 yield f"stopped by {cause} with {ids[-3:]}"
-            if request.tells_ids and _stop_at(_decode(ids[:-1]), request.stops) is not None:
+            if request.returns_ids and _stop_at(_decode(ids[:-1]), request.stops) is not None:
                 yield f"has tokens after its stop string: {ids[-3:]}"
         case "abort":
             if cause not in _causes(request, circumstances):
@@ -330,8 +334,8 @@ def _check_end(request: PlannedRequest, choice: JudgedChoice, circumstances: Cir
             pass
         case other:
             yield f"finished with {other}"
-    if request.tells_ids and not request.body.get("ignore_eos") and vocabulary.EOS in ids[:-1]:
-        yield "went on after its end"
+    if request.returns_ids and not request.body.get("ignore_eos") and vocabulary.EOS in ids[:-1]:
+        yield "has tokens after the end-of-sequence token"
 
 
 def _causes(request: PlannedRequest, circumstances: Circumstances) -> set[str]:
@@ -342,33 +346,35 @@ def _causes(request: PlannedRequest, circumstances: Circumstances) -> set[str]:
 def _check_usage(request: PlannedRequest, answer: JudgedAnswer) -> Iterator[str]:
     usage = answer.usage or {}
     made = sum(len(choice.ids) for choice in answer.choices.values())
-    # A router learns the length of a prompt with the first token of an answer.
+    # A router learns the length of the prompt with the first token of the answer.
     unread = request.routed and not (usage["prompt_tokens"] or usage["completion_tokens"])
     unread = unread and any(choice.cause in ROUTER_CAUSES for choice in answer.choices.values())
     if usage["prompt_tokens"] != len(request.prompt) and not unread:
         yield f"{usage['prompt_tokens']} prompt tokens instead of {len(request.prompt)}"
-    if request.tells_ids and usage["completion_tokens"] != made:
-        yield f"{usage['completion_tokens']} tokens in its usage, and {made} told"
+    if request.returns_ids and usage["completion_tokens"] != made:
+        yield f"the usage counts {usage['completion_tokens']} tokens, but {made} were received"
 
 
 def judge_abort(request: PlannedRequest, tokens: int) -> list[str]:
-    """Whether it was aborted, as the caller of an abort was told; and after how many tokens."""
+    """Check a request that an abort call reported as aborted after `tokens` tokens."""
     if request.reply.broken or not request.reply.whole or request.reply.status != 200:
         return []
     answer = read(request)
     if answer.error is not None:
         return []
     causes = [choice.cause for choice in answer.choices.values()]
-    if not {"api_abort", "pause"} & set(causes):  # the one that was first, where an abort and a pause meet
-        return [f"{request.name}: it was said to be aborted, and ended with {causes}"]
+    if not {"api_abort", "pause"} & set(causes):  # an abort and a pause may coincide; the first one counts
+        return [f"{request.name}: an abort call reported it as aborted, but it ended with {causes}"]
     made = sum(len(choice.ids) for choice in answer.choices.values())
-    if request.tells_ids and made != tokens:
-        return [f"{request.name}: it was said to be aborted after {tokens} tokens, and told {made}"]
+    if request.returns_ids and made != tokens:
+        return [
+            f"{request.name}: an abort call reported it as aborted after {tokens} tokens, but {made} were received"
+        ]
     return []
 
 
 def code_of(request: PlannedRequest) -> str | None:
-    """The code with which it was refused or cut; None if it was neither."""
+    """The error code of a refused or cut request; None if it was neither."""
     if request.reply.status != 200:
         return str(request.reply.json()["error"]["code"])
     answer = read(request)
@@ -376,7 +382,7 @@ def code_of(request: PlannedRequest) -> str | None:
 
 
 def tally(requests: list[PlannedRequest]) -> Counter[str]:
-    """How requests ended."""
+    """Count requests and choices by how they ended."""
     ends: Counter[str] = Counter()
     for request in requests:
         reply = request.reply

@@ -1,7 +1,7 @@
-"""KV between simulated engines: the real `TcpTransport`, over sockets, a selector and a thread that are made up.
+"""KV transfer between simulated engines: the real `TcpTransport` over simulated sockets, selectors and threads.
 
-Everything that travels is in the frames of production, over connections of the simulated network, which cut, reset, delay
-and damage them. What the device holds are hashes, so KV that is wrong anywhere shows in the next token.
+KV travels in the frames of production over connections of the simulated network, which cuts, resets, delays and damages
+them. The KV of the simulated device consists of hashes, so any wrong KV changes the next token.
 """
 
 from __future__ import annotations
@@ -31,16 +31,22 @@ if TYPE_CHECKING:
     from headgate.protocol.plan import Fetch
     from headgate.protocol.request import Ticket
 
-PORT = 7000  # of a server's first engine; a second life of it listens where the first one did
+PORT = 7000  # of a server's first engine; after a restart it listens at the same port
 NETWORK = "10.0.0.0/8"
-MOST_AT_ONCE = 256  # bytes that a socket takes: less than an answer of several blocks
-PORTION = 2  # blocks that are read or written at once
-STAGES = ("attach", "renewed", "fetch", "fetched", "released")  # of a transfer, as they are first seen by an engine
+MOST_AT_ONCE = 256  # bytes that one write accepts: less than an answer of several blocks
+PORTION = 2  # blocks that are read or written together
+STAGES = (
+    "attach",
+    "renewed",
+    "fetch",
+    "fetched",
+    "released",
+)  # of a transfer, in the order in which engines reach them
 
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """How engines of a run keep KV for each other."""
+    """Leases, waiting times and disaggregation threshold of a run."""
 
     lease_s: float = 2.0
     wait_s: float = 1.0
@@ -63,7 +69,7 @@ def machine_at(ip: str) -> str:
 
 
 class SimBlocks:
-    """The blocks of a fake device as bytes."""
+    """The KV blocks of a fake device as bytes."""
 
     layout = "simulated"
     same_gpu: SameGpuMemory | None = None
@@ -95,7 +101,7 @@ def _portions(blocks: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 class SimKvSocket(asyncio.Protocol):
-    """One end of a connection, as a socket that never waits."""
+    """One end of a connection, as a non-blocking socket."""
 
     def __init__(self, *_: Any) -> None:
         self.on_ready: Callable[[], None] = lambda: None
@@ -105,7 +111,7 @@ class SimKvSocket(asyncio.Protocol):
         self._error: int | None = None
         self._full = self._ended = self._closed = False
 
-    # -- what the transport asks of a socket -------------------------------------------
+    # -- socket methods that `TcpTransport` calls ---------------------------------------
 
     def setblocking(self, flag: bool) -> None:
         pass
@@ -139,13 +145,13 @@ class SimKvSocket(asyncio.Protocol):
                 return 0, [], 0, None
             self._check()
             raise BlockingIOError
-        came = 0
+        received = 0
         for buffer in buffers:
             part = self._arrived[: len(buffer)]
             buffer[: len(part)] = part
             del self._arrived[: len(part)]
-            came += len(part)
-        return came, [], 0, None
+            received += len(part)
+        return received, [], 0, None
 
     def shutdown(self, how: int) -> None:
         self._check()
@@ -159,14 +165,14 @@ class SimKvSocket(asyncio.Protocol):
         if self._dialling is not None:
             self._dialling.cancel()
         if self._transport is not None:
-            # As TCP does: who hangs up on something unread resets the connection.
+            # As in TCP, closing a socket with unread data resets the connection.
             (self._transport.abort if self._arrived else self._transport.close)()
 
     def _check(self) -> None:
         if self._error is not None:
             raise OSError(self._error, errno.errorcode[self._error])
 
-    # -- what its selector asks --------------------------------------------------------
+    # -- called by the selector ---------------------------------------------------------
 
     @property
     def ready(self) -> int:
@@ -194,7 +200,7 @@ class SimKvSocket(asyncio.Protocol):
     def eof_received(self) -> bool:
         self._ended = True
         self.on_ready()
-        return True  # the other direction goes on
+        return True  # the other direction stays open
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = error is None
@@ -223,9 +229,9 @@ class SimKvListener:
         self.on_ready: Callable[[], None] = lambda: None
         self._pending: list[SimKvSocket] = []
         self._address = address
-        self._listener = host.loop.network.listen(self._ring, (machine_at(address.host), address.port))
+        self._listener = host.loop.network.listen(self._connected, (machine_at(address.host), address.port))
 
-    def _ring(self) -> SimKvSocket:
+    def _connected(self) -> SimKvSocket:
         wire = SimKvSocket()
         self._pending.append(wire)
         self.on_ready()
@@ -251,18 +257,18 @@ class SimKvListener:
 
 
 class SimWakeup:
-    """Both ends of the socket by which the loop wakes the transport."""
+    """Both ends of the socket pair with which the engine loop wakes the transport."""
 
     def __init__(self) -> None:
         self.on_ready: Callable[[], None] = lambda: None
-        self._rung = False
+        self._signalled = False
 
     def send(self, data: bytes) -> None:
-        self._rung = True
+        self._signalled = True
         self.on_ready()
 
     def recv(self, size: int) -> None:
-        self._rung = False
+        self._signalled = False
 
     def setblocking(self, flag: bool) -> None:
         pass
@@ -272,12 +278,12 @@ class SimWakeup:
 
     @property
     def ready(self) -> int:
-        return selectors.EVENT_READ * self._rung
+        return selectors.EVENT_READ * self._signalled
 
 
 @dataclass
 class SimSelector:
-    """A selector: whoever is registered is looked at in the order of registration."""
+    """A selector that reports sockets in the order of their registration."""
 
     on_ready: Callable[[], None] = lambda: None
     _keys: dict[Any, selectors.SelectorKey] = field(default_factory=dict)
@@ -304,7 +310,7 @@ class SimSelector:
 
 
 class TransportTurns:
-    """The thread of a transport: its turns are callbacks of its host."""
+    """Stands in for the transport's thread: each iteration is a callback of the engine process."""
 
     def __init__(self, *, target: Any, **_: Any) -> None:
         self._kv: SimKv = target.__self__
@@ -318,7 +324,7 @@ class TransportTurns:
         self._at_once()
 
     def is_alive(self) -> bool:
-        return False  # nobody has to wait for it
+        return False  # no caller has to join it
 
     def _at_once(self) -> None:
         self._at(0.0)
@@ -349,7 +355,7 @@ OnStage = Callable[[str, "Ticket | None"], None]
 
 
 class SimKv(TcpTransport):
-    """The real transport; tells how far each transfer has come."""
+    """The real transport; reports the stages that each transfer reaches."""
 
     def __init__(self, device: FakeDevice, config: EngineConfig, host: SimProcess, on_stage: OnStage) -> None:
         assert config.kv_listen is not None
@@ -377,20 +383,20 @@ class SimKv(TcpTransport):
         return bool(self._servers or any(self._clients.values()) or self._detaching)
 
     def leaks(self) -> list[str]:
-        """What it still has, though nobody wants anything of it."""
+        """Offers and connections that are still held."""
         things = {
             "offers": len(self._offers),
-            "connections of others": len(self._servers),
-            "connections": len(self._clients) + len(self._detaching),
+            "incoming connections": len(self._servers),
+            "outgoing connections": len(self._clients) + len(self._detaching),
         }
         return [f"{kept} {name}" for name, kept in things.items() if kept]
 
     def start(self, post: Post) -> None:
-        def noticing(event: Event) -> None:
+        def reporting(event: Event) -> None:
             self._on_stage(type(event).__name__.lower(), None)
             post(event)
 
-        super().start(noticing)
+        super().start(reporting)
 
     def attach(self, id: int, ticket: Ticket) -> None:
         self._on_stage("attach", ticket)
@@ -402,7 +408,7 @@ class SimKv(TcpTransport):
 
 
 class _Ordered(dict[Any, None]):
-    """A set in the order in which it was filled."""
+    """A set that is iterated in insertion order."""
 
     def add(self, item: Any) -> None:
         self[item] = None
@@ -412,18 +418,18 @@ class _Ordered(dict[Any, None]):
 
 
 def replaced() -> list[tuple[Any, str, Any]]:
-    """What `tcp` asks of its machine, and what it gets instead."""
+    """The module attributes of `tcp` that use the operating system, and their replacements."""
 
     def pair() -> tuple[SimWakeup, SimWakeup]:
-        bell = SimWakeup()
-        return bell, bell
+        wakeup = SimWakeup()
+        return wakeup, wakeup
 
     sockets = SimpleNamespace(**{**vars(socket), "socket": SimKvSocket, "socketpair": pair})
-    watching = SimpleNamespace(**{**vars(selectors), "DefaultSelector": SimSelector})
+    selecting = SimpleNamespace(**{**vars(selectors), "DefaultSelector": SimSelector})
     threads = SimpleNamespace(**{**vars(threading), "Thread": TransportTurns})
     return [
         (tcp, "socket", sockets),
-        (tcp, "selectors", watching),
+        (tcp, "selectors", selecting),
         (tcp, "threading", threads),
         (tcp, "_listen", SimKvListener),
         (tcp, "_tune", lambda _: None),

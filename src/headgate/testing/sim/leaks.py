@@ -1,4 +1,4 @@
-"""What must be home when nothing is asked any more: the oracles of an idle fleet. Each sentence says what is not."""
+"""Checks of an idle fleet: everything that requests acquired has been released. Each string returned is one violation."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def find_leaks(
 
 
 def kv_leaks(engines: Iterable[EngineProcess]) -> list[str]:
-    """Leases, tickets and connections between engines; the last ones take a while to be given up."""
-    left = []
+    """Leases, tickets and connections between engines. Unused connections are closed after a while."""
+    found = []
     for engine in engines:
         if engine.loop is not None and len(engine.loop.scheduler.leases):
-            left.append(f"{engine.host.name} has {len(engine.loop.scheduler.leases)} leases")
+            found.append(f"{engine.host.name} has {len(engine.loop.scheduler.leases)} leases")
         if engine.kv is not None:
-            left += [f"{engine.host.name} has {thing}" for thing in engine.kv.leaks()]
-    return left
+            found += [f"{engine.host.name} has {thing}" for thing in engine.kv.leaks()]
+    return found
 
 
 def _router_leaks(host: SimRouter) -> Iterator[str]:
     router, name = host.router, host.name
     assert router is not None
     if router.live:
-        yield f"{name} has {list(router.live)} in flight"
+        yield f"{name} still has requests in flight: {list(router.live)}"
     if router.fleet.double_releases:
-        yield f"{name} has given load back twice, {router.fleet.double_releases} times"
+        yield f"{name} has released the load of a worker twice, {router.fleet.double_releases} times"
     if router.admission.in_flight or router.admission.waiting:
-        yield f"{name}: {router.admission.in_flight} places are taken, and {router.admission.waiting} wait for one"
+        yield f"{name}: {router.admission.in_flight} requests are admitted and {router.admission.waiting} are queued"
     for worker in router.fleet.everyone:
         if worker.in_flight or worker.pending_tokens:
             yield f"{name}: {worker!r} has {worker.pending_tokens} pending tokens"
@@ -59,4 +59,4 @@ def _server_leaks(server: SimServer) -> Iterator[str]:
         if client is None:
             yield f"{server.name}: engine {replica.index} is {replica.state}"
         elif client.open_streams or client._left:
-            yield f"{server.name}: {client!r}, left {client._left}"
+            yield f"{server.name}: {client!r}, unconfirmed aborts: {client._left}"

@@ -1,10 +1,10 @@
-"""Time and processes: an event loop that never sleeps, and hosts whose work can be stopped, held or ended at once.
+"""Virtual time and processes: an event loop that never sleeps, and processes that can be stopped, resumed or killed.
 
-When nothing is ready, the clock jumps to the next timer. Every callback belongs to the host in whose context it was
-scheduled: those of a stopped host wait until it goes on, as those of a process that got SIGSTOP would.
+When no callback is ready, the clock jumps to the next timer. Every callback belongs to the process (`HOST`) in whose
+context it was scheduled. Callbacks of a stopped process wait until it resumes, as after SIGSTOP.
 
-Sets of tasks and futures are iterated by asyncio itself, and their order must not depend on where objects lie in memory:
-ours are hashed by number.
+asyncio iterates over sets of tasks and futures, and their order must not depend on memory addresses. `SimTask` and
+`SimFuture` are therefore hashed by a serial number.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-TURN_S = 1e-7  # nothing takes no time: who sleeps until a moment finds it past
+TURN_S = 1e-7  # every iteration takes time, so a task that sleeps until a moment finds it in the past
 JUMP_S = 1e-4
-MOST_TURNS = 200_000  # of the loop without the clock jumping: something spins
+MOST_TURNS = 200_000  # iterations without a jump of the clock; more mean that some task spins
 
 
 class ListenerHandle(Protocol):
@@ -49,22 +49,22 @@ class SubprocessBackend(Protocol):
 
 
 class SimulationHung(Exception):
-    """Nothing will ever happen again, or only that."""
+    """The run makes no progress: no timer is left, a task spins, or the deadline has passed."""
 
 
 class SimProcess:
-    """A process of the simulated world."""
+    """A simulated process: it owns the callbacks that are scheduled in its context, and its child processes."""
 
     def __init__(self, loop: SimLoop, name: str, parent: SimProcess | None = None) -> None:
         self.loop = loop
         self.name = name
         self.alive = True
         self.stopped = False
-        self._stopped_at_s = 0.0  # when that began
-        self._stopped_before_s = 0.0  # how long it was stopped before
-        self.held: deque[asyncio.Handle] = deque()  # work that waits until it goes on
+        self._stopped_at_s = 0.0  # when it was last stopped
+        self._stopped_before_s = 0.0  # total duration of earlier stops
+        self.held: deque[asyncio.Handle] = deque()  # callbacks that wait until the process resumes
         self.children: list[SimProcess] = []
-        self.on_end: list[Callable[[], None]] = []  # what dies with it
+        self.on_end: list[Callable[[], None]] = []  # called when the process ends
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.context = copy_context()
         self.context.run(HOST.set, self)
@@ -78,23 +78,23 @@ class SimProcess:
         return self.loop.create_task(work, context=self.context.copy())
 
     def stop(self) -> None:
-        """As SIGSTOP does, children included."""
-        for host in self.family():
+        """Like SIGSTOP; also stops all child processes."""
+        for host in self.tree():
             if not host.stopped:
                 host.stopped, host._stopped_at_s = True, self.loop.time()
 
     def resume(self) -> None:
-        for host in self.family():
+        for host in self.tree():
             host._stopped_before_s, host.stopped = host.stopped_s, False
-            self.loop.take_back(host.held)
+            self.loop.requeue(host.held)
 
     @property
     def stopped_s(self) -> float:
-        """How long it has been stopped so far, in all."""
+        """Total time that the process has been stopped."""
         return self._stopped_before_s + (self.loop.time() - self._stopped_at_s if self.stopped else 0.0)
 
     def kill(self) -> None:
-        """End it between two callbacks: nothing it does from now on reaches anybody."""
+        """End the process between two callbacks. Nothing that it does afterwards has an effect outside."""
         if not self.alive:
             return
         for child in self.children:
@@ -102,15 +102,15 @@ class SimProcess:
         self.alive = False
         for end in self.on_end:
             end()
-        # Their clean-up runs, like a bird without a head: the network no longer knows this host.
+        # The clean-up code of its tasks still runs, but the network no longer carries anything from this process.
         for task in list(self.tasks):
             task.cancel()
         self.resume()
 
-    def family(self) -> Generator[SimProcess, None, None]:
+    def tree(self) -> Generator[SimProcess, None, None]:
         yield self
         for child in self.children:
-            yield from child.family()
+            yield from child.tree()
 
 
 HOST: ContextVar[SimProcess | None] = ContextVar("HOST", default=None)
@@ -138,13 +138,13 @@ class SimLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        self._turns = 0  # since the clock last jumped
+        self._turns = 0  # iterations since the clock last jumped
         self._numbers = count()
         self.network: NetworkBackend
         self.processes: SubprocessBackend
         self.deadline_s = float("inf")
-        self.skew_s = 0.0  # of wall clocks, which somebody has set
-        self.tasks: dict[asyncio.Task[Any], None] = {}  # that have not ended
+        self.skew_s = 0.0  # added to the wall clock, which an operator may set
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # tasks that have not ended
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     # -- time -----------------------------------------------------------------------
@@ -165,7 +165,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._turns += 1
         if self._turns > MOST_TURNS:
             self._turns = 0
-            raise SimulationHung(f"the loop spins at {self._now_s:.3f} s")
+            raise SimulationHung(f"the event loop spins at {self._now_s:.3f} s")
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle.cancelled():
@@ -178,20 +178,20 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _advance(self, timers: list[asyncio.TimerHandle]) -> None:
         if not timers:
-            raise SimulationHung("nothing will ever happen again")
+            raise SimulationHung("no callback and no timer is left")
         next_s = timers[0].when()
         if next_s > self.deadline_s:
-            raise SimulationHung(f"not over at {self.deadline_s:.0f} s")
+            raise SimulationHung(f"the run has not ended by {self.deadline_s:.0f} s")
         if next_s > self._now_s + JUMP_S:
             self._turns = 0
         self._now_s = max(self._now_s, next_s)
 
-    def take_back(self, handles: deque[asyncio.Handle]) -> None:
+    def requeue(self, handles: deque[asyncio.Handle]) -> None:
         self._ready.extend(handles)  # type: ignore[attr-defined]
         handles.clear()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # those at the front are dropped each turn, and a run is short
+        pass  # cancelled timers at the front are dropped in each iteration, and a run is short
 
     # -- tasks and futures ------------------------------------------------------------
 
@@ -215,10 +215,10 @@ class SimLoop(asyncio.BaseEventLoop):
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
         self.tasks.pop(task, None)
 
-    # -- what asyncio asks of a loop ------------------------------------------------------
+    # -- methods that asyncio requires of an event loop -----------------------------------
 
     def _write_to_self(self) -> None:
-        pass  # nothing sleeps that would have to be woken
+        pass  # the loop never sleeps, so it is never woken
 
     async def create_connection(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int, **options: Any
@@ -239,7 +239,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """At once: there is one thread."""
+        """Run `func` immediately: there is only one thread."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -254,7 +254,7 @@ def _context_of(handle: asyncio.Handle) -> Context:
 
 
 class DelayedPipe:
-    """Things that arrive one after another, each a while after it was sent, in the context of whoever gets them."""
+    """An ordered channel. Each item is delivered some time after it was sent, in the context of the receiver."""
 
     __slots__ = ("_context", "_deliver", "_last_s", "_loop")
 
@@ -265,6 +265,6 @@ class DelayedPipe:
         self._last_s = 0.0
 
     def send(self, item: Any, delay_s: float) -> None:
-        # Timers of the same moment have no order of their own.
+        # Timers that are due at the same moment have no defined order.
         self._last_s = max(self._loop.time() + delay_s, self._last_s + 1e-7)
         self._loop.call_at(self._last_s, self._deliver, item, context=self._context)

@@ -1,8 +1,8 @@
-"""Bytes between hosts: connections that keep their order and lose, delay, split and hold back what the seed says.
+"""The simulated network: ordered connections that delay, split, hold back and lose bytes as the seed determines.
 
-A connection is a pair of `SimTransport`s. Bytes arrive in pieces of any size, later, in order. A cut between two machines
-is silent: what is under way arrives when the cut is over, unless the connection has been given up by then. A host that
-dies resets its connections, or, if its machine has gone with it, leaves its peers without a word.
+A connection is a pair of `SimTransport`s. Bytes arrive in order, after a delay, in pieces of any size. A cut between two
+machines is silent: bytes in transit arrive when the cut ends, unless the connection has been closed by then. A process
+that dies resets its connections; if its machine is isolated as well, its peers are not notified.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESET = None
 
 @dataclass(frozen=True, slots=True)
 class NetworkConditions:
-    """How the network is, for a whole run."""
+    """Delays and splitting of writes, for a whole run."""
 
     delay_s: float = 0.0003
     jitter_s: float = 0.0002
@@ -37,14 +37,14 @@ class NetworkConditions:
 
 @dataclass(slots=True)
 class KvDamage:
-    """What happens to KV on its way, now: shares of the pieces that it travels in."""
+    """Damage to KV in transit: the share of its pieces to which each kind happens."""
 
-    corrupted: float = 0.0  # one byte of it is another one
-    cut_short: float = 0.0  # half of it arrives, and the connection ends
+    corrupted: float = 0.0  # one byte of the piece is changed
+    cut_short: float = 0.0  # half of the piece arrives, and the connection ends
 
 
 class SimSocket:
-    """As much of a listening socket as servers look at."""
+    """The part of a listening socket that servers use."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = host, port
@@ -57,7 +57,7 @@ class SimSocket:
 
 
 class SimConnection:
-    """As much of a connected socket as servers look at: its addresses, and how many bytes the peer has taken."""
+    """The part of a connected socket that servers use: its addresses, and how many bytes the peer has read."""
 
     def __init__(self, names: tuple[Any, Any]) -> None:
         self._names = names
@@ -76,7 +76,7 @@ class SimConnection:
 
 @dataclass(eq=False)
 class NetworkListener:
-    """What `create_server` gives."""
+    """Returned by `create_server`."""
 
     network: SimNetwork
     address: tuple[str, int]
@@ -106,11 +106,11 @@ class SimTransport(asyncio.Transport):
         self.protocol: asyncio.Protocol | None = None
         self.lost = False
         self.carries_kv = False
-        self._pipe = DelayedPipe(network.loop, self._arrive, context)  # towards us
-        self._waiting: deque[bytes | None] = deque()  # arrived, and not taken yet
-        self._unread = 0  # bytes of ours that the peer has not taken
+        self._pipe = DelayedPipe(network.loop, self._arrive, context)  # from the peer to this end
+        self._waiting: deque[bytes | None] = deque()  # arrived, but not delivered yet
+        self._unread = 0  # bytes written by this end that the peer has not read
         self._full = False
-        self._moved_s = 0.0  # while it is full: when the peer last took something, or that began
+        self._moved_s = 0.0  # while full: when the peer last read something, or when it became full
         self._closing = False
         self._reading = True
         self._high = network.conditions.high_water
@@ -165,7 +165,7 @@ class SimTransport(asyncio.Transport):
             self.protocol.pause_writing()
 
     def write_eof(self) -> None:
-        """Say that no more will come, and go on listening."""
+        """Half-close: send FIN and keep reading."""
         if not self._closing and not self.lost:
             self.peer.receive(FIN)
 
@@ -181,7 +181,7 @@ class SimTransport(asyncio.Transport):
             self.peer.receive(RESET)
             self.network.loop.call_soon(self._lose, None, context=self.context)
 
-    # -- the network's ---------------------------------------------------------------------
+    # -- called by the network --------------------------------------------------------------
 
     def receive(self, piece: bytes | None) -> None:
         self._pipe.send(piece, self.network.delay_s(self.host, self.peer.host))
@@ -191,7 +191,7 @@ class SimTransport(asyncio.Transport):
         self.take()
 
     def take(self) -> None:
-        """Hand over what has arrived, as far as it may be."""
+        """Deliver what has arrived, unless the line is cut or reading is paused."""
         while self._waiting and not self.lost and self.protocol is not None:
             if self.network.are_cut(self.host, self.peer.host):
                 return
@@ -229,12 +229,12 @@ class SimTransport(asyncio.Transport):
             self.network.loop.call_soon(self._drained, context=self.context)
 
     def _working_s(self) -> float:
-        """A clock that stands while our host is stopped."""
+        """A clock that does not advance while this end's process is stopped."""
         return self.network.loop.time() - self.host.stopped_s
 
     @property
     def stuck_s(self) -> float:
-        """How long it has been full without the peer taking anything."""
+        """How long the write buffer has been full without the peer reading anything."""
         return self._working_s() - self._moved_s if self._full else 0.0
 
     def _drained(self) -> None:
@@ -249,13 +249,13 @@ class SimTransport(asyncio.Transport):
             self.protocol.connection_lost(error)
 
     def vanish(self) -> None:
-        """Without a word to its protocol, whose process is gone."""
+        """Close without notifying the protocol, whose process is gone."""
         self.lost = self._closing = True
         self._waiting.clear()
         self.network.transports.pop(self, None)
 
-    def break_off(self) -> None:
-        """Both ends learn that it is over; what was under way is lost."""
+    def reset(self) -> None:
+        """Reset the connection at both ends. Bytes in transit are lost."""
         for end in (self, self.peer):
             end._waiting.clear()
             if not end.lost:
@@ -268,18 +268,18 @@ class SimNetwork:
         self.conditions = conditions
         self.listeners: dict[tuple[str, int], NetworkListener] = {}
         self.transports: dict[SimTransport, None] = {}
-        self.hash = blake2b(digest_size=16)  # of every byte that arrived, and when
+        self.hash = blake2b(digest_size=16)  # of every byte that arrived, and of its arrival time
         self._random = rng
         self._numbers = count(1)
         self._cuts: dict[frozenset[str], None] = {}
-        self._isolated: dict[str, None] = {}  # machines that are gone without a word
+        self._isolated: dict[str, None] = {}  # machines that vanished without resetting their connections
         self._healed = asyncio.Event()
         self._slow: dict[frozenset[str], float] = {}
         self.damage: KvDamage | None = None
-        self.damage_counts: Counter[str] = Counter()  # that was done to KV
+        self.damage_counts: Counter[str] = Counter()  # by kind of damage to KV
         self.splits = 0
 
-    # -- weather --------------------------------------------------------------------------
+    # -- delays and damage ----------------------------------------------------------------
 
     def delay_s(self, one: SimProcess | None = None, other: SimProcess | None = None) -> float:
         delay_s = self.conditions.delay_s + self._random.random() * self.conditions.jitter_s
@@ -288,7 +288,7 @@ class SimNetwork:
         return delay_s
 
     def damaged(self, piece: bytes) -> tuple[bytes, bool]:
-        """What becomes of it, and whether anything follows."""
+        """The piece as it arrives, and whether the connection continues after it."""
         assert self.damage is not None
         if self._random.random() < self.damage.cut_short:
             self.damage_counts["KV cut short"] += 1
@@ -325,7 +325,7 @@ class SimNetwork:
         self._cuts[frozenset((one, other))] = None
 
     def slow_down(self, one: str, other: str, most_s: float) -> None:
-        """What passes between them takes up to that much longer; 0: no more than ever."""
+        """Delay bytes between two machines by up to `most_s` more; 0 restores the normal delay."""
         self._slow[frozenset((one, other))] = most_s
         if not most_s:
             del self._slow[frozenset((one, other))]
@@ -335,22 +335,22 @@ class SimNetwork:
 
     def mend(self, one: str, other: str) -> None:
         self._cuts.pop(frozenset((one, other)), None)
-        self._flow()
+        self._deliver_held()
 
     def rejoin(self, name: str) -> None:
         self._isolated.pop(name, None)
-        self._flow()
+        self._deliver_held()
 
     def heal(self) -> None:
-        """All cuts are over."""
+        """End all cuts, isolation, extra delays and damage."""
         self._cuts.clear()
         self._isolated.clear()
         self._slow.clear()
         self.damage = None
-        self._flow()
+        self._deliver_held()
 
-    def _flow(self) -> None:
-        """What has waited for a cut to end arrives."""
+    def _deliver_held(self) -> None:
+        """Deliver what was held back by a cut."""
         for transport in list(self.transports):
             self.loop.call_soon(transport.take, context=transport.context)
         healed, self._healed = self._healed, asyncio.Event()
@@ -378,7 +378,7 @@ class SimNetwork:
         ours, theirs = self._pair(host, listener)
         ours.protocol = cast(asyncio.Protocol, factory())
         ours.protocol.connection_made(ours)
-        # The listening host takes it when it runs again, if it does not run now.
+        # If the listening process is stopped, it accepts the connection when it resumes.
         self.loop.call_soon(self._accept, listener, theirs, context=theirs.context)
         return ours
 
@@ -403,7 +403,7 @@ class SimNetwork:
         transport.take()
 
     def host_ended(self, host: SimProcess) -> None:
-        """Its peers hear of it, unless its machine is dark."""
+        """Reset the connections of a process that ended. Peers of an isolated machine see the reset when it rejoins."""
         for transport in [each for each in self.transports if each.host is host]:
             transport.vanish()
             transport.peer.receive(RESET)

@@ -1,4 +1,4 @@
-"""What a simulated run was like: its failures, its timeline, and counts of what happened."""
+"""The report of a simulated run: its failures, its timeline, and counts of what happened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SimulationReport:
-    """What a run was like."""
+    """`trace`: virtual time, process name and text of each event. `hash`: of all bytes that arrived, and when."""
 
     seed: int
     failures: list[str] = field(default_factory=list)
@@ -22,4 +22,4 @@ class SimulationReport:
     hash: str = ""
 
     def timeline(self) -> str:
-        return "\n".join(f"{when_s:9.4f}  {who:<18}  {what}" for when_s, who, what in self.trace)
+        return "\n".join(f"{when_s:9.4f}  {process:<18}  {event}" for when_s, process, event in self.trace)

@@ -1,4 +1,4 @@
-"""Many seeds, on all cores: runs them, adds up what happened, and keeps those that went wrong."""
+"""Runs many seeds on all cores, adds up their counts, and keeps the failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from headgate.testing.sim.report import SimulationReport
 from headgate.testing.sim.world import simulate
 
-SHARE = 8  # seeds that a process runs before it reports
+SHARE = 8  # seeds that a process runs before it returns their reports
 
 
 @dataclass
@@ -37,12 +37,12 @@ class SimulationSummary:
 
     def lines(self) -> list[str]:
         return [
-            f"{self.seeds} seeds, {self.virtual_s:.0f} s of their own time",
-            f"requests  {self.counts['requests']}, that ended: {_told(self.ends)}",
+            f"{self.seeds} seeds, {self.virtual_s:.0f} s of virtual time",
+            f"requests  {self.counts['requests']}, by outcome: {_listed(self.ends)}",
             f"tokens    {self.counts['tokens']}",
-            f"faults    {self.faults.total()}: {_told(self.faults)}",
-            f"control   {self.controls.total()} calls: {_told(self.controls)}",
-            f"counted   {_told(self._others())}",
+            f"faults    {self.faults.total()}: {_listed(self.faults)}",
+            f"control   {self.controls.total()} calls: {_listed(self.controls)}",
+            f"counted   {_listed(self._others())}",
             f"failures  {len(self.failures)}" + (f": seeds {sorted(self.failures)}" if self.failures else ""),
         ]
 
@@ -50,27 +50,27 @@ class SimulationSummary:
         return Counter({name: n for name, n in self.counts.items() if name not in ("requests", "tokens")})
 
 
-def _told(counter: Counter[str]) -> str:
+def _listed(counter: Counter[str]) -> str:
     return ", ".join(f"{number} {name}" for name, number in sorted(counter.items())) or "nothing"
 
 
 def run_seeds(
     seeds: Iterable[int], *, jobs: int | None = None, on_failure: Callable[[SimulationReport], None] | None = None
 ) -> SimulationSummary:
-    """Run them all; `on_failure` hears of each that went wrong."""
+    """Run all seeds; `on_failure` is called with the report of each that fails."""
     shares = _shares(list(seeds))
     summary = SimulationSummary()
     jobs = min(jobs or os.cpu_count() or 1, len(shares))
     if jobs <= 1:
         _collect(map(_run_share, shares), summary, on_failure)
     else:
-        with ProcessPoolExecutor(jobs, initializer=_spare_the_collector) as pool:
+        with ProcessPoolExecutor(jobs, initializer=_freeze_garbage_collector) as pool:
             _collect(pool.map(_run_share, shares), summary, on_failure)
     return summary
 
 
-def _spare_the_collector() -> None:
-    """Imported modules stay in memory, and each share of runs is collected once, at its end."""
+def _freeze_garbage_collector() -> None:
+    """Exempt imported modules from garbage collection, and collect only once after each share of runs."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -100,5 +100,5 @@ def _run_share(seeds: list[int]) -> list[SimulationReport]:
 def _run_quietly(seed: int) -> SimulationReport:
     report = simulate(seed)
     if not report.failures:
-        report.trace.clear()  # nobody will read it
+        report.trace.clear()  # it will not be read
     return report

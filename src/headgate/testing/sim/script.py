@@ -1,6 +1,6 @@
-"""What happens in a run, drawn from its seed: the fleet, what clients ask, what operators do, what goes wrong.
+"""The plan of a run, drawn from its seed: the fleet, the requests of clients, the actions of operators, and the faults.
 
-A `Plan` is data, made before anything runs, so that it can be read, and so that one draw never depends on the run.
+A `SimulationPlan` is data and is complete before anything runs, so it can be inspected, and no draw depends on the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headgate.testing.sim.hosts import MODEL, ServerSettings
 from headgate.testing.sim.kv import STAGES, KvSettings
 from headgate.testing.sim.network import NetworkConditions
 
-WINDOW_S = 4.0  # in which everything is begun
+WINDOW_S = 4.0  # within which all requests and actions begin
 STOPS = ("STOP", "stop", "é", "fox.", "ok", "\n", " über")
 MESSAGES = ("tell me", "data: [DONE]", "why? ünï", "one two three four five six", "🦊")
 ROUTER = "router"
@@ -25,7 +25,7 @@ ROUTERS = (ROUTER, "router1")
 
 @dataclass(eq=False, kw_only=True)
 class PlannedRequest:
-    """A request as its client means it, and what came of it."""
+    """A request of a client, and its answer."""
 
     name: str
     at_s: float
@@ -36,19 +36,19 @@ class PlannedRequest:
     behaviour: ClientBehaviour
     headers: dict[str, str] = field(default_factory=dict)
     reply: ReceivedAnswer = field(default_factory=ReceivedAnswer)
-    disturbed: bool = False  # its own connection was broken by the network, or its router died
-    floor_version: int = 0  # whoever it asked must not let weights older than these answer it
-    retries: bool = False  # with its Idempotency-Key, when no whole answer has come
-    tenant: str = ""  # whose key it has, in a fleet that has keys
-    giant: bool = False  # its prompt fits no context
-    stopped_s: float = 0.0  # how long the process that it asked was stopped meanwhile
+    disturbed: bool = False  # a fault broke its own connection, or killed its router
+    floor_version: int = 0  # the answer must not come from older weights than these
+    retries: bool = False  # the client retries with its Idempotency-Key if the answer is not whole
+    tenant: str = ""  # the tenant whose API key it carries, in a fleet with keys
+    giant: bool = False  # its prompt does not fit the context
+    stopped_s: float = 0.0  # how long the called process was stopped while the request ran
 
     def __repr__(self) -> str:
         return f"<{self.name} to {self.to}, {self.path}, {self.body}>"
 
     @property
     def id(self) -> str:
-        """Its name on the wire, which a request of another tenant may have too."""
+        """The request id on the wire. A request of another tenant may use the same id."""
         return str(self.headers.get("x-request-id") or self.body.get("request_id") or self.name)
 
     @property
@@ -72,24 +72,24 @@ class PlannedRequest:
         return tuple(self.body.get("stop", ()))
 
     @property
-    def tells_ids(self) -> bool:
+    def returns_ids(self) -> bool:
         return bool(self.body.get("return_token_ids"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAction:
-    """Something that an operator does, or that goes wrong."""
+    """An action of an operator or of a hostile client, or a fault."""
 
     at_s: float
     kind: str
     target: str = ""
-    via: str = ROUTER  # whom an operator asks
-    undo_via: str = ROUTER  # and whom, to undo it
+    via: str = ROUTER  # the router that receives the control call
+    undo_via: str = ROUTER  # the router that receives the call that undoes it
     duration_s: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
 
     def ends(self, request: PlannedRequest) -> bool:
-        """Whether it asks for the end of that request."""
+        """Whether the action requests the end of `request`."""
         match self.kind:
             case "abort_all":
                 return True
@@ -101,7 +101,7 @@ class PlannedAction:
             case "abort" | "abort_and_kill":
                 return (
                     request.id in self.details["req_ids"]
-                )  # an operator's abort reaches every tenant's request of that id
+                )  # an operator's abort ends the requests of all tenants with that id
             case "abort_tags":
                 return bool(request.body["tags"] == self.details["tags"])
         return False
@@ -120,20 +120,20 @@ class SimulationPlan:
     max_in_flight: int | None = None
     max_queue: int = 64
     routers: int = 1
-    roles: tuple[str, ...] = ()  # of the servers; none: all are mixed
-    kv: KvSettings | None = None  # how KV moves between engines, if it does
-    tenants: tuple[str, ...] = ()  # with a key each, on routers and servers; none: requests need no key
-    keys_at: tuple[str, ...] = ("routers", "servers")  # which of them know the tenants; all have an admin key
-    stall_s: float = 6.0  # how long a client may not read
+    roles: tuple[str, ...] = ()  # of the servers; empty: all are mixed
+    kv: KvSettings | None = None  # None: no KV is transferred between engines
+    tenants: tuple[str, ...] = ()  # each has an API key; empty: requests need no key
+    keys_at: tuple[str, ...] = ("routers", "servers")  # where tenant keys are configured; all have an admin key
+    stall_s: float = 6.0  # client stall timeout
 
     @property
     def calm(self) -> bool:
-        """Nothing is done to the fleet, so that everybody must get a whole answer."""
+        """Without actions, every client must get a whole answer."""
         return not self.actions
 
 
 def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
-    """The plan of a seed; `only` leaves out all deeds but those of these kinds."""
+    """Draw the plan of a seed; `only` keeps only actions of these kinds."""
     rng = random.Random(f"plan {seed}")
     servers = rng.choice((1, 2, 2, 2, 3))
     settings = ServerSettings(engines=rng.choice((1, 1, 2)), most_choices=rng.choice((8, 64, 64)))
@@ -177,7 +177,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
 
 
 def _draw_roles(rng: random.Random, servers: int) -> tuple[tuple[str, ...], KvSettings | None]:
-    """Who computes prompts and who answers; KV moves only where there are roles."""
+    """Roles of the servers. KV is transferred only between servers with roles."""
     if servers == 1 or rng.random() < 0.5:
         return ("mixed",) * servers, None
     rest = ("decode",) * (servers - 1) if rng.random() < 0.7 else ("decode", *["mixed"] * (servers - 2))
@@ -201,7 +201,7 @@ def _draw_requests(rng: random.Random, servers: list[str], routers: tuple[str, .
 
 
 def _draw_flood(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[PlannedRequest]:
-    """More than fits anywhere, all at once."""
+    """More requests at once than the fleet has capacity for."""
     at_s, shared = rng.uniform(0, WINDOW_S), [_draw_ids(rng, 4)]
     flood = [_draw_request(rng, f"flood-{i}", servers, routers, shared, [at_s]) for i in range(rng.randint(12, 24))]
     for request in flood:
@@ -295,7 +295,7 @@ def _draw_behaviour(rng: random.Random) -> ClientBehaviour:
     return ClientBehaviour()
 
 
-# --------------------------------------------------------------------------------------------------- what is done to it
+# ------------------------------------------------------------------------------------------------------------- actions
 
 TROUBLE = (
     "kill_engine",
@@ -314,8 +314,8 @@ TROUBLE = (
     "return_old",
 )
 KV_TROUBLE = ("corrupt_kv", "cut_kv_short", "cut_peers", "kill_in_transfer")
-# What no client of a router with several workers notices.
-MADE_UP_FOR = (
+# A router with several workers hides these from its clients.
+TOLERATED = (
     *KV_TROUBLE,
     "reset",
     "kill_engine",
@@ -334,7 +334,7 @@ MADE_UP_FOR = (
     "remove",
     "look",
 )
-DEADLY = ("abort_and_kill", "pause_and_kill")  # what operators do in the moment in which somebody dies
+DEADLY = ("abort_and_kill", "pause_and_kill")  # control calls during which a process is killed
 CONTROL = (
     "abort",
     "abort_and_kill",
@@ -354,7 +354,7 @@ CONTROL = (
 def _draw_actions(
     rng: random.Random, servers: list[str], requests: list[PlannedRequest], routers: tuple[str, ...], *, kv: bool
 ) -> list[PlannedAction]:
-    # A router that dies excuses too much to be part of every other run.
+    # The death of a router excuses so many failed answers that it must not be part of every other run.
     trouble = [kind for kind in TROUBLE if kind != "kill_router" or rng.random() < 0.2]
     kinds = rng.sample(trouble, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
     kinds += rng.sample(KV_TROUBLE, rng.randint(0, 3)) if kv else []
@@ -364,7 +364,7 @@ def _draw_actions(
 
 
 def draw_moment(rng: random.Random, requests: list[PlannedRequest]) -> float:
-    """Most often when somebody has just asked."""
+    """Usually shortly after a request was sent."""
     if rng.random() < 0.3:
         return rng.uniform(0, WINDOW_S)
     return min(rng.choice(requests).at_s + rng.uniform(0, 1.0), WINDOW_S)

@@ -1,6 +1,7 @@
-"""The words of the simulated model: few tokens, many of them parts of a character, and an end that comes often enough.
+"""The vocabulary, tokenizer and chat template of the simulated model.
 
-The device says only the first `SPOKEN` tokens. The rest are the bytes that prompts are made of.
+The vocabulary is small, many of its tokens are parts of a character, and the end-of-sequence token is sampled often. The
+device samples only the first `SAMPLED_TOKENS` tokens. The rest are the single bytes that prompts consist of.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ PIECES = (
     "\\",
     "data: ",
 )
-HALVES = ("é".encode(), "€".encode(), "🦊".encode())  # told byte by byte
+SPLIT_CHARACTERS = ("é".encode(), "€".encode(), "🦊".encode())  # one token per byte
 SPECIALS = ("<|im_start|>", "<|im_end|>")
 EOS_TEXT = "<|end|>"
 EOS = 0
 
 
-def _spelled(data: bytes) -> str:
-    """Bytes as a byte-level vocabulary writes them."""
+def _byte_level(data: bytes) -> str:
+    """Bytes in the notation of a byte-level vocabulary."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return "".join(chr(byte if byte in printable else 256 + others.index(byte)) for byte in data)
 
 
 def _vocabulary() -> dict[str, int]:
-    said = [EOS_TEXT, *(_spelled(piece.encode()) for piece in PIECES)]
-    said += [_spelled(bytes([byte])) for half in HALVES for byte in half]
-    letters = [_spelled(bytes([byte])) for byte in range(256)]
-    return {token: i for i, token in enumerate(dict.fromkeys([*said, *letters, *SPECIALS]))}
+    sampled = [EOS_TEXT, *(_byte_level(piece.encode()) for piece in PIECES)]
+    sampled += [_byte_level(bytes([byte])) for character in SPLIT_CHARACTERS for byte in character]
+    single_bytes = [_byte_level(bytes([byte])) for byte in range(256)]
+    return {token: i for i, token in enumerate(dict.fromkeys([*sampled, *single_bytes, *SPECIALS]))}
 
 
-SAMPLED_TOKENS = len(dict.fromkeys([EOS_TEXT, *PIECES, *(bytes([byte]) for half in HALVES for byte in half)]))
+SAMPLED_TOKENS = len(
+    dict.fromkeys([EOS_TEXT, *PIECES, *(bytes([byte]) for character in SPLIT_CHARACTERS for byte in character)])
+)
 VOCAB_SIZE = len(_vocabulary())
 
 

@@ -1,7 +1,7 @@
-"""One run: a plan is carried out, set right again, and judged.
+"""One run of the simulation: carries out a plan, repairs the fleet, and checks the results.
 
-What is checked at the end: each answer (`judge`), that nobody waits for ever, that everything taken is home when nothing is
-asked any more (blocks, rows, streams, places, load, connections, tasks), and that nobody has logged a bug.
+Checks at the end: each answer is allowed (`judge`), no caller waits forever, everything acquired is released when no
+request is left (blocks, rows, streams, admissions, load, connections, tasks; `leaks`), and no process has logged a bug.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from headgate.testing.sim.script import (
     draw,
 )
 
-UP_S = 30.0  # for the fleet to come up
-END_S = 200.0  # for everything to end after the last trouble
+UP_S = 30.0  # for the fleet to start
+END_S = 200.0  # for all requests to end after the last action
 SETTLE_S = 3.0
-KV_RELEASE_S = 15.0  # for leases that nobody fetches and connections that nobody uses
-FOLLOW_S = 60.0  # for workers that were away to be like the others
-TRIES = 40  # of an operator who wants the fleet to run again
+KV_RELEASE_S = 15.0  # for unclaimed leases to expire and unused connections to be closed
+FOLLOW_S = 60.0  # for workers that were away to catch up with the fleet
+TRIES = 40  # attempts to resume the fleet at the end
 
 
 class _TraceHandler(logging.Handler):
-    """What is logged becomes part of the timeline; a bug that is logged is a failure."""
+    """Adds log records to the timeline. A logged traceback is a failure."""
 
     def __init__(self, world: World) -> None:
         super().__init__(logging.INFO if world.chatty else logging.WARNING)
@@ -55,12 +55,12 @@ class _TraceHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         host = HOST.get()
         if host is not None and not host.alive:
-            return  # the clean-up of a process that is gone
-        told = record.getMessage()
-        self._world.note(host, f"{record.levelname.lower()}: {told}")
+            return  # logged by the clean-up code of a killed process
+        message = record.getMessage()
+        self._world.note(host, f"{record.levelname.lower()}: {message}")
         if record.exc_info:
             error = "".join(traceback.format_exception(*record.exc_info))
-            self._world.fail(f"{host.name if host else 'somebody'} logged a bug: {told}\n{error}")
+            self._world.fail(f"{host.name if host else 'the simulation'} logged an exception: {message}\n{error}")
 
 
 class World(SimFleet):
@@ -95,8 +95,8 @@ class World(SimFleet):
         if host is not None and not host.alive:
             return
         error = context.get("exception")
-        told = "".join(traceback.format_exception(error)) if error else ""
-        self.fail(f"the loop was told of a bug: {context['message']}\n{told}")
+        trace = "".join(traceback.format_exception(error)) if error else ""
+        self.fail(f"unhandled exception in the event loop: {context['message']}\n{trace}")
 
     def _on_crash(self, host: SimProcess, error: Exception) -> None:
         self.fail(f"{host.name} crashed:\n{''.join(traceback.format_exception(error))}")
@@ -104,12 +104,12 @@ class World(SimFleet):
     async def _main(self) -> None:
         self.build()
         self._actions = Actions(self)
-        await self._come_up()
+        await self._start_fleet()
         self.clients = SimProcess(self.loop, "clients")
         self.operator = SimProcess(self.loop, "operator")
         sending = [self._host_of(request).spawn(self._send_request(request)) for request in self.plan.requests]
         await self._carry_out_actions()
-        await self._set_right()
+        await self._repair_fleet()
         await self._all_end(sending)
         self._judge()
         await self._until(
@@ -144,16 +144,16 @@ class World(SimFleet):
             yield from self._refused_in_pause(request)
 
     def _refused_in_pause(self, request: PlannedRequest) -> Iterator[str]:
-        """71."""
+        """Rule 71."""
         if request.reply.whole and not request.retries and f"{code_of(request)}" == "paused":
-            yield f"71: {request.name} was accepted before the fleet was paused, and refused as paused"
+            yield f"71: {request.name} was accepted before the fleet was paused, but refused as paused"
 
     def _was_placed_at_a_dishonest_server(self, request: PlannedRequest) -> bool:
-        lying = {self.hosts[name].url for name in self.dishonest}
-        return not lying.isdisjoint(self._placements.get((request.to, request.id), ()))
+        dishonest = {self.hosts[name].url for name in self.dishonest}
+        return not dishonest.isdisjoint(self._placements.get((request.to, request.id), ()))
 
-    async def _come_up(self) -> None:
-        for hosts, what in ((self.servers, "the servers are up"), (self.routers, "the routers are up")):
+    async def _start_fleet(self) -> None:
+        for hosts, what in ((self.servers, "the servers listen"), (self.routers, "the routers listen")):
             for host in hosts:
                 host.start()
             await self._until(partial(self._listen, hosts), UP_S, what)
@@ -185,77 +185,77 @@ class World(SimFleet):
     async def _send_request(self, request: PlannedRequest) -> None:
         await asyncio.sleep(request.at_s)
         host = HOST.get()
-        self.note(host, f"asks {request.to}: {request.path} {request.body}")
+        self.note(host, f"sends to {request.to}: {request.path} {request.body}")
         address = self.hosts[request.to].address
         request.floor_version = self._floor_version(request.to)
-        asked = self.hosts[request.to].host
-        request.stopped_s = -asked.stopped_s
+        called = self.hosts[request.to].host
+        request.stopped_s = -called.stopped_s
         if request.behaviour.stalls:
             assert host is not None
             host.spawn(self._check_stalled(request, host))
         await call(address, "POST", request.path, request.body, request.headers, request.behaviour, request.reply)
-        request.stopped_s += asked.stopped_s
-        if not request.routed and self.hosts[request.to].host is not asked:
-            request.floor_version = 0  # another process has answered, perhaps
-        self.note(host, f"got {request.reply.status}, {len(request.reply.body)} bytes {request.reply.broken}")
-        alone = self._ids[request.name] == 1  # no other tenant has a request of that id
-        if request.reply.left and self.plan.calm and alone and "idempotency-key" not in request.headers:
+        request.stopped_s += called.stopped_s
+        if not request.routed and self.hosts[request.to].host is not called:
+            request.floor_version = 0  # possibly a restarted process has answered
+        self.note(host, f"received {request.reply.status}, {len(request.reply.body)} bytes {request.reply.broken}")
+        unique = self._ids[request.name] == 1  # no other tenant uses that id
+        if request.reply.left and self.plan.calm and unique and "idempotency-key" not in request.headers:
             await self._check_gone(request)
         if request.retries and request.reply.broken:
             await asyncio.sleep(0.2)
             self.report.counts["asked again"] += 1
-            # What was begun the first time may be answered now by the weights of then; a server that has been started
-            # anew since may have older ones.
+            # The retry may get the answer of the first attempt, generated by the weights of that time. A server that
+            # was restarted since may have older weights.
             begun = not request.reply.broken.startswith("no connection")
             request.floor_version = (
                 min(self._floor_version(request.to), request.floor_version)
                 if begun
                 else self._floor_version(request.to)
             )
-            self._asked_again[request.name] = self.loop.time()
+            self._retried_s[request.name] = self.loop.time()
             self._aborted.pop(request.name, None)
             for names in self.asked_to_end.values():
-                names.discard(request.name)  # this one is another
+                names.discard(request.name)  # that abort referred to the first attempt
             request.reply = await call(address, "POST", request.path, request.body, request.headers)
             self.note(
                 host,
-                f"asked again and got {request.reply.status}, {len(request.reply.body)} bytes {request.reply.broken}",
+                f"retried and received {request.reply.status}, {len(request.reply.body)} bytes {request.reply.broken}",
             )
 
     async def _check_stalled(self, request: PlannedRequest, host: SimProcess) -> None:
-        """62: the connection of a client that reads nothing is given up in time."""
+        """Rule 62: the connection of a client that reads nothing is closed in time."""
         while not request.reply.ended_s:
             await asyncio.sleep(0.5)
             ends = [transport.peer for transport in self.network.transports if transport.host is host]
             if any(contract_rules.is_stuck(end, self.plan.stall_s) for end in ends):
                 self.fail(
-                    f"62: {request.to} still holds {request.name}, whose client has read nothing for {ends[0].stuck_s:g} s"
+                    f"62: {request.to} keeps {request.name}, although its client has read nothing for {ends[0].stuck_s:g} s"
                 )
                 return
 
     async def _check_gone(self, request: PlannedRequest) -> None:
-        """Nobody works for a client that has left."""
+        """No process works for a client that has disconnected."""
         await asyncio.sleep(GONE_S)
         unwanted = self._unwanted()
         await asyncio.sleep(GONE_S)
         if late := unwanted & self._unwanted():
-            self.fail(f"engines still work for clients that left {GONE_S:g} s ago: {late}")
+            self.fail(f"engines still work for clients that disconnected {GONE_S:g} s ago: {late}")
         for server in self.servers:
             assert server.ledger is not None
             if server.ledger.named(request.name):
-                self.fail(f"{server.name} still works for {request.name}, {GONE_S:g} s after its client has left")
+                self.fail(f"{server.name} still works for {request.name}, {GONE_S:g} s after its client disconnected")
         for router in self.routers:
             if router.router is not None and any(request.name == id for _, id, _ in router.router.live):
-                self.fail(f"{router.name} still has {request.name}, {GONE_S:g} s after its client has left")
+                self.fail(f"{router.name} still has {request.name}, {GONE_S:g} s after its client disconnected")
 
     def _keyed(self) -> list[str]:
-        """Answers that are made for an Idempotency-Key, whether their client is there or not."""
+        """Requests with an Idempotency-Key that servers still generate, with or without a connected client."""
         names = [request.name for request in self.plan.requests if "idempotency-key" in request.headers]
         ledgers = [server.ledger for server in self.servers if server.ledger is not None]
         return [name for name in names if any(ledger.named(name) for ledger in ledgers)]
 
     def _unwanted(self) -> set[tuple[str, int, int]]:
-        """What engines have not confirmed to have ended."""
+        """Aborted streams that engines have not yet confirmed: server, engine and stream id."""
         running = [server for server in self.servers if server.engines is not None]
         replicas = [(server.name, replica) for server in running for replica in server.engines.replicas]  # type: ignore[union-attr]
         return {(name, r.index, id) for name, r in replicas if r.client is not None for id in r.client._left}
@@ -265,10 +265,10 @@ class World(SimFleet):
         await asyncio.wait(waiting, timeout=END_S)
         for request, task in zip(self.plan.requests, sending, strict=True):
             if not task.done():
-                self.fail(f"{request.name} has had no end {END_S:g} s after the last trouble: {request}")
+                self.fail(f"{request.name} has not ended {END_S:g} s after the last action: {request}")
         for job in self._jobs:
             if not job.done():
-                self.fail(f"an operator waits for ever: {job}")
+                self.fail(f"an action never ended: {job}")
         for task in waiting:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 self.fail(f"the simulation failed: {''.join(traceback.format_exception(error))}")
@@ -282,26 +282,26 @@ class World(SimFleet):
             self._jobs.append(self.operator.spawn(self._actions.do(action)))
         await asyncio.sleep(max(began_s + WINDOW_S - self.loop.time(), 0))
 
-    async def _set_right(self) -> None:
-        """No more trouble, and operators who see to it that the fleet runs again."""
+    async def _repair_fleet(self) -> None:
+        """End all faults, restart what has ended, and resume the fleet."""
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=CALL_S + END_S)
         self.network.heal()
         self.processes.update_breaks = 0.0
         for host in (*self.routers, *self.servers):
             host.host.resume()
-        await self._until(self._started, UP_S, "everybody is up again")
+        await self._until(self._started, UP_S, "all servers and routers listen again")
         if self.plan.actions:
             await self.operator.spawn(self._resume_all())
 
     def _started(self) -> bool:
-        """Whether everybody listens; who has ended, perhaps because its engine was killed before it ran, is started."""
+        """Whether all hosts listen. Hosts that have ended are restarted, e.g. after a failed start of their engine."""
         for host in (*self.routers, *self.servers):
             self.restart(host)
         return self._listen(self.hosts.values())
 
     async def _resume_all(self) -> None:
-        """Through each router: none of them knows what was asked of the other."""
+        """Resume through each router: none of them knows of the other's control calls."""
         for router in self.routers:
             for _ in range(TRIES):
                 if not self.agreed:
@@ -311,7 +311,7 @@ class World(SimFleet):
                     break
                 await asyncio.sleep(1.0)
             else:
-                self.fail(f"the fleet cannot be made one again: {bytes(reply.body)!r}")
+                self.fail(f"{router.name} could not update and resume the fleet: {bytes(reply.body)!r}")
 
     def _circumstances(self, request: PlannedRequest) -> Circumstances:
         actions, plan = self.report.actions, self.plan
@@ -347,7 +347,7 @@ class World(SimFleet):
     def _count_faults(self) -> None:
         faults, kinds = self.report.faults, (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.ACTIONS)
         self.report.ends = ends = tally(self.plan.requests)
-        faults += Counter({what: n for what, n in self.report.actions.items() if what in kinds})
+        faults += Counter({kind: n for kind, n in self.report.actions.items() if kind in kinds})
         faults += self.network.damage_counts
         faults["client left"] += ends["left"]
         faults["slow reader"] += sum(bool(request.behaviour.slow_s) for request in self.plan.requests)
@@ -358,7 +358,7 @@ class World(SimFleet):
         self.report.faults = +faults
 
     def _tear_down(self) -> None:
-        """End all hosts; whatever does not end then has escaped its owner."""
+        """Kill all processes. A task that survives has no owner, which is a failure."""
         for host in self.hosts.values():
             host.host.kill()
         for name in ("clients", "operator"):
@@ -369,7 +369,7 @@ class World(SimFleet):
             self.loop.run_until_complete(self._gone())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         except SimulationHung as error:
-            self.fail(f"tasks that do not end: {error}, {list(self.loop.tasks)}")
+            self.fail(f"tasks did not end after their processes were killed: {error}, {list(self.loop.tasks)}")
         self.loop.close()
 
     async def _gone(self) -> None:
@@ -378,8 +378,8 @@ class World(SimFleet):
             await asyncio.wait(waiting)
 
 
-class _capturing_logs:  # noqa: N801 - reads as `with _listening(log)`
-    """Logs of ours, uvicorn's and asyncio's go to one handler alone."""
+class _capturing_logs:  # noqa: N801 - reads as `with _capturing_logs(handler)`
+    """Send the logs of headgate, uvicorn and asyncio to one handler only."""
 
     NAMES = ("headgate", "uvicorn.error", "asyncio")
 
@@ -410,8 +410,8 @@ def simulate(
     actors: bool = True,
     fast_path: FastPath = PYTHON,
 ) -> SimulationReport:
-    """Run one seed; without `actors`, as it was before there were hostile ones."""
-    # Always the same folder: its name is in what is sent, and that must not differ from run to run.
+    """Run one seed; `actors=False` leaves out the additional actors of `hostile`."""
+    # Always the same folder: its name is part of the bytes sent, which must not differ between runs.
     folder = Path(tempfile.gettempdir()) / f"headgate-simulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     plan = hostile.draw(seed, only) if actors else draw(seed, only)
