@@ -201,8 +201,8 @@ class SimFleet:
         self._before_pause.setdefault(router, set()).update(exchange.id for exchange in live)
 
     def alone_in_trouble(self, action: PlannedAction) -> bool:
-        """Whether no other action of the run stops, kills or pauses a process."""
-        kinds = (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.STOPS, "pause", "pause_one", "update", "roll", "remove")
+        """Whether no other action of the run stops, kills or pauses a process, or forges its answers."""
+        kinds = (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.STOPS, "pause", "pause_one", "update", "roll", "remove", "lie")
         return not any(other.kind in kinds for other in self.plan.actions if other is not action)
 
     # -- control calls ------------------------------------------------------------------------
