@@ -143,7 +143,7 @@ def test_waiting_requests_are_distinguished_from_running_ones():
             unresumable=False,
             journal=SimpleNamespace(tokens=0),
             worker=worker,
-            leg=None,
+            prefill_request=None,
             hold=lambda _: None,
         )
         router.live["", "a", 0] = waiting  # type: ignore[assignment]
