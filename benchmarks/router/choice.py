@@ -103,7 +103,7 @@ def memory_mb(conversations: int, turns: int = 8) -> dict[str, float]:
         for number in range(conversations):
             own = b', {"role": "user", "content": "%d %s"}' % (number, filler)
             path = index.path(1, systems[number % 100] + own * turn, chat=True)
-            found += turn == turns and index.match(path).homes == [workers[number % 8]]
+            found += turn == turns and index.match(path).last_workers == [workers[number % 8]]
             index.insert(path, workers[number % 8]).end(float(turn))
     return {
         "conversations": conversations,

@@ -197,7 +197,7 @@ def test_29_a_worker_that_comes_back_while_the_fleet_is_paused_is_paused(fakes: 
 def test_18_29_a_worker_that_missed_a_pause_is_paused_as_the_others_were(
     fakes: list[FakeWorker], path: str, body: Any, told: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(catch_up, "TRY_AGAIN_S", 0.05)
+    monkeypatch.setattr(catch_up, "RETRY_DELAY_S", 0.05)
     late = fakes[2]
     late.refuses[path.partition("?")[0]] = 503
     with live_router(*(fake.url for fake in fakes)) as router:

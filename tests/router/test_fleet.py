@@ -6,7 +6,7 @@ import pytest
 
 from headgate.errors import RequestError
 from headgate.router.exchange.retry_state import RetryBudget
-from headgate.router.fleet.fleet import FAILURES, LONGEST_BREAK_S, SUCCESSES, NoSuchWorker, Workers
+from headgate.router.fleet.fleet import FAILURES, MAX_COOLDOWN_S, SUCCESSES, NoSuchWorker, Workers
 from headgate.router.fleet.worker import Worker
 
 
@@ -69,7 +69,7 @@ def test_44_breaks_grow_until_it_has_answered_something():
         for _ in range(SUCCESSES):
             fleet.probed(a, "ready")
         assert a.state == "ready"
-    assert breaks[0] < 1 and breaks[3] > 2 * breaks[0] and LONGEST_BREAK_S * 0.7 < breaks[-1] < LONGEST_BREAK_S * 1.3
+    assert breaks[0] < 1 and breaks[3] > 2 * breaks[0] and MAX_COOLDOWN_S * 0.7 < breaks[-1] < MAX_COOLDOWN_S * 1.3
     fleet.answered(a)
     fleet.give_up(a)
     assert a.open_until_s - clock.now_s < 1

@@ -203,7 +203,7 @@ def test_42_an_index_of_a_hundred_thousand_conversations_stays_within_its_bound(
         for number in range(100_000):
             own = b'[{"role": "user", "content": "%d %s"}' % (number, filler)
             path = index.path(1, own + b', {"role": "user", "content": "more"}' * (turn - 1), chat=True)
-            found += turn == 2 and index.match(path).homes == [workers[number % 8]]
+            found += turn == 2 and index.match(path).last_workers == [workers[number % 8]]
             index.insert(path, workers[number % 8]).end(float(turn))
             assert len(index) <= index.max_nodes
     assert found == 100_000

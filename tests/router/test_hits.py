@@ -90,7 +90,7 @@ def note(
 ) -> None:
     exchange = SimpleNamespace(journal=Journal(), ask=SimpleNamespace(n=1, prompt=b"x" * 4000))
     placement = SimpleNamespace(worker=worker, found=found, reason=reason, prefill=prefill)
-    prefix_hits.note(exchange.ask, exchange.journal, placement, outcome)  # type: ignore[arg-type]
+    prefix_hits.record_hits(exchange.ask, exchange.journal, placement, outcome)  # type: ignore[arg-type]
 
 
 def usage(cached: int, prompt: int = 1000) -> bytes:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from headgate.router.fleet.prefix_index import (
     CUTS,
-    LEAST_NODES,
-    TURN_MESSAGES,
-    WORKERS_PER_NODE,
+    LOOKBACK_MESSAGES,
+    MAX_WORKERS_PER_NODE,
+    MIN_NODES,
     Match,
     Path,
     PrefixIndex,
@@ -81,27 +81,27 @@ def test_cuts_leave_at_most_a_third_unseen():
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9000)), max_size=40), st.integers(0, 9000))
 def test_every_workers_longest_prefix_counts(visits: list[tuple[int, int]], size: int):
     index, workers = prefix_index(), fleet(21)
-    for number, length in visits[: WORKERS_PER_NODE * 2]:
-        index.insert(text(length), workers[number % WORKERS_PER_NODE])
+    for number, length in visits[: MAX_WORKERS_PER_NODE * 2]:
+        index.insert(text(length), workers[number % MAX_WORKERS_PER_NODE])
     longest: dict[Worker, int] = {}
-    for number, length in visits[: WORKERS_PER_NODE * 2]:
+    for number, length in visits[: MAX_WORKERS_PER_NODE * 2]:
         known = size if length == size else max((cut for cut in CUTS if cut <= min(length, size)), default=0)
-        worker = workers[number % WORKERS_PER_NODE]
+        worker = workers[number % MAX_WORKERS_PER_NODE]
         longest[worker] = max(longest.get(worker, 0), known)
     assert sizes(index.match(text(size))) == {worker: known for worker, known in longest.items() if known}
 
 
 def test_a_shared_prefix_is_remembered_for_the_last_few_workers():
-    index, workers = prefix_index(), fleet(WORKERS_PER_NODE + 3)
+    index, workers = prefix_index(), fleet(MAX_WORKERS_PER_NODE + 3)
     for worker in workers:
         index.insert(text(5000), worker)
-    for _ in range(WORKERS_PER_NODE):
+    for _ in range(MAX_WORKERS_PER_NODE):
         index.insert(text(5000), workers[-2])
-    assert set(index.match(text(5000)).found) == {*workers[-WORKERS_PER_NODE:]}
+    assert set(index.match(text(5000)).found) == {*workers[-MAX_WORKERS_PER_NODE:]}
 
 
 def test_workers_that_lost_a_prefix_do_not_crowd_out_one_that_has_it():
-    index, (keeper, *losers) = prefix_index(), fleet(WORKERS_PER_NODE + 1)
+    index, (keeper, *losers) = prefix_index(), fleet(MAX_WORKERS_PER_NODE + 1)
     for worker in (keeper, *losers[:-1]):
         index.insert(text(5000), worker)
     for worker in losers:
@@ -122,7 +122,7 @@ def test_40_an_empty_prompt_is_nowhere():
     for as_chat in (True, False):
         nothing = path_in(ROOT, b"", chat=as_chat)
         index.insert(nothing, worker).end(1.0)
-        assert not index.match(nothing).found and not index.match(nothing).homes
+        assert not index.match(nothing).found and not index.match(nothing).last_workers
     assert len(index) == 0
 
 
@@ -140,7 +140,7 @@ def test_a_conversation_is_found_where_its_last_turn_was(style: dict[str, Any]):
             path = chat(messages, **style)
             match = index.match(path)
             if home is not None:
-                assert match.homes == [home] and match.found[home].size > CUTS[0]
+                assert match.last_workers == [home] and match.found[home].size > CUTS[0]
             home = rng.choice(workers)
             index.insert(path, home).end(1.0)
             messages.append({"role": "assistant", "content": prose(rng, rng.randrange(1, 900))})
@@ -153,7 +153,7 @@ def test_tool_calls_and_their_results_belong_to_the_turn():
     calls = [{"id": str(n), "function": {"name": "weather", "arguments": '{"city": "x"}'}} for n in range(3)]
     messages.append({"role": "assistant", "content": None, "tool_calls": calls})
     messages += [{"role": "tool", "tool_call_id": str(n), "content": '{"rain": true}'} for n in range(3)]
-    assert index.match(chat(messages)).homes == [worker]
+    assert index.match(chat(messages)).last_workers == [worker]
 
 
 @pytest.mark.parametrize("keys", [("role", "content"), ("content", "role")])
@@ -161,8 +161,8 @@ def test_how_far_the_last_turn_is_looked_for_is_bounded(keys: tuple[str, str]):
     index, (worker,) = prefix_index(), fleet(1)
     message = dict.fromkeys(keys, "user")
     index.insert(chat([message]), worker)
-    assert index.match(chat([message] * (TURN_MESSAGES + 1))).homes == [worker]
-    assert index.match(chat([message] * (TURN_MESSAGES + 2))).homes == []
+    assert index.match(chat([message] * (LOOKBACK_MESSAGES + 1))).last_workers == [worker]
+    assert index.match(chat([message] * (LOOKBACK_MESSAGES + 2))).last_workers == []
 
 
 @pytest.mark.parametrize("said", ["if (x) { y(); }", '{"a": {}}, {"role": "user"}', "}, {", "}}}} {"])
@@ -171,7 +171,7 @@ def test_braces_in_a_text_do_not_hide_the_last_turn(said: str):
     messages = [{"role": "user", "content": "Show me some code"}]
     index.insert(chat(messages), worker)
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": said}]
-    assert index.match(chat(messages)).homes == [worker]
+    assert index.match(chat(messages)).last_workers == [worker]
 
 
 def test_an_earlier_turn_does_not_make_a_longer_prefix_shorter():
@@ -181,7 +181,7 @@ def test_an_earlier_turn_does_not_make_a_longer_prefix_shorter():
     index.insert(chat([question]), worker)
     index.insert(chat([question, story, {"role": "user", "content": "Another!"}]), worker)
     match = index.match(chat([question, story, {"role": "user", "content": "No, a sad one!"}]))
-    assert match.homes == [worker] and match.found[worker].size == 2048
+    assert match.last_workers == [worker] and match.found[worker].size == 2048
 
 
 def test_a_new_conversation_with_a_known_system_prompt_has_no_home():
@@ -189,7 +189,7 @@ def test_a_new_conversation_with_a_known_system_prompt_has_no_home():
     system = {"role": "system", "content": "Be kind. " * 700}
     index.insert(chat([system, {"role": "user", "content": "Hello"}]), worker).end(1.0)
     match = index.match(chat([system, {"role": "user", "content": "Good evening"}]))
-    assert match.homes == [] and match.found[worker].size == 6144
+    assert match.last_workers == [] and match.found[worker].size == 6144
 
 
 def test_a_long_prompt_that_comes_again_is_at_home_and_a_short_one_is_not():
@@ -197,17 +197,17 @@ def test_a_long_prompt_that_comes_again_is_at_home_and_a_short_one_is_not():
     for size, homes in ((1024, [worker]), (200, [])):
         index.insert(text(size), worker)
         match = index.match(text(size))
-        assert match.homes == homes and match.found[worker].size == size
+        assert match.last_workers == homes and match.found[worker].size == size
 
 
 def test_a_text_that_goes_on_where_an_answered_one_ended_is_its_next_turn():
     index, (worker,) = prefix_index(), fleet(1)
     visit = index.insert(text(3000), worker)
-    assert index.match(text(3500)).homes == [], "nobody goes on before he was answered: this is a neighbour"
+    assert index.match(text(3500)).last_workers == [], "nobody goes on before he was answered: this is a neighbour"
     visit.end(1.0)
-    assert index.match(text(3500)).homes == [worker]
+    assert index.match(text(3500)).last_workers == [worker]
     branch = path_in(ROOT, text(3000).prompt[:2000] + b"!" * 1000, chat=False)
-    assert index.match(branch).homes == [], "it differs before the end"
+    assert index.match(branch).last_workers == [], "it differs before the end"
 
 
 # -- what is no longer there -------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_42_what_was_sent_before_a_restart_is_forgotten_whenever_it_ends(steps: 
 
 
 @settings(max_examples=20)
-@given(st.integers(LEAST_NODES, 1000), st.lists(st.integers(0, 40_000), min_size=1, max_size=30), st.randoms())
+@given(st.integers(MIN_NODES, 1000), st.lists(st.integers(0, 40_000), min_size=1, max_size=30), st.randoms())
 def test_42_the_index_is_bounded_under_endless_distinct_prompts(most: int, lengths: list[int], rng: random.Random):
     index, workers = prefix_index(most), fleet(3)
     for number in range(10 * len(lengths)):
@@ -295,5 +295,5 @@ def test_what_is_used_stays_when_the_index_is_full():
 
 
 def test_an_index_too_small_for_one_prompt_is_refused():
-    with pytest.raises(ValueError, match=f"give it {LEAST_NODES} or more"):
-        prefix_index(LEAST_NODES - 1)
+    with pytest.raises(ValueError, match=f"give it {MIN_NODES} or more"):
+        prefix_index(MIN_NODES - 1)

@@ -99,7 +99,7 @@ def test_when_a_worker_was_heard_is_noted_while_its_client_is_full_too():
     exchange.attempt = attempt = Attempt(exchange, taken, PYTHON.read_whole)
     router: Any = SimpleNamespace(live={"a": exchange}, loop=SimpleNamespace(time=lambda: 60.0))
     attempt.status, attempt.heard = 200, True
-    Router._look_at(router, exchange, 1.0)
+    Router._check_silence(router, exchange, 1.0)
     assert Router.last_byte_s(router, cast(Worker, worker)) == 1.0
     attempt.heard = True
     assert Router.last_byte_s(router, cast(Worker, worker)) == 60.0

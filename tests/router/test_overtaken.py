@@ -112,7 +112,7 @@ def test_24_a_fleet_that_empties_while_a_pause_waits_is_not_held(fakes: list[Fak
             await controls._resuming.acquire()
             pausing = asyncio.create_task(controls.pause(PauseRequest(), CallerHeaders()))
             await asyncio.sleep(0)
-            assert not controls.at_rest and not pausing.done()
+            assert not controls.idle and not pausing.done()
             fleet.remove(fleet.find(fakes[0].url))
             controls._resuming.release()
             with pytest.raises(NoWorker):

@@ -12,6 +12,7 @@ import pytest
 
 from headgate.contract.control import PauseRequest
 from headgate.router.control.lifecycle import FleetControls
+from headgate.router.control.weights import WeightUpdates
 from headgate.router.data_path.upstream import Pool
 from headgate.router.fleet.catch_up import CatchUp
 from headgate.router.router import Router
@@ -282,7 +283,7 @@ def test_71_an_answer_that_goes_on_in_the_queue_of_a_paused_worker_is_ended(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """The second worker queues it: the tokens are the first worker's."""
-    monkeypatch.setattr("headgate.router.control.lifecycle.LAST_WORDS_S", SOON)
+    monkeypatch.setattr("headgate.router.control.lifecycle.CLIENT_WAIT_S", SOON)
 
     async def main() -> None:
         faults = [Fault("late"), Fault("cut", at=4)]
@@ -437,13 +438,13 @@ def test_71_a_worker_is_not_paused_on_behalf_of_a_fleet_that_is_being_resumed(mo
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, _):
             controls = FleetControls(router)
-            follower, resuming = CatchUp(router, controls), asyncio.Event()
+            follower, resuming = CatchUp(router, controls, WeightUpdates(router, controls)), asyncio.Event()
 
             async def asks_another() -> None:
-                verbs.enter_context(controls.busy())
+                verbs.enter_context(controls.in_progress())
                 resuming.set()
 
-            monkeypatch.setattr(follower, "_look_for_others", asks_another)
+            monkeypatch.setattr(follower, "_detect_other_resumes", asks_another)
             controls.hold(PauseRequest(mode="drain"))
             with ExitStack() as verbs:
                 following = asyncio.create_task(follower.run())

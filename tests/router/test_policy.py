@@ -9,7 +9,16 @@ from statistics import mean
 import pytest
 
 from headgate.router.data_path.request_info import RequestInfo
-from headgate.router.fleet.policy import AHEAD, HEAD_START, POLICIES, SMALL_FLEET, Members, Policy, Ring, work
+from headgate.router.fleet.policy import (
+    MAX_EXTRA_WORK,
+    POLICIES,
+    PREFIX_BONUS,
+    SMALL_FLEET,
+    Members,
+    Policy,
+    Ring,
+    work,
+)
 from headgate.router.fleet.prefix_index import Match, WorkerPrefix
 from headgate.router.fleet.worker import Worker
 
@@ -105,14 +114,14 @@ def test_a_worker_much_busier_than_all_others_gets_little(name: str):
 def test_a_conversation_stays_where_it_is(count: int):
     workers = fleet(count)
     choose = Chooser("cache_aware", workers)
-    workers[3].in_flight = int(AHEAD)
+    workers[3].in_flight = int(MAX_EXTRA_WORK)
     assert {choose(known(workers[3])) for _ in range(50)} == {workers[3]}
 
 
 @pytest.mark.parametrize("count", [4, 200])
 def test_a_conversation_leaves_a_worker_that_has_far_more_to_do_than_others(count: int):
     workers = fleet(count)
-    workers[3].in_flight = int(AHEAD) + 2
+    workers[3].in_flight = int(MAX_EXTRA_WORK) + 2
     assert Chooser("cache_aware", workers)(known(workers[3])) is not workers[3]
     assert Chooser("cache_aware", workers)(known(workers[3], size=4 * 4096)) is workers[3], "more is lost by moving"
 
@@ -157,7 +166,7 @@ def test_a_popular_system_prompt_does_not_draw_everybody_to_one_worker():
     choose = Chooser("cache_aware", workers)
     shares = Counter(choose(known(workers[2], size=100_000, home=False)) for _ in range(40))
     assert max(shares, key=lambda worker: shares[worker]) is workers[2]
-    assert shares[workers[2]] <= 10 + HEAD_START and min(shares.values()) >= 8
+    assert shares[workers[2]] <= 10 + PREFIX_BONUS and min(shares.values()) >= 8
 
 
 def test_new_conversations_are_spread_evenly_even_if_nothing_is_in_flight_when_they_come():

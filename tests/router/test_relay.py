@@ -20,7 +20,7 @@ from headgate.errors import HeadgateError
 from headgate.router.control.abort import RouterScope, abort
 from headgate.router.control.fan_out import CallerHeaders
 from headgate.router.exchange.ending import as_aborted
-from headgate.router.fleet.fleet import FAILURES, FIRST_BREAK_S
+from headgate.router.fleet.fleet import FAILURES, FIRST_COOLDOWN_S
 from headgate.router.router import Router
 from tests.router.client import Wire, ask, check, routing, until
 from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock, text_of
@@ -262,7 +262,7 @@ def test_44_a_worker_that_lies_about_its_health_loses_its_place_and_breaks_grow_
                     assert check(body, await ask(url, CHAT, body)) is None
                 assert (lying.state, lying.trips) == ("down", trips)
                 assert len(liar.asked) <= 2 * FAILURES * trips, "a kept connection that broke is tried once more"
-                short_s = FIRST_BREAK_S * 2 ** (trips - 1) * 0.7  # how long a break is, is a little random
+                short_s = FIRST_COOLDOWN_S * 2 ** (trips - 1) * 0.7  # how long a break is, is a little random
                 now_s += short_s
                 before = liar.probes["/v1/loads"]
                 await until(lambda before=before: liar.probes["/v1/loads"] > before + 5)

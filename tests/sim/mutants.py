@@ -244,13 +244,13 @@ MUTANTS = [
     Mutant(
         "a worker that comes back to a pause is paused",
         "router/fleet/catch_up.py",
-        "            paused=controls.pause_asked is not None,\n",
+        "            paused=controls.current_pause is not None,\n",
         "            paused=False,\n",
     ),
     Mutant(
         "a worker that was away is not one that was resumed",
         "router/fleet/fleet.py",
-        "        if before not in (None, life) and self.on_restart is not None:\n",
+        "        if before not in (None, boot_id) and self.on_restart is not None:\n",
         "        if False:\n",
         test="tests/sim/test_regressions.py",
     ),
@@ -264,7 +264,7 @@ MUTANTS = [
     Mutant(
         "a worker with other weights than the fleet's gets nothing",
         "router/fleet/fleet.py",
-        "            self.floor_version = self._settled_version()\n",
+        "            self.floor_version = self._required_version()\n",
         "            self.floor_version = None\n",
         test="tests/router/test_fleet.py",
     ),
@@ -399,7 +399,7 @@ MUTANTS = [
     Mutant(
         "who was started anew while others are paused has not followed",
         "router/control/lifecycle.py",
-        " if reply.ok and reply.worker.life == reply.life}\n",
+        " if reply.ok and reply.worker.boot_id == reply.boot_id}\n",
         " if reply.ok}\n",
         test="tests/sim/test_regressions.py",
     ),
@@ -454,8 +454,8 @@ MUTANTS = [
     ),
     Mutant(
         "a prefill worker that lost an answer may be asked again",
-        "router/router.py",
-        '                workers = self._able("any", model, retry_state.unwilling, going_on)\n',
+        "router/worker_choice.py",
+        '                workers = self._candidates("any", model, retry_state.unwilling, resuming)\n',
         "                pass\n",
         test="tests/router/test_relay.py",
     ),
@@ -483,7 +483,7 @@ MUTANTS = [
     Mutant(
         "an abort believes the worker that has the request",
         "router/control/abort.py",
-        " and url in self._homes.get(name, (url,))\n",
+        " and url in self._holders.get(name, (url,))\n",
         "\n",
         test="tests/router/test_on_the_way.py",
     ),
@@ -497,7 +497,7 @@ MUTANTS = [
     Mutant(
         "a pause ends requests at a worker that leaves the fleet",
         "router/control/lifecycle.py",
-        "            ended = await self._end_at_leaving(_unended(accepted), asking, due_s)\n",
+        "            ended = await self._end_at_removed_workers(_unended(accepted), caller, due_s)\n",
         "",
         test="tests/router/test_on_the_way.py",
     ),
@@ -525,14 +525,14 @@ MUTANTS = [
     Mutant(
         "a worker that joins a held fleet and is paused has followed",
         "router/fleet/catch_up.py",
-        "            self._controls.paused.add(worker)\n\n    def _unnoted",
-        "            pass\n\n    def _unnoted",
+        "            self._controls.paused.add(worker)\n\n    def _unrecorded",
+        "            pass\n\n    def _unrecorded",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
         "a control answer names the process that has given it",
         "router/control/fan_out.py",
-        "            self._fleet.set_life(worker, boot)\n",
+        "            self._fleet.set_boot_id(worker, boot)\n",
         "            pass\n",
         test="tests/sim/test_regressions.py",
     ),
@@ -566,7 +566,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a pause has kept waits for a worker that refuses it as paused",
-        "router/router.py",
+        "router/worker_choice.py",
         "    return exchange.kept and retry_state.was_refused_as_paused\n",
         "    return False\n",
         test="tests/router/test_paused.py",
@@ -574,7 +574,7 @@ MUTANTS = [
     Mutant(
         "no worker is paused for a fleet that is being resumed",
         "router/fleet/catch_up.py",
-        "            if self._controls.at_rest:  # still",
+        "            if self._controls.idle:  # still",
         "            if True:  # still",
         test="tests/router/test_paused.py",
     ),
@@ -659,8 +659,8 @@ MUTANTS = [
     Mutant(
         "strangers at a router are strangers at its workers",
         "router/router.py",
-        "        if tenant is not None and ours:\n",
-        "        if tenant and ours:\n",
+        "        if tenant is not None and is_headgate:\n",
+        "        if tenant and is_headgate:\n",
         test="tests/router/test_tenants.py",
     ),
     Mutant(
@@ -698,7 +698,7 @@ MUTANTS = [
     Mutant(
         "a pause ends what was accepted and no worker has",
         "router/control/lifecycle.py",
-        "            ended = await self.end_accepted(body, accepted, asking, due_s + SLACK_S)\n",
+        "            ended = await self.end_accepted(body, accepted, caller, due_s + SLACK_S)\n",
         "            ended = 0\n",
     ),
     Mutant(
@@ -752,8 +752,8 @@ MUTANTS = [
     Mutant(
         "a worker that has missed a resume is resumed",
         "router/control/lifecycle.py",
-        "        if not reply.status:\n            self.owed",
-        "        if False:\n            self.owed",
+        "        if not reply.status:\n            self.unanswered_resumes",
+        "        if False:\n            self.unanswered_resumes",
         test="tests/router/test_overtaken.py",
     ),
     Mutant(
@@ -773,7 +773,7 @@ MUTANTS = [
     Mutant(
         "a worker that was out of reach is seen to be resumed elsewhere",
         "router/fleet/catch_up.py",
-        "                if worker.life is None:",
+        "                if worker.boot_id is None:",
         "                if True:",
         test="tests/sim/test_regressions.py",
     ),

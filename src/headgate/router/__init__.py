@@ -1,1 +1,1 @@
-"""One address for a fleet: which worker gets a request, how its bytes come back, and who goes on when a worker dies."""
+"""One address for a fleet: places requests on workers, relays their answers, and resumes them when a worker fails."""

@@ -1,4 +1,4 @@
-"""The control plane of a router: which path is answered by what, and everything that runs beside the data path for it."""
+"""The control plane of a router: the handlers of its operations, and its background tasks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ from headgate.router.control import compat, fleet_status, membership, requests, 
 from headgate.router.control.abort import RouterAbortResult, RouterScope, abort
 from headgate.router.control.dashboard import RouterSource
 from headgate.router.control.fan_out import CallerHeaders
-from headgate.router.control.lifecycle import FleetControls, Partial, RouterResult
+from headgate.router.control.lifecycle import FleetControls
 from headgate.router.control.metrics import render
+from headgate.router.control.results import Partial, RouterResult
+from headgate.router.control.weights import WeightUpdates
 from headgate.router.fleet.catch_up import CatchUp
 
 if TYPE_CHECKING:
@@ -59,24 +61,25 @@ class ControlPlane:
         self._router = router
         self._version = version
         self.controls = FleetControls(router)
+        self.weights = WeightUpdates(router, self.controls)
         self.registry = membership.Registry(router)
         self._feed = Feed(RouterSource(router, version))
         self.app = RouterApp(self._routes(), router.keys)
 
     async def run(self) -> None:
-        """Look after workers that come back, and those whose heartbeats stop."""
-        follower = CatchUp(self._router, self.controls)
+        """Bring workers that come back up to date, and remove those whose heartbeats stop."""
+        catch_up = CatchUp(self._router, self.controls, self.weights)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(follower.run())
+                tasks.create_task(catch_up.run())
                 tasks.create_task(self.registry.run())
         except Exception:
-            log.exception("nobody looks after workers that come back any more")
+            log.exception("the task that brings returning workers up to date has failed")
             raise
 
     def _routes(self) -> Sequence[BaseRoute]:
         operations = [each for each in ON_ROUTERS if not isinstance(each.fan_out, Relay)]
-        fanned_out = compat.handlers(self._router, self.controls, operations)
+        fanned_out = compat.handlers(self._router, self.controls, self.weights, operations)
         return routes_of(operations, {**self._handlers(), **fanned_out})
 
     def _handlers(self) -> dict[Operation, Handler]:
@@ -92,9 +95,9 @@ class ControlPlane:
             sglang_ops.ABORT_REQUEST: self._abort_request,
             sglang_ops.LOADS: self._loads,
             sglang_ops.HEALTH_GENERATE: self._ready,
-            vllm_ops.IS_PAUSED: self._is_paused_there,
+            vllm_ops.IS_PAUSED: self._is_paused_vllm,
             vllm_ops.IS_SLEEPING: self._is_sleeping,
-            vllm_ops.VERSION: self._tell_version,
+            vllm_ops.VERSION: self._show_version,
             vllm_ops.GET_WORLD_SIZE: self._get_world_size,
             **dict.fromkeys(pages.ASSETS, show_page),
             pages.EVENTS: self._watch,
@@ -152,30 +155,30 @@ class ControlPlane:
 
     async def _pause(self, request: Request) -> Response:
         body = await read_control(request, PauseRequest)
-        return _told(request, await self.controls.pause(body, CallerHeaders.of(request)))
+        return _control_answer(request, await self.controls.pause(body, CallerHeaders.of(request)))
 
     async def _resume(self, request: Request) -> Response:
         body = await read_control(request, ControlBody)
-        return _told(request, await self.controls.resume(body, CallerHeaders.of(request)))
+        return _control_answer(request, await self.controls.resume(body, CallerHeaders.of(request)))
 
     async def _is_paused(self, request: Request) -> Response:
-        return _answer(request, await self.controls.look(CallerHeaders.of(request)), done=True)
+        return _answer(request, await self.controls.status(CallerHeaders.of(request)), done=True)
 
     async def _update_weights(self, request: Request) -> Response:
         body = await read_control(request, FleetUpdate)
-        return _told(request, await self.controls.update(body, CallerHeaders.of(request)))
+        return _control_answer(request, await self.weights.update(body, CallerHeaders.of(request)))
 
     async def _sleep(self, request: Request) -> Response:
         body = await read_control(request, MemoryRequest)
-        return _told(request, await self.controls.sleep(body, CallerHeaders.of(request)))
+        return _control_answer(request, await self.controls.sleep(body, CallerHeaders.of(request)))
 
     async def _wakeup(self, request: Request) -> Response:
         body = await read_control(request, MemoryRequest)
-        return _told(request, await self.controls.wake(body, CallerHeaders.of(request)))
+        return _control_answer(request, await self.controls.wake(body, CallerHeaders.of(request)))
 
     async def _flush_cache(self, request: Request) -> Response:
         body = await read_control(request, ControlBody)
-        return _told(request, await self.controls.flush(body, CallerHeaders.of(request)))
+        return _control_answer(request, await self.controls.flush(body, CallerHeaders.of(request)))
 
     # -- workers ----------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class ControlPlane:
     async def _remove_worker(self, request: Request) -> Response:
         url = request.path_params.get("url") or request.query_params.get("url")
         if not url:
-            raise RequestError("say which worker with ?url=http://HOST:PORT", param="url")
+            raise RequestError("name the worker with ?url=http://HOST:PORT", param="url")
         timeout_s: float = convert(_number(request, "timeout", DRAIN_S), Seconds, "timeout")
         worker = await self.registry.leave(url, timeout_s)
         return JSONResponse(
@@ -197,13 +200,13 @@ class ControlPlane:
         )
 
     async def _show_scale(self, request: Request) -> Response:
-        return _answer(request, scaling.look(self._router), done=True)
+        return _answer(request, scaling.status(self._router), done=True)
 
     async def _scale(self, request: Request) -> Response:
         done, result = await scaling.scale(self._router, await read_control(request, ScaleRequest))
         return _answer(request, result, done=done)
 
-    # -- looking ----------------------------------------------------------------------
+    # -- status -----------------------------------------------------------------------
 
     async def _loads(self, request: Request) -> Response:
         return json_response(await fleet_status.loads(self._router, CallerHeaders.of(request)))
@@ -226,7 +229,7 @@ class ControlPlane:
     async def _live(self, request: Request) -> Response:
         return _probe(True, {"status": "ok"})
 
-    async def _tell_version(self, request: Request) -> Response:
+    async def _show_version(self, request: Request) -> Response:
         return JSONResponse({"version": self._version})
 
     async def _metrics(self, request: Request) -> Response:
@@ -238,12 +241,12 @@ class ControlPlane:
     async def _watch(self, request: Request) -> Response:
         return watched(request, self._feed)
 
-    # -- other systems' names -----------------------------------------------------------
+    # -- compatible APIs --------------------------------------------------------------
 
     async def _abort_request(self, request: Request) -> Response:
         return await compat.abort_request(self._router, request, _scope(request))
 
-    async def _is_paused_there(self, request: Request) -> Response:
+    async def _is_paused_vllm(self, request: Request) -> Response:
         return await compat.is_paused(self.controls, request)
 
     async def _is_sleeping(self, request: Request) -> Response:
@@ -253,7 +256,7 @@ class ControlPlane:
         return await compat.get_world_size(self._router, request)
 
 
-# ------------------------------------------------------------------------------------------------------ bodies, answers
+# ---------------------------------------------------------------------------------------------------- bodies, answers
 
 
 def _scope(request: Request) -> RouterScope:
@@ -268,43 +271,43 @@ def _number(request: Request, name: str, default: float) -> float:
         raise RequestError(f"{name} must be a number of seconds, not {given!r}", param=name) from None
 
 
-def _told(request: Request, result: RouterResult) -> Response:
-    """200 if all is done, 202 if a worker is still to follow."""
+def _control_answer(request: Request, result: RouterResult) -> Response:
+    """200 if all workers have followed, 202 if one has yet to follow."""
     done = all(outcome.error is msgspec.UNSET for outcome in result.workers.values())
-    log.info("%s: %s leaves the fleet %s", request.state.request_id, request.url.path, result.state)
+    log.info("%s: %s: the fleet is now %s", request.state.request_id, request.url.path, result.state)
     return _answer(request, result, done=done)
 
 
 def _answer(request: Request, result: RouterResult | RouterAbortResult | dict[str, Any], *, done: bool) -> Response:
-    told = {"request_id": request.state.request_id, "status": "success" if done else "accepted", "result": result}
-    return Response(encode(told), 200 if done else 202, media_type="application/json")
+    body = {"request_id": request.state.request_id, "status": "success" if done else "accepted", "result": result}
+    return Response(encode(body), 200 if done else 202, media_type="application/json")
 
 
 def _probe(ok: bool, body: dict[str, Any]) -> Response:
     return JSONResponse(body, 200 if ok else 503, None if ok else {"retry-after": str(RETRY_AFTER_S)})
 
 
-def _explained(error: BaseException, request_id: str) -> Response:
-    return _partial(error, request_id) if isinstance(error, Partial) else error_response(error, request_id)
+def _error_answer(error: BaseException, request_id: str) -> Response:
+    return _partial_answer(error, request_id) if isinstance(error, Partial) else error_response(error, request_id)
 
 
-def _partial(error: Partial, request_id: str) -> Response:
-    """An error like any other, and what became of each worker."""
-    told = msgspec.json.decode(error_body(error, request_id))
-    body = {**told, "request_id": request_id, "status": "failed", "result": error.result}
+def _partial_answer(error: Partial, request_id: str) -> Response:
+    """An error body with the outcome of each worker added."""
+    error_fields = msgspec.json.decode(error_body(error, request_id))
+    body = {**error_fields, "request_id": request_id, "status": "failed", "result": error.result}
     return Response(encode(body), error.status, error_headers(error), media_type="application/json")
 
 
-# ------------------------------------------------------------------------------------------------------------------ app
+# ---------------------------------------------------------------------------------------------------------------- app
 
 
 class RouterApp(Starlette):
-    """Starlette's router and state, with our gate in place of its middleware."""
+    """Starlette's router and state, with `Gate` in place of its middleware."""
 
     def __init__(self, routes: Sequence[BaseRoute], keys: Keys) -> None:
         super().__init__(routes=routes)
         self.router.redirect_slashes = False
-        self._gate = Gate(self.router, keys, respond=_explained)
+        self._gate = Gate(self.router, keys, respond=_error_answer)
 
     def build_middleware_stack(self) -> ASGIApp:
         return self._gate

@@ -1,4 +1,4 @@
-"""What has happened in a router so far, for `/metrics`."""
+"""Counters of a router, for `/metrics`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ OUTCOMES = {kind: kind.__name__.lower() for kind in (Answered, Streamed, Withhel
 
 
 class RouterCounters:
-    """What has happened so far, for `/metrics`."""
-
     def __init__(self) -> None:
         self.requests = 0
-        self.retries = 0  # attempts after one that brought nothing
-        self.resumes = 0  # answers that another worker went on with
-        self.aborts_ignored = 0  # that did not say of what
-        self.prefills_lost = 0  # prompts that were computed where they were answered, because their ticket never came
+        self.retries = 0  # attempts after one without output
+        self.resumes = 0  # answers resumed at another worker
+        self.aborts_ignored = 0  # aborts that named no request
+        self.prefills_lost = 0  # prompts computed by the decode worker because no ticket came
         self.chosen: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self.left: Counter[str] = Counter()  # by their clients, before they had ended
+        self.left: Counter[str] = Counter()  # requests whose client left before their end, by cause
         self.attempts: Counter[tuple[str, str]] = Counter()  # by worker and outcome
 
     def moved(self, *, resumed: bool) -> None:

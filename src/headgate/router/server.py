@@ -1,4 +1,4 @@
-"""The life of a router process: take the port, find the workers, relay, drain, end."""
+"""A router process from start to end: listen, probe the workers, relay, drain, exit."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from headgate.router.router import Router
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
-FIRST_LOOK_S = 1.0  # for workers to be found before the first request
+FIRST_PROBE_S = 1.0  # wait for the first probes of the workers before accepting requests
 
 Announce = Callable[[str, list[str]], None]
 
 
 def run_router(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
-    """Route until a signal comes."""
+    """Route until a signal arrives."""
     fast_path = prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(route(config, listener, version, announce, fast_path))
 
 
 def prepare_process() -> FastPath:
-    """Set up this process for routing, once. Returns the compiled fast path, or the one in Python without a compiler."""
+    """Set up this process, once. Returns the compiled fast path, or the Python one if there is no compiler."""
     keep_freed_memory()
     chosen = compiled()
     if isinstance(chosen, NotCompiled):
@@ -63,7 +63,7 @@ async def route(
 
 
 class serving:  # noqa: N801 - reads as `async with serving(router, ...)`
-    """A router that listens, and watches its workers."""
+    """Runs a router: listens, probes the workers and serves the control plane."""
 
     def __init__(self, router: Router, listener: socket.socket, version: str) -> None:
         self._router = router
@@ -80,14 +80,14 @@ class serving:  # noqa: N801 - reads as `async with serving(router, ...)`
         for address in router.config.workers:
             add_worker(router, address)
         if router.config.workers_file is not None:
-            take_over(router, router.config.workers_file)
+            apply_file(router, router.config.workers_file)
         self._tasks = [loop.create_task(work) for work in (monitor.run(), router.sweep(), plane.run())]
         if router.config.workers_file is not None:
-            self._tasks.append(loop.create_task(follow(router, router.config.workers_file)))
+            self._tasks.append(loop.create_task(watch_file(router, router.config.workers_file)))
         with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_LOOK_S):
+            async with asyncio.timeout(FIRST_PROBE_S):
                 while any(worker.state == "starting" for worker in router.fleet):
-                    await router.fleet_changed(FIRST_LOOK_S)
+                    await router.fleet_changed(FIRST_PROBE_S)
         self._server = await loop.create_server(router.connections, sock=self._listener, backlog=BACKLOG)
         return url_of(self._listener)
 
@@ -105,23 +105,23 @@ def add_worker(router: Router, address: WorkerAddress) -> Worker:
     return worker
 
 
-# ---------------------------------------------------------------------------------------- a file that lists the workers
+# --------------------------------------------------------------------------------------------------- the workers file
 
 
-async def follow(router: Router, path: Path) -> None:
-    """Take over what the file says, whenever it has changed."""
+async def watch_file(router: Router, path: Path) -> None:
+    """Update the fleet whenever the file changes."""
     stamp = _stamp(path)
     while True:
         await asyncio.sleep(1.0)
         if (now := _stamp(path)) != stamp:
             stamp = now
             try:
-                take_over(router, path)
+                apply_file(router, path)
             except HeadgateError as error:
-                log.warning("the workers stay as they are: %s", error)
+                log.warning("the workers are unchanged: %s", error)
 
 
-def take_over(router: Router, path: Path) -> None:
+def apply_file(router: Router, path: Path) -> None:
     listed = {address.url: address for address in read_workers(path)}
     for worker in router.fleet:
         if worker.listed and worker.url not in listed:
@@ -139,15 +139,15 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def read_workers(path: Path) -> list[WorkerAddress]:
-    """Lines of `URL [role]`; empty ones and those that begin with # are skipped."""
+    """Read lines of `URL [role]`. Empty lines and those that start with # are skipped."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the workers in {path} cannot be read: {error}") from None
-    return [parse_worker(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if _says(line)]
+    return [parse_worker(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if _is_entry(line)]
 
 
-def _says(line: str) -> bool:
+def _is_entry(line: str) -> bool:
     return bool(line.strip()) and not line.lstrip().startswith("#")
 
 

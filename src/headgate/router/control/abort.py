@@ -1,8 +1,8 @@
-"""Ending requests wherever they are: each is asked of the worker that has it, and told truthfully.
+"""Aborts requests wherever they are, and reports what became of each.
 
-What this router has placed it knows; what it does not know is asked of everybody: another router may have placed it. From
-the moment it is asked to end, a request goes on nowhere else. What waits here, or is between two workers, or is at a worker
-that has no such call, ends here.
+The router asks the worker that has a request to end it. It asks all workers about an id that it does not know, which
+another router may have placed. A request that was asked to end is not retried or resumed. A request that waits here,
+is between two workers, or is at a worker without this call ends in the router.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GOING_ON = "it was asked to end, and has not yet"
+NOT_ENDED = "it was asked to end and has not ended yet"
 
-Names = Sequence[str] | None  # of requests that a worker is asked to end; None: all that it has
+Names = Sequence[str] | None  # ids of requests that a worker is asked to end; None for all that it has
 
 
 @dataclass(frozen=True, slots=True)
 class RouterScope:
-    """Whose requests a caller may see and end."""
+    """The requests that a caller may see and end."""
 
     tenant: str
     admin: bool
@@ -61,13 +61,13 @@ class RouterScope:
         return self.admin or exchange.tenant == self.tenant
 
     def tenants(self, router: Router) -> Collection[str]:
-        """The tenants by whose names to look: the admin's word is for all that have requests here."""
+        """The tenants whose requests to search; for an admin, all tenants with requests here."""
         return dict.fromkeys(e.tenant for e in router.live.values()) if self.admin else (self.tenant,)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedTarget:
-    """A request of this router's, or one choice of it, under the name it was asked for."""
+    """A request of this router, or one of its choices, under the name that the caller used."""
 
     name: str
     exchange: Exchange
@@ -88,7 +88,7 @@ class _Tagged(msgspec.Struct):
 
 
 def find(router: Router, tenants: Collection[str], name: str) -> list[RoutedTarget]:
-    """One, or none; several only if several of these tenants use the same name."""
+    """Find a request by name. Several are found only if several of these tenants use the same name."""
     for label, choice in readings(name):
         named = [e for tenant in tenants if (e := router.live.get((tenant, label, 0))) is not None]
         if found := [RoutedTarget(name, e, choice) for e in named if choice is None or choice < e.ask.n]:
@@ -96,7 +96,7 @@ def find(router: Router, tenants: Collection[str], name: str) -> list[RoutedTarg
     return []
 
 
-async def abort(router: Router, body: AbortRequest, scope: RouterScope, asking: CallerHeaders) -> RouterAbortResult:
+async def abort(router: Router, body: AbortRequest, scope: RouterScope, caller: CallerHeaders) -> RouterAbortResult:
     unknown: list[str] = []
     if body.req_ids is None:
         scope.check_all()
@@ -105,20 +105,20 @@ async def abort(router: Router, body: AbortRequest, scope: RouterScope, asking: 
         targets, unknown = _named(router, scope, body.req_ids)
     due_s = router.loop.time() + body.timeout
     _end_here(targets, body.cause)
-    merged = MergedAborts(_homes(targets))
-    # Beside the calls: their workers wait for the same clients.
-    telling = router.loop.create_task(_ended(targets, body.timeout))
+    merged = MergedAborts(_holders(targets))
+    # Concurrent with the calls, because the workers wait for the same clients.
+    waiting = router.loop.create_task(_wait_ended(targets, body.timeout))
     try:
-        await _ask_workers(router, _asked(router, body, targets, unknown), body, asking, body.timeout, merged)
+        await _ask_workers(router, _ids_to_end(router, body, targets, unknown), body, caller, body.timeout, merged)
         if body.req_ids is None and (left_s := due_s - router.loop.time()) > 0:
-            # By name: a worker reports truthfully that it does not know a request.
-            await _ask_workers(router, _by_worker(_untold(targets, merged)), body, asking, left_s, merged)
-        unheard = _end_unheard(targets, merged.unknown)
+            # By id, because a worker reports the ids that it does not know.
+            await _ask_workers(router, _ids_by_worker(_unreported(targets, merged)), body, caller, left_s, merged)
+        overtaken = _end_overtaken(targets, merged.unknown)
         if body.wait:
-            await telling
-            await _ended(unheard, LEAST_S)
+            await waiting
+            await _wait_ended(overtaken, LEAST_S)
     finally:
-        telling.cancel()
+        waiting.cancel()
     return merged.result(body, targets, unknown)
 
 
@@ -130,7 +130,7 @@ def _named(router: Router, scope: RouterScope, names: Iterable[str]) -> tuple[li
 
 
 def _matching(router: Router, scope: RouterScope, tags: Any) -> list[RoutedTarget]:
-    """All of the caller's that are here, or those with these tags."""
+    """The caller's requests in this router, or those with these tags."""
     wanted = (tags or {}).items()
     mine = [exchange for exchange in router.live.values() if scope.sees(exchange)]
     return [RoutedTarget(e.id, e) for e in mine if not wanted or wanted <= _tags(e).items()]
@@ -144,7 +144,7 @@ def _tags(exchange: Exchange) -> dict[str, str]:
 
 
 def _end_here(targets: Iterable[RoutedTarget], cause: AbortCause) -> None:
-    """End what no worker could be asked about. The others go on nowhere else."""
+    """End requests that no worker can be asked to end. Mark the others as ending, so that they are not retried."""
     for target in targets:
         exchange, whole = target.exchange, target.choice is None or target.exchange.ask.n == 1
         if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
@@ -153,29 +153,29 @@ def _end_here(targets: Iterable[RoutedTarget], cause: AbortCause) -> None:
             exchange.ask_end(cause)
 
 
-def _end_unheard(targets: Iterable[RoutedTarget], unknown: Collection[str]) -> list[RoutedTarget]:
-    """End what its worker does not know: the request is on its way there, and the abort was faster."""
-    unheard = [target for target in targets if target.name in unknown and target.exchange.end_pending]
-    for target in unheard:
+def _end_overtaken(targets: Iterable[RoutedTarget], unknown: Collection[str]) -> list[RoutedTarget]:
+    """End requests that their worker does not know: the abort overtook the request on its way to the worker."""
+    overtaken = [target for target in targets if target.name in unknown and target.exchange.end_pending]
+    for target in overtaken:
         target.exchange.end()
-    return unheard
+    return overtaken
 
 
-def _asked(
+def _ids_to_end(
     router: Router, body: AbortRequest, targets: Sequence[RoutedTarget], unknown: Sequence[str]
 ) -> Mapping[Worker, Names]:
-    """What each worker concerned is asked to end."""
-    everybody = [worker for worker in router.fleet if worker.kind in ("headgate", "unknown")]
-    names = _by_worker(targets)
+    """The ids that each worker is asked to end."""
+    all_workers = [worker for worker in router.fleet if worker.kind in ("headgate", "unknown")]
+    names = _ids_by_worker(targets)
     if body.req_ids is None:
-        # A worker that leaves the fleet is asked for the requests of this router alone.
-        urls = {worker.url for worker in everybody}
+        # A worker that was removed is asked to end only the requests of this router.
+        urls = {worker.url for worker in all_workers}
         leaving = {worker: named for worker, named in names.items() if worker.url not in urls}
-        return dict.fromkeys(everybody) | leaving
+        return dict.fromkeys(all_workers) | leaving
     for target in targets:
-        for worker in _left_behind(router, target.exchange):
+        for worker in _former_workers(router, target.exchange):
             names[worker].append(target.name)
-    for worker in everybody if unknown else ():
+    for worker in all_workers if unknown else ():
         names[worker] += unknown
     return names
 
@@ -184,21 +184,21 @@ async def _ask_workers(
     router: Router,
     asked: Mapping[Worker, Names],
     body: AbortRequest,
-    asking: CallerHeaders,
+    caller: CallerHeaders,
     timeout_s: float,
     merged: MergedAborts,
 ) -> None:
     every = {"abort_all": True} if body.tags is None else {"tags": body.tags}
-    plain = {"wait": body.wait, "timeout": timeout_s} | ({} if body.cause == CAUSE else {"cause": body.cause})
+    common = {"wait": body.wait, "timeout": timeout_s} | ({} if body.cause == CAUSE else {"cause": body.cause})
     calls = {
-        worker: abort_call(plain | (every if names is None else {"req_ids": names}))
+        worker: abort_call(common | (every if names is None else {"req_ids": names}))
         for worker, names in asked.items()
     }
-    for reply in await router.worker_calls.fan_out(calls, asking, timeout_s + SLACK_S):
+    for reply in await router.worker_calls.fan_out(calls, caller, timeout_s + SLACK_S):
         merged.add(reply, asked[reply.worker])
 
 
-def _by_worker(targets: Iterable[RoutedTarget]) -> defaultdict[Worker, list[str]]:
+def _ids_by_worker(targets: Iterable[RoutedTarget]) -> defaultdict[Worker, list[str]]:
     names: defaultdict[Worker, list[str]] = defaultdict(list)
     for target in targets:
         worker = target.exchange.worker
@@ -207,66 +207,66 @@ def _by_worker(targets: Iterable[RoutedTarget]) -> defaultdict[Worker, list[str]
     return names
 
 
-def _homes(targets: Iterable[RoutedTarget]) -> dict[str, set[str]]:
-    """The addresses of the workers that have requests of each name now."""
-    homes: defaultdict[str, set[str]] = defaultdict(set)
+def _holders(targets: Iterable[RoutedTarget]) -> dict[str, set[str]]:
+    """The addresses of the workers that have requests now, by name of the request."""
+    holders: defaultdict[str, set[str]] = defaultdict(set)
     for target in targets:
         worker = target.exchange.worker
-        homes[target.name] |= set() if worker is None else {worker.url}
-    return homes
+        holders[target.name] |= set() if worker is None else {worker.url}
+    return holders
 
 
-def _left_behind(router: Router, exchange: Exchange) -> list[Worker]:
-    """Workers that may still make an answer which has moved: for an `Idempotency-Key` they do, though nothing reads it."""
+def _former_workers(router: Router, exchange: Exchange) -> list[Worker]:
+    """Former workers that may still compute the request: with an `Idempotency-Key` they do, without a reader."""
     if not exchange.departures or exchange.request.header(b"idempotency-key") is None:
         return []
     urls = {each.worker for each in exchange.departures}
     return [worker for worker in router.fleet if worker.url in urls and worker is not exchange.worker]
 
 
-def _untold(targets: Iterable[RoutedTarget], merged: MergedAborts) -> list[RoutedTarget]:
-    """Requests on their way to a worker that was asked to end all it had, and did not have them."""
+def _unreported(targets: Iterable[RoutedTarget], merged: MergedAborts) -> list[RoutedTarget]:
+    """Requests that were on their way to a worker when it was asked to end all its requests."""
     silent = {reply.worker.url for reply in merged.silent}
-    unnamed = [target for target in targets if not target.exchange.over and not merged.tells_of(target.name)]
+    unnamed = [target for target in targets if not target.exchange.over and not merged.reports_on(target.name)]
     return [target for target in unnamed if (worker := target.exchange.worker) is None or worker.url not in silent]
 
 
-async def end_at_leaving(
-    router: Router, exchanges: Sequence[Exchange], cause: AbortCause, asking: CallerHeaders, timeout_s: float
+async def end_at_removed_workers(
+    router: Router, exchanges: Sequence[Exchange], cause: AbortCause, caller: CallerHeaders, timeout_s: float
 ) -> set[Exchange]:
-    """End requests at workers that leave the fleet, which no pause of it reaches; returns what those have ended."""
+    """End requests at removed workers, which a pause of the fleet does not reach. Returns what they have ended."""
     targets = [RoutedTarget(exchange.id, exchange) for exchange in exchanges]
     for exchange in exchanges:
         exchange.ask_end(cause)
-    merged, body = MergedAborts(_homes(targets)), AbortRequest(cause=cause)
-    await _ask_workers(router, _by_worker(targets), body, asking, timeout_s, merged)
+    merged, body = MergedAborts(_holders(targets)), AbortRequest(cause=cause)
+    await _ask_workers(router, _ids_by_worker(targets), body, caller, timeout_s, merged)
     return {target.exchange for target in targets if target.name in merged.aborted}
 
 
-async def _ended(targets: Sequence[RoutedTarget], timeout_s: float) -> None:
+async def _wait_ended(targets: Sequence[RoutedTarget], timeout_s: float) -> None:
     exchanges = [target.exchange for target in targets if target.exchange.ending and not target.exchange.over]
     await await_readers({exchange.when_over(): exchange.client.transport for exchange in exchanges}, timeout_s)
 
 
 class MergedAborts:
-    """What the workers have reported, by name.
+    """The workers' reports, by name of the request.
 
-    A worker's report counts for the requests that it was asked to end, unless the router knows a request to be at
+    A worker's report counts for the requests that it was asked to end, unless the router knows that a request is at
     another worker.
     """
 
-    def __init__(self, homes: Mapping[str, set[str]]) -> None:
-        self._homes = homes
+    def __init__(self, holders: Mapping[str, set[str]]) -> None:
+        self._holders = holders
         self.workers: dict[str, AbortOutcome] = {}
         self.silent: list[WorkerReply] = []
-        self.aborted: dict[str, list[int]] = {}  # tokens; several if tenants use the same name
+        self.aborted: dict[str, list[int]] = {}  # output token counts; several if tenants use the same name
         self.finished: set[str] = set()
-        self.unknown: set[str] = set()  # to the workers that were asked
+        self.unknown: set[str] = set()  # at the workers that were asked
         self.errors: dict[str, AbortError] = {}
         self.accepted: dict[str, None] = {}
 
-    def tells_of(self, name: str) -> bool:
-        """Whether a worker has it, or had."""
+    def reports_on(self, name: str) -> bool:
+        """Whether a worker has or had the request."""
         return name in self.aborted or name in self.finished or name in self.errors or name in self.accepted
 
     def add(self, reply: WorkerReply, asked: Names) -> None:
@@ -275,19 +275,19 @@ class MergedAborts:
             self.workers[reply.worker.url] = AbortOutcome(status=reply.status or UNSET, error=reply.error)
             return
         self.workers[reply.worker.url] = AbortOutcome(status=reply.status)
-        self._take(reply.told.result, reply.worker.url, None if asked is None else frozenset(asked))
+        self._merge(reply.answer.result, reply.worker.url, None if asked is None else frozenset(asked))
 
-    def _take(self, told: AbortResult, url: str, asked: frozenset[str] | None) -> None:
+    def _merge(self, report: AbortResult, url: str, asked: frozenset[str] | None) -> None:
         def counts(name: str) -> bool:
-            return (asked is None or name in asked) and url in self._homes.get(name, (url,))
+            return (asked is None or name in asked) and url in self._holders.get(name, (url,))
 
-        for each in told.aborted:
+        for each in report.aborted:
             if counts(each.request_id):
                 self.aborted.setdefault(each.request_id, []).append(each.output_token_count)
-        self.finished |= set(filter(counts, told.already_finished))
-        self.unknown |= set(filter(counts, told.not_found))
-        self.errors |= {error.request_id: error for error in told.errors if counts(error.request_id)}
-        self.accepted |= dict.fromkeys(filter(counts, told.accepted or ()))
+        self.finished |= set(filter(counts, report.already_finished))
+        self.unknown |= set(filter(counts, report.not_found))
+        self.errors |= {error.request_id: error for error in report.errors if counts(error.request_id)}
+        self.accepted |= dict.fromkeys(filter(counts, report.accepted or ()))
 
     def result(
         self, body: AbortRequest, targets: Sequence[RoutedTarget], unknown: Collection[str]
@@ -296,18 +296,20 @@ class MergedAborts:
         if not body.wait:
             return self._accepted(result, targets, unknown)
         for target in {(target.exchange.tenant, target.name): target for target in targets}.values():
-            self._judge(result, target.name, target)
+            self._classify(result, target.name, target)
         here = {target.name for target in targets}
         for name in dict.fromkeys([*unknown, *self.aborted, *self.errors]):
             if name not in here:
-                self._judge(result, name, None)
+                self._classify(result, name, None)
         return result
 
-    def _judge(self, result: RouterAbortResult, name: str, target: RoutedTarget | None) -> None:
+    def _classify(self, result: RouterAbortResult, name: str, target: RoutedTarget | None) -> None:
         if target is not None and name not in self.errors and target.exchange.end_pending:
             unread = name in self.aborted and target.exchange.is_unread
-            result.errors.append(AbortError(name, "not_told", UNREAD if unread else GOING_ON))
-        elif target is not None and target.exchange.cut:  # its worker may have made more, which no client was sent
+            result.errors.append(AbortError(name, "not_told", UNREAD if unread else NOT_ENDED))
+        elif (
+            target is not None and target.exchange.cut
+        ):  # the worker may have generated more tokens, which the client was not sent
             result.aborted.append(AbortedRequest(name, target.exchange.journal.tokens))
         elif name in self.aborted:
             counts = self.aborted[name]
@@ -317,13 +319,13 @@ class MergedAborts:
         elif name in self.finished:
             result.already_finished.append(name)
         elif target is not None and not target.exchange.over:
-            result.errors.append(AbortError(name, "not_told", GOING_ON))
+            result.errors.append(AbortError(name, "not_told", NOT_ENDED))
         elif target is not None:
             result.already_finished.append(name)
         elif self.silent:
-            who = ", ".join(reply.worker.name for reply in self.silent)
+            names = ", ".join(reply.worker.name for reply in self.silent)
             result.errors.append(
-                AbortError(name, "unreachable", f"nobody who answered knows it; no answer from {who}")
+                AbortError(name, "unreachable", f"no worker that answered knows it; no answer from {names}")
             )
         else:
             result.not_found.append(name)

@@ -1,4 +1,4 @@
-"""The call that has a worker end requests."""
+"""Abort calls to workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headgate.router.control.fan_out import KEYS, CallerHeaders, WorkerCall, Wor
 from headgate.router.data_path.upstream import Headers
 from headgate.router.fleet.worker import Worker
 
-FORMER_S = 5.0  # for an attempt that nothing reads any more to end
+FORMER_S = 5.0  # timeout for ending a former attempt
 
 encode = msgspec.json.Encoder().encode
 
@@ -26,7 +26,7 @@ def abort_call(body: dict[str, Any]) -> WorkerCall:
 
 
 async def end_former(calls: WorkerCalls, worker: Worker, id: str, tenant: str, headers: Headers) -> None:
-    """End an earlier attempt at a request that is to go on: for an `Idempotency-Key` its worker makes it for no reader."""
+    """End a former attempt. With an `Idempotency-Key` its worker would complete the request without a reader."""
     keys = tuple(header for header in headers if header[0] in KEYS)
     call = abort_call({"req_ids": [id], "wait": True, "timeout": FORMER_S})
     await calls.ask(worker, call, CallerHeaders(tenant, keys), FORMER_S + 1)

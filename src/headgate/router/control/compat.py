@@ -1,7 +1,6 @@
-"""Other systems' names for control: passed on to every worker as they came, and answered as one worker would.
+"""Control operations of the SGLang and vLLM APIs: passed on unchanged to every worker, answered as by one worker.
 
-Each worker of ours translates them itself. What a pause means for requests that come meanwhile is known here: in these
-dialects they wait.
+Headgate workers translate these calls themselves. During a pause through these APIs, new requests wait in the router.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
 from headgate.router.control.abort import abort
 from headgate.router.control.fan_out import SLACK_S, CallerHeaders, WorkerCall, WorkerReply, of_kind, to_all
-from headgate.router.control.lifecycle import LEAST_S, SIZE, FleetControls, share_ranks
+from headgate.router.control.lifecycle import MIN_TIMEOUT_S, FleetControls
+from headgate.router.control.weights import GET_WORLD_SIZE, WeightUpdates, assign_ranks
 from headgate.router.exchange.relay import NoWorker
 from headgate.router.fleet.worker import Worker
 
@@ -38,18 +38,20 @@ if TYPE_CHECKING:
     from headgate.router.router import Router
 
 
-KINDS = ("headgate", "sglang", "vllm")
+COMPATIBLE_KINDS = ("headgate", "sglang", "vllm")
 
 
-def handlers(router: Router, controls: FleetControls, operations: Iterable[Operation]) -> dict[Operation, Handler]:
-    """Handlers of the operations that need none of their own."""
+def handlers(
+    router: Router, controls: FleetControls, weights: WeightUpdates, operations: Iterable[Operation]
+) -> dict[Operation, Handler]:
+    """Handlers of the operations that are only passed on."""
     found: dict[Operation, Handler] = {}
     for operation in operations:
         match operation.fan_out:
             case AskAll() as effects:
-                found[operation] = FanOutHandler(router, controls, operation, effects)
+                found[operation] = FanOutHandler(router, controls, weights, operation, effects)
             case AskOne():
-                found[operation] = partial(of_one, router)
+                found[operation] = partial(ask_one, router)
     return found
 
 
@@ -59,19 +61,20 @@ class FanOutHandler:
 
     router: Router
     controls: FleetControls
+    weights: WeightUpdates
     operation: Operation
     effects: AskAll
 
     async def __call__(self, request: Request) -> Response:
-        self.controls.refuse_while_moving()
-        with self.controls.busy(), _held(self.router, self.controls, self.effects.holds_requests):
+        self.controls.refuse_while_exclusive()
+        with self.controls.in_progress(), _held(self.router, self.controls, self.effects.holds_requests):
             replies = await self._pause_or_ask(request)
             if self.effects.resumes and not any(worker.state == "paused" for worker in self.router.fleet):
-                self.controls.release()  # waking a part of what sleeps resumes nothing
+                self.controls.release()  # waking part of what sleeps resumes nothing
             if self.effects.drops_prefixes:
                 self.controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
             if self.operation is sglang_ops.UPDATE_WEIGHTS_FROM_DISK and all(reply.ok for reply in replies):
-                _settle(self.router, self.controls, decode(await request.body(), FromDisk))
+                _set_wanted(self.router, self.weights, decode(await request.body(), FromDisk))
         return _merged(self.controls, replies)
 
     async def _pause_or_ask(self, request: Request) -> list[WorkerReply]:
@@ -86,13 +89,13 @@ class FanOutHandler:
         accepted = self.controls.hold(pause)
         replies = await self._ask(request)
         await self.controls.probe_all()
-        self.controls.judge_pause(pause, replies)
+        self.controls.conclude_pause(pause, replies)
         due_s = self.router.loop.time() + DEFAULT_TIMEOUT_S
         await self.controls.end_accepted(pause, accepted, CallerHeaders.of(request), due_s)
         return replies
 
     async def _mode_of(self, request: Request) -> PauseMode:
-        """What our workers make of a pause, for workers that come back; an unknown mode ends nothing."""
+        """How headgate workers read the mode, for workers that come back. An unknown mode aborts nothing."""
         match self.operation:
             case sglang_ops.PAUSE_GENERATION:
                 body = decode(await request.body() or b"{}", dict[str, Any])
@@ -108,14 +111,14 @@ class FanOutHandler:
         query = f"?{request.url.query}" if request.url.query else ""
         order = (self.controls.next_order(),) if self.effects.pauses or self.effects.resumes else ()
         call = WorkerCall(request.method, self.operation.path + query, await request.body(), order=order)
-        calls = to_all(of_kind(self.router.fleet, KINDS), call)
+        calls = to_all(of_kind(self.router.fleet, COMPATIBLE_KINDS), call)
         if self.effects.assigns_ranks:
-            calls = await _ranked(self.router, calls, CallerHeaders.of(request))
+            calls = await _with_ranks(self.router, calls, CallerHeaders.of(request))
         timeout_s = await self._timeout_s(request) + SLACK_S
         return await self.router.worker_calls.fan_out(calls, CallerHeaders.of(request), timeout_s)
 
     async def _timeout_s(self, request: Request) -> float:
-        """These calls have no timeout; a worker's own, as documented, for the steps that it takes one after another."""
+        """The sum of a worker's documented timeouts for its consecutive steps. These calls carry no timeout."""
         if self.effects.pauses and await self._mode_of(request) == "drain":
             return LONG_S + UPDATE_TIMEOUT_S
         if self.effects.moves_memory:
@@ -125,7 +128,7 @@ class FanOutHandler:
 
 @contextmanager
 def _held(router: Router, controls: FleetControls, update: bool) -> Iterator[None]:
-    """New requests wait while workers that run are held by an update."""
+    """Let new requests wait while an update holds running workers."""
     if not update or router.holding:
         yield
         return
@@ -137,23 +140,25 @@ def _held(router: Router, controls: FleetControls, update: bool) -> Iterator[Non
         controls.withdraw(pause)
 
 
-def _settle(router: Router, controls: FleetControls, body: FromDisk) -> None:
-    """Whoever comes back later gets these weights too."""
+def _set_wanted(router: Router, weights: WeightUpdates, body: FromDisk) -> None:
+    """Keep these weights for workers that come back later."""
     version = max((worker.version for worker in router.fleet if worker.version is not None), default=None)
     if version is not None:
-        controls.settle({"path": body.model_path, "version": version}, version)
+        weights.set_wanted({"path": body.model_path, "version": version}, version)
 
 
-async def _ranked(router: Router, calls: dict[Worker, WorkerCall], asking: CallerHeaders) -> dict[Worker, WorkerCall]:
-    """The same call, with a rank for each worker's first engine."""
+async def _with_ranks(
+    router: Router, calls: dict[Worker, WorkerCall], caller: CallerHeaders
+) -> dict[Worker, WorkerCall]:
+    """The same call, with the rank of each worker's first engine."""
     call = next(iter(calls.values()), WorkerCall("POST", "/"))
     body: dict[str, Any] = decode(call.body or b"{}", dict[str, Any])
     info = body.get("init_info", body)
     if not isinstance(info, dict) or "world_size" not in info:
-        return calls  # nobody meets, or the workers say what is wrong
+        return calls  # no group is formed, or the workers report what is wrong
     first: int = convert(info.get("rank_offset", 1), int, "rank_offset")
     size: int = convert(info["world_size"], int, "world_size")
-    ranks = await share_ranks(router, calls, asking, first, size, router.config.control_timeout_s)
+    ranks = await assign_ranks(router, calls, caller, first, size, router.config.control_timeout_s)
     return {
         worker: WorkerCall(call.method, call.path, msgspec.json.encode(_with_rank(body, rank)))
         for worker, rank in ranks.items()
@@ -167,7 +172,7 @@ def _with_rank(body: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _merged(controls: FleetControls, replies: Sequence[WorkerReply]) -> Response:
-    """One worker's answer if all who are up have followed; otherwise an error that names who has not."""
+    """One worker's answer if all workers that are up have followed; otherwise an error that names the others."""
     controls.check(replies)
     first = next(reply for reply in replies if reply.ok)
     return Response(first.body, first.status, media_type=_media_type(first.body))
@@ -177,13 +182,15 @@ def _media_type(body: bytes) -> str | None:
     return None if not body else "application/json" if body[:1] in (b"{", b"[") else "text/plain"
 
 
-async def of_one(router: Router, request: Request) -> Response:
-    """What any worker that is up says. Each gets its share of the time that is left."""
-    workers = [worker for worker in of_kind(router.fleet, KINDS) if worker.state not in ("down", "starting")]
+async def ask_one(router: Router, request: Request) -> Response:
+    """The first successful answer. Workers are asked in turn, each with its share of the remaining time."""
+    workers = [
+        worker for worker in of_kind(router.fleet, COMPATIBLE_KINDS) if worker.state not in ("down", "starting")
+    ]
     due_s, call = router.loop.time() + router.config.control_timeout_s, WorkerCall("GET", request.url.path)
     for i, worker in enumerate(workers):
         share_s = (due_s - router.loop.time()) / (len(workers) - i)
-        reply = await router.worker_calls.ask(worker, call, CallerHeaders.of(request), max(share_s, LEAST_S))
+        reply = await router.worker_calls.ask(worker, call, CallerHeaders.of(request), max(share_s, MIN_TIMEOUT_S))
         if reply.ok:
             return Response(reply.body, reply.status, media_type=_media_type(reply.body))
     raise NoWorker("no worker answers this")
@@ -201,17 +208,17 @@ async def abort_request(router: Router, request: Request, scope: RouterScope) ->
 
 
 async def is_paused(controls: FleetControls, request: Request) -> Response:
-    return JSONResponse({"is_paused": (await controls.look(CallerHeaders.of(request))).is_paused})
+    return JSONResponse({"is_paused": (await controls.status(CallerHeaders.of(request))).is_paused})
 
 
 async def is_sleeping(controls: FleetControls, request: Request) -> Response:
-    return JSONResponse({"is_sleeping": bool((await controls.look(CallerHeaders.of(request))).asleep)})
+    return JSONResponse({"is_sleeping": bool((await controls.status(CallerHeaders.of(request))).asleep)})
 
 
 async def get_world_size(router: Router, request: Request) -> Response:
-    """How many engines take part in a weight update."""
+    """The number of engines that take part in a weight update."""
     workers = of_kind(router.fleet, ("headgate",))
     replies = await router.worker_calls.fan_out(
-        to_all(workers, SIZE), CallerHeaders.of(request), router.config.control_timeout_s
+        to_all(workers, GET_WORLD_SIZE), CallerHeaders.of(request), router.config.control_timeout_s
     )
-    return JSONResponse({"world_size": sum(reply.told.world_size for reply in replies if reply.ok)})
+    return JSONResponse({"world_size": sum(reply.answer.world_size for reply in replies if reply.ok)})

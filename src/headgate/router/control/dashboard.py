@@ -1,4 +1,4 @@
-"""What the dashboard shows of a fleet: its workers, what passes through the router, and everybody's numbers together."""
+"""The dashboard's view of a fleet: its workers, the requests in the router, and the sum of all metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headgate.router.exchange.relay import Exchange
     from headgate.router.router import Router
 
-ASK_TIMEOUT_S = 0.8  # a worker that takes longer is shown without its own numbers
+ASK_TIMEOUT_S = 0.8  # a worker that takes longer is shown without its own metrics
 
 decode = msgspec.json.Decoder(Numbers).decode
 
@@ -34,35 +34,35 @@ class RouterSource:
 
     async def look(self) -> FleetView:
         router = self._router
-        numbers = await self._ask()
+        numbers = await self._fetch_numbers()
         workers = router.fleet.everyone
         sources = {"router": _own_counts(router)}
-        for worker, told in numbers.items():
-            # Requests are counted here: at the workers one that has moved counts twice.
-            sources[f"{worker.url}/"] = replace(told.counts, requests=0)
-            sources |= {f"{worker.url}/{engine.engine}": engine.counts for engine in told.engines}
+        for worker, report in numbers.items():
+            # Requests are counted by the router; at the workers, a request that has moved counts twice.
+            sources[f"{worker.url}/"] = replace(report.counts, requests=0)
+            sources |= {f"{worker.url}/{engine.engine}": engine.counts for engine in report.engines}
         return FleetView(
             model=", ".join(sorted({model for worker in workers for model in worker.models})),
             state=_state(router),
-            cards=[_card(worker, numbers.get(worker)) for worker in workers],
+            cards=[_member_view(worker, numbers.get(worker)) for worker in workers],
             sources=sources,
             over=router.draining and not router.live,
         )
 
-    async def _ask(self) -> dict[Worker, Numbers]:
+    async def _fetch_numbers(self) -> dict[Worker, Numbers]:
         router = self._router
         calls = {worker: WorkerCall("GET", NUMBERS) for worker in router.fleet if worker.kind == "headgate"}
         replies = await router.worker_calls.fan_out(calls, CallerHeaders(), ASK_TIMEOUT_S)
-        return {reply.worker: told for reply in replies if (told := _read(reply)) is not None}
+        return {reply.worker: report for reply in replies if (report := _read(reply)) is not None}
 
     def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
-        mine = [exchange for exchange in self._router.live.values() if viewer.sees(exchange.tenant)]
+        visible = [exchange for exchange in self._router.live.values() if viewer.sees(exchange.tenant)]
         now_s = self._router.loop.time()
-        return [_shown(exchange, now_s) for exchange in islice(mine, most)], len(mine)
+        return [_request_view(exchange, now_s) for exchange in islice(visible, most)], len(visible)
 
 
 def _read(reply: WorkerReply) -> Numbers | None:
-    """None of a worker that does not answer, or is of an older version and has no such call."""
+    """None if the worker does not answer, or has an older version without this call."""
     try:
         return decode(reply.body) if reply.ok else None
     except msgspec.MsgspecError:
@@ -85,8 +85,8 @@ def _state(router: Router) -> str:
     return "running" if "ready" in states else "paused" if "paused" in states else "down"
 
 
-def _card(worker: Worker, told: Numbers | None) -> MemberView:
-    card = MemberView(
+def _member_view(worker: Worker, report: Numbers | None) -> MemberView:
+    view = MemberView(
         id=worker.url,
         name=worker.name.removeprefix("http://"),
         detail=worker.kind,
@@ -98,18 +98,18 @@ def _card(worker: Worker, told: Numbers | None) -> MemberView:
         total=worker.total_blocks,
         held=worker.total_blocks - worker.free_blocks,
     )
-    if told is None or not told.engines:
-        return card
+    if report is None or not report.engines:
+        return view
     for name in ("running", "waiting", "total", "held", "leased", "cached"):
-        setattr(card, name, sum(getattr(engine, name) for engine in told.engines))
-    details = dict.fromkeys(engine.detail for engine in told.engines if engine.detail)
-    card.detail = ", ".join([*details, *([f"{len(told.engines)} engines"] if len(told.engines) > 1 else [])])
+        setattr(view, name, sum(getattr(engine, name) for engine in report.engines))
+    details = dict.fromkeys(engine.detail for engine in report.engines if engine.detail)
+    view.detail = ", ".join([*details, *([f"{len(report.engines)} engines"] if len(report.engines) > 1 else [])])
     if worker.state == "paused":
-        card.state = state_of(told)  # which knows more words
-    return card
+        view.state = state_of(report)  # which distinguishes more states
+    return view
 
 
-def _shown(exchange: Exchange, now_s: float) -> RequestView:
+def _request_view(exchange: Exchange, now_s: float) -> RequestView:
     tokens = exchange.journal.tokens
     worker = exchange.worker or (exchange.prefill_request.worker if exchange.prefill_request is not None else None)
     return RequestView(

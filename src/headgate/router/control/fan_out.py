@@ -1,10 +1,8 @@
-"""One call to many workers at once: each has its own time, and what became of it is told for each.
+"""Sends a control call to many workers at once, each with its own timeout, and returns one reply per worker.
 
-What a worker answers is read here, as the type that its call names. An answer of another shape is an error of that
-worker.
-
-Whoever is known to be down is not asked, and one that goes down while it is asked is not waited for any longer, so that a
-dead worker delays the others' answer by at most the timeout.
+A worker's answer is decoded here, as the type that the call names. An answer of another shape is an error of that
+worker. Workers that are down are not asked, and a worker that goes down during the call is not waited for, so a
+failed worker delays the result by at most the timeout.
 """
 
 from __future__ import annotations
@@ -26,19 +24,19 @@ from headgate.router.fleet.fleet import Workers
 from headgate.router.fleet.worker import Worker
 
 WENT_DOWN = "it went down before it had answered"
-SLACK_S = 0.85  # after its timeout, for a call to be answered; servers take 0.7 s of it
-LONGEST_MESSAGE = 1000  # of a worker's error, in characters
+SLACK_S = 0.85  # that a call may take beyond its timeout; servers use 0.7 s of it
+MAX_MESSAGE_CHARS = 1000  # of a worker's error
 BAD_GATEWAY = 502
 KEYS = (b"authorization", b"x-api-key")
 
-Order = tuple[tuple[bytes, bytes], ...]  # headers
+Order = tuple[tuple[bytes, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CallerHeaders:
-    """In whose name workers are asked: the caller's, as far as they check keys themselves."""
+    """The caller's identity, passed on to workers that check keys themselves."""
 
-    tenant: str | None = None  # empty: a caller without a key; None: the router itself, or an admin of the fleet
+    tenant: str | None = None  # empty for a caller without a key; None for the router itself or an admin of the fleet
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
     @classmethod
@@ -52,75 +50,75 @@ class WorkerCall:
     method: str
     path: str
     body: bytes = b""
-    reads: Any = None  # the type of its answer; None: it is passed on as it is
-    order: Order = ()  # among the pauses and resumes of this router
+    reads: Any = None  # the type of its answer; None if the answer is passed on unread
+    order: Order = ()  # headers that order it among the pauses and resumes of this router
 
 
 def call_of(operation: Operation, body: bytes = b"", reads: Any = None, order: Order = ()) -> WorkerCall:
     return WorkerCall(operation.method, operation.path, body, reads, order)
 
 
-class Complaint(msgspec.Struct):
+class ErrorObject(msgspec.Struct):
     message: str = ""
     code: str | int | None = None
 
 
-class Failure(msgspec.Struct):
-    """An error as workers tell it; some have no `error` around it."""
+class ErrorBody(msgspec.Struct):
+    """A worker's error body. Some kinds of workers have no `error` object around it."""
 
-    error: Complaint | None = None
+    error: ErrorObject | None = None
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReply:
-    """What a worker has answered, or why it has not."""
+    """A worker's answer, or the reason why there is none."""
 
     worker: Worker
-    status: int = 0  # 0: not at all
+    status: int = 0  # 0 if it did not answer
     body: bytes = b""
-    why: str = ""  # it did not answer, or its answer cannot be read
-    told: Any = None  # the answer, as the type that its call names
-    life: str | None = None  # of the worker, as we knew it when that came
+    why: str = ""  # why it did not answer, or why its answer cannot be read
+    answer: Any = None  # decoded, as the type that the call names
+    boot_id: str | None = None  # of the worker at the time of the answer
 
     @property
     def ok(self) -> bool:
         return 200 <= self.status < 300
 
     def fields(self) -> dict[str, msgspec.Raw]:
-        """An answer that was read, to be passed on with something added."""
+        """The top-level fields of an answer, to be passed on with others added."""
         fields: dict[str, msgspec.Raw] = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
         return fields
 
     def items(self, name: str) -> list[msgspec.Raw]:
-        """The same, of one of its lists."""
+        """The items of one of its lists."""
         items: list[msgspec.Raw] = msgspec.json.decode(self.fields()[name], type=list[msgspec.Raw])
         return items
 
     @property
     def error(self) -> str:
-        """In a sentence, what is wrong; empty if nothing is."""
+        """The error message; empty if there is none."""
         if self.ok:
             return ""
-        failure = self._failure
-        message = self.why or (failure.error.message if failure.error is not None else failure.message)
-        return message[:LONGEST_MESSAGE] or f"it answered {self.status}"
+        body = self._error_body
+        message = self.why or (body.error.message if body.error is not None else body.message)
+        return message[:MAX_MESSAGE_CHARS] or f"it answered {self.status}"
 
     @property
     def code(self) -> str:
-        error = self._failure.error
-        return "worker_failed" if error is None else str(error.code)[:LONGEST_MESSAGE]
+        error = self._error_body.error
+        return "worker_failed" if error is None else str(error.code)[:MAX_MESSAGE_CHARS]
 
     @property
-    def _failure(self) -> Failure:
+    def _error_body(self) -> ErrorBody:
         try:
-            return msgspec.json.decode(self.body, type=Failure)
+            return msgspec.json.decode(self.body, type=ErrorBody)
         except UNREADABLE:
-            return Failure()
+            return ErrorBody()
 
 
 class WorkerCalls:
-    """Control calls to workers of one fleet."""
+    """Control calls to the workers of one fleet."""
 
     def __init__(
         self, fleet: Workers, credentials: Credentials, fleet_changed: Callable[[float], Coroutine[Any, Any, bool]]
@@ -130,35 +128,40 @@ class WorkerCalls:
         self._fleet_changed = fleet_changed
 
     async def fan_out(
-        self, calls: Mapping[Worker, WorkerCall], asking: CallerHeaders, timeout_s: float
+        self, calls: Mapping[Worker, WorkerCall], caller: CallerHeaders, timeout_s: float
     ) -> list[WorkerReply]:
-        """The replies of all workers that were called, in that order."""
-        return await asyncio.gather(*(self.ask(worker, one, asking, timeout_s) for worker, one in calls.items()))
+        """Return one reply per call, in the same order."""
+        return await asyncio.gather(
+            *(self.ask(worker, request, caller, timeout_s) for worker, request in calls.items())
+        )
 
-    async def ask(self, worker: Worker, one: WorkerCall, asking: CallerHeaders, timeout_s: float) -> WorkerReply:
+    async def ask(self, worker: Worker, request: WorkerCall, caller: CallerHeaders, timeout_s: float) -> WorkerReply:
         if is_down(worker):
             return WorkerReply(worker, why="it is down")
-        asked = asyncio.ensure_future(self._call(worker, one, asking, timeout_s))
+        answering = asyncio.ensure_future(self._call(worker, request, caller, timeout_s))
         try:
-            while not asked.done() and not is_down(worker):
+            while not answering.done() and not is_down(worker):
                 change = asyncio.ensure_future(self._fleet_changed(timeout_s))
-                await asyncio.wait({asked, change}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({answering, change}, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
-            return asked.result() if asked.done() else WorkerReply(worker, why=WENT_DOWN)
+            return answering.result() if answering.done() else WorkerReply(worker, why=WENT_DOWN)
         finally:
-            asked.cancel()
+            answering.cancel()
 
-    async def _call(self, worker: Worker, one: WorkerCall, asking: CallerHeaders, timeout_s: float) -> WorkerReply:
-        headers: Headers = [*self._credentials(worker, list(asking.headers), asking.tenant), *one.order]
+    async def _call(
+        self, worker: Worker, request: WorkerCall, caller: CallerHeaders, timeout_s: float
+    ) -> WorkerReply:
+        headers: Headers = [*self._credentials(worker, list(caller.headers), caller.tenant), *request.order]
         try:
             pool = self._fleet.pool(worker)
-            answer = await call(pool, one.method, one.path, one.body, headers=headers, timeout_s=timeout_s)
-        except (WorkerLost, KeyError) as error:  # KeyError: it has left meanwhile
+            status, reply_headers, body = await call(
+                pool, request.method, request.path, request.body, headers=headers, timeout_s=timeout_s
+            )
+        except (WorkerLost, KeyError) as error:  # KeyError: it was removed meanwhile
             return WorkerReply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
-        status, told, body = answer
-        if (boot := told.get(BOOT_HEADER)) is not None:
-            self._fleet.set_life(worker, boot)
-        return _read(WorkerReply(worker, status, body, life=worker.life), one.reads)
+        if (boot := reply_headers.get(BOOT_HEADER)) is not None:
+            self._fleet.set_boot_id(worker, boot)
+        return _read(WorkerReply(worker, status, body, boot_id=worker.boot_id), request.reads)
 
 
 def is_down(worker: Worker) -> bool:
@@ -169,22 +172,24 @@ def _read(reply: WorkerReply, kind: Any) -> WorkerReply:
     if kind is None or not reply.ok:
         return reply
     try:
-        reply.body.decode()  # also what nothing here reads: it may be passed on
-        return replace(reply, told=msgspec.json.decode(reply.body, type=kind))
+        reply.body.decode()  # fields that are not decoded may still be passed on
+        return replace(reply, answer=msgspec.json.decode(reply.body, type=kind))
     except UNREADABLE as error:
-        return WorkerReply(reply.worker, BAD_GATEWAY, why=f"its answer cannot be read: {error}", life=reply.life)
+        return WorkerReply(
+            reply.worker, BAD_GATEWAY, why=f"its answer cannot be read: {error}", boot_id=reply.boot_id
+        )
 
 
 def all_refuse(replies: Iterable[WorkerReply]) -> bool:
-    """Whether everybody who could be asked has said no, for whatever reason: what was asked does not hold."""
+    """Whether every worker that could be asked refused the call, so that it has no effect."""
     asked = [reply for reply in replies if reply.status or reply.worker.state not in ("down", "starting")]
     return bool(asked) and all(reply.status >= 400 and not reply.why for reply in asked)
 
 
-def to_all(workers: Iterable[Worker], one: WorkerCall) -> dict[Worker, WorkerCall]:
-    return dict.fromkeys(workers, one)
+def to_all(workers: Iterable[Worker], request: WorkerCall) -> dict[Worker, WorkerCall]:
+    return dict.fromkeys(workers, request)
 
 
 def of_kind(workers: Iterable[Worker], kinds: Collection[str]) -> list[Worker]:
-    """Those that may understand a call; of one that is not known yet that is worth a try."""
+    """The workers of these kinds. A worker whose kind is not known yet is included, since it may be one of them."""
     return [worker for worker in workers if worker.kind in kinds or worker.kind == "unknown"]

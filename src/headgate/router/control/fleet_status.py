@@ -1,4 +1,4 @@
-"""What anybody may ask of a fleet: is it alive, would it take a request, which models has it, how much has it to do."""
+"""Status of a fleet: health, readiness, models and load."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ ANSWERING = ("ready", "paused", "outdated", "draining", "stopping")
 
 
 def health(router: Router) -> tuple[bool, dict[str, Any]]:
-    """Green as long as a worker answers: a pause is no illness."""
-    well = [worker for worker in router.fleet if worker.state in ANSWERING]
-    status = "unhealthy" if not well else "ok" if len(well) == len(router.fleet) else "degraded"
+    """Healthy as long as one worker answers. A paused fleet is healthy."""
+    answering = [worker for worker in router.fleet if worker.state in ANSWERING]
+    status = "unhealthy" if not answering else "ok" if len(answering) == len(router.fleet) else "degraded"
     workers = [{"url": worker.url, "state": worker.state} for worker in router.fleet]
-    return bool(well), {"status": status, "workers": workers}
+    return bool(answering), {"status": status, "workers": workers}
 
 
 def readiness(router: Router) -> tuple[bool, dict[str, Any]]:
-    """Whether a request would be taken now."""
+    """Whether the router would accept a request now."""
     states = Counter(worker.state for worker in router.fleet)
     if router.draining:
         reason = "shutting down"
@@ -58,38 +58,38 @@ class ModelNames(msgspec.Struct):
     data: list[ModelName]
 
 
-async def loads(router: Router, asking: CallerHeaders) -> dict[str, Any]:
+async def loads(router: Router, caller: CallerHeaders) -> dict[str, Any]:
     workers = of_kind(router.fleet, ("headgate",))
     call = to_all(workers, call_of(LOADS, reads=EngineAges))
-    replies = await router.worker_calls.fan_out(call, asking, router.config.probe_timeout_s)
-    told = [
+    replies = await router.worker_calls.fan_out(call, caller, router.config.probe_timeout_s)
+    merged = [
         msgspec.json.decode(load, type=dict[str, msgspec.Raw]) | {"worker": reply.worker.url}
         for reply in replies
         if reply.ok
         for load in reply.items("loads")
     ]
-    ages = [load.cache_horizon_age_s for reply in replies if reply.ok for load in reply.told.loads]
+    ages = [load.cache_horizon_age_s for reply in replies if reply.ok for load in reply.answer.loads]
     return {
         "timestamp": time.time(),
-        "dp_rank_count": len(told),
-        "loads": told,
+        "dp_rank_count": len(merged),
+        "loads": merged,
         "cache_horizon_age_s": min((age_s for age_s in ages if age_s is not None), default=None),
         "unreachable": [reply.worker.url for reply in replies if not reply.ok],
     }
 
 
-async def models(router: Router, asking: CallerHeaders) -> dict[str, msgspec.Raw]:
-    """All that some worker serves, each once."""
+async def models(router: Router, caller: CallerHeaders) -> dict[str, msgspec.Raw]:
+    """The models of all workers, each once."""
     workers: list[Worker] = [worker for worker in router.fleet if worker.state != "starting"]
     call = to_all(workers, call_of(MODELS, reads=ModelNames))
     found: dict[str, msgspec.Raw] = {}
-    for reply in await router.worker_calls.fan_out(call, asking, router.config.probe_timeout_s):
-        for model, raw in zip(reply.told.data, reply.items("data"), strict=True) if reply.ok else ():
+    for reply in await router.worker_calls.fan_out(call, caller, router.config.probe_timeout_s):
+        for model, raw in zip(reply.answer.data, reply.items("data"), strict=True) if reply.ok else ():
             found.setdefault(model.id, raw)
     return found
 
 
-async def model(router: Router, asking: CallerHeaders, name: str) -> msgspec.Raw:
-    if (found := (await models(router, asking)).get(name)) is not None:
+async def model(router: Router, caller: CallerHeaders, name: str) -> msgspec.Raw:
+    if (found := (await models(router, caller)).get(name)) is not None:
         return found
     raise NotFound(f"the model {name!r} is not served here", param="model", code="model_not_found")

@@ -1,7 +1,7 @@
-"""Who is in the fleet: GET /v1/workers, and joining and leaving while it runs.
+"""Membership of the fleet: GET /v1/workers, and joining and leaving at run time.
 
-A worker that registers itself says how long it may be silent; when its heartbeats stop, it is let go like one that an
-operator removes: it gets nothing more, and what it has may finish.
+A worker that registers itself gives the time to live of its registration. When its heartbeats stop, it is removed as
+by an operator: it gets no more requests, and those in flight may finish.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
-    """Joining, leaving, and the heartbeats of those who came by themselves."""
+    """Joins, removals, and the heartbeats of workers that registered themselves."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -39,7 +39,7 @@ class Registry:
         return worker
 
     async def leave(self, url: str, timeout_s: float) -> Worker:
-        """Returns when nothing of ours is left there, or at the timeout."""
+        """Remove the worker. Returns when it has no request of this router, or at the timeout."""
         worker = self._fleet.find(url)
         self._due_s.pop(worker, None)
         self._fleet.remove(worker)
@@ -50,17 +50,17 @@ class Registry:
         return worker
 
     async def run(self) -> None:
-        """Let those go whose heartbeats have stopped."""
+        """Remove workers whose heartbeats have stopped."""
         while True:
             await asyncio.sleep(0.5)
             now_s = self._router.loop.time()
-            here = set(self._fleet)
+            present = set(self._fleet)
             for worker, due_s in tuple(self._due_s.items()):
-                if worker not in here:
+                if worker not in present:
                     del self._due_s[worker]
                 elif now_s > due_s:
                     del self._due_s[worker]
-                    log.warning("%s has not been heard of in time, and leaves", worker.name)
+                    log.warning("%s has sent no heartbeat in time and is removed", worker.name)
                     self._fleet.remove(worker)
 
 

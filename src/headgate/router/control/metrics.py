@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: what the router counts, and what it knows of its workers. Nobody is asked for a scrape."""
+"""Prometheus metrics: the router's own counters and its view of the workers. A scrape sends no call to a worker."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ if TYPE_CHECKING:
     from headgate.router.router import Router
 
 PREFIX = "headgate:router_"
-_OURS = "router_"  # after the prefix that every name of ours has
+_PART = "router_"  # follows the prefix that all metric names have
 
 # name, help, value
 WORKER_GAUGES: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
-    ("worker_in_flight", "Requests of ours that the worker has.", lambda w: w.in_flight),
-    ("worker_pending_tokens", "Estimated prompt tokens whose first token has not come.", lambda w: w.pending_tokens),
-    ("worker_running", "Sequences it computes, by its own report.", lambda w: w.running),
-    ("worker_waiting", "Sequences that wait in it, by its own report.", lambda w: w.waiting),
-    ("worker_free_blocks", "KV blocks that nothing holds, by its own report.", lambda w: w.free_blocks),
-    ("worker_weight_version", "Version of its weights; -1 if it has none.", lambda w: _version(w)),
-    ("worker_failures", "Failures in a row; at three it gets nothing more.", lambda w: w.failures),
-    ("worker_circuit_trips", "Times it went down without an answer in between.", lambda w: w.trips),
+    ("worker_in_flight", "Requests of this router at the worker.", lambda w: w.in_flight),
+    (
+        "worker_pending_tokens",
+        "Estimated prompt tokens of requests without a first token.",
+        lambda w: w.pending_tokens,
+    ),
+    ("worker_running", "Running sequences, as the worker reports.", lambda w: w.running),
+    ("worker_waiting", "Waiting sequences, as the worker reports.", lambda w: w.waiting),
+    ("worker_free_blocks", "KV blocks that nothing holds, as the worker reports.", lambda w: w.free_blocks),
+    ("worker_weight_version", "Version of its weights; -1 if unknown.", lambda w: _version(w)),
+    ("worker_failures", "Consecutive failures; three mark the worker down.", lambda w: w.failures),
+    ("worker_circuit_trips", "Times it went down without answering a request in between.", lambda w: w.trips),
 )
 
 
@@ -37,11 +41,15 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
     ("worker_errors", "Times it failed.", lambda w: w.errors),
     (
         "worker_prompt_tokens",
-        "Prompt tokens of answers that tell what was cached of them.",
+        "Prompt tokens of answers that report cached tokens.",
         lambda w: w.prompt_tokens,
     ),
-    ("worker_expected_cached_tokens", "Those that we expected in its cache.", lambda w: w.expected_tokens),
-    ("worker_cached_tokens", "Those that really were, by its own word.", lambda w: w.cached_tokens),
+    (
+        "worker_expected_cached_tokens",
+        "Prompt tokens that the router expected in its cache.",
+        lambda w: w.expected_tokens,
+    ),
+    ("worker_cached_tokens", "Prompt tokens found in its cache, as the worker reports.", lambda w: w.cached_tokens),
 )
 
 
@@ -62,7 +70,7 @@ class _RouterFamilies(Collector):
         self._version = version
 
     def collect(self) -> Iterator[Metric]:
-        yield InfoMetricFamily(PREFIX + "build", "What is running.", value={"version": self._version})
+        yield InfoMetricFamily(PREFIX + "build", "The version that is running.", value={"version": self._version})
         yield from _about_requests(self._router)
         yield from _about_workers(self._router)
         yield from _about_fleet(self._router)
@@ -71,20 +79,26 @@ class _RouterFamilies(Collector):
 
 def _about_requests(router: Router) -> Iterator[Metric]:
     counters, admission = router.counters, router.admission
-    yield counter(_OURS + "requests", "Requests that came in.", counters.requests)
-    yield gauge(_OURS + "requests_in_flight", "Requests that have not ended.", len(router.live))
-    yield gauge(_OURS + "queue_length", "Requests that wait for their turn.", admission.waiting)
-    yield counter(_OURS + "queued", "Requests that have waited for their turn.", admission.waited)
-    yield counter(_OURS + "queue_seconds", "Time they have waited.", admission.waited_s)
-    yield by_label(_OURS + "requests_refused", "Requests that the router itself refused.", "code", counters.refused)
-    yield by_label(_OURS + "clients_left", "Clients that left before their answer's end.", "cause", counters.left)
-    yield by_label(_OURS + "chosen", "Attempts, by why their worker was chosen.", "reason", counters.chosen)
-    yield counter(_OURS + "retries", "Attempts after one that brought nothing.", counters.retries)
-    yield counter(_OURS + "resumes", "Answers that another worker went on with.", counters.resumes)
-    yield counter(_OURS + "aborts_ignored", "Aborts that did not say of what.", counters.aborts_ignored)
-    yield counter(_OURS + "prefills_lost", "Prompts computed where they were answered.", counters.prefills_lost)
-    yield gauge(_OURS + "tasks", "Tasks of the event loop.", len(asyncio.all_tasks(router.loop)))
-    yield gauge(_OURS + "holding", "Whether the whole fleet is paused through us.", router.holding)
+    yield counter(_PART + "requests", "Requests received.", counters.requests)
+    yield gauge(_PART + "requests_in_flight", "Requests that have not ended.", len(router.live))
+    yield gauge(_PART + "queue_length", "Requests waiting for admission.", admission.waiting)
+    yield counter(_PART + "queued", "Requests that have waited for admission.", admission.waited)
+    yield counter(_PART + "queue_seconds", "Time that requests have waited for admission.", admission.waited_s)
+    yield by_label(_PART + "requests_refused", "Requests refused by the router itself.", "code", counters.refused)
+    yield by_label(
+        _PART + "clients_left", "Clients that left before the end of their answer.", "cause", counters.left
+    )
+    yield by_label(_PART + "chosen", "Attempts, by the reason for the choice of worker.", "reason", counters.chosen)
+    yield counter(_PART + "retries", "Attempts after one without output.", counters.retries)
+    yield counter(_PART + "resumes", "Answers resumed at another worker.", counters.resumes)
+    yield counter(_PART + "aborts_ignored", "Aborts that named no request.", counters.aborts_ignored)
+    yield counter(
+        _PART + "prefills_lost",
+        "Prompts computed by the decode worker because no ticket came.",
+        counters.prefills_lost,
+    )
+    yield gauge(_PART + "tasks", "Tasks of the event loop.", len(asyncio.all_tasks(router.loop)))
+    yield gauge(_PART + "holding", "Whether this router has paused the whole fleet.", router.holding)
 
 
 def _about_workers(router: Router) -> Iterator[Metric]:
@@ -96,14 +110,14 @@ def _about_workers(router: Router) -> Iterator[Metric]:
                 family.add_metric((worker.name,), value(worker))
             yield family
     states = GaugeMetricFamily(
-        PREFIX + "worker_state", "1 for the state it is in.", labels=("worker", "role", "state")
+        PREFIX + "worker_state", "1 for the current state.", labels=("worker", "role", "state")
     )
     for worker in workers:
         for state in get_args(WorkerState):
             states.add_metric((worker.name, worker.role, state), worker.state == state)
     yield states
     attempts = CounterMetricFamily(
-        PREFIX + "attempts", "Attempts that have ended, by how.", labels=("worker", "outcome")
+        PREFIX + "attempts", "Finished attempts, by outcome.", labels=("worker", "outcome")
     )
     for (name, outcome), count in router.counters.attempts.items():
         attempts.add_metric((name, outcome), count)
@@ -111,11 +125,11 @@ def _about_workers(router: Router) -> Iterator[Metric]:
 
 
 def _about_fleet(router: Router) -> Iterator[Metric]:
-    """Of a fleet that was started with us."""
+    """Metrics of a fleet that was started together with this router."""
     if router.scaler is None:
         return
-    wanted = GaugeMetricFamily(PREFIX + "servers_wanted", "Servers that there should be.", labels=("role",))
-    ready = GaugeMetricFamily(PREFIX + "servers_ready", "Servers that take requests.", labels=("role",))
+    wanted = GaugeMetricFamily(PREFIX + "servers_wanted", "Wanted servers.", labels=("role",))
+    ready = GaugeMetricFamily(PREFIX + "servers_ready", "Servers that accept requests.", labels=("role",))
     for family, counts in ((wanted, router.scaler.wanted), (ready, router.scaler.running)):
         for role, number in counts.items():
             family.add_metric((role,), number)
@@ -123,8 +137,8 @@ def _about_fleet(router: Router) -> Iterator[Metric]:
 
 
 def _about_index(router: Router) -> Iterator[Metric]:
-    yield gauge(_OURS + "index_nodes", "Prefixes that are remembered.", len(router.index))
-    yield gauge(_OURS + "index_nodes_limit", "Prefixes that may be remembered.", router.index.max_nodes)
+    yield gauge(_PART + "index_nodes", "Prefixes in the index.", len(router.index))
+    yield gauge(_PART + "index_nodes_limit", "Largest number of prefixes in the index.", router.index.max_nodes)
     yield counter(
-        _OURS + "double_releases", "Times a load was given back twice: a bug.", router.fleet.double_releases
+        _PART + "double_releases", "Times that load was released twice, which is a bug.", router.fleet.double_releases
     )

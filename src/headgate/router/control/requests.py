@@ -1,4 +1,4 @@
-"""What is in flight in the whole fleet, and what happened to one request: the workers' own words, and what waits here."""
+"""The requests in flight in the whole fleet, and the timeline of one, as the workers and this router report them."""
 
 from __future__ import annotations
 
@@ -28,93 +28,93 @@ if TYPE_CHECKING:
 Moment = Annotated[float, Meta(ge=0, le=1e12)]
 
 
-class Happened(msgspec.Struct):
+class TimelineEvent(msgspec.Struct):
     event: str
     at_s: Moment
 
 
-class Aged(msgspec.Struct):
+class RequestAge(msgspec.Struct):
     age_s: Moment
 
 
-class Elapsed(msgspec.Struct):
+class UsageTimes(msgspec.Struct):
     arrived: Moment
     elapsed_s: Moment
 
 
 class WorkerPart(msgspec.Struct):
-    """What is read of a worker's answer to GET /v1/requests/{id}; all of it is passed on."""
+    """The fields that are decoded of a worker's answer to GET /v1/requests/{id}. The whole answer is passed on."""
 
     status: str
-    events: list[Happened]
+    events: list[TimelineEvent]
     age_s: Moment | None = None
-    request: Aged | None = None
-    usage: Elapsed | None = None
+    request: RequestAge | None = None
+    usage: UsageTimes | None = None
 
     def __post_init__(self) -> None:
         if self.request is None and self.usage is None:
             raise ValueError("it has neither request nor usage")
 
 
-async def list_requests(router: Router, scope: RouterScope, asking: CallerHeaders) -> dict[str, Any]:
+async def list_requests(router: Router, scope: RouterScope, caller: CallerHeaders) -> dict[str, Any]:
     scope.check_all()
     workers = of_kind(router.fleet, ("headgate",))
     replies = await router.worker_calls.fan_out(
         to_all(workers, call_of(LIST_REQUESTS, reads=RequestList)),
-        asking,
+        caller,
         router.config.control_timeout_s,
     )
-    mine = {_name(router, e.tenant, e.id): e for e in router.live.values() if scope.sees(e)}
-    told: list[dict[str, Any]] = []
+    visible = {_identity(router, e.tenant, e.id): e for e in router.live.values() if scope.sees(e)}
+    reported: list[dict[str, Any]] = []
     for reply in replies:
-        entries = [to_builtins(entry) for entry in reply.told.data] if reply.ok else []
-        told += [entry | {"worker": reply.worker.url} for entry in entries if entry.get("kind") != "prefill"]
-    told = [entry for entry in told if _is_there(entry, mine.get(_name_of(router, entry)))]
-    known = {_name_of(router, entry) for entry in told}
-    here = [_entry(exchange, router) for name, exchange in mine.items() if name not in known]
-    return {"object": "list", "data": told + here, "unreachable": [r.worker.url for r in replies if not r.ok]}
+        entries = [to_builtins(entry) for entry in reply.answer.data] if reply.ok else []
+        reported += [entry | {"worker": reply.worker.url} for entry in entries if entry.get("kind") != "prefill"]
+    reported = [entry for entry in reported if _is_current(entry, visible.get(_entry_identity(router, entry)))]
+    known = {_entry_identity(router, entry) for entry in reported}
+    here = [_entry(exchange, router) for name, exchange in visible.items() if name not in known]
+    return {"object": "list", "data": reported + here, "unreachable": [r.worker.url for r in replies if not r.ok]}
 
 
-def _name(router: Router, tenant: str, id: str) -> tuple[str, str]:
-    """What tells one request from another; a router without keys does not know the tenants of its workers."""
+def _identity(router: Router, tenant: str, id: str) -> tuple[str, str]:
+    """A request's identity. A router without keys does not know its workers' tenants."""
     return (tenant if router.config.api_keys or router.config.admin_key else "", id)
 
 
-def _name_of(router: Router, entry: dict[str, Any]) -> tuple[str, str]:
-    return _name(router, entry.get("tenant", ""), entry["request_id"])
+def _entry_identity(router: Router, entry: dict[str, Any]) -> tuple[str, str]:
+    return _identity(router, entry.get("tenant", ""), entry["request_id"])
 
 
-def _is_there(entry: dict[str, Any], exchange: Exchange | None) -> bool:
-    """Whether it is told by the worker that has it now: one that it has left may still make it, for its key."""
+def _is_current(entry: dict[str, Any], exchange: Exchange | None) -> bool:
+    """Whether the entry comes from the request's current worker. A former one may still compute it, for its key."""
     return exchange is None or exchange.worker is None or exchange.worker.url == entry["worker"]
 
 
-async def show_request(router: Router, scope: RouterScope, asking: CallerHeaders, name: str) -> dict[str, Any]:
+async def show_request(router: Router, scope: RouterScope, caller: CallerHeaders, name: str) -> dict[str, Any]:
     exchange = next((target.exchange for target in find(router, scope.tenants(router), name)), None)
     ours = of_kind(router.fleet, ("headgate",))
-    replies, prompts = await asyncio.gather(
-        _ask(router, asking, [worker for worker in ours if _may_know(worker, exchange)], name),
-        _ask(router, asking, [worker for worker in ours if worker.role == "prefill"], prefill_name(name)),
+    replies, prefills = await asyncio.gather(
+        _ask(router, caller, [worker for worker in ours if _may_know(worker, exchange)], name),
+        _ask(router, caller, [worker for worker in ours if worker.role == "prefill"], prefill_name(name)),
     )
-    told: list[WorkerPart] = [reply.told for reply in replies if reply.ok]
-    story = [to_builtins(stage) for stage in _stages(router, scope, exchange, name, replies, prompts)]
-    if exchange is not None and not exchange.cut and not any(each.status == "in_flight" for each in told):
+    reported: list[WorkerPart] = [reply.answer for reply in replies if reply.ok]
+    timeline = [to_builtins(stage) for stage in _stages(router, scope, exchange, name, replies, prefills)]
+    if exchange is not None and not exchange.cut and not any(each.status == "in_flight" for each in reported):
         entry = _entry(exchange, router)
         here = {"request_id": entry["request_id"], "status": "in_flight", "events": [], "age_s": entry["age_s"]}
-        return {**here, "request": entry, "stages": story}
-    if not told:
+        return {**here, "request": entry, "stages": timeline}
+    if not reported:
         raise _unknown(name, replies)
-    last = max((reply for reply in replies if reply.ok), key=lambda reply: _latest(reply.told))
-    return {**last.fields(), "worker": last.worker.url, "stages": story}
+    last = max((reply for reply in replies if reply.ok), key=lambda reply: _latest(reply.answer))
+    return {**last.fields(), "worker": last.worker.url, "stages": timeline}
 
 
-async def _ask(router: Router, asking: CallerHeaders, workers: Sequence[Worker], name: str) -> list[WorkerReply]:
+async def _ask(router: Router, caller: CallerHeaders, workers: Sequence[Worker], name: str) -> list[WorkerReply]:
     call = WorkerCall("GET", SHOW_REQUEST.path.format(id=quote(name, safe="")), reads=WorkerPart)
-    return await router.worker_calls.fan_out(to_all(workers, call), asking, router.config.control_timeout_s)
+    return await router.worker_calls.fan_out(to_all(workers, call), caller, router.config.control_timeout_s)
 
 
 def _may_know(worker: Worker, exchange: Exchange | None) -> bool:
-    """Whether to ask it: of what is here and placed, only those who have it or had it know."""
+    """Whether to ask the worker. Only current and former workers know a request that this router has placed."""
     if exchange is None or exchange.worker is None:
         return True
     return worker is exchange.worker or any(each.worker == worker.url for each in exchange.departures)
@@ -126,21 +126,21 @@ def _stages(
     exchange: Exchange | None,
     name: str,
     replies: Sequence[WorkerReply],
-    prompts: Sequence[WorkerReply],
+    prefills: Sequence[WorkerReply],
 ) -> list[Stage]:
-    words: list[WorkerReport] = [(reply.worker, "prompt", to_builtins(reply.told)) for reply in prompts if reply.ok]
-    words += [(reply.worker, "answer", to_builtins(reply.told)) for reply in replies if reply.ok]
+    parts: list[WorkerReport] = [(reply.worker, "prompt", to_builtins(reply.answer)) for reply in prefills if reply.ok]
+    parts += [(reply.worker, "answer", to_builtins(reply.answer)) for reply in replies if reply.ok]
     if exchange is not None:
-        return stages(words, exchange.departures, exchange.began)
+        return stages(parts, exchange.departures, exchange.began)
     moved = router.moved.get(name, None if scope.admin else scope.tenant)
-    if moved is None or not words:
-        return stages(words)
-    return stages(words, moved.departures, moved.began)
+    if moved is None or not parts:
+        return stages(parts)
+    return stages(parts, moved.departures, moved.began)
 
 
-def _latest(told: WorkerPart) -> tuple[bool, float]:
-    """Of an answer that has moved, the last worker's word."""
-    return told.status == "in_flight", -inf if told.age_s is None else -told.age_s
+def _latest(reported: WorkerPart) -> tuple[bool, float]:
+    """Sort key: the report of the last worker of a request that has moved is the greatest."""
+    return reported.status == "in_flight", -inf if reported.age_s is None else -reported.age_s
 
 
 def _unknown(name: str, replies: list[WorkerReply]) -> NotFound:
@@ -150,7 +150,7 @@ def _unknown(name: str, replies: list[WorkerReply]) -> NotFound:
 
 
 def _entry(exchange: Exchange, router: Router) -> dict[str, Any]:
-    """One that no worker has told of: it waits here, or its worker is of another kind or does not answer."""
+    """A request that no worker reports: it waits here, or its worker is of another kind or does not answer."""
     worker = exchange.worker
     return {
         "request_id": exchange.id,

@@ -1,7 +1,7 @@
-"""Growing and shrinking the fleet behind this address: GET and POST /v1/scale.
+"""Scaling of the fleet: GET and POST /v1/scale.
 
-A router knows workers, not machines. Who has started it together with its workers (`headgate up`) gives it a `Scaler`; a
-router that stands alone has none, and says so.
+A router knows workers, not machines. `headgate up`, which starts a router together with its workers, gives it a
+`Scaler`; a router that was started alone has none and refuses these calls.
 """
 
 from __future__ import annotations
@@ -30,42 +30,44 @@ class ScaleFailed(RequestError):
 
 def scaler_of(router: Router) -> Scaler:
     if router.scaler is None:
-        raise NoFleet("this router has started no servers; only that of `headgate up` can have more or fewer of them")
+        raise NoFleet("this router has no servers of its own to scale; only the router of `headgate up` has")
     return router.scaler
 
 
-def look(router: Router) -> dict[str, Any]:
+def status(router: Router) -> dict[str, Any]:
     scaler = scaler_of(router)
     return {"wanted": dict(scaler.wanted), "ready": dict(scaler.running)}
 
 
 async def scale(router: Router, body: ScaleRequest) -> tuple[bool, dict[str, Any]]:
-    """Whether it is done, and how it stands."""
+    """Returns whether the counts are reached, and the current counts."""
     scaler = scaler_of(router)
     if not body.counts:
-        raise RequestError(f"say how many there should be of {', '.join(ROLES)}", param="mixed")
+        raise RequestError(
+            f"give the wanted number of servers for at least one role of {', '.join(ROLES)}", param="mixed"
+        )
     try:
         done = await scaler.scale(body.counts, body.timeout)
     except RequestError:
         raise
     except HeadgateError as error:
         raise ScaleFailed(f"a server could not be started: {error}") from None
-    return done, look(router)
+    return done, status(router)
 
 
-# ----------------------------------------------------------------------------------------------------------- how busy it is
+# --------------------------------------------------------------------------------------------------------------- load
 
 
 class RoleLoad(NamedTuple):
-    """Of the workers of one role."""
+    """The load of the workers of one role."""
 
-    queue_s: float  # the age of the oldest request that waits for its first token behind others
+    queue_s: float  # age of the oldest request that waits behind others for its first token
     kv_usage: float  # share of KV blocks that are held
-    busy: float  # share of places that are taken
+    busy: float  # share of the places for running requests that are taken
 
 
 def load_of(router: Router, role: str) -> RoleLoad | None:
-    """None while nobody should draw conclusions: the fleet is paused, updated or shut down."""
+    """None while the load is not representative: the fleet is paused, updated or shut down."""
     if router.holding or router.fleet.rolling or router.draining:
         return None
     workers = [worker for worker in router.fleet if worker.role == role and worker.available]
@@ -86,11 +88,11 @@ def _longest_wait_s(router: Router, role: str) -> float:
 
 def _waits_for(exchange: Exchange, role: str) -> bool:
     if exchange.moves or exchange.unresumable or exchange.journal.tokens:
-        return False  # it has had its turn
+        return False  # it has its first token, or had an attempt
     worker: Worker | None = exchange.worker or (
         exchange.prefill_request.worker if exchange.prefill_request is not None else None
     )
     if worker is None:
-        return role != "prefill"  # for somebody who answers
-    # A long prompt is no queue: somebody must wait there.
+        return role != "prefill"  # it waits for a worker that answers
+    # A long prompt alone is not a queue: the worker must have waiting requests.
     return worker.role == role and worker.waiting > 0

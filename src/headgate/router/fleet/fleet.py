@@ -1,8 +1,8 @@
-"""The fleet: which workers there are, how they fare, and what of ours each of them has.
+"""The fleet: its workers, their health, and the load that this router has placed on each.
 
-A worker leaves after several failures in a row and comes back after several good probes; each time it leaves without having
-answered anything in between, it stays away for longer. What was taken from a worker is given back once, whatever happens to
-the request or to the worker.
+A worker is marked down after several consecutive failures and is used again after several good probes. Each time it
+goes down without having answered a request in between, it stays out for longer. Load that was added to a worker is
+subtracted exactly once, whatever happens to the request or to the worker.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from headgate.router.fleet.worker import Kind, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
-FAILURES = 3  # in a row, and a worker gets nothing more
-SUCCESSES = 2  # good probes in a row, and it is back
-FIRST_BREAK_S, LONGEST_BREAK_S = 0.5, 30.0
+FAILURES = 3  # consecutive failures that mark a worker down
+SUCCESSES = 2  # consecutive good probes that bring a worker back
+FIRST_COOLDOWN_S, MAX_COOLDOWN_S = 0.5, 30.0
 
-Half = Literal["prefill", "decode", "mixed", "any"]  # of a request; any: whoever there is
+WantedRole = Literal["prefill", "decode", "mixed", "any"]  # "any": every ready worker
 
 
 class NoSuchWorker(RequestError):
@@ -36,14 +36,14 @@ class NoSuchWorker(RequestError):
 
 
 class LoadShare:
-    """One request's share of a worker's load: a request until it ends, and its prompt until the first token."""
+    """One request's share of a worker's load: itself until it ends, and its prompt tokens until the first token."""
 
-    __slots__ = ("_fleet", "_given_back", "pending", "worker")
+    __slots__ = ("_fleet", "_released", "pending", "worker")
 
     def __init__(self, fleet: Workers, worker: Worker, tokens: int) -> None:
         self._fleet = fleet
-        self.pending = tokens  # of the prompt, until the first token of the answer
-        self._given_back = False
+        self.pending = tokens  # prompt tokens, until the first token of the answer
+        self._released = False
         self.worker = worker
         worker.in_flight += 1
         worker.pending_tokens += tokens
@@ -53,16 +53,16 @@ class LoadShare:
         self.pending = 0
 
     def give_back(self) -> None:
-        if self._given_back:
+        if self._released:
             self._fleet.double_releases += 1
             return
-        self._given_back = True
+        self._released = True
         worker = self.worker
         worker.pending_tokens -= self.pending
         self.pending = 0
         worker.in_flight -= 1
         if worker.state == "draining":
-            self._fleet._given_back(worker)
+            self._fleet.load_released(worker)
 
 
 class Workers:
@@ -76,23 +76,25 @@ class Workers:
     ) -> None:
         self.clock = clock
         self._fast_path = fast_path
-        self.outbox = Outbox()  # for all that is written to workers, or to clients
+        self.outbox = Outbox()  # for all writes to workers and clients
         self.double_releases = 0
-        self.disaggregated = False  # somebody is there for prompts alone
-        self.rolling = False  # an update goes from worker to worker: versions differ, and that is right
-        self.floor_version: int | None = None  # of the weights; who has older ones gets nothing
-        self.wanted_version: int | None = None  # of the weights; what an update through us has set
+        self.disaggregated = False  # a prefill worker and a worker of another role are ready
+        self.rolling = False  # a rolling update is in progress, so workers may have different versions
+        self.floor_version: int | None = None  # workers with older weights get no requests
+        self.wanted_version: int | None = None  # weight version set by the last update through this router
         self._connect_timeout_s = connect_timeout_s
         self._workers: dict[str, Worker] = {}
-        self._leaving: dict[Worker, None] = {}  # removed, and still at work; an address may have left more than once
+        self._leaving: dict[
+            Worker, None
+        ] = {}  # removed, with requests in flight; may contain an address more than once
         self._pools: dict[Worker, Pool] = {}
-        self._candidates: dict[tuple[Half, str | None], tuple[Worker, ...]] = {}
+        self._candidates: dict[tuple[WantedRole, str | None], tuple[Worker, ...]] = {}
         self._random = random.Random(seed)
         self.on_lost: Callable[[Worker, str], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_restart: Callable[[Worker], None] | None = None
 
-    # -- who there is ---------------------------------------------------------------
+    # -- membership -----------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -105,7 +107,7 @@ class Workers:
         return [*self._workers.values(), *self._leaving]
 
     def add(self, url: str, role: Role = "mixed", *, pid: int | None = None, managed: bool = False) -> Worker:
-        """A worker at that address; one that is known already gets the new role."""
+        """Add a worker, or change the role of a known one."""
         url = checked_url(url)
         if role not in ROLES:
             raise RequestError(f"role must be one of {', '.join(ROLES)}, not {role!r}", param="role")
@@ -127,11 +129,11 @@ class Workers:
         return worker
 
     def remove(self, worker: Worker) -> None:
-        """Send it nothing more; what it has may finish."""
+        """Send the worker no more requests. Those in flight may finish."""
         if self._workers.pop(worker.url, None) is not None:
             self._leaving[worker] = None
             self.set_state(worker, "draining")
-            self._given_back(worker)
+            self.load_released(worker)
 
     def pool(self, worker: Worker) -> Pool:
         return self._pools[worker]
@@ -145,36 +147,38 @@ class Workers:
         for pool in self._pools.values():
             pool.sweep(now_s)
 
-    def _given_back(self, worker: Worker) -> None:
+    def load_released(self, worker: Worker) -> None:
         if worker.in_flight or worker.state != "draining":
             return
         if worker in self._leaving:
             del self._leaving[worker]
             self._pools.pop(worker).close()
             log.info("%s has left", worker.name)
-        self._changed()  # somebody may wait for its last request
+        self._changed()  # a caller may be waiting for the last request to end
 
-    # -- who may be asked -------------------------------------------------------------
+    # -- candidates -------------------------------------------------------------------
 
-    def candidates(self, half: Half, model: str | None, excluded: Collection[Worker] = ()) -> tuple[Worker, ...]:
-        key = half, model
+    def candidates(
+        self, role: WantedRole, model: str | None, excluded: Collection[Worker] = ()
+    ) -> tuple[Worker, ...]:
+        key = role, model
         found = self._candidates.get(key)
         if found is None:
-            if len(self._candidates) > 1000:  # clients may invent names
+            if len(self._candidates) > 1000:  # clients can send any model name
                 self._candidates.clear()
-            found = self._candidates[key] = self._look_for(half, model)
+            found = self._candidates[key] = self._find_candidates(role, model)
         if excluded:
             return tuple(worker for worker in found if worker not in excluded)
         return found
 
-    def _look_for(self, half: Half, model: str | None) -> tuple[Worker, ...]:
+    def _find_candidates(self, role: WantedRole, model: str | None) -> tuple[Worker, ...]:
         available = [worker for worker in self._workers.values() if worker.available]
-        # Every worker can do every half: a role is a preference.
-        ready = [worker for worker in available if _can(worker, half)] or available
+        # Every worker can do both prefill and decode; a role is a preference.
+        ready = [worker for worker in available if _fits(worker, role)] or available
         if model is None:
             return tuple(ready)
         serving = [worker for worker in ready if model in worker.models]
-        # A name that nobody is known to have goes to anyone, whose refusal says which names there are.
+        # A request for an unknown model goes to any worker, whose refusal lists the models that it serves.
         return tuple(serving or ready)
 
     def _changed(self) -> None:
@@ -184,7 +188,7 @@ class Workers:
         if self.on_change is not None:
             self.on_change()
 
-    # -- how they fare ----------------------------------------------------------------
+    # -- load and health --------------------------------------------------------------
 
     def taking(self, worker: Worker, tokens: int) -> LoadShare:
         return LoadShare(self, worker, tokens)
@@ -205,7 +209,7 @@ class Workers:
         self._changed()
 
     def answered(self, worker: Worker) -> None:
-        """It has answered a request: whatever was wrong is over."""
+        """Note that the worker has answered a request, which resets its failure counts."""
         worker.failures = worker.trips = 0
 
     def failed(self, worker: Worker, why: str) -> None:
@@ -217,18 +221,18 @@ class Workers:
             self.give_up(worker)
 
     def give_up(self, worker: Worker) -> None:
-        """Send it nothing more until it has been well for a while."""
+        """Mark the worker down until the cooldown has passed and its probes succeed."""
         if worker.state in ("down", "draining"):
             return
         worker.trips += 1
         worker.successes = 0
-        break_s = min(FIRST_BREAK_S * 2 ** (worker.trips - 1), LONGEST_BREAK_S)
-        worker.open_until_s = self.clock() + break_s * self._random.uniform(0.75, 1.25)
-        worker.kind = "unknown"  # something else may come back
+        cooldown_s = min(FIRST_COOLDOWN_S * 2 ** (worker.trips - 1), MAX_COOLDOWN_S)
+        worker.open_until_s = self.clock() + cooldown_s * self._random.uniform(0.75, 1.25)
+        worker.kind = "unknown"  # another program may start at this address
         self.set_state(worker, "down")
 
     def probed(self, worker: Worker, state: WorkerState) -> None:
-        """It has answered a probe, and says how it is."""
+        """Note that the worker has answered a probe and reported `state`."""
         if worker.state == "down":
             if self.clock() < worker.open_until_s:
                 return
@@ -237,38 +241,38 @@ class Workers:
                 return
             worker.failures = 0
         if worker.state != "draining":
-            self.set_state(worker, self._judged(worker, state))
+            self.set_state(worker, self._effective_state(worker, state))
             worker.probes += worker.state == "ready"
 
-    def _judged(self, worker: Worker, state: WorkerState) -> WorkerState:
+    def _effective_state(self, worker: Worker, state: WorkerState) -> WorkerState:
         floor = self.floor_version
         if state == "ready" and floor is not None and worker.version is not None and worker.version < floor:
             return "outdated"
         return state
 
-    def set_life(self, worker: Worker, life: str | None) -> None:
-        """What it calls its life. It may have been away so shortly that nobody has missed it."""
-        before, worker.life = worker.life, life
-        if before not in (None, life) and self.on_restart is not None:
-            log.info("%s was started anew", worker.name)
+    def set_boot_id(self, worker: Worker, boot_id: str | None) -> None:
+        """Set the worker's boot id. It reveals restarts shorter than the probe interval."""
+        before, worker.boot_id = worker.boot_id, boot_id
+        if before not in (None, boot_id) and self.on_restart is not None:
+            log.info("%s was restarted", worker.name)
             self.on_restart(worker)
 
     def set_version(self, worker: Worker, version: int) -> None:
-        """The weights it says it has."""
+        """Set the weight version that the worker reports."""
         if version != worker.version:
             worker.version = version
-            worker.generation += 1  # of its cache: what was sent before was computed with other weights
+            worker.generation += 1  # its cached prefixes were computed with other weights
             self.set_floor()
 
     def set_floor(self) -> None:
-        """Which weights a worker must have to be asked: what an update through us has set, or the majority's.
+        """Set the lowest weight version that gets requests: the router's last update, or the majority's if newer.
 
-        During a rolling update it stays as it was: workers have the old weights or the new ones, and none older than both.
+        It does not change during a rolling update, when workers have the old weights or the new ones.
         """
         if not self.rolling:
-            self.floor_version = self._settled_version()
+            self.floor_version = self._required_version()
 
-    def _settled_version(self) -> int | None:
+    def _required_version(self) -> int | None:
         versions = sorted(
             (
                 worker.version
@@ -277,16 +281,16 @@ class Workers:
             ),
             reverse=True,
         )
-        # The newest that more than half of them have reached.
+        # The newest version that more than half of the workers have reached.
         majority = versions[len(versions) // 2] if versions else None
         known = [version for version in (majority, self.wanted_version) if version is not None]
         return max(known, default=None)
 
 
-def _can(worker: Worker, half: Half) -> bool:
-    if half == "any":
+def _fits(worker: Worker, role: WantedRole) -> bool:
+    if role == "any":
         return True
-    return worker.role in ("mixed", half) if half != "mixed" else worker.role in ("mixed", "decode")
+    return worker.role in ("mixed", role) if role != "mixed" else worker.role in ("mixed", "decode")
 
 
 def checked_url(url: str) -> str:
@@ -299,5 +303,5 @@ def _has_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return url.isascii() and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not close, a port that is no number or none that there is
+    except ValueError:  # unclosed brackets, or a port that is not a number or out of range
         return False

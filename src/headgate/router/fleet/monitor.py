@@ -1,8 +1,8 @@
-"""How the workers fare: each is asked once a second what it is, what it has, and what has left its cache.
+"""Probes each worker once a second for its state, its load and its cache horizon.
 
-A worker of our own tells all of that in one answer (`/v1/loads`). Of others we learn what their kind has to say: whether
-they are healthy, and which models they serve. Streams of a worker that answers neither probes nor requests are given
-up, so that another can go on with them; a worker that is merely busy still sends bytes.
+A headgate worker reports all of that in one answer (`/v1/loads`). Other kinds of workers report only whether they are
+healthy and which models they serve. A worker that answers neither probes nor requests is marked down, and its streams
+resume at another worker; a worker that is merely busy still sends bytes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LATE_S = 1.0  # a probe that ends so long after its time says that we are starved, and nothing of the worker
-HURRY = 4.0  # a worker that is not ready is asked so many times as often
+LATE_S = (
+    1.0  # a probe that ends this long after its timeout shows that this process is starved, not that the worker is
+)
+NOT_READY_RATE = 4.0  # probe rate of workers that are not ready, relative to those that are
 STATES: dict[str, WorkerState] = {
     "running": "ready",
     "pausing": "paused",
     "paused": "paused",
     "updating": "paused",
     "quarantined": "paused",
-    "outdated": "outdated",  # it runs, and refuses requests until it has the weights of its server
-    "draining": "stopping",  # it shuts down, and may come back; *our* draining ends only when we say so
+    "outdated": "outdated",  # it runs, and refuses requests until it has its server's weights
+    "draining": "stopping",  # it shuts down and may come back; a probe does not end the router's `draining`
 }
 
 
@@ -54,7 +56,7 @@ class WorkerLoads(msgspec.Struct):
     """A worker's answer to GET /v1/loads."""
 
     loads: Annotated[list[EngineLoad], Meta(max_length=10_000)]
-    life: str | None = None
+    boot_id: str | None = msgspec.field(default=None, name="life")
     cache_horizon_age_s: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None
 
 
@@ -72,45 +74,45 @@ class Monitor:
         self._router = router
         self._fleet = router.fleet
         self._config = router.config
-        self._watching: dict[Worker, asyncio.Task[None]] = {}
-        self._heard_s: dict[Worker, float] = {}
+        self._watches: dict[Worker, asyncio.Task[None]] = {}
+        self._answered_s: dict[Worker, float] = {}
 
     async def run(self) -> None:
-        """Watch whoever is in the fleet, for as long as they are."""
+        """Probe every worker for as long as it is in the fleet."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                here = dict.fromkeys(self._fleet)  # in order, so that a run can be had again
-                for worker in here:
-                    if worker not in self._watching:
-                        self._watching[worker] = tasks.create_task(self._watch(worker))
-                for worker in [worker for worker in self._watching if worker not in here]:
-                    self._watching.pop(worker).cancel()
-                    self._heard_s.pop(worker, None)
+                present = dict.fromkeys(self._fleet)  # ordered, so that a simulated run is reproducible
+                for worker in present:
+                    if worker not in self._watches:
+                        self._watches[worker] = tasks.create_task(self._watch(worker))
+                for worker in [worker for worker in self._watches if worker not in present]:
+                    self._watches.pop(worker).cancel()
+                    self._answered_s.pop(worker, None)
                 await self._router.fleet_changed(self._config.probe_interval_s)
 
     async def _watch(self, worker: Worker) -> None:
         interval_s = self._config.probe_interval_s
         while True:
             await self.probe(worker)
-            hurry = 1.0 if worker.state == "ready" else HURRY
-            await asyncio.sleep(interval_s / hurry * self._router.random.uniform(0.8, 1.2))
+            rate = 1.0 if worker.state == "ready" else NOT_READY_RATE
+            await asyncio.sleep(interval_s / rate * self._router.random.uniform(0.8, 1.2))
 
     async def probe(self, worker: Worker) -> None:
-        asked_s = self._fleet.clock()
+        began_s = self._fleet.clock()
         try:
-            state = await self._ask(worker)
-        except Exception as error:  # whatever a worker says must not end the watch over all of them
-            if self._fleet.clock() - asked_s < self._config.probe_timeout_s + LATE_S:
-                self._silent(worker, error)
+            state = await self._query(worker)
+        except Exception as error:  # no answer of one worker may stop the probes of all
+            if self._fleet.clock() - began_s < self._config.probe_timeout_s + LATE_S:
+                self._probe_failed(worker, error)
             else:
-                log.warning("this process was not run for a while; what workers have said meanwhile is not known")
+                log.warning("this process did not get CPU time for a while; the result of a probe is discarded")
         else:
-            self._heard_s[worker] = self._fleet.clock()
+            self._answered_s[worker] = self._fleet.clock()
             self._fleet.probed(worker, state)
 
-    def _silent(self, worker: Worker, error: Exception) -> None:
+    def _probe_failed(self, worker: Worker, error: Exception) -> None:
         if worker.state == "starting":
-            log.debug("%s is not there yet: %s", worker.name, error)
+            log.debug("%s is not up yet: %s", worker.name, error)
         elif worker.state == "down":
             worker.successes = 0
         elif not isinstance(error, NoAnswer):
@@ -120,21 +122,23 @@ class Monitor:
             self._fleet.give_up(worker)
 
     def _silence_s(self, worker: Worker) -> float:
-        """Since anything at all came from it."""
-        heard_s = max(self._heard_s.get(worker, -inf), self._router.last_byte_s(worker))
-        return self._fleet.clock() - heard_s
+        """Time since the last byte from the worker."""
+        last_s = max(self._answered_s.get(worker, -inf), self._router.last_byte_s(worker))
+        return self._fleet.clock() - last_s
 
-    async def _ask(self, worker: Worker) -> WorkerState:
+    async def _query(self, worker: Worker) -> WorkerState:
         if worker.kind == "unknown":
             kind, models = await self._identify(worker)
             self._fleet.set_kind(worker, kind, models)
             log.info("%s is a worker of kind %s with %s", worker.name, kind, ", ".join(models) or "no model named")
         if worker.kind == "headgate":
             generation = worker.generation
-            told: WorkerLoads = await self._get(worker, "/v1/loads", WorkerLoads)
-            if worker.generation != generation:  # asked before its weights changed, it may have told of the old ones
-                told = await self._get(worker, "/v1/loads", WorkerLoads)
-            return self._read(worker, told)
+            report: WorkerLoads = await self._get(worker, "/v1/loads", WorkerLoads)
+            if (
+                worker.generation != generation
+            ):  # its weights changed during the probe; the report may be of the old ones
+                report = await self._get(worker, "/v1/loads", WorkerLoads)
+            return self._apply(worker, report)
         await self._get(worker, "/health" if worker.kind in ("vllm", "sglang") else "/v1/models")
         return "ready"
 
@@ -155,10 +159,10 @@ class Monitor:
             raise WorkerLost(f"GET {path} answered {status}")
         return msgspec.json.decode(body, type=kind) if kind is not None else None
 
-    def _read(self, worker: Worker, told: WorkerLoads) -> WorkerState:
-        """Take over what one of our own says of itself."""
-        self._fleet.set_life(worker, told.life)
-        loads = told.loads
+    def _apply(self, worker: Worker, report: WorkerLoads) -> WorkerState:
+        """Copy a headgate worker's report to `worker`, and return its state."""
+        self._fleet.set_boot_id(worker, report.boot_id)
+        loads = report.loads
         if not loads:
             raise WorkerLost("none of its engines is up")
         worker.running = sum(load.num_running_reqs for load in loads)
@@ -168,7 +172,7 @@ class Monitor:
         worker.total_blocks = sum(load.num_total_blocks for load in loads)
         worker.max_running = sum(load.max_running_requests for load in loads)
         self._fleet.set_version(worker, min(int(load.weight_version) for load in loads))
-        if (age_s := told.cache_horizon_age_s) is not None:
+        if (age_s := report.cache_horizon_age_s) is not None:
             worker.horizon_s = max(worker.horizon_s, self._fleet.clock() - age_s)
         states = {STATES.get(load.state, "paused") for load in loads}
         if states == {"outdated"}:

@@ -1,10 +1,10 @@
-"""Which worker gets a request: each policy is a small thing with one method, judged by what it sees of workers now.
+"""Placement policies: each has one method that chooses a worker for a request from the workers' current state.
 
-Rules: no clock, no I/O; chance comes from the caller. Candidates are a tuple, the same one until the fleet changes, because
-what is derived from it is kept. Of a large fleet a policy looks at a sample and at the workers that are special to the
-request, so the choice costs the same among a thousand.
+Rules: no clock, no I/O; the caller passes the random source. Candidates are a tuple, the same object until the fleet
+changes, because policies cache what they derive from it. In a large fleet a policy compares a random sample and the
+workers that are special to the request, so the cost of a choice does not grow with the fleet.
 
-*Work* is how load is weighed: a request counts one, and so do 1,024 tokens of prompts that are yet to be computed.
+*Work* is the measure of load: a request counts one, and so do 1,024 prompt tokens that are not computed yet.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from headgate.router.data_path.request_info import BYTES_PER_TOKEN, RequestInfo
 from headgate.router.fleet.prefix_index import Match
 from headgate.router.fleet.worker import Worker
 
-SMALL_FLEET: Final = 16  # workers that are all looked at
-SAMPLE: Final = 10  # of more; the best of ten is nearly always among the best quarter
-TOKENS_PER_REQUEST: Final = 1024  # of prompt, that weigh as much as one more request
+SMALL_FLEET: Final = 16  # up to this size, all workers are compared
+SAMPLE_SIZE: Final = 10  # compared in a larger fleet; the best of ten is nearly always in the best quarter
+TOKENS_PER_REQUEST: Final = 1024  # prompt tokens that weigh as much as one request
 
-# Where a conversation's prefix is, it stays, unless its worker has more work than the least loaded has by
-# both of these; what moving would compute again counts for staying.
-AHEAD: Final = 8.0  # requests
-TIMES: Final = 1.5
+# A conversation stays at the worker that has its prefix, unless that worker's work exceeds the least loaded worker's
+# by both of these. The tokens that a move would recompute count in favour of staying.
+MAX_EXTRA_WORK: Final = 8.0  # requests
+MAX_WORK_RATIO: Final = 1.5
 
-# A new conversation goes to whom fewest were given of late. A worker that has its system prompt may be ahead by this much.
-HEAD_START: Final = 1.0
-# Placements per worker that are remembered; older ones count half, a quarter, ...
-MEMORY: Final = 16
+# A new conversation goes to the worker with the fewest recent placements. A worker that has its system prompt may be
+# ahead of that by this much.
+PREFIX_BONUS: Final = 1.0
+# Remembered placements per worker; older ones count half, a quarter, ...
+PLACEMENT_HISTORY: Final = 16
 
-WAITING_WEIGHT: Final = 2.0  # of a worker's own queue against what it runs
+WAITING_WEIGHT: Final = 2.0  # a waiting request, relative to a running one
 
 
 class Policy(Protocol):
-    uses_index: bool  # otherwise its caller need not look the prompt up
+    uses_index: bool  # if False, the caller skips the prefix lookup
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        """One of `workers`, of which there is at least one."""
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
+        """Return one of `workers`, which is not empty."""
 
 
 def work(worker: Worker) -> float:
@@ -49,7 +50,7 @@ def work(worker: Worker) -> float:
 
 
 class CacheAware:
-    """Conversations stay where they are, new ones are spread evenly, and nobody drowns in a popular prefix."""
+    """Keeps conversations at their worker and spreads new ones, without overloading the worker of a popular prefix."""
 
     uses_index = True
 
@@ -58,46 +59,46 @@ class CacheAware:
         self._placed: dict[Worker, int] = {}
         self._placements = 0
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        looked_at = sample = _some(workers, rng)  # all of a small fleet
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
+        compared = sample = _sample(workers, rng)  # all workers of a small fleet
         if match.found:
             members = self._members.of(workers)
-            homes = [worker for worker in match.homes if worker in members]
-            if homes and _may_stay(home := min(homes, key=work), match, sample):
-                return home
+            previous = [worker for worker in match.last_workers if worker in members]
+            if previous and _should_stay(current := min(previous, key=work), match, sample):
+                return current
             if len(workers) > SMALL_FLEET:
-                looked_at = [*sample, *(worker for worker in match.found if worker in members)]
-        chosen = self._fairest(looked_at, match)
-        self._note(chosen, len(workers))
+                compared = [*sample, *(worker for worker in match.found if worker in members)]
+        chosen = self._least_loaded(compared, match)
+        self._record(chosen, len(workers))
         return chosen
 
-    def _fairest(self, workers: Sequence[Worker], match: Match) -> Worker:
+    def _least_loaded(self, workers: Sequence[Worker], match: Match) -> Worker:
         placed, found = self._placed, match.found
-        fairest, least = workers[0], inf
-        for worker in workers:  # a loop, because a call per worker would be felt
+        chosen, least = workers[0], inf
+        for worker in workers:  # inlined: a function call per worker would cost too much
             score = worker.in_flight + worker.others + worker.pending_tokens / TOKENS_PER_REQUEST
             score += placed.get(worker, 0)
             if found and (known := found.get(worker)) is not None:
-                score -= min(_tokens(known.size) / TOKENS_PER_REQUEST, HEAD_START)
+                score -= min(_tokens(known.size) / TOKENS_PER_REQUEST, PREFIX_BONUS)
             if score < least:
-                fairest, least = worker, score
-        return fairest
+                chosen, least = worker, score
+        return chosen
 
-    def _note(self, worker: Worker, workers: int) -> None:
+    def _record(self, worker: Worker, workers: int) -> None:
         self._placed[worker] = self._placed.get(worker, 0) + 1
         self._placements += 1
-        if self._placements >= MEMORY * workers:
-            # Who is no longer there is forgotten on the way.
+        if self._placements >= PLACEMENT_HISTORY * workers:
+            # This also drops workers that have left.
             self._placed = {worker: count // 2 for worker, count in self._placed.items() if count > 1}
             self._placements = sum(self._placed.values())
 
 
-def _may_stay(home: Worker, match: Match, sample: Sequence[Worker]) -> bool:
-    mine = work(home) - _tokens(match.found[home].size) / TOKENS_PER_REQUEST
-    if mine <= AHEAD:
+def _should_stay(current: Worker, match: Match, sample: Sequence[Worker]) -> bool:
+    mine = work(current) - _tokens(match.found[current].size) / TOKENS_PER_REQUEST
+    if mine <= MAX_EXTRA_WORK:
         return True
     least = min(map(work, sample))
-    return mine <= max(least + AHEAD, least * TIMES)
+    return mine <= max(least + MAX_EXTRA_WORK, least * MAX_WORK_RATIO)
 
 
 def _tokens(size: int) -> int:
@@ -107,24 +108,24 @@ def _tokens(size: int) -> int:
 class LeastRequests:
     uses_index = False
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        return min(_some(workers, rng), key=lambda worker: worker.load)
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
+        return min(_sample(workers, rng), key=lambda worker: worker.load)
 
 
 class LeastTokens:
-    """Fewest prompt tokens yet to be computed; then fewest requests."""
+    """Fewest prompt tokens still to compute; then fewest requests."""
 
     uses_index = False
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        return min(_some(workers, rng), key=lambda worker: (worker.pending_tokens, worker.load))
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
+        return min(_sample(workers, rng), key=lambda worker: (worker.pending_tokens, worker.load))
 
 
 class PowerOfTwo:
     uses_index = False
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        one, other = _any(workers, rng), _any(workers, rng)
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
+        one, other = _random_worker(workers, rng), _random_worker(workers, rng)
         return one if work(one) <= work(other) else other
 
 
@@ -134,7 +135,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
         self._next = (self._next + 1) % len(workers)
         return workers[self._next]
 
@@ -142,15 +143,15 @@ class RoundRobin:
 class RandomWorker:
     uses_index = False
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        return _any(workers, rng)
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
+        return _random_worker(workers, rng)
 
 
 class Session:
-    """A session has one worker as long as that is there; who comes or goes moves its own share of sessions alone.
+    """Consistent hashing: a session keeps its worker. A worker that joins or leaves moves only its share of sessions.
 
-    Workers have places on a ring by their names, the same in every router. A request without a session goes where there
-    is least to do.
+    Positions on the ring derive from worker names and are the same in every router. A request without a session goes
+    to the worker with the least work.
     """
 
     uses_index = False
@@ -159,22 +160,22 @@ class Session:
         self._members = Members()
         self._ring = Ring(())
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        if not ask.session:
-            return min(_some(workers, rng), key=work)
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
+        if not info.session:
+            return min(_sample(workers, rng), key=work)
         members = self._members.of(workers)
         if not self._ring.serves(members):
             self._ring = Ring(workers)
-        return self._ring.find(ask.session, members)
+        return self._ring.find(info.session, members)
 
 
 class ReportedLoad:
-    """By what workers report of themselves: running and waiting requests, then room for more."""
+    """Lowest reported load: running and waiting requests, then most free blocks."""
 
     uses_index = False
 
-    def choose(self, workers: tuple[Worker, ...], ask: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        return min(_some(workers, rng), key=_reported)
+    def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
+        return min(_sample(workers, rng), key=_reported)
 
 
 POLICIES: Final[dict[str, Callable[[], Policy]]] = {
@@ -190,7 +191,7 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
 
 
 class Members:
-    """The candidates as a set, made once for as long as they are the same tuple."""
+    """The candidates as a set, rebuilt only when the tuple changes."""
 
     def __init__(self) -> None:
         self._workers: tuple[Worker, ...] = ()
@@ -203,19 +204,21 @@ class Members:
 
 
 class Ring:
-    """Every worker has a hundred places; a key belongs to the next place after its hash."""
+    """A hash ring with a hundred positions per worker. A key belongs to the next position after its hash."""
 
-    PLACES: Final = 100
+    POSITIONS: Final = 100
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._known = frozenset(workers)
         self._checked: frozenset[Worker] = self._known
-        places = sorted((place, worker.name, worker) for worker in workers for place in _places(worker, self.PLACES))
-        self._hashes = [place for place, _, _ in places]
-        self._workers = [worker for _, _, worker in places]
+        positions = sorted(
+            (position, worker.name, worker) for worker in workers for position in _positions(worker, self.POSITIONS)
+        )
+        self._hashes = [position for position, _, _ in positions]
+        self._workers = [worker for _, _, worker in positions]
 
     def serves(self, members: frozenset[Worker]) -> bool:
-        """Whether all of `members` are on it, and not too many others, such as one that a retry leaves out."""
+        """Whether the ring has all `members` and at most as many others, such as a worker that a retry excludes."""
         if members is not self._checked:
             if not members <= self._known or 2 * len(members) < len(self._known):
                 return False
@@ -228,12 +231,12 @@ class Ring:
         return next(worker for step in range(count) if (worker := self._workers[(first + step) % count]) in members)
 
 
-def _places(worker: Worker, count: int) -> list[int]:
+def _positions(worker: Worker, count: int) -> list[int]:
     return [_hash(b"%s#%d" % (worker.name.encode(), number)) for number in range(count)]
 
 
 def _hash(key: bytes) -> int:
-    """The same in every process, unlike `hash`."""
+    """Unlike `hash`, the same in every process."""
     return int.from_bytes(blake2b(key, digest_size=8).digest())
 
 
@@ -241,14 +244,14 @@ def _reported(worker: Worker) -> tuple[float, int]:
     return worker.running + WAITING_WEIGHT * worker.waiting, -worker.free_blocks
 
 
-def _any(workers: tuple[Worker, ...], rng: random.Random) -> Worker:
+def _random_worker(workers: tuple[Worker, ...], rng: random.Random) -> Worker:
     return workers[int(rng.random() * len(workers))]
 
 
-def _some(workers: tuple[Worker, ...], rng: random.Random) -> Sequence[Worker]:
-    """All of a small fleet, beginning anywhere so that ties are spread; some of a large one."""
+def _sample(workers: tuple[Worker, ...], rng: random.Random) -> Sequence[Worker]:
+    """All workers of a small fleet, rotated at random so that ties are spread; a random sample of a large one."""
     count, draw = len(workers), rng.random
     if count <= SMALL_FLEET:
         first = int(draw() * count)
         return workers[first:] + workers[:first]
-    return [workers[int(draw() * count)] for _ in range(SAMPLE)]
+    return [workers[int(draw() * count)] for _ in range(SAMPLE_SIZE)]

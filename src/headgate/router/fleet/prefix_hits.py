@@ -1,7 +1,7 @@
-"""What workers really found in their caches, beside what the index expected of them.
+"""Counts cache hits that workers report, next to the hits that the prefix index expected.
 
-Read once an answer, from what it says of itself: the journal of our own workers, the usage of others if they tell it. Both
-are counted in the worker's own tokens, of attempts that began with the prompt and computed it themselves.
+Each answer is read once: the journal of headgate workers, the usage field of others if it reports cached tokens. All
+counts are in the worker's own tokens, and only for attempts that started from the prompt and computed it themselves.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from headgate.router.exchange.placement import Placement
 from headgate.router.fleet.prefix_index import WorkerPrefix
 from headgate.router.fleet.worker import Worker
 
-USAGE_BYTES: Final = 4096  # at the end of an answer, where its usage is looked for
-LEAST_TOKENS: Final = 128  # expected, before a worker is believed to have lost them
+USAGE_BYTES: Final = 4096  # searched for usage, at the end of an answer
+MIN_EXPECTED_TOKENS: Final = 128  # below this, a miss says nothing about eviction
 
-# Neither can stand inside a string, which would escape its quotes.
-CACHED = re.compile(rb'"cached_tokens": ?(\d{1,12})')
-PROMPT = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,12})')
+# Neither pattern can match inside a JSON string, where the quotes would be escaped.
+CACHED_FIELD = re.compile(rb'"cached_tokens": ?(\d{1,12})')
+PROMPT_FIELD = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,12})')
 
 
-def note(ask: RequestInfo, journal: Journal, placement: Placement, outcome: Outcome) -> None:
-    """Count what the worker of an attempt that has ended had of its prompt, if it says so."""
+def record_hits(info: RequestInfo, journal: Journal, placement: Placement, outcome: Outcome) -> None:
+    """Count how much of the prompt was cached at the worker of a finished attempt, if the answer reports it."""
     if placement.prefill is not None or placement.reason == "resume":
         return
-    told = _told(ask, journal, outcome)
-    if told is None:
+    usage = _reported_usage(info, journal, outcome)
+    if usage is None:
         return
-    prompt, cached = told
+    prompt, cached = usage
     worker, found = placement.worker, placement.found
-    expected = 0 if found is None else int(prompt * found.size / len(ask.prompt))
+    expected = 0 if found is None else int(prompt * found.size / len(info.prompt))
     worker.prompt_tokens += prompt
     worker.cached_tokens += cached
     worker.expected_tokens += expected
     if found is not None and worker.kind != "headgate":
-        _learn(worker, found, expected, cached)
+        _learn_horizon(worker, found, expected, cached)
 
 
-def _learn(worker: Worker, found: WorkerPrefix, expected: int, cached: int) -> None:
-    """One that does not tell its horizon has shown it: what it had used so long ago is gone."""
-    if expected >= LEAST_TOKENS and cached < expected / 2 and found.last_s < inf:
+def _learn_horizon(worker: Worker, found: WorkerPrefix, expected: int, cached: int) -> None:
+    """Infer the horizon of a worker that reports none: what it last used at `found.last_s` has been evicted."""
+    if expected >= MIN_EXPECTED_TOKENS and cached < expected / 2 and found.last_s < inf:
         worker.horizon_s = max(worker.horizon_s, found.last_s)
 
 
-def _told(ask: RequestInfo, journal: Journal, outcome: Outcome) -> tuple[int, int] | None:
-    """Tokens of the prompt, and how many of them were cached."""
+def _reported_usage(info: RequestInfo, journal: Journal, outcome: Outcome) -> tuple[int, int] | None:
+    """Number of prompt tokens, and how many of them were cached."""
     if isinstance(outcome, Streamed):
-        return journal.cached(ask.n) or usage_in(outcome.tail)
+        return journal.cached(info.n) or usage_in(outcome.tail)
     if isinstance(outcome, Answered) and outcome.status == 200:
-        return outcome.usage or journal.cached(ask.n) or usage_in(outcome.body)
+        return outcome.usage or journal.cached(info.n) or usage_in(outcome.body)
     return None
 
 
@@ -61,5 +61,5 @@ def usage_in(answer: bytes) -> tuple[int, int] | None:
     end = answer[-USAGE_BYTES:]
     if b'"cached_tokens"' not in end:
         return None
-    prompts, cached = PROMPT.findall(end), CACHED.findall(end)
+    prompts, cached = PROMPT_FIELD.findall(end), CACHED_FIELD.findall(end)
     return (int(prompts[-1]), int(cached[-1])) if prompts and cached else None

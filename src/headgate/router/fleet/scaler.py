@@ -1,4 +1,4 @@
-"""What grows and shrinks a fleet, as a router sees it."""
+"""The interface through which a router changes the number of servers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 class Scaler(Protocol):
     @property
     def wanted(self) -> Mapping[str, int]:
-        """How many there should be, by role."""
+        """The wanted number of servers, by role."""
 
     @property
     def running(self) -> Mapping[str, int]:
-        """How many take requests."""
+        """The number of servers that accept requests, by role."""
 
     async def scale(self, counts: Mapping[str, int], timeout_s: float) -> bool:
-        """Have so many; True when it is so, False at the timeout."""
+        """Scale to `counts`. Return True when that is reached, False at the timeout."""

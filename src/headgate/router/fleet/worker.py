@@ -1,4 +1,4 @@
-"""A worker as the router sees it: where it is, what it can do, how it fares, and how much of its work is ours."""
+"""A worker as the router sees it: its address, capabilities, health, and its load from this router."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ WorkerState = Literal["starting", "ready", "paused", "draining", "outdated", "st
 
 
 class Worker:
-    """Changed only by its fleet, in the event loop's thread; policies read it as a snapshot."""
+    """Only the fleet changes a worker, on the event loop's thread. Policies read the current values."""
 
     __slots__ = (
+        "boot_id",
         "cached_tokens",
         "changes",
         "errors",
@@ -26,7 +27,6 @@ class Worker:
         "in_flight",
         "key",
         "kind",
-        "life",
         "listed",
         "managed",
         "max_running",
@@ -54,35 +54,35 @@ class Worker:
         self.name = name or url
         self.role: Role = role
         self.kind: Kind = "unknown"
-        self.models: frozenset[str] = frozenset()  # empty: not known
+        self.models: frozenset[str] = frozenset()  # empty if unknown
         self.state: WorkerState = "starting"
-        self.changes = 0  # of its state
-        self.probes = 0  # that have found it ready
-        self.key: str | None = None  # what it wants to see, if not what all do
-        self.listed = False  # in the file of workers
-        self.managed = False  # registered by itself, and gone when its heartbeats stop
+        self.changes = 0  # number of state changes
+        self.probes = 0  # number of probes that found the worker ready
+        self.key: str | None = None  # API key for this worker, if it differs from the fleet's key
+        self.listed = False  # in the workers file
+        self.managed = False  # self-registered; removed when its heartbeats stop
         self.pid: int | None = None
-        # Ours, taken and given back by `Workers.taking`.
+        # Load from this router. `Workers.taking` adds to it and `LoadShare.give_back` subtracts.
         self.in_flight = 0
-        self.pending_tokens = 0  # of prompts whose first token has not come
-        # Its own report, from `/v1/loads`.
+        self.pending_tokens = 0  # of prompts that have produced no token yet
+        # The worker's own report, from `/v1/loads`.
         self.running = 0
         self.waiting = 0
-        self.others = 0  # of its requests, those that came another way than through us, at the last report
+        self.others = 0  # requests at the last report that did not come through this router
         self.free_blocks = 0
         self.total_blocks = 0
         self.max_running = 0
-        self.version: int | None = None  # of its weights
-        self.horizon_s = -inf  # our clock: prefixes last used before this have left its cache
-        self.generation = 0  # grows when it restarts
-        self.life: str | None = None  # what it calls this life of its; another one after a restart
-        # The circuit.
-        self.failures = 0  # in a row
-        self.successes = 0  # in a row, after failures
-        self.trips = 0  # times it went down without an answer in between
+        self.version: int | None = None  # weight version
+        self.horizon_s = -inf  # on our clock; prefixes last used before this time have been evicted
+        self.generation = 0  # incremented when cached KV becomes invalid because the weights changed
+        self.boot_id: str | None = None  # changes at a restart, and so reveals one shorter than the probe interval
+        # The circuit breaker.
+        self.failures = 0  # consecutive
+        self.successes = 0  # consecutive good probes after going down
+        self.trips = 0  # times the worker went down without answering a request in between
         self.open_until_s = -inf
         self.errors = 0
-        # Prompts of answers that tell: all their tokens, those we expected in its cache, and those that were there.
+        # Totals over answers that report cache hits: prompt tokens, tokens expected in the cache, tokens found there.
         self.prompt_tokens = 0
         self.expected_tokens = 0
         self.cached_tokens = 0
@@ -92,7 +92,7 @@ class Worker:
 
     @property
     def load(self) -> int:
-        """Requests it has, as far as we know: ours now, and others' at its last report."""
+        """The worker's known requests: this router's now, and all others at the last report."""
         return self.in_flight + self.others
 
     @property

@@ -1,0 +1,122 @@
+"""Merges the workers' answers to a control call into the router's answer.
+
+A call is all or nothing for its caller: it succeeds if every worker that is up has followed, and otherwise raises an
+error that names the workers that have not. Workers that are down follow when they come back (`fleet/catch_up.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import asdict
+
+from headgate.contract.control import EngineOutcome, FleetResult, overall
+from headgate.errors import RequestError
+from headgate.router.control.fan_out import WorkerReply, is_down
+from headgate.router.exchange.relay import NoWorker
+from headgate.router.fleet.monitor import STATES
+
+if TYPE_CHECKING:
+    from headgate.router.fleet.fleet import Workers
+    from headgate.router.router import Router
+
+ACCEPTED = 202  # some engines of the worker have yet to follow
+
+
+class ControlReport(msgspec.Struct):
+    """A worker's answer to a control call."""
+
+    result: FleetResult
+
+
+class WorkerOutcome(msgspec.Struct, kw_only=True):
+    state: str  # the worker's, or down
+    weight_version: int | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+    code: str | UnsetType = UNSET
+
+
+class WorkerEngine(EngineOutcome, kw_only=True):
+    worker: str
+
+
+class RouterResult(FleetResult, kw_only=True):
+    workers: dict[str, WorkerOutcome]
+
+
+class Partial(RequestError):
+    """Some workers have followed and others have not."""
+
+    status = 502
+    code = "partial"
+
+    def __init__(self, message: str, result: RouterResult, *, status: int = 502, code: str = "partial") -> None:
+        super().__init__(message, code=code)
+        self.status = status
+        self.result = result
+
+
+def merge(router: Router, replies: Sequence[WorkerReply], *, pause_wanted: bool) -> RouterResult:
+    """Merge the answers. Reported states go to the fleet at once, without waiting for a probe."""
+    workers: dict[str, WorkerOutcome] = {}
+    engines: list[EngineOutcome] = []
+    results: list[FleetResult] = []
+    for reply in replies:
+        workers[reply.worker.url] = _outcome(router.fleet, reply, pause_wanted)
+        if reply.answer is not None:
+            results.append(reply.answer.result)
+            engines += [WorkerEngine(**asdict(each), worker=reply.worker.url) for each in results[-1].engines]
+    seen = {outcome.state for outcome in workers.values()} & STATES.keys()
+    if not seen and pause_wanted:
+        seen = {"pausing"}  # workers that come back are paused
+    versions = [o.weight_version for o in workers.values() if isinstance(o.weight_version, int)]
+    return RouterResult(
+        is_paused=bool(seen) and not seen & {"running", "pausing"},
+        state="draining" if router.draining else overall(seen),
+        mode=next((result.mode for result in results if result.mode), None),
+        weight_version=max(versions, default=0),
+        asleep=list(dict.fromkeys(tag for result in results for tag in result.asleep)),
+        engines=engines,
+        workers=workers,
+    )
+
+
+def _outcome(fleet: Workers, reply: WorkerReply, pause_wanted: bool) -> WorkerOutcome:
+    worker = reply.worker
+    if not reply.ok:
+        code = reply.code if reply.status else "unreachable"
+        return WorkerOutcome(state=_state_without(reply, pause_wanted), error=reply.error, code=code)
+    result: FleetResult | None = None if reply.answer is None else reply.answer.result
+    state = worker.state if result is None else result.state
+    version = worker.version if result is None else result.weight_version
+    if state in STATES and result is not None and worker.state not in ("down", "draining", "starting"):
+        fleet.probed(worker, STATES[state])
+    outcome = WorkerOutcome(state=state, weight_version=UNSET if version is None else version)
+    if reply.status == ACCEPTED:
+        outcome.error, outcome.code = "not all of its engines have followed yet", "accepted"
+    return outcome
+
+
+def _state_without(reply: WorkerReply, pause_wanted: bool) -> str:
+    """The state of a worker that has not followed. One that did not answer may still carry out the call."""
+    if reply.status:
+        return reply.worker.state
+    return "down" if is_down(reply.worker) or not pause_wanted else "pausing"
+
+
+def require_all(result: RouterResult, replies: Sequence[WorkerReply]) -> RouterResult:
+    """Return `result` if every worker that is up has followed; otherwise raise `Partial`."""
+    failed = [reply for reply in replies if not reply.ok and reply.worker.state != "down"]
+    followed = [reply for reply in replies if reply.ok]
+    if not failed and followed:
+        return result
+    if not failed:
+        raise Partial("no worker answers", result, status=503, code=NoWorker.code)
+    message = "; ".join(f"{reply.worker.name}: {reply.error}" for reply in failed)
+    same = {(reply.status, reply.code) for reply in failed}
+    if not followed and len(same) == 1 and failed[0].status:
+        raise Partial(message, result, status=failed[0].status, code=failed[0].code)
+    raise Partial(f"{message} ({len(followed)} of {len(replies)} workers have followed)", result)
