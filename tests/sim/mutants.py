@@ -404,6 +404,13 @@ MUTANTS = [
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
+        "a request that ended while workers were asked is not listed",
+        "router/control/requests.py",
+        " or identity in ended",
+        "",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
         "a withheld end is outdated once another worker has added to the answer",
         "router/exchange/reports.py",
         "if exchange.ask.stream else extent > before",

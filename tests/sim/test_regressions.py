@@ -468,6 +468,8 @@ def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(run_pl
 
 # Of the last nine, the simulation or its judge was wrong.
 LATEST = {
+    677903472: "a request that moved and ended while workers were listed is not listed by both",
+    677895842: "a pause may fail while a worker's answers are forged",
     677893540: "an end that a worker withheld is outdated once another worker has added tokens to a whole answer",
     2834731027: "an answer whose engine was lost waits for workers that another router has paused",
     3424496411: "a server that came back with old weights made an answer and kept it for its key",

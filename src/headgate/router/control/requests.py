@@ -59,20 +59,33 @@ class WorkerPart(msgspec.Struct):
 async def list_requests(router: Router, scope: RouterScope, caller: CallerHeaders) -> dict[str, Any]:
     scope.check_all()
     workers = of_kind(router.fleet, ("headgate",))
+    before = _visible(router, scope)
     replies = await router.worker_calls.fan_out(
         to_all(workers, call_of(LIST_REQUESTS, reads=RequestList)),
         caller,
         router.config.control_timeout_s,
     )
-    visible = {_identity(router, e.tenant, e.id): e for e in router.live.values() if scope.sees(e)}
-    reported: list[dict[str, Any]] = []
+    visible = _visible(router, scope)
+    ended = before.keys() - visible.keys()
+    reported: dict[tuple[str, str, str], dict[str, Any]] = {}
     for reply in replies:
         entries = [to_builtins(entry) for entry in reply.answer.data] if reply.ok else []
-        reported += [entry | {"worker": reply.worker.url} for entry in entries if entry.get("kind") != "prefill"]
-    reported = [entry for entry in reported if _is_current(entry, visible.get(_entry_identity(router, entry)))]
-    known = {_entry_identity(router, entry) for entry in reported}
+        for entry in entries:
+            identity = _entry_identity(router, entry)
+            exchange = visible.get(identity)
+            if entry.get("kind") == "prefill" or identity in ended or not _is_current(reply.worker, exchange):
+                continue
+            # A request of this router is listed once; requests of others are told apart by their workers.
+            key = (*identity, "" if exchange is not None else reply.worker.url)
+            reported[key] = entry | {"worker": reply.worker.url}
+    known = {key[:2] for key in reported}
     here = [_entry(exchange, router) for name, exchange in visible.items() if name not in known]
-    return {"object": "list", "data": reported + here, "unreachable": [r.worker.url for r in replies if not r.ok]}
+    unreachable = [reply.worker.url for reply in replies if not reply.ok]
+    return {"object": "list", "data": [*reported.values(), *here], "unreachable": unreachable}
+
+
+def _visible(router: Router, scope: RouterScope) -> dict[tuple[str, str], Exchange]:
+    return {_identity(router, e.tenant, e.id): e for e in router.live.values() if scope.sees(e)}
 
 
 def _identity(router: Router, tenant: str, id: str) -> tuple[str, str]:
@@ -84,9 +97,9 @@ def _entry_identity(router: Router, entry: dict[str, Any]) -> tuple[str, str]:
     return _identity(router, entry.get("tenant", ""), entry["request_id"])
 
 
-def _is_current(entry: dict[str, Any], exchange: Exchange | None) -> bool:
-    """Whether the entry comes from the request's current worker. A former one may still compute it, for its key."""
-    return exchange is None or exchange.worker is None or exchange.worker.url == entry["worker"]
+def _is_current(worker: Worker, exchange: Exchange | None) -> bool:
+    """Whether `worker` has the request now. A former one may still compute it, for its key."""
+    return exchange is None or exchange.worker is None or exchange.worker is worker
 
 
 async def show_request(router: Router, scope: RouterScope, caller: CallerHeaders, name: str) -> dict[str, Any]:
@@ -128,7 +141,9 @@ def _stages(
     replies: Sequence[WorkerReply],
     prefills: Sequence[WorkerReply],
 ) -> list[Stage]:
-    parts: list[WorkerReport] = [(reply.worker, "prompt", to_builtins(reply.answer)) for reply in prefills if reply.ok]
+    parts: list[WorkerReport] = [
+        (reply.worker, "prompt", to_builtins(reply.answer)) for reply in prefills if reply.ok
+    ]
     parts += [(reply.worker, "answer", to_builtins(reply.answer)) for reply in replies if reply.ok]
     if exchange is not None:
         return stages(parts, exchange.departures, exchange.began)

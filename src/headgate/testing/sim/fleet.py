@@ -202,7 +202,18 @@ class SimFleet:
 
     def alone_in_trouble(self, action: PlannedAction) -> bool:
         """Whether no other action of the run stops, kills or pauses a process, or forges its answers."""
-        kinds = (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.STOPS, "pause", "pause_one", "update", "roll", "remove", "lie")
+        kinds = (
+            *TROUBLE,
+            *KV_TROUBLE,
+            *DEADLY,
+            *hostile.STOPS,
+            "pause",
+            "pause_one",
+            "update",
+            "roll",
+            "remove",
+            "lie",
+        )
         return not any(other.kind in kinds for other in self.plan.actions if other is not action)
 
     # -- control calls ------------------------------------------------------------------------
