@@ -223,7 +223,7 @@ def test_62_clients_that_read_are_waited_for(monkeypatch: pytest.MonkeyPatch):
 
     async def main() -> None:
         monkeypatch.setattr("headgate.edge.outflow.UNREAD_S", 0.2)
-        monkeypatch.setattr("headgate.edge.outflow.LOOK_S", 0.01)
+        monkeypatch.setattr("headgate.edge.outflow.POLL_S", 0.01)
         loop = asyncio.get_running_loop()
         reading: Any = Buffer(10**6, drains=True)
         stuck: Any = Buffer(10**6, drains=False)
@@ -301,7 +301,7 @@ def test_lines_about_disconnected_streams_are_limited_and_the_rest_is_counted(ca
     asyncio.run(main())
     lines = [record.getMessage() for record in caplog.records]
     assert lines[-2:] == [
-        "25 more clients left their streams within a second",
-        "later: its client 10.0.0.1:5 left the stream after 1 tokens (client_disconnect)",
+        "25 more clients disconnected from their streams within a second",
+        "later: client 10.0.0.1:5 disconnected from the stream after 1 tokens (client_disconnect)",
     ]
     assert len(lines) == departures.MOST_LINES + 2 and json.dumps(lines)

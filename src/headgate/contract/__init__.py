@@ -1,1 +1,1 @@
-"""The HTTP contract: what servers, routers and clients agree on."""
+"""The HTTP contract between servers, routers and clients: values and pure functions, declared once."""

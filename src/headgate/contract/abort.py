@@ -1,4 +1,4 @@
-"""POST /v1/abort_requests: its body, its answer, and what a name in it may refer to."""
+"""POST /v1/abort_requests: request body, answer, and the requests that an id in the body may refer to."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headgate.contract.schema import Tags
 from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S
 
-# What stands before a request's id in the bodies of its answers.
+# Answers contain the request id with one of these prefixes; clients may abort by either form.
 PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
-MOST_NAMES = 1 << 14  # in one call: each is looked up on the event loop
+MOST_NAMES = 1 << 14  # per call, because each name is looked up on the event loop
 UNREAD = "it has ended and holds no blocks; its client has not read the end"
 
 Id = Annotated[str, Meta(min_length=1)]
@@ -25,14 +25,14 @@ AbortCause = Literal["api_abort", "pause"]
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One of `abort_all`, `req_ids` and `tags` says which."""
+    """Exactly one of `abort_all`, `req_ids` and `tags` selects the requests."""
 
     abort_all: bool = False
     req_ids: Annotated[list[Id], Meta(min_length=1, max_length=MOST_NAMES)] | None = None
     tags: Tags | None = None
     wait: bool = True
     timeout: Seconds = DEFAULT_TIMEOUT_S
-    cause: AbortCause = "api_abort"  # that clients read; a router passes on that of a pause
+    cause: AbortCause = "api_abort"  # reported to the aborted clients; a router sends "pause" when it pauses workers
 
 
 class AbortedRequest(msgspec.Struct, frozen=True):
@@ -51,17 +51,17 @@ class AbortResult(msgspec.Struct, kw_only=True):
     not_found: list[str] = []
     already_finished: list[str] = []
     errors: list[AbortError] = []
-    accepted: list[str] | UnsetType = UNSET  # without `wait`: the requests that will end
+    accepted: list[str] | UnsetType = UNSET  # only without `wait`: the requests that will end
 
 
 class AbortAnswer(msgspec.Struct):
     request_id: str
-    status: str  # success, or accepted: not everything is done
+    status: str  # "success", or "accepted" while some requests have not ended yet
     result: AbortResult
 
 
 def abort_of(raw: dict[str, Any]) -> AbortRequest:
-    """The body of a call, checked."""
+    """Validate the body of an abort call."""
     if "stop_all" in raw:
         raise RequestError("stop_all is called abort_all here", param="stop_all", code="unknown_parameter")
     body: AbortRequest = convert(raw, AbortRequest, "")
@@ -75,7 +75,7 @@ def abort_of(raw: dict[str, Any]) -> AbortRequest:
 
 
 def readings(name: str) -> list[tuple[str, int | None]]:
-    """What a name may mean, likeliest first: a request, or one of its choices (`{id}-{index}`)."""
+    """The meanings of a name, most likely first: a whole request, or one of its choices (`{id}-{index}`)."""
     base, dash, index = name.rpartition("-")
     readings: list[tuple[str, int | None]] = [(label, None) for label in _labels(name)]
     if dash and index.isdecimal() and len(index) < 10:

@@ -1,7 +1,7 @@
-"""Access control: which callers may use which path, on servers and routers alike.
+"""Access control by path, for servers and routers.
 
-Keys are checked before a request is routed, so access is that of a path, whatever the method. A path without an operation
-belongs to the admin.
+Keys are checked before a request is routed, so all methods of a path have the same access. A path without a declared
+operation requires the admin key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headgate.contract.operations.table import OPERATIONS
 
 
 def declared_access(operations: Iterable[Operation]) -> dict[str, Access]:
-    """By path."""
+    """The access level of each path."""
     declared: dict[str, Access] = {}
     for operation in operations:
         if declared.setdefault(operation.path, operation.access) is not operation.access:
@@ -28,7 +28,7 @@ _BELOW: Final = {path.partition("{")[0]: access for path, access in DECLARED.ite
 
 
 def access_of(path: str) -> Access:
-    """`path` as it was asked for, decoded."""
+    """The access level of a request's percent-decoded path."""
     declared = DECLARED.get(path)
     if declared is not None:
         return declared

@@ -1,4 +1,4 @@
-"""Pause, resume, update, sleep, wake, flush: their bodies, their answers and their default timeouts."""
+"""Pause, resume, update, sleep, wake-up and flush: request bodies, answers and default timeouts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from headgate.protocol.command import (
     Tag,
 )
 
-LEAST_VERSION_HEADER = "x-headgate-least-version"  # of the weights that may answer a request; older ones refuse it
-BOOT_HEADER = "x-headgate-boot"  # in answers to control calls: the boot id of the process that has answered
+LEAST_VERSION_HEADER = "x-headgate-least-version"  # a server with older weights refuses the request
+BOOT_HEADER = "x-headgate-boot"  # in answers to control calls: the boot id of the process that answered
 UPDATE_TIMEOUT_S = 600.0
 DRAIN_S = 30.0  # for the requests of a worker that is updated or removed
-LONG_S = 3600.0  # of a drain by another system's name: it has no timeout there
+LONG_S = 3600.0  # for a drain requested through a compatible API, which has no timeout
 
-# Of engines in different states, the one that says most about the fleet.
+# A state listed here, if any engine is in it, is reported as the state of the fleet; the first one that occurs wins.
 TELLING = ("quarantined", "updating", "pausing")
 
 
 class ControlBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is not known is refused by its name."""
+    """Fields that all control calls accept; an unknown field is refused by name."""
 
     timeout: Seconds = DEFAULT_TIMEOUT_S
 
@@ -57,7 +57,7 @@ class GroupSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SharedSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Handles of GPU memory of a trainer on this host; see `headgate.weights.share`. Bytes are base64."""
+    """Handles to a trainer's GPU memory on this host; see `headgate.weights.share`. Bytes are base64."""
 
     gpu: str
     storages: tuple[SharedStorage, ...]
@@ -78,7 +78,9 @@ class FleetUpdate(UpdateRequest, kw_only=True, forbid_unknown_fields=True):
     """An update of all workers of a router."""
 
     strategy: Literal["all", "rolling"] = "all"
-    drain_timeout: Seconds = DRAIN_S  # rolling: for a worker's requests to finish before they go on elsewhere
+    drain_timeout: Seconds = (
+        DRAIN_S  # rolling: how long a worker's requests may finish before they move to another one
+    )
 
 
 class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
@@ -88,10 +90,10 @@ class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
 
 class EngineOutcome(msgspec.Struct, kw_only=True):
     engine: Count
-    state: str  # the engine's, or down
+    state: str  # the state of the engine, or "down"
     weight_version: Version | UnsetType = UNSET
     elapsed_s: float | UnsetType = UNSET
-    held: Count | UnsetType = UNSET  # sequences that still own something
+    held: Count | UnsetType = UNSET  # sequences that still own blocks or other resources
     blocks: Count | UnsetType = UNSET  # dropped by a flush
     error: str | UnsetType = UNSET
 
@@ -103,14 +105,14 @@ class FleetResult(msgspec.Struct, kw_only=True):
     weight_version: Version = 0
     asleep: Sequence[str] = ()
     engines: list[EngineOutcome] = []
-    # of a pause
+    # only for a pause
     aborted: Count | UnsetType = UNSET
     finished: Count | UnsetType = UNSET
-    forced: list[str] | UnsetType = UNSET  # requests that ran out of time
+    forced: list[str] | UnsetType = UNSET  # requests that were ended because the timeout had passed
     elapsed_s: float | UnsetType = UNSET
-    # of an update
+    # only for an update
     checksum: dict[str, str] | UnsetType = UNSET
-    # of a flush
+    # only for a flush
     blocks: Count | UnsetType = UNSET
 
 
@@ -121,7 +123,7 @@ class ControlAnswer(msgspec.Struct):
 
 
 class Refusal(RequestError):
-    """An engine or a worker has refused the call."""
+    """An engine or a worker refused the call."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message, code=code)
@@ -129,6 +131,7 @@ class Refusal(RequestError):
 
 
 def overall(seen: set[str]) -> str:
+    """The state of a fleet whose engines are in the states `seen`."""
     for state in TELLING:
         if state in seen:
             return state
@@ -158,7 +161,7 @@ def group_of(group: GroupSource) -> BroadcastSource:
 
 
 class TrainerGroup(msgspec.Struct, kw_only=True):
-    """Where a trainer and the engines meet."""
+    """The process group that a trainer forms with the engines, in the fields that vLLM and SGLang use."""
 
     master_address: str
     master_port: int

@@ -1,4 +1,4 @@
-"""GET /dashboard/numbers: the counts of one server, which a router adds to those of others."""
+"""GET /dashboard/numbers: the counts of one server. A router adds up those of its workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headgate.contract.control import overall
 from headgate.dashboard.frame import HistogramBounds
 from headgate.dashboard.meter import Counts
 
-# Bounds of histograms in seconds: the counts of servers can be added up because all of them have these.
+# Histogram bounds in seconds. All servers use the same, so that their counts can be added.
 FIRST_TOKEN_S = (
     0.001,
     0.005,

@@ -1,4 +1,4 @@
-"""JSON into the types of the contract; what does not fit is refused by the name of its field."""
+"""Decodes JSON into the types of the contract; an error names the field that does not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headgate.errors import RequestError
 
 T = TypeVar("T")
 
-LONGEST_COMPLAINT = 1000  # characters of it; it may quote a name of megabytes
+LONGEST_COMPLAINT = 1000  # characters of an error message, which may quote a name of several megabytes
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
@@ -28,33 +28,33 @@ def decode(body: bytes | bytearray, kind: type[T]) -> T:
 
 
 def convert(value: Any, kind: Any, param: str) -> Any:
-    """Check a value that JSON has already been read into."""
+    """Check a value that has already been decoded from JSON."""
     try:
-        return msgspec.convert(value, kind, str_keys=True)  # those of JSON are
+        return msgspec.convert(value, kind, str_keys=True)  # the keys of JSON objects are strings
     except msgspec.ValidationError as error:
         raise _explained(str(error), param) from None
 
 
 def _explained(message: str, within: str = "") -> RequestError:
-    """msgspec's complaint, with the field as OpenAI names it: `messages[0].role`."""
+    """msgspec's error, with the field written as OpenAI does: `messages[0].role`."""
     if len(message) > LONGEST_COMPLAINT:
         message = message[: LONGEST_COMPLAINT // 2] + "..." + message[-LONGEST_COMPLAINT // 2 :]
     found = _PATH.search(message)
     path = found["path"] if found else ""
     path = within + ("" if not within or not path or path.startswith("[") else ".") + path
-    said = message[: found.start()] if found else message
-    if unknown := _UNKNOWN.match(said):
+    reason = message[: found.start()] if found else message
+    if unknown := _UNKNOWN.match(reason):
         name = f"{path}.{unknown['name']}" if path else unknown["name"]
         return RequestError(f"unknown field {name}; leave it out", param=name, code="unknown_parameter")
-    if missing := _MISSING.match(said):
+    if missing := _MISSING.match(reason):
         name = f"{path}.{missing['name']}" if path else missing["name"]
         return RequestError(f"{name} is missing", param=name, code="missing_required_parameter")
     where = f"{path}: " if path else ""
-    return RequestError(f"{where}{said[:1].lower()}{said[1:]}", param=path or None, code="invalid_type")
+    return RequestError(f"{where}{reason[:1].lower()}{reason[1:]}", param=path or None, code="invalid_type")
 
 
 def refuse(body: msgspec.Struct, *names: str) -> None:
-    """Fields that exist in OpenAI's API and cannot be honoured here."""
+    """Raise if `body` sets one of these fields, which exist in OpenAI's API and are not supported here."""
     for name in names:
         if getattr(body, name) is not None:
             raise RequestError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")

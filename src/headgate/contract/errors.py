@@ -1,8 +1,8 @@
-"""Errors of HTTP calls, and their one body: `{"error": {"message", "type", "param", "code"}}`, as OpenAI writes it.
+"""HTTP errors. All have OpenAI's body: `{"error": {"message", "type", "param", "code"}}`.
 
-Handlers raise; the gate around them answers (`edge/gate.py`). A stream that has begun can no longer change its status and
-sends `error_body` as its last event instead. Messages of ours say what to do; an unexpected exception is logged with its
-traceback, and its body has nothing but the request id.
+Handlers raise; the gate around them answers (`edge/gate.py`). A stream that has begun can no longer change its status, so
+it sends `error_body` as its last event. Our own messages tell the caller what to do. An unexpected exception is logged
+with its traceback, and its body contains only the request id.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MethodNotAllowed(RequestError):
 
     def __init__(self, message: str, allowed: str) -> None:
         super().__init__(message)
-        self.allowed = allowed  # methods, as in the header `Allow`
+        self.allowed = allowed  # methods, in the form of the header `Allow`
 
 
 class BodyTooLarge(RequestError):
@@ -66,8 +66,6 @@ class QueueFull(RequestError):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What the caller is told."""
-
     message: str
     type: str
     param: str | None
@@ -91,7 +89,7 @@ def status_of(error: BaseException) -> int:
 
 
 def error_body(error: BaseException, request_id: str = "") -> bytes:
-    """The JSON that tells a caller about `error`; log it first if it is our own fault."""
+    """The JSON body that reports `error` to the caller. Log the error first if it is a bug of ours."""
     status = status_of(error)
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return _encoder.encode(ErrorBody(_problem(error, kind, request_id)))
@@ -106,7 +104,7 @@ def _problem(error: BaseException, kind: str, request_id: str) -> Problem:
         case HeadgateError():
             return Problem(str(error), kind, None, "internal_error")
     about = f" (request {request_id})" if request_id else ""
-    return Problem(f"the server made a mistake; its log says more{about}", kind, None, "internal_error")
+    return Problem(f"internal server error; see the server's log{about}", kind, None, "internal_error")
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
@@ -122,5 +120,5 @@ def error_headers(error: BaseException) -> dict[str, str]:
 
 
 def cut_short(tokens: int, cause: str) -> RequestError:
-    """What a client that knows no `finish_reason: abort` reads instead."""
+    """The error for clients that do not accept `finish_reason: abort`."""
     return Unavailable(f"the answer was cut short after {tokens} tokens ({cause})", code=cause)

@@ -1,4 +1,4 @@
-"""Bodies of calls that only a router has."""
+"""Request bodies of operations that only a router has."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Number = Annotated[int, Meta(ge=0, le=10_000)]
 class Joining(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     url: Annotated[str, Meta(min_length=1)]
     role: Role = "mixed"
-    key: str | None = None  # that this worker wants to see, if not the same as all
-    ttl_s: Seconds | None = None  # a worker that does not register again within that time is removed
+    key: str | None = None  # the key that this worker requires, if it differs from the router's worker key
+    ttl_s: Seconds | None = None  # the worker is removed unless it registers again within this time
     pid: int | None = None
 
 

@@ -1,7 +1,7 @@
 """Request ids: given by the client in X-Request-Id, or generated.
 
-A generated id has 128 random bits, so that knowing one says nothing about any other. Bits are drawn for
-many ids at once, because a system call for each request would be noticeable in a router.
+A generated id has 128 random bits, so that ids cannot be guessed from each other. Bits are drawn for many ids at once,
+because a system call for each request would be noticeable in a router.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Ids:
 
 
 def checked(id: str, param: str) -> str:
-    """It becomes part of a header, and of log lines."""
+    """Raise unless `id` is safe to write into headers and log lines."""
     if not (0 < len(id) <= LONGEST and id.isascii() and id.isprintable()):
         raise RequestError(f"must be 1 to {LONGEST} printable ASCII characters", param=param)
     return id
 
 
 def given(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The client's own id, if there is one; a bad one is refused."""
+    """The id in the client's X-Request-Id header, if there is one; raises if it is invalid."""
     value = next((value for name, value in headers if name == HEADER), None)
     return None if value is None else checked(value.decode("latin-1"), "X-Request-Id")

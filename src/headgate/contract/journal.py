@@ -1,18 +1,18 @@
-"""The codec of the journal: what a server writes into an answer so that another server can continue it.
+"""The journal codec. A server writes a journal into a streamed answer so that another server can continue the answer.
 
-Journal lines are comments between the events of an answer, which clients skip:
+Journal lines are SSE comments between the events of an answer, which clients skip:
 
-    :p TOKENS                          how long the prompts are together; once, before the first tokens
-    :j INDEX VERSION CHARS ID,ID,...   tokens of a choice, and how many characters of it the client has with this block
+    :p TOKENS                          total length of the prompts; once, before the first tokens
+    :j INDEX VERSION CHARS ID,ID,...   tokens of a choice, and how many of its characters the client has after this block
     :f INDEX REASON CAUSE PROMPT_TOKENS CACHED_TOKENS OUTPUT_TOKENS   a choice has ended
-    :e STATUS                          the answer has failed; the status that this would have had at its beginning
-    :m LINE                            withheld: a line for the client if no server continues, or a line as above about it
-    :+                                 this block is none without the next one
+    :e STATUS                          the answer has failed; the HTTP status, had it failed before the first byte
+    :m LINE                            withheld: released to the client if no server continues, or a journal line about it
+    :+                                 this block is incomplete without the next one
 
-A block ends with an empty line and is the unit: a reader passes it on whole or, if its end never comes, not at all.
-`encode` and `decode` are the grammar. The functions and patterns below them are the same grammar for readers and writers
+A block ends with an empty line. Readers forward complete blocks and drop an incomplete one.
+`encode` and `decode` define the grammar. The functions and patterns below them are the same grammar for readers and writers
 that handle every token and build no values; `router/data_path/fast_path.c` has its own copy, whose constants a test
-compares with these. docs/decisions/0006-the-journal.md has the reasons.
+compares with these. docs/decisions/0006-the-journal.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from typing import Final
 
 import msgspec
 
-HEADER: Final = "X-Headgate-Journal"  # asks for a journal with the time of the request, and announces one
+HEADER: Final = "X-Headgate-Journal"  # request: asks for a journal, with the request's time; response: announces one
 RAW_HEADER: Final = HEADER.lower().encode()
 
-# How lines begin.
+# Line prefixes.
 PROMPT: Final = b":p "
 TOKENS: Final = b":j "
 FINISH: Final = b":f "
 FAILURE: Final = b":e "
 WITHHELD: Final = b":m "
 BOUND: Final = b":+\n"
-DATA: Final = b"data: "  # an event of the answer itself
+DATA: Final = b"data: "  # an event of the answer
 DONE: Final = b"[DONE]"
 GAP: Final = b"\n\n"
 
-# Digits of numbers that the fast readers take; others are read as well, only more slowly.
+# The most digits of a number that the fast readers accept. Longer numbers are left to the slower readers.
 VERSION_DIGITS: Final = 18
 COUNT_DIGITS: Final = 12
 ID_DIGITS: Final = 9
 
-# Why a server ends a choice that another server may continue; such an end is withheld.
+# Causes with which a server ends a choice that another server may continue. Such an end is withheld from the client.
 MOVABLE_CAUSES: Final = frozenset(("pause", "shutdown", "preempted", "transfer_failed", "engine_lost"))
-RESCHEDULED: Final = "pd_reschedule"  # the finish reason of a choice for which there was no room
+RESCHEDULED: Final = "pd_reschedule"  # the finish reason of a choice for which the server had no room
 
 
 def is_movable(reason: str, cause: str) -> bool:
@@ -83,7 +83,7 @@ class BoundLine(msgspec.Struct, frozen=True):
 
 
 class TextLine(msgspec.Struct, frozen=True):
-    """Any other line: of an event, or a comment."""
+    """Any other line: part of an event, or a comment."""
 
     text: bytes
 
@@ -119,7 +119,7 @@ def encode_line(line: Line) -> bytes:
 
 
 def decode(data: bytes) -> list[Block]:
-    """The whole blocks in `data`. Raises ValueError for numbers that no server writes."""
+    """The complete blocks in `data`. Raises ValueError for numbers that no server writes."""
     return [tuple(map(decode_line, block.split(b"\n"))) for block in data.split(GAP)[:-1]]
 
 
@@ -154,7 +154,7 @@ def tokens_line(index: int, version: int, chars: int, ids: Iterable[int]) -> byt
 
 
 def token_lines(index: int, versions: Sequence[int], ids: Sequence[int], chars: int) -> bytes:
-    """One line for each version of the weights in a row; nearly always there is one token."""
+    """One line per run of tokens with the same weight version. Almost always there is one token."""
     assert len(versions) == len(ids)
     if len(ids) == 1:
         return b":j %d %d %d %d\n" % (index, versions[0], chars, ids[0])
@@ -175,13 +175,13 @@ def failure_line(status: int) -> bytes:
 
 
 def bind(events: bytes) -> bytes:
-    """Several events as one block: it cannot be known which of them a client has."""
+    """Several events as one unit, because the position of the client between them would be unknown."""
     *firsts, last, _ = events.split(GAP)
     return b"".join([BOUND + first + GAP for first in firsts]) + last + GAP
 
 
 def withhold(event: bytes) -> bytes:
-    """A block that a client skips. `released` makes `event` of it again."""
+    """`event` as a block that clients skip. `released` is the inverse."""
     return b"".join([WITHHELD + line + b"\n" for line in event.split(b"\n")[:-1]]) + b"\n"
 
 
@@ -192,13 +192,13 @@ _FINISH = re.compile(rb":f (\d+) (\w+) (\w+) (\d+) (\d+) (\d+)")
 _PROMPT = re.compile(rb":p (\d{1,%d})" % COUNT_DIGITS)
 _FAILURE = re.compile(rb":e ([45]\d\d)")
 
-# Lines within many bytes that begin with a line break. A literal is searched for many times faster than a `^`.
+# For searches in a large buffer that begins with a line break. A literal "\n" is found many times faster than `^`.
 TOKENS_LINES = re.compile(rb"\n%b(?=\r?\n)" % _TOKENS.pattern)
 FINISH_LINES = re.compile(rb"\n%b(?=\r?\n)" % _FINISH.pattern)
 PROMPT_LINES = re.compile(rb"\n%b(?=\r?\n)" % _PROMPT.pattern)
 CACHED_LINES = re.compile(rb"\n:f \d+ \w+ \w+ (\d{1,%d}) (\d{1,%d}) \d+(?=\r?\n)" % (COUNT_DIGITS, COUNT_DIGITS))
 
-# Lines of the first choice as servers write them, for the reader of whole answers.
+# Lines of the first choice in the exact form that servers write, for the reader of complete answers.
 PLAIN_PROMPT = re.compile(rb":p \d{1,%d}" % COUNT_DIGITS)
 PLAIN_TOKENS = re.compile(
     rb":j 0 (\d{1,%d}) \d{1,%d} (?:\d{1,%d}(?:,\d{1,%d})*)?" % (VERSION_DIGITS, COUNT_DIGITS, ID_DIGITS, ID_DIGITS)
@@ -214,12 +214,12 @@ _WITHHELD_END = re.compile(rb"^:m :f \d+ (\w+) (\w+) ", re.MULTILINE)
 
 
 def are_plain(events: bytes) -> bool:
-    """Whether they are whole, and none of them is bound to the next, or withheld."""
+    """Whether the last block is complete, and no block is bound to the next one or withheld."""
     return events[-2:] == GAP and BOUND not in events and WITHHELD not in events
 
 
 def safe_end(data: bytes) -> int:
-    """Where the last block ends that can stand without what follows it."""
+    """The end of the last complete block that is not bound to the next one."""
     end = len(data)
     while (gap := data.rfind(GAP, 0, end)) >= 0:
         start = max(data.rfind(GAP, 0, gap), 0)
@@ -230,19 +230,19 @@ def safe_end(data: bytes) -> int:
 
 
 def first_version(events: bytes) -> int | None:
-    """The weights that made the first tokens."""
+    """The version of the weights that generated the first tokens."""
     first = _FIRST_VERSION.match(events) or _LATER_VERSION.search(events)
     return None if first is None else int(first[1])
 
 
 def failed_with(events: bytes) -> int | None:
-    """The status of an answer that has failed."""
-    failed = _FAILED.search(events) if FAILURE in events else None  # far faster than looking at each line
+    """The status in the failure line, if there is one."""
+    failed = _FAILED.search(events) if FAILURE in events else None  # far faster than matching every line
     return None if failed is None else int(failed[1])
 
 
 def last_data(events: bytes) -> bytes | None:
-    """The content of the last event."""
+    """The data of the last event."""
     start = events.rfind(b"\n" + DATA) + 1
     if not start and not events.startswith(DATA):
         return None
@@ -250,7 +250,7 @@ def last_data(events: bytes) -> bytes | None:
 
 
 def split_withheld(events: bytes) -> tuple[bytes, list[bytes]]:
-    """Whole blocks: those for the client, and those with withheld lines."""
+    """Split complete blocks into those for the client and those with withheld lines."""
     shown: list[bytes] = []
     withheld: list[bytes] = []
     for block in events.split(GAP)[:-1]:
@@ -260,18 +260,18 @@ def split_withheld(events: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def withheld_ends(ending: bytes) -> list[tuple[str, str]]:
-    """Reason and cause of each choice that a server has ended and another one may continue."""
+    """The finish reason and cause of each choice that a server has ended and another one may continue."""
     return [(reason.decode(), cause.decode()) for reason, cause in _WITHHELD_END.findall(ending)]
 
 
 def released(ending: bytes) -> bytes:
-    """Withheld blocks as a client reads them when no server continues."""
+    """Withheld blocks in the form that the client receives when no server continues."""
     lines = [line for line in ending.splitlines(keepends=True) if line.startswith((WITHHELD, FAILURE))]
     journal = WITHHELD + TOKENS, WITHHELD + FINISH
     return b"".join([line.removeprefix(WITHHELD) for line in lines if not line.startswith(journal)])
 
 
 def released_tokens(ending: bytes) -> bytes:
-    """The journal of that: tokens which a client has when withheld blocks are released."""
+    """The journal lines of the tokens that the client receives when withheld blocks are released."""
     lines = ending.splitlines(keepends=True)
     return b"".join([line.removeprefix(WITHHELD) for line in lines if line.startswith(WITHHELD + TOKENS)])

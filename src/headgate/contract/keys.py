@@ -1,9 +1,9 @@
-"""Who is calling: API keys, each of which is a tenant, and one admin key for the calls that control the server.
+"""API keys: each key identifies a tenant; one admin key allows the calls that control the server.
 
 A server behind a router may have a worker key: the router presents it, and callers without a key are refused.
-Without any key everybody is the tenant "" and, where only this machine can connect, the admin too, unless a web page of
-somebody else's made its browser call. A key is looked up by its keyed digest: the time that takes depends on nothing that
-a caller could learn a key from.
+Without any key, every caller is the tenant "". If only this machine can connect, callers are also admins, except browsers
+that send requests for another site's page. A key is looked up by its keyed digest, so the time of the lookup reveals
+nothing about any key.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Caller:
     admin: bool
 
 
-_STRANGER = Caller("", admin=False)
+_KEYLESS_TENANT = Caller("", admin=False)
 
 
 class Keys:
-    """The keys of this server, by tenant. `exposed` says that others than this machine can connect."""
+    """The keys of this server, by tenant. `exposed`: other machines can connect."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Keys:
         self.exposed = exposed
         self._secret = secrets.token_bytes(32)
         self._callers: dict[bytes, tuple[str, Caller]] = {}
-        self.closed = bool(self.tenants) or worker is not None  # to callers without a key
-        self._nobody = Caller("", admin=admin is None and not self.closed and not exposed)
+        self.closed = bool(self.tenants) or worker is not None  # callers without a key are refused
+        self._keyless = Caller("", admin=admin is None and not self.closed and not exposed)
         for name, key in self.tenants.items():
             self._add(key, Caller(name, admin=False))
         if admin is not None:
@@ -74,12 +74,12 @@ class Keys:
             raise RequestError(f"{other!r} and {caller.tenant!r} have the same API key; give each its own")
         self._callers[digest] = key, caller
 
-    def __repr__(self) -> str:  # keys stay out of logs
+    def __repr__(self) -> str:  # keys must not appear in logs
         return f"<Keys of {len(self.tenants)} tenants, {'an' if self.admin else 'no'} admin key>"
 
     @property
     def warning(self) -> str | None:
-        """What an operator should know about a server that others can reach."""
+        """A warning for the operator if other machines can use the model without a key."""
         if not self.exposed or self.closed:
             return None
         control = "control calls need the admin key" if self.admin else "control calls are refused"
@@ -88,7 +88,7 @@ class Keys:
         )
 
     def caller(self, path: str, headers: Headers) -> Caller:
-        """Who sent these headers; raises unless that one may call `path`."""
+        """The caller that sent these headers; raises unless it may call `path`."""
         access = access_of(path)
         caller = _acting(self._identify(access, headers), headers)
         if access is Access.ADMIN and not caller.admin:
@@ -103,7 +103,7 @@ class Keys:
             if caller is not None and hmac.compare_digest(expected.encode(), key.encode()):
                 return caller
         if not self.closed or access is Access.OPEN:
-            return _STRANGER if self._nobody.admin and from_elsewhere(headers) else self._nobody
+            return _KEYLESS_TENANT if self._keyless.admin and from_elsewhere(headers) else self._keyless
         if key is None:
             raise Unauthorized("no API key; send it as `Authorization: Bearer KEY`", code="missing_api_key")
         raise Unauthorized("this API key is not known here; check it for typing errors")
@@ -124,15 +124,15 @@ class Keys:
 
 
 def _acting(caller: Caller, headers: Headers) -> Caller:
-    """The tenant for whom the admin makes a call: a router asks on behalf of those who asked it.
+    """The tenant for which an admin makes this call: a router acts for its own callers.
 
-    An empty name is that of a caller without a key: the rights of an admin are laid down, and nothing else changes.
+    An empty name stands for a caller without a key: the call loses admin rights, and nothing else changes.
     """
     named = next((value for name, value in headers if name == TENANT), None)
     if named is None:
         return caller
     if not named:
-        return _STRANGER if caller.admin else caller
+        return _KEYLESS_TENANT if caller.admin else caller
     if not caller.admin:
         raise Forbidden("X-Headgate-Tenant names another caller, which needs the admin key; leave it out")
     try:
@@ -162,10 +162,11 @@ def presented(headers: Headers) -> str | None:
 
 
 def from_elsewhere(headers: Headers) -> bool:
-    """Whether a browser sends this for a page that is not this machine's server's own, or under a name that is not its own.
+    """Whether a browser sends this request for another site's page, or to a host name that is not this machine's.
 
-    Browsers say where a page is from with `Origin`, or with `Sec-Fetch-Site` if it only asks for an image. A `Host` that is
-    not this machine is a name that somebody has made point here. Programs send neither of the first two.
+    Browsers report the origin of a page in `Origin`, or in `Sec-Fetch-Site` if the page only requests an image. A `Host`
+    that is not this machine is a foreign DNS name that resolves to it (DNS rebinding). Other programs send neither `Origin`
+    nor `Sec-Fetch-Site`.
     """
     given = {name: value.decode("latin-1").lower() for name, value in headers if name in _PROVENANCE}
     host, origin = given.get(b"host"), given.get(b"origin")
@@ -214,7 +215,7 @@ def read_keys(path: Path) -> dict[str, str]:
 
 
 def parse_keys(text: str, where: str) -> dict[str, str]:
-    """Keys by tenant. Empty lines and lines that begin with # are skipped; commas separate as line ends do."""
+    """Keys by tenant. Empty lines and lines that begin with # are skipped; a comma separates entries like a line end."""
     keys: dict[str, str] = {}
     for name, key in _json_pairs(text, where) if text.lstrip().startswith("{") else _line_pairs(text, where):
         _check(bool(name and key), where, "a name or a key is empty")
@@ -225,7 +226,7 @@ def parse_keys(text: str, where: str) -> dict[str, str]:
             key.isascii() and key.isprintable() and " " not in key, where, f"the key of {name!r} has odd characters"
         )
         keys[name] = key
-    # An empty file must not open the server to everyone.
+    # An empty file must not open the server to callers without a key.
     _check(bool(keys), where, "there is no key in it")
     return keys
 

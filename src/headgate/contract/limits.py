@@ -1,4 +1,4 @@
-"""Ranges of numbers in more than one body."""
+"""Ranges of numbers that several request bodies use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI descriptions of a server and of a router, made of their operations."""
+"""The OpenAPI descriptions of a server and of a router, generated from their operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headgate.contract.errors import ErrorBody
 from headgate.contract.operations.operation import ERRORS, Operation
 from headgate.contract.operations.table import ON_ROUTERS, ON_SERVERS
 
-NO_WORKER: Final = (502, 503)  # any call to a router may find no worker, or lose it
+NO_WORKER: Final = (502, 503)  # for any call to a router: no worker is available, or the worker was lost
 
 
 @cache
@@ -80,9 +80,9 @@ def _responses(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
     if operation.answer is None:
         responses = {"200": {"description": "Done"}}
     if operation.answers_202:
-        responses["202"] = {"description": "Accepted, and not all of it is done", "content": content}
+        responses["202"] = {"description": "Accepted; not complete yet", "content": content}
     if operation.answers_503:
-        responses["503"] = {"description": "No", "content": content}
+        responses["503"] = {"description": "Not ready or not healthy", "content": content}
     error = {"application/json": {"schema": named[repr(ErrorBody)]}}
     for status in sorted(operation.errors):
         responses.setdefault(str(status), {"description": ERRORS[status], "content": error})

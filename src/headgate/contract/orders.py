@@ -1,8 +1,8 @@
-"""The order in which a router asks for pauses and resumes: a call that a later one has overtaken is refused.
+"""The order of a router's pause and resume calls: a call that arrives after a later one is refused.
 
-The calls of one router travel on several connections, and one of them may be delayed (a lost packet, a stopped process)
-until after the next one. Each therefore carries the router's boot id and a number that only grows. A call may also depend
-on what was asked last: a router resumes no server that another caller has paused since.
+The calls of one router use several connections, and one call may be delayed (a lost packet, a stopped process) until
+after the next one. Each call therefore carries the router's boot id and an increasing number. A call may also be
+conditional on the previous one: a router does not resume a server that another caller has paused since.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from headgate.errors import RequestError
 
 ORDER_HEADER = "x-headgate-order"  # ROUTER:NUMBER
 ONLY_IF_HEADER = "x-headgate-only-if"
-RUNNING = "running"  # only if the server was last asked to run
-OWN = "own"  # only if this router has asked last
-MOST_ROUTERS = 64  # whose numbers are kept
+RUNNING = "running"  # only if the last call was not a pause
+OWN = "own"  # only if the last call came from the same router
+MOST_ROUTERS = 64  # routers whose last number is remembered
 
 
 class Overtaken(RequestError):
@@ -26,7 +26,7 @@ class Overtaken(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    router: str = ""  # empty: a caller that numbers nothing
+    router: str = ""  # empty: the caller does not number its calls
     number: int = 0
     only_if: str = ""
 
@@ -45,11 +45,11 @@ UNORDERED = Order()
 
 class Orders:
     def __init__(self) -> None:
-        self._last = ""  # the router that has asked last
+        self._last = ""  # the router that sent the last call
         self._newest: dict[str, int] = {}  # by router
 
     def take(self, order: Order, *, paused: bool) -> None:
-        """Raises if this call is no longer to be carried out. `paused`: what the server was last asked to be."""
+        """Record the call, or raise if it is obsolete. `paused`: the server was last asked to pause."""
         if order.router:
             self._check(order, paused)
             self._newest.pop(order.router, None)

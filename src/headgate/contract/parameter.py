@@ -1,7 +1,7 @@
-"""The form of a parameter's declaration, and what is derived from any table of them.
+"""How a sampling parameter is declared, and functions that derive checks, body fields and translations from a table.
 
 A table is a msgspec struct whose fields are annotated with `SamplingParameter`: the struct gives name, type and default,
-the annotation everything else. `contract.sampling` has the tables; this module has no knowledge of single parameters.
+the annotation everything else. `contract.sampling` has the tables; this module does not depend on single parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ APIS: tuple[Api, ...] = get_args(Api)
 
 
 class Rule(Protocol):
-    """A condition on a value. `words` complete the sentence "NAME must be ..."."""
+    """A condition on a value. `words` completes the sentence "NAME must be ..."."""
 
     @property
     def words(self) -> str: ...
@@ -31,7 +31,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included; NaN is in no range."""
+    """Numbers from `low` to `high`, inclusive; NaN is in no range."""
 
     low: float
     high: float
@@ -62,7 +62,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Integers that fit the 32-bit words of a cache key. Only the engine knows which ids are in the vocabulary."""
+    """Integers that fit the 32-bit words of a cache key. Whether an id is in the vocabulary is checked by the engine."""
 
     words: str
 
@@ -109,13 +109,12 @@ class SamplingParameter:
 
     summary: str
     rules: tuple[Rule, ...] = ()  # checked when the value is constructed: code `invalid_value`
-    json: Any = None  # type in request bodies, whose violation has the code `invalid_type`; None: `kind`
-    read: Callable[[Any], Any] | None = None  # from the JSON value to ours, if they differ
-    apis: Collection[Api] = APIS  # which accept it as a field of its own
-    names: Mapping[Api, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # other than `name`; the first that is given counts
-    defaults: Mapping[Api, Any] = field(default_factory=dict)  # other than `default`
+    json: Any = None  # type in request bodies; a mismatch has the code `invalid_type`; None: `kind`
+    read: Callable[[Any], Any] | None = None  # converts the JSON value to ours, if they differ
+    apis: Collection[Api] = APIS  # the APIs that have a field for it
+    # Names in APIs that do not use `name`. If a request sets several of them, the first one listed here counts.
+    names: Mapping[Api, tuple[str, ...]] = field(default_factory=dict)
+    defaults: Mapping[Api, Any] = field(default_factory=dict)  # in APIs whose default is not `default`
     column: Column | None = None  # in the device's rows
 
     name: str = ""
@@ -130,7 +129,7 @@ Table = Mapping[str, SamplingParameter]
 
 
 def table_of(struct: type[msgspec.Struct]) -> Table:
-    """The parameters that the fields of `struct` declare, in their order."""
+    """The parameters that the fields of `struct` declare, in field order."""
     hints = get_type_hints(struct, include_extras=True)
     return {each.name: _completed(each, hints[each.name]) for each in msgspec.structs.fields(struct)}
 
@@ -155,7 +154,7 @@ def checks_of(table: Table) -> tuple[Check, ...]:
 
 
 def check(values: tuple[Any, ...], checks: tuple[Check, ...]) -> None:
-    """Raise ValueError for the first value that breaks a rule. Defaults break none, and most values are defaults."""
+    """Raise ValueError for the first value that breaks a rule. Defaults, which most values are, are not checked."""
     for value, (name, default, rules) in zip(values, checks, strict=True):
         if value != default:
             for rule in rules:
@@ -181,15 +180,15 @@ Reader = tuple[str, str, Callable[[Any], Any] | None]
 
 
 def readers_of(table: Table, api: Api) -> tuple[Reader, ...]:
-    """For each field of a body of `api`: its name, the parameter's name, and how its value is read.
+    """For each field of a body of `api`: its name, the parameter's name, and how its value is converted.
 
-    Of several names of a parameter the preferred one comes last, so that it replaces the others.
+    If a parameter has several names, the preferred one comes last, so that it replaces the others.
     """
     return tuple((name, each.name, each.read) for each in table.values() for name in reversed(each.names_in(api)))
 
 
 def given(body: msgspec.Struct, readers: tuple[Reader, ...]) -> dict[str, Any]:
-    """The parameters that `body` sets, by our names."""
+    """The parameters that `body` sets, by the names in the table."""
     values: dict[str, Any] = {}
     for name, parameter, read in readers:
         value = getattr(body, name)
@@ -199,6 +198,6 @@ def given(body: msgspec.Struct, readers: tuple[Reader, ...]) -> dict[str, Any]:
 
 
 def translation(table: Table, source: Api, target: Api) -> dict[str, str]:
-    """From the names in `source` of all parameters that both APIs accept to their names in `target`."""
+    """Maps names in `source` to names in `target`, for all parameters that both APIs accept."""
     shared = [each for each in table.values() if {source, target} <= set(each.apis)]
     return {name: each.names_in(target)[0] for each in shared for name in each.names_in(source)}

@@ -10,27 +10,27 @@ from headgate.contract.limits import Count
 
 
 class ChoiceUsage(msgspec.Struct, frozen=True):
-    """What became of one choice. A choice that was cut has the tokens that had come until then."""
+    """The outcome of one choice. A choice that was cut short counts the tokens generated until then."""
 
     choice: int
     finish_reason: str
     cause: str
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    output_tokens: int = 0  # of the answer
-    engine_tokens: int = 0  # that engines have made for it, delivered or not; without those that it was resumed with
+    output_tokens: int = 0  # tokens of the answer
+    engine_tokens: int = 0  # tokens generated here, delivered or not, without the tokens that the choice resumed with
 
 
 class RequestEvent(msgspec.Struct, frozen=True):
-    """Something that happened to a request, or to one choice of it."""
+    """An event of a request, or of one of its choices."""
 
     event: str  # accepted, running, first_token, end_asked, finished
-    at_s: float  # after its arrival
+    at_s: float  # since the arrival of the request
     choice: int | None = None
 
 
 class UsageRecord(msgspec.Struct, frozen=True):
-    """What became of one accepted request."""
+    """The outcome of one accepted request."""
 
     request_id: str
     tenant: str
@@ -38,7 +38,7 @@ class UsageRecord(msgspec.Struct, frozen=True):
     finish_reason: str
     cause: str
     arrived: float  # seconds since 1970
-    first_token_s: float | None  # after its arrival
+    first_token_s: float | None  # since the arrival of the request
     elapsed_s: float
     choices: tuple[ChoiceUsage, ...]
     tags: Mapping[str, str] = {}
@@ -62,9 +62,9 @@ class UsageRecord(msgspec.Struct, frozen=True):
 
 
 class ChoiceInFlight(msgspec.Struct, kw_only=True):
-    id: str  # by which it can be aborted
+    id: str  # accepted by an abort
     phase: str  # preparing, queued, waiting, loading, running, preempted, sending, finished, unknown
-    worker: Count | None  # engine
+    worker: Count | None  # the engine's number
     prompt_tokens: Count | None
     output_tokens: Count
     blocks: Count = 0
@@ -74,7 +74,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     request_id: str
     tenant: str
     kind: str
-    phase: str  # of its first unfinished choice
+    phase: str  # phase of the first unfinished choice
     age_s: float
     output_tokens: Count
     tags: Mapping[str, str]
@@ -87,11 +87,11 @@ class RequestList(msgspec.Struct, kw_only=True):
 
 
 class RequestDetails(msgspec.Struct, kw_only=True):
-    """`request` while it is in flight, `usage` when it has ended."""
+    """`request` is set while the request is in flight, `usage` once it has ended."""
 
     request_id: str
     status: str  # in_flight, finished
     events: list[RequestEvent]
-    age_s: float  # since its arrival, also after its end
+    age_s: float  # since the arrival, also after the end
     request: InFlight | None = None
     usage: UsageRecord | None = None

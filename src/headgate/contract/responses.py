@@ -79,7 +79,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     store: bool = False
     metadata: Any
     usage: ResponseUsage | None = None
-    # ours, when asked or ended
+    # Extensions: `cause` is set at the end, the others on request.
     cause: str | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     completion_token_ids: list[int] | UnsetType = UNSET

@@ -1,9 +1,9 @@
-"""The sampling parameters: one declaration each, from which everything else about them is derived.
+"""The sampling parameters. Each is declared once, and everything else about it is derived from the declaration.
 
-A field of `SamplingParams` crosses to the engine; a field of `TextParams` stays in the API process, which turns tokens
-into text. Name, type and default are the field's own; range, names in other APIs and the column in the device's rows
-are in its `SamplingParameter`. Request bodies, their OpenAPI schema, validation, the translation of SGLang's and vLLM's
-`sampling_params`, the columns of the device's rows and the reference page all follow.
+A field of `SamplingParams` is sent to the engine; a field of `TextParams` stays in the API process, which converts tokens
+to text. The struct field gives name, type and default; its `SamplingParameter` gives range, names in other APIs and the
+column in the device's rows. Request bodies, their OpenAPI schema, validation, the translation of SGLang's and vLLM's
+`sampling_params`, the columns of the device's rows and the reference page are derived.
 
 How to add a parameter: CONTRIBUTING.md.
 """
@@ -58,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     max_tokens: Annotated[
         int | None,
         SamplingParameter(
-            summary="The most tokens that an answer may have; without it, up to the context length.",
+            summary="The maximum number of tokens in an answer; by default, up to the context length.",
             json=Count,
             rules=(Range(1, 2**31 - 1, "at least 1, in 31 bits"),),
             names={
@@ -72,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     temperature: Annotated[
         float,
         SamplingParameter(
-            summary="Divides the logits; 0 takes the largest one.",
+            summary="Divides the logits; 0 selects the most likely token.",
             rules=(Range(0, 100),),
             column=FLOAT,
         ),
@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     top_p: Annotated[
         float,
         SamplingParameter(
-            summary="Keeps the likeliest tokens whose probabilities together reach it.",
+            summary="Keeps the most likely tokens whose probabilities add up to at least this value.",
             rules=(Range(0, 1, "above 0 and at most 1", above=True),),
             column=FLOAT,
         ),
@@ -88,7 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     top_k: Annotated[
         int,
         SamplingParameter(
-            summary="Keeps that many of the likeliest tokens; 0 and -1 keep all.",
+            summary="Keeps this many of the most likely tokens; 0 and -1 keep all.",
             json=Annotated[int, Meta(ge=-1, le=2**31 - 1)],
             read=lambda value: 0 if value == -1 else value,  # vLLM and SGLang write -1 for "off"
             rules=(Range(0, 2**31 - 1, "0 (off) or a positive number"),),
@@ -98,7 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     min_p: Annotated[
         float,
         SamplingParameter(
-            summary="Keeps tokens that have at least this share of the likeliest one's probability.",
+            summary="Keeps tokens whose probability is at least this fraction of the most likely token's.",
             rules=(Range(0, 1),),
             column=FLOAT,
         ),
@@ -106,7 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     seed: Annotated[
         int | None,
         SamplingParameter(
-            summary="Makes the random choices repeatable; drawn for each request if it is not given.",
+            summary="Makes sampling reproducible; by default, each request gets a random seed.",
             json=Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
             rules=(Range(-(2**63), 2**63 - 1, "a 64-bit integer"),),
             names={"sglang": ("sampling_seed",)},
@@ -117,14 +117,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         float,
         SamplingParameter(
             summary="Divides positive logits of tokens in the prompt or the answer, and multiplies negative ones.",
-            rules=(Range(0.01, 100),),  # less would make infinities of logits
+            rules=(Range(0.01, 100),),  # smaller values could make logits infinite
             column=FLOAT,
         ),
     ] = 1.0
     presence_penalty: Annotated[
         float,
         SamplingParameter(
-            summary="Subtracted from the logits of tokens that are in the answer.",
+            summary="Subtracted from the logits of tokens that occur in the answer.",
             rules=(Range(-2, 2),),
             apis=WITH_CHOICES,
             column=FLOAT,
@@ -133,7 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     frequency_penalty: Annotated[
         float,
         SamplingParameter(
-            summary="Subtracted from the logits of tokens for each time that they are in the answer.",
+            summary="Subtracted from the logits of tokens, once for each time that they occur in the answer.",
             rules=(Range(-2, 2),),
             apis=WITH_CHOICES,
             column=FLOAT,
@@ -142,9 +142,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     logit_bias: Annotated[
         dict[int, float],
         SamplingParameter(
-            summary="Added to the logits of the token ids that are its keys.",
+            summary="Maps token ids to values that are added to their logits.",
             json=Annotated[dict[TokenId, Bias], Meta(max_length=1024)],
-            # A larger one would make infinities of logits.
+            # Larger values could make logits infinite.
             rules=(Values(Range(-1e30, 1e30, "between -1e30 and 1e30")), TokenIds("keyed on token ids")),
             apis=WITH_CHOICES,
         ),
@@ -152,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     min_tokens: Annotated[
         int,
         SamplingParameter(
-            summary="Tokens that end an answer are not chosen before it has this many.",
+            summary="The minimum number of tokens before a token that ends the answer may be chosen.",
             json=Size,
             rules=(Range(0, 2**31 - 1, "between 0 and max_tokens"),),
             names={"sglang": ("min_new_tokens",)},
@@ -162,7 +162,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     stop_token_ids: Annotated[
         tuple[int, ...],
         SamplingParameter(
-            summary="Token ids that end the answer, beside the model's own.",
+            summary="Token ids that end the answer, in addition to the model's own.",
             json=Annotated[list[TokenId], Meta(max_length=256)],
             read=tuple,
             rules=(TokenIds("token ids"),),
@@ -170,13 +170,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     ] = ()
     ignore_eos: Annotated[
         bool,
-        SamplingParameter(summary="Whether the model's own end-of-sequence tokens do not end the answer."),
+        SamplingParameter(summary="Whether to continue after the model's end-of-sequence tokens."),
     ] = False
     logprobs: Annotated[
         int | None,
         SamplingParameter(
-            summary="Log-probabilities of each token and of this many of the likeliest. Chat has `logprobs` (true) and "
-            "`top_logprobs`, responses `top_logprobs`, SGLang `return_logprob` and `top_logprobs_num` in the body.",
+            summary="Returns log-probabilities of each token and of this many of the most likely ones. Chat has "
+            "`logprobs` (true) and `top_logprobs`, responses `top_logprobs`, SGLang `return_logprob` and "
+            "`top_logprobs_num` in the body.",
             json=MostLogprobs,
             rules=(Range(0, MAX_LOGPROBS),),
             apis=("completions", "vllm"),
@@ -196,8 +197,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     grammar: Annotated[
         str | None,
         SamplingParameter(
-            summary="What the answer must match, as `protocol.grammar` defines it. Made from `response_format`, tools, "
-            "`text.format` (responses) or `json_schema` (SGLang).",
+            summary="A grammar, as `protocol.grammar` defines it, that the answer must match. Derived from "
+            "`response_format`, tools, `text.format` (responses) or `json_schema` (SGLang).",
             rules=(Characters(MAX_GRAMMAR_CHARS),),
             apis=(),
         ),
@@ -209,22 +210,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             at_most = self.max_tokens is None or self.min_tokens <= self.max_tokens
             require("min_tokens", at_most, "between 0 and max_tokens")
         if self.grammar is not None:
-            # The end of a grammar is an EOS, after which nothing is allowed.
+            # A grammar ends with an EOS token, after which no token is allowed.
             require("min_tokens", self.min_tokens == 0, "0 with a grammar, which alone says when an answer may end")
             require("ignore_eos", not self.ignore_eos, "false with a grammar, whose end is an EOS")
 
     @property
     def penalised(self) -> bool:
-        """Whether the choice depends on which tokens came before."""
+        """Whether sampling depends on the tokens that precede."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class TextParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How many answers to make, and how their tokens become text. The engine has no part in it."""
+    """How many answers to generate, and how their tokens become text. These fields are not sent to the engine."""
 
     n: Annotated[
         int,
-        SamplingParameter(summary="How many answers to make for each prompt.", json=Count, apis=WITH_CHOICES),
+        SamplingParameter(
+            summary="The number of answers to generate for each prompt.", json=Count, apis=WITH_CHOICES
+        ),
     ] = 1
     stop: Annotated[
         tuple[str, ...],
@@ -236,12 +239,12 @@ class TextParams(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     skip_special_tokens: Annotated[
         bool,
-        SamplingParameter(summary="Whether special tokens are left out of the text."),
+        SamplingParameter(summary="Whether to omit special tokens from the text."),
     ] = True
     include_stop_str_in_output: Annotated[
         bool,
         SamplingParameter(
-            summary="Whether the text ends with the stop string, or stop token, that ended it.",
+            summary="Whether the text includes the stop string, or stop token, that ended it.",
             names={"sglang": ("no_stop_trim",)},
         ),
     ] = False
@@ -261,7 +264,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 def accepts(*apis: Api) -> Callable[[type[Body]], type[Body]]:
     """Add to a request body the fields that all of `apis` accept and that its base does not have already.
 
-    They are read with `sampling_given` and `text_params`, which know their names and types.
+    The fields are read with `sampling_given` and `text_params`.
     """
 
     def extended(body: type[Body]) -> type[Body]:
@@ -278,7 +281,7 @@ def accepts(*apis: Api) -> Callable[[type[Body]], type[Body]]:
     return extended
 
 
-# SGLang's and vLLM's requests are completions under other names, and responses are chats.
+# SGLang's and vLLM's requests are converted to completions, and those of the responses API to chat requests.
 Native = Literal["chat", "completions"]
 SGLANG_TO_COMPLETIONS = translation(PARAMETERS, "sglang", "completions")
 VLLM_TO_COMPLETIONS = translation(PARAMETERS, "vllm", "completions")

@@ -1,7 +1,7 @@
-"""The bodies that clients send, as types. Decoding is checking: a wrong type is refused with the path to it.
+"""Request bodies as types. Decoding validates: a value of the wrong type is refused with its path in the body.
 
-A field that we do not know is refused by its name. The ones in `Harmless` are accepted and have no effect, because
-common clients send them; everything else with a name here does what its name says. Sampling parameters are declared in
+An unknown field is refused by name. The fields in `Harmless` are accepted and have no effect, because common clients send
+them; every other field declared here has the effect that its name describes. Sampling parameters are declared in
 `contract.sampling`, and `accepts` adds those of an API to its body.
 """
 
@@ -27,7 +27,7 @@ Object = dict[str, Any]
 
 @accepts("chat", "completions", "responses")
 class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What requests of every kind set most often: the first fields of a struct are decoded fastest. None is the default."""
+    """The fields that requests set most often; the first fields of a struct are decoded fastest. None: the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -48,13 +48,13 @@ class Harmless(Common, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResumedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What another server has said of a choice, as its journal tells."""
+    """What another server has generated for a choice, according to its journal."""
 
     index: Size
     token_ids: list[TokenId] = []
-    versions: list[tuple[Version, Count]] = []  # of the weights, and of how many of the ids in a row
+    versions: list[tuple[Version, Count]] = []  # weight version, and the number of consecutive ids it generated
     delivered_chars: Size = 0
-    finish: tuple[FinishReason, Cause, Size, Size, Size] | None = None  # then prompt, cached and output tokens
+    finish: tuple[FinishReason, Cause, Size, Size, Size] | None = None  # the sizes: prompt, cached and output tokens
 
 
 class ResumeState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -62,15 +62,15 @@ class ResumeState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Generation(Harmless, kw_only=True, forbid_unknown_fields=True):
-    """What chat, completions and responses have in common; from here on, fields of our own."""
+    """Extensions to OpenAI's API that chat, completions and responses share."""
 
     request_id: Name | None = None
     tags: Tags | None = None
     generated_token_ids: list[TokenId] | None = None
     delivered_chars: Size | None = None
     resume: ResumeState | None = None  # with a journal only
-    export_kv: bool | None = None  # compute the prompt for another server, and answer with a ticket
-    kv_ticket: KvTicket | None = None  # such a ticket, of another server
+    export_kv: bool | None = None  # compute the KV of the prompt for another server, and answer with a ticket
+    kv_ticket: KvTicket | None = None  # a ticket that another server issued
     return_token_ids: bool | None = None
     return_weight_versions: bool | None = None
     deadline_ms: Annotated[float, Meta(gt=0, le=1e12)] | None = None
@@ -85,7 +85,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @accepts("chat", "completions")
 class Sampled(Generation, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions share beyond `Generation`."""
+    """Fields that chat and completions share and responses do not have."""
 
     stream_options: StreamOptions | None = None
     response_format: Object | None = None
@@ -109,7 +109,7 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
-    index: int | None = None  # clients that add up stream deltas leave it in
+    index: int | None = None  # sent by clients that merge stream deltas; ignored
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -119,7 +119,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # what clients leave in an assistant message that they send back
+    # Sent by clients that return an assistant message unchanged; ignored.
     refusal: Any = None
     annotations: Any = None
     parsed: Any = None
@@ -156,7 +156,7 @@ class CompletionRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
 
 
 def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
-    """One entry per prompt, whichever of the four shapes they came in."""
+    """One entry per prompt, for each of the four accepted shapes."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -171,7 +171,7 @@ def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message, a function call that the model made, or what came of it."""
+    """A message, a function call by the model, or the output of such a call."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -211,7 +211,7 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text, or the messages of a chat."""
+    """Either a text or the messages of a chat."""
 
     model: str | None = None
     prompt: str | None = None

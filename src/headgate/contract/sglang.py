@@ -1,4 +1,4 @@
-"""Bodies of SGLang's calls."""
+"""Request bodies of the SGLang-compatible API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class InitGroup(TrainerGroup, kw_only=True):
 
 
 class FromDistributed(msgspec.Struct, kw_only=True):
-    """Which tensors come is said again, and verified, in the exchange itself."""
+    """The list of tensors is informative: the transfer itself repeats and verifies it."""
 
     names: list[str] = []
     dtypes: list[str] = []
@@ -34,7 +34,7 @@ class FromTensor(msgspec.Struct, kw_only=True):
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """SGLang's clients send more than this; what has no effect on the answer is ignored, as there."""
+    """SGLang's clients send more fields than these; like SGLang, we ignore those that do not affect the answer."""
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
@@ -46,7 +46,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     top_logprobs_num: MostLogprobs | None = None
     return_text_in_logprobs: bool = False
     priority: int | None = None
-    resume: ResumeState | None = None  # ours, as in every other body
+    resume: ResumeState | None = None  # our extension, as in every generation body
 
 
 class AbortBody(msgspec.Struct, kw_only=True):

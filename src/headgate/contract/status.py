@@ -1,4 +1,4 @@
-"""Answers of probes and of GET /v1/models."""
+"""Answers of the health probes and of GET /v1/models."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 class EngineHealth(msgspec.Struct, frozen=True):
     engine: int
-    state: str  # ok, busy (a long step), outdated (without the fleet's weights), down (being started again), wedged
+    state: str  # ok, busy (a long step), outdated (lacks the fleet's weights), down (restarting), wedged
     restarts: int
-    last_turn_s: float | None = None  # age of the last turn of its loop
+    last_turn_s: float | None = None  # seconds since the last iteration of the step loop
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""A ticket for KV, as JSON: what one server gives out for `export_kv`, and another takes as `kv_ticket`."""
+"""KV tickets as JSON: one server issues a ticket for `export_kv`, and another accepts it as `kv_ticket`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$(?!\n)")]
 
 
 class KvTicket(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Numbers of 64 bits as text, because JSON readers round them."""
+    """64-bit numbers are hexadecimal text, because many JSON parsers round large numbers."""
 
     address: Annotated[str, Meta(min_length=1, max_length=128)]
     lease: Hex64

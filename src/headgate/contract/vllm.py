@@ -1,4 +1,4 @@
-"""Bodies of vLLM's calls."""
+"""Request bodies of the vLLM-compatible API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class VllmTrainerGroup(TrainerGroup, kw_only=True):
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """What vLLM's trainers say; of a group, the exchange says the same again, and it is verified there."""
+    """What vLLM's trainers send. With a process group the list of tensors is informative: the transfer repeats and
+    verifies it."""
 
     names: list[str] = []
     dtype_names: list[str] = []
@@ -46,8 +47,8 @@ MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "freez
 
 
 def mode_of(query: Mapping[str, str]) -> PauseMode:
-    """Of a pause or a sleep."""
-    # An older vLLM had this flag and no modes.
+    """The mode of a pause or a sleep."""
+    # Older versions of vLLM have this flag and no modes.
     older = "wait" if flag(query, "wait_for_inflight_requests", default=False) else "abort"
     mode = query.get("mode", older)
     if mode not in MODES:
@@ -70,4 +71,4 @@ class TokensRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
     priority: int = 0
     cache_salt: str | None = None
-    resume: ResumeState | None = None  # ours, as in every other body
+    resume: ResumeState | None = None  # our extension, as in every generation body

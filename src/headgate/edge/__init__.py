@@ -1,1 +1,1 @@
-"""The HTTP edge: what servers and routers share in how they take requests and send answers."""
+"""The HTTP edge: code that servers and routers share to accept requests and send answers."""

@@ -1,8 +1,8 @@
-"""How many requests are in flight at once, and who is next when there is room.
+"""Limits the number of requests in flight and queues the rest fairly among tenants.
 
-Beyond the limit a request waits; beyond the queue it is refused at once. Room goes to the tenant that has the least in
-flight, and in turns to tenants that have as little. A full queue takes a newcomer only in place of a request of a tenant
-that has more waiting.
+A request over the limit waits; if the queue is full too, it is refused at once. A free place goes to the tenant with the
+fewest requests in flight; tenants with equally few take turns. A full queue accepts a new request only in place of a
+request of a tenant with more requests waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Admission:
         self._shares = Shares(limit or 0)
         self._sharing = sharing or Sharing()
         self.in_flight = 0
-        self.waited = 0  # requests that had to
+        self.waited = 0  # requests that had to wait
         self.waited_s = 0.0
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
@@ -33,7 +33,7 @@ class Admission:
         return sum(map(len, self._waiting.values()))
 
     def try_enter(self, tenant: str) -> bool:
-        """Take a place if there is one. Requests that wait cannot: each was given its place as soon as it was free."""
+        """Take a place if one is free for this tenant. Waiting requests got theirs as soon as a place was free."""
         if self._limit is not None and not self._has_place(tenant):
             return False
         self._take(tenant)
@@ -48,9 +48,9 @@ class Admission:
             self._shares.take(tenant)
 
     async def enter(
-        self, tenant: str, show_life: Callable[[], None] = lambda: None, every_s: float | None = None
+        self, tenant: str, keep_alive: Callable[[], None] = lambda: None, every_s: float | None = None
     ) -> None:
-        """Take a place, waiting for it; raises QueueFull at once if too many do."""
+        """Take a place, waiting for it if necessary; raises QueueFull at once if too many requests wait."""
         if self.try_enter(tenant):
             return
         if self.waiting >= self._queue:
@@ -64,11 +64,11 @@ class Admission:
             while not place.done():
                 await asyncio.wait((place,), timeout=every_s)
                 if not place.done():
-                    show_life()
+                    keep_alive()
             place.result()
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
-                self.leave(tenant)  # it had been given in the same moment
+                self.leave(tenant)  # the place was granted at the moment of the cancellation
             else:
                 self._forget(tenant, place)
             raise
@@ -76,14 +76,14 @@ class Admission:
             self.waited_s += loop.time() - began_s
 
     def _make_room(self, tenant: str) -> None:
-        """Refuse the newest of the tenant that waits most, or the newcomer if that is its own."""
+        """Refuse the newest request of the tenant with the most waiting, or the new request if that is its own tenant."""
         own = len(self._waiting.get(tenant, ()))
         largest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
         if len(self._waiting.get(largest, ())) <= own + 1:
             raise self._full()
         loser = self._waiting[largest][-1]
         self._forget(largest, loser)
-        if not loser.done():  # one that is leaving anyway has made room by that
+        if not loser.done():  # otherwise it was cancelled, which made room
             loser.set_exception(self._full())
 
     def _full(self) -> QueueFull:
@@ -100,13 +100,13 @@ class Admission:
             queue = self._waiting.pop(least)
             place = queue.popleft()
             if queue:
-                self._waiting[least] = queue  # behind all others: of tenants that have as little, each gets a turn
+                self._waiting[least] = queue  # last in the order, so that tenants with equally few take turns
             if not place.done():
                 self._take(least)
                 place.set_result(None)
 
     def _next(self) -> str | None:
-        """The tenant whose turn it is: the one with the least in flight among those that may have more."""
+        """The tenant that gets the next place: the one with the fewest in flight among those below their share."""
         able = [tenant for tenant in self._waiting if self._has_place(tenant)]
         return min(able, key=self._shares.held.__getitem__, default=None)
 

@@ -1,4 +1,4 @@
-"""The dashboard's page and its stream of events, as servers and routers serve them."""
+"""The dashboard's page and its event stream, for servers and routers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headgate.dashboard.feed import Feed
 from headgate.dashboard.frame import Viewer
 from headgate.edge.sse import ClientGone, ResponseWriter, WriterResponse
 
-SEND_TIMEOUT_S = 10.0  # a viewer that has not read for so long has gone
+SEND_TIMEOUT_S = 10.0  # a viewer that reads nothing for this long is disconnected
 
 
 async def show_page(request: Request) -> Response:
@@ -22,23 +22,23 @@ async def show_page(request: Request) -> Response:
 
 
 def watched(request: Request, feed: Feed) -> Response:
-    """The feed as an answer that lasts until the viewer leaves."""
+    """A response that streams the feed until the viewer disconnects."""
     if request.method == "HEAD":
         return Response(media_type="text/event-stream")
     viewer = Viewer(request.state.tenant, request.state.admin)
 
-    async def tell(reply: ResponseWriter) -> None:
+    async def stream(writer: ResponseWriter) -> None:
         with feed.watching():
             async for event in feed.events(viewer):
-                await _send(reply, event)
-        await reply.end(b"")
+                await _send(writer, event)
+        await writer.end(b"")
 
-    return WriterResponse(tell)
+    return WriterResponse(stream)
 
 
-async def _send(reply: ResponseWriter, event: bytes) -> None:
+async def _send(writer: ResponseWriter, event: bytes) -> None:
     try:
         async with asyncio.timeout(SEND_TIMEOUT_S):
-            await reply.send_event(event)
+            await writer.send_event(event)
     except TimeoutError:
         raise ClientGone from None

@@ -1,4 +1,4 @@
-"""One INFO line for each client that leaves a stream before its end, and no flood of them."""
+"""Logs each client that disconnects before the end of its stream, at a limited rate."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import asyncio
 import logging
 import math
 
-MOST_LINES = 10  # a second; the rest is counted in one more
+MOST_LINES = 10  # per second; one more line counts the rest
 
 
 class Departures:
-    """Of the clients of one server or router."""
-
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._since_s = -math.inf  # the second that is being counted
+        self._since_s = -math.inf  # start of the second whose lines are counted
         self._lines = 0
         self._suppressed = 0
 
@@ -25,7 +23,7 @@ class Departures:
         self._lines += 1
         if self._lines <= MOST_LINES:
             self._log.info(
-                "%s: its client %s left the stream after %d tokens (%s)",
+                "%s: client %s disconnected from the stream after %d tokens (%s)",
                 *(request_id, client or "unknown", tokens, cause),
                 extra={"fields": {"request_id": request_id, "client": client, "tokens": tokens, "cause": cause}},
             )
@@ -36,4 +34,4 @@ class Departures:
 
     def _summarise(self) -> None:
         suppressed, self._suppressed = self._suppressed, 0
-        self._log.info("%d more clients left their streams within a second", suppressed)
+        self._log.info("%d more clients disconnected from their streams within a second", suppressed)

@@ -1,8 +1,8 @@
-"""The gate around every handler of a server and of a router's control plane: names the request, authenticates its caller,
-and turns what is raised into a response. One pure ASGI layer instead of a stack, because each would cost every streamed
-token a call.
+"""The gate around every handler of a server and of a router's control plane. It assigns the request id, authenticates the
+caller, and converts exceptions to responses. It is one ASGI layer instead of a middleware stack, because every layer would
+cost one more call per streamed token.
 
-Handlers below it raise `RequestError`s and whatever Starlette raises; every error has the body of `contract/errors.py`.
+Handlers raise `RequestError`s and Starlette's exceptions; every error response has the body of `contract/errors.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headgate.errors import HeadgateError, RequestError
 
 log = logging.getLogger(__name__)
 
-Respond = Callable[[BaseException, str], Response]  # to an error of the request with that id
+Respond = Callable[[BaseException, str], Response]  # from an error and the request's id
 
 
 def _uncounted(refusal: RequestError) -> None:
@@ -32,7 +32,7 @@ def _uncounted(refusal: RequestError) -> None:
 
 
 class Gate:
-    """`scope["state"]` has request_id, tenant and admin when `app` is called. `refused` is called for each refusal."""
+    """Sets request_id, tenant and admin in `scope["state"]`, then calls `app`. Calls `refused` for each refusal."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no lifespan, no web sockets
+            return  # lifespan and WebSockets are not supported
         state = scope.setdefault("state", {})
         state["request_id"] = self._ids.draw()
         answer = _GatedResponse(state, send)
@@ -60,10 +60,10 @@ class Gate:
             state["tenant"], state["admin"] = caller.tenant, caller.admin
             await self._app(scope, receive, answer.send)
         except ClientDisconnect:
-            log.debug("%s: the client has gone", state["request_id"])
+            log.debug("%s: the client has disconnected", state["request_id"])
         except asyncio.CancelledError:
-            # A process that shuts down has closed the connection and cancels what is left; no client can be answered.
-            log.debug("%s: broken off", state["request_id"])
+            # At shutdown the HTTP server closes connections and cancels the remaining handlers; no client can be answered.
+            log.debug("%s: cancelled at shutdown", state["request_id"])
         except HTTPException as error:
             await self._explain(refusal_of(error, scope), answer, scope, receive)
         except Exception as error:
@@ -72,7 +72,7 @@ class Gate:
 
     async def _explain(self, error: Exception, answer: _GatedResponse, scope: Scope, receive: Receive) -> None:
         if answer.started:
-            raise error  # the HTTP server logs it and breaks the connection: the one way left to say "this was not all"
+            raise error  # the HTTP server logs it and breaks the connection, which marks the answer as incomplete
         id = str(answer.state["request_id"])
         status = status_of(error)
         if status >= 500 and not isinstance(error, RequestError):
@@ -86,7 +86,7 @@ class Gate:
 
 
 class _GatedResponse:
-    """A response on its way out; its head gets the request's id, as it is by then."""
+    """Adds the request id to the headers of a response. Handlers may change the id until then."""
 
     __slots__ = ("_send", "started", "state")
 
@@ -106,9 +106,9 @@ class _GatedResponse:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """What the frames of a refusal know, a prompt of megabytes among it, goes now and not with the collector.
+    """Release the frames of an error, which may hold a prompt of megabytes, now instead of at the next garbage collection.
 
-    They are not cleared: several requests may have been given the same error, and those that go on have frames in it.
+    The frames are not cleared: several requests may share one error, and some of its frames may still be running.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -1,4 +1,4 @@
-"""Metric families for Prometheus that servers and routers write alike."""
+"""Constructors of Prometheus metric families, for servers and routers."""
 
 from __future__ import annotations
 

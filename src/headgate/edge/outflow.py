@@ -1,8 +1,8 @@
-"""Clients that do not read: whether the bytes that wait for a connection leave it.
+"""Detects clients that do not read: whether the bytes buffered for a connection are being sent.
 
-Bytes have left when the other side has acknowledged them, which it does for a client that reads, however slowly. The kernel
-counts them; where it does not, the size of the transport's buffer shows it. Nothing is counted per write: a connection is
-looked at once a second, and one that has nothing to send costs a single call.
+Bytes count as sent when the peer has acknowledged them, which happens as long as the client reads, however slowly. The
+kernel counts acknowledged bytes; on systems where it does not, the size of the transport's buffer is used. Nothing is
+counted per write: a connection is checked once a second, and an idle one costs a single call.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import sys
 from collections.abc import Mapping
 from math import inf
 
-STALL_S = 30.0  # without progress, after which a request is ended
-UNREAD_S = 2.0  # that an abort, a pause or a shutdown waits for a client that reads nothing
-LEAST_S = 0.05  # that an abort waits for clients, however late the engines have answered
-LOOK_S = 0.25  # how often a wait looks at clients
+STALL_S = 30.0  # a request whose client has read nothing for this long is ended
+UNREAD_S = 2.0  # how long an abort, a pause or a shutdown waits for a client that reads nothing
+LEAST_S = 0.05  # how long an abort waits for clients at least, even if the engines answered after its deadline
+POLL_S = 0.25  # how often a wait checks its clients
 
 BYTES_ACKED = struct.Struct("=120xQ")  # in Linux's struct tcp_info
 
 
 class Outflow:
-    """What leaves one connection."""
+    """The progress of one connection's outgoing bytes."""
 
     __slots__ = ("_mark", "_since_s", "transport")
 
@@ -33,16 +33,16 @@ class Outflow:
         self._since_s = -inf  # set before it is read
 
     def stalled_s(self, now_s: float) -> float:
-        """How long bytes have waited and none has left, as seen by those who ask; 0 if none waits."""
-        before, self._mark = self._mark, self._look()
+        """How long bytes have been buffered without progress, as observed by calls of this method; 0 if none are."""
+        before, self._mark = self._mark, self._progress()
         if self._mark is None:
             return 0.0
         if before is None or self._mark > before:
             self._since_s = now_s
         return now_s - self._since_s
 
-    def _look(self) -> int | None:
-        """A number that grows when bytes leave; None if none waits."""
+    def _progress(self) -> int | None:
+        """A number that grows when bytes are sent; None if no bytes are buffered."""
         size = self.transport.get_write_buffer_size()
         if not size:
             return None
@@ -55,13 +55,14 @@ def _acknowledged(connection: socket.socket | None) -> int | None:
         return None
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED.size)
-    except OSError:  # no TCP, or closed
+    except OSError:  # not TCP, or closed
         return None
     return int(BYTES_ACKED.unpack(info)[0]) if len(info) == BYTES_ACKED.size else None
 
 
 async def await_readers(ends: Mapping[asyncio.Future[None], asyncio.Transport | None], timeout_s: float) -> None:
-    """Wait for these ends, each with the connection of its client; at most UNREAD_S for a client that reads nothing."""
+    """Wait for these ends of requests, given with their clients' connections. A client that reads nothing is waited for
+    at most UNREAD_S."""
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + timeout_s
     waiting = {end: None if transport is None else Outflow(transport) for end, transport in ends.items()}
@@ -72,4 +73,4 @@ async def await_readers(ends: Mapping[asyncio.Future[None], asyncio.Transport | 
             if not end.done() and (outflow is None or outflow.stalled_s(now_s) < UNREAD_S)
         }
         if waiting:
-            await asyncio.wait(waiting, timeout=min(left_s, LOOK_S))
+            await asyncio.wait(waiting, timeout=min(left_s, POLL_S))

@@ -1,4 +1,4 @@
-"""The bodies of control calls, from a request."""
+"""Reads and decodes the bodies of control calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from starlette.requests import Request
 from headgate.contract.decoding import T, convert, decode
 from headgate.errors import RequestError
 
-LARGE_BYTES = 1 << 18  # of a body that is looked at before it is decoded
-CONTROL_VALUES = 1 << 20  # of the body of a control call
+LARGE_BYTES = 1 << 18  # larger bodies are checked before they are decoded
+CONTROL_VALUES = 1 << 20  # the most values in the body of a control call
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """A body that may be left out, as an object that is yet to be checked."""
+    """The optional body of a request as an object, not validated yet."""
     body = await request.body()
     if len(body) > LARGE_BYTES and body.count(b",") > CONTROL_VALUES:
         raise RequestError(f"the body has more than {CONTROL_VALUES} values", code="too_many_values")

@@ -1,4 +1,4 @@
-"""Responses that servers and routers make alike."""
+"""Constructors of responses, for servers and routers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def error_response(error: BaseException, request_id: str = "") -> Response:
 def refusal_of(error: HTTPException, scope: Scope) -> RequestError:
     """An error of Starlette's routing, as one of ours."""
     if error.status_code == 404:
-        return NotFound(f"there is nothing at {scope['path']}; /openapi.json lists what there is")
+        return NotFound(f"there is nothing at {scope['path']}; /openapi.json lists all paths")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         return MethodNotAllowed(f"{scope['path']} takes {allowed}, not {scope['method']}", allowed)

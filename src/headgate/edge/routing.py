@@ -1,7 +1,7 @@
-"""Routes, made of declared operations and the handlers that answer them.
+"""Builds routes from declared operations and their handlers.
 
-A handler is `async def name(request) -> Response` and raises what is wrong. It is called directly, without Starlette's
-exception layers, each of which would wrap `send` once more for every streamed token.
+A handler is `async def name(request) -> Response` and raises errors. It is called directly, without Starlette's exception
+layers, each of which would wrap `send` once more for every streamed token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Endpoint:
 
 
 def routes_of(operations: Iterable[Operation], handlers: Mapping[Operation, Handler]) -> list[Route]:
-    """One route per path, in the order of `operations`. Each of them must have a handler, and no other may."""
+    """One route per path, in the order of `operations`. Raises unless `handlers` has exactly these operations."""
     paths: dict[str, dict[str, Handler]] = {}
     for operation in _paired(operations, handlers):
         paths.setdefault(operation.path, {})[operation.method] = handlers[operation]
@@ -53,7 +53,7 @@ def _route(path: str, handlers: Mapping[str, Handler]) -> Route:
 
 
 def _by_method(handlers: Mapping[str, Handler]) -> Handler:
-    """A path that is routed twice would answer 405 to the methods of the second route."""
+    """One handler for all methods of a path. With two routes, the first would answer 405 to the methods of the second."""
 
     async def choose(request: Request) -> Response:
         # Starlette adds HEAD to routes with GET.

@@ -1,7 +1,7 @@
-"""Among whom the places of a server are shared: tenants and, for callers without a key, network addresses.
+"""Determines the parties that share a server's capacity: tenants and, for callers without a key, network addresses.
 
-Whether there is more than one is known from the keys, from a router that names its tenants, or from the second address that
-takes something. Until then nothing is kept back for others. A probe, a scrape or a control call takes nothing.
+There is more than one party if there are several keys, if a router forwards the name of a tenant, or once a second
+address uses capacity. Until then no capacity is reserved for others. A probe, a scrape or a control call uses none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
 
-NETWORK_BITS = 64  # of an IPv6 address: a client has all addresses of its network
+NETWORK_BITS = 64  # of an IPv6 address: one client owns all addresses of its network
 
 
 class Sharing:
@@ -20,13 +20,13 @@ class Sharing:
         self._first: str | None = None
 
     def name(self, tenant: str, peer: str | None, *, admin: bool = False) -> str:
-        """Whose share a request counts towards."""
+        """The name of the share that a request uses."""
         if tenant and not admin and tenant not in self._known:
-            self.several = True  # a router has named it, and has more of them
+            self.several = True  # a router forwarded the name, and has more tenants
         return tenant or network(peer or "")
 
     def takes(self, share: str) -> None:
-        """A request takes a place, a thread or memory of that share."""
+        """Record that a request uses a place, a thread or memory of this share."""
         if self._first is None:
             self._first = share
         elif share != self._first:
@@ -35,7 +35,7 @@ class Sharing:
 
 @lru_cache(1024)
 def network(address: str) -> str:
-    """What stands for the client at `address`."""
+    """The network that identifies the client at `address`."""
     try:
         parsed = ip_address(address)
     except ValueError:

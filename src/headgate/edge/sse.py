@@ -1,13 +1,13 @@
-"""One HTTP exchange: a reply whose client may leave at any moment, whole or as server-sent events.
+"""Writes one HTTP response, complete or as server-sent events, to a client that may disconnect at any time.
 
-A `WriterResponse` runs its work while it watches the connection; a client that leaves cancels the work, wherever it is. The
-response starts with the first byte of the answer, so whatever is refused before that has a proper status.
+A `WriterResponse` runs its work while it watches the connection; when the client disconnects, the work is cancelled. The
+response starts with the first byte of the answer, so a refusal before that has its own status.
 
-Events are written straight to ASGI, one `send` each. A stream is never silent for longer than `keep_alive_s`:
-comments fill the gaps, which clients skip and proxies count as life.
+Events are written directly to ASGI, one `send` each. A stream is never silent for longer than `keep_alive_s`: comments fill
+the gaps. Clients skip them, and proxies see activity.
 
-The HTTP server puts two entries into `scope["state"]`: TRANSPORT, the connection, and STALLED when it has broken the
-connection because its client did not read.
+The HTTP server puts two entries into `scope["state"]`: TRANSPORT, the connection; and STALLED, when it has closed the
+connection because the client did not read.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ class ClientGone(Exception):
 
 
 class ResponseWriter:
-    """A response in the making."""
+    """Writes the response to one request."""
 
     def __init__(self, send: Send, transport: asyncio.Transport | None = None) -> None:
-        self._send = self.raw = send  # raw: for what is a response already
-        self.transport = transport  # of the client whose reading this reply depends on, if it does
-        self.on_left: Callable[[Cause], None] | None = None  # called before the work is cancelled
+        self._send = self.raw = send  # raw: for a complete ASGI response
+        self.transport = transport  # the client's connection, if the response waits for the client to read
+        self.on_left: Callable[[Cause], None] | None = (
+            None  # called when the client disconnects, before the cancellation
+        )
         self._clock = asyncio.get_running_loop().time
         self._sent_s = self._clock()
-        self.headers: list[tuple[bytes, bytes]] = []  # more of them, for a reply in events
+        self.headers: list[tuple[bytes, bytes]] = []  # additional headers of an event stream
         self.started = False
         self.ended = False
-        self.given_back = False  # the answer must go on elsewhere, and no retry may have it for the whole
+        self.given_back = False  # another server must continue the answer, so a retry must not replay it as complete
 
     async def send_json(self, body: bytes, status: int = 200) -> None:
         length = str(len(body)).encode()
@@ -73,7 +75,7 @@ class ResponseWriter:
 
     @asynccontextmanager
     async def kept_alive(self, interval_s: float) -> AsyncIterator[None]:
-        """Send comments whenever nothing else was sent for a while."""
+        """Send a comment whenever nothing was sent for `interval_s`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 beating = tasks.create_task(self._beat(interval_s))
@@ -94,33 +96,33 @@ class ResponseWriter:
 
 
 class WriterResponse(Response):
-    """Answers with whatever `work` makes of the reply, unless the client leaves first."""
+    """A response that `work` writes; `work` is cancelled if the client disconnects."""
 
     def __init__(self, work: Callable[[ResponseWriter], Awaitable[None]]) -> None:
-        self._work = work  # none of Response's own fields is used: it is a base for its place in a route alone
+        self._work = work  # no field of Response is used; handlers must return a Response, hence the base class
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.get("state", {})
-        reply = ResponseWriter(send, state.get(TRANSPORT))
+        writer = ResponseWriter(send, state.get(TRANSPORT))
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(_watch(receive, reply, state))
+                watching = tasks.create_task(_watch(receive, writer, state))
                 try:
-                    await self._work(reply)
+                    await self._work(writer)
                 finally:
                     watching.cancel()
         except BaseExceptionGroup as failures:
-            # A client that left is nobody's failure. Of several failures, the first is the reason for the others.
+            # A disconnected client is not an error. If there are several errors, the first one caused the others.
             first = innermost(failures)
             if not isinstance(first, ClientGone):
                 raise first from None
 
 
-async def _watch(receive: Receive, reply: ResponseWriter, state: Mapping[str, object]) -> None:
+async def _watch(receive: Receive, writer: ResponseWriter, state: Mapping[str, object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    if reply.on_left is not None:
-        reply.on_left("client_stalled" if state.get(STALLED) else "client_disconnect")
+    if writer.on_left is not None:
+        writer.on_left("client_stalled" if state.get(STALLED) else "client_disconnect")
     raise ClientGone
 
 

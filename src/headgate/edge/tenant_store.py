@@ -1,7 +1,7 @@
-"""A bounded store that tenants share: what is too much goes from the tenant that has most, its oldest first.
+"""A bounded store that tenants share. When it is full, the oldest entry of the tenant that uses most is dropped.
 
-So the entries of one tenant never push out another's, as long as that one has no more than its part. Every call costs the
-same however much is kept; only what pushes something out looks at each tenant once.
+A tenant that uses no more than its share therefore never loses an entry to another tenant. Every call takes constant time,
+except for a `put` that drops entries, which scans the tenants once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TenantStore(Generic[V]):
         return None if entry is None else entry[0]
 
     def put(self, tenant: str, key: object, value: V, weight: int = 1) -> None:
-        """As the newest of its tenant's."""
+        """Add the value as its tenant's newest entry."""
         self.drop(tenant, key)
         share = self._tenants.setdefault(tenant, _Share())
         share.entries[key] = value, weight
@@ -66,7 +66,7 @@ class TenantStore(Generic[V]):
         return key, share.entries[key][0]
 
     def next_tenant(self) -> str | None:
-        """One after another, so that whoever asks often meets all of them."""
+        """Returns the tenants in turn: repeated calls visit all of them."""
         if not self._tenants:
             return None
         tenant = next(iter(self._tenants))

@@ -1,6 +1,7 @@
-"""Control as values: what may be asked of an engine besides generating, and what it answers.
+"""Commands to an engine, other than requests to generate, and their results.
 
-A command is answered when its postcondition holds, or when its time is up, and then the answer says what is missing.
+A command is answered when its postcondition holds or when its timeout has passed; in the second case the result lists what
+is not done.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import msgspec
 from headgate.protocol.output import Cause
 
 PauseMode = Literal["abort", "drain", "freeze"]
-State = Literal["running", "pausing", "paused", "updating", "quarantined"]  # updating: weights or memory move
-Tag = Literal["weights", "kv_cache"]  # what can sleep
+State = Literal["running", "pausing", "paused", "updating", "quarantined"]  # updating: weights or memory change
+Tag = Literal["weights", "kv_cache"]  # the memory that a sleep can release
 
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
-Backend = Literal["gloo", "nccl"]  # by which the bytes of a group travel
+Backend = Literal["gloo", "nccl"]  # the communication library of a process group
 
 DEFAULT_TIMEOUT_S = 30.0
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """End these sequences (None: all that are live) and answer when everything they owned has come home."""
+    """End these sequences (None: all live ones) and answer when everything they owned has been released."""
 
     ids: list[int] | None
     cause: Cause
@@ -31,7 +32,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True, tag="pause"):
-    """abort: end everything. drain: finish what has started. freeze: hold everything as it is."""
+    """abort: end all sequences. drain: finish those that have started. freeze: stop computing and keep all of them."""
 
     mode: PauseMode = "abort"
     queue: bool = False  # let new requests wait instead of refusing them
@@ -46,7 +47,7 @@ class FileSource(msgspec.Struct, frozen=True, array_like=True, tag="files"):
     """Weights that the engine can read: a folder, a `.safetensors` or a GGUF file, on disk or in shared memory."""
 
     path: str
-    checksum: dict[str, str] | None = None  # SHA-256 in hex by file name; all of them match before a byte is written
+    checksum: dict[str, str] | None = None  # SHA-256 in hex by file name; verified before the first byte is written
 
 
 class BroadcastSource(msgspec.Struct, frozen=True, array_like=True, tag="group"):
@@ -54,9 +55,9 @@ class BroadcastSource(msgspec.Struct, frozen=True, array_like=True, tag="group")
 
     init_method: str  # tcp://HOST:PORT, where the trainer listens
     world_size: int  # the trainer and all engines
-    rank: int = 1  # of this engine; behind one address, of the first, and the others follow
-    timeout_s: float = 300.0  # for all of it, from joining to the last tensor
-    backend: Backend = "gloo"  # nccl: from device memory to device memory, one GPU for each rank
+    rank: int = 1  # of this engine; for several engines behind one address, of the first one
+    timeout_s: float = 300.0  # from joining the group to the last tensor
+    backend: Backend = "gloo"  # nccl: from device memory to device memory, with one GPU per rank
 
     def __post_init__(self) -> None:
         host, _, port = self.init_method.removeprefix("tcp://").rpartition(":")
@@ -76,9 +77,9 @@ class BroadcastSource(msgspec.Struct, frozen=True, array_like=True, tag="group")
 
 
 class SharedStorage(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of CUDA memory of another process on this host, as `UntypedStorage._share_cuda_` of torch names it."""
+    """CUDA memory of another process on this host; the fields are those of torch's `UntypedStorage._share_cuda_`."""
 
-    device: int  # of the process that shares it
+    device: int  # as numbered by the process that shares the memory
     handle: bytes
     size: int  # bytes
     offset: int
@@ -89,19 +90,19 @@ class SharedStorage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in one piece, and where it lies."""
+    """A contiguous tensor and its position in a shared storage."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    storage: int  # index
-    start: int  # bytes into it
+    storage: int  # index into `SharedMemorySource.storages`
+    start: int  # offset in bytes
 
 
 class SharedMemorySource(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
     """Weights in the GPU memory of a trainer on this host; see `headgate.weights.share`."""
 
-    gpu: str  # its UUID: both processes may number their devices differently
+    gpu: str  # UUID, because the two processes may number their devices differently
     storages: tuple[SharedStorage, ...]
     tensors: tuple[SharedTensor, ...]
 
@@ -110,48 +111,48 @@ Source = FileSource | BroadcastSource | SharedMemorySource
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
-    """Load new weights into a paused engine. `recompute` throws old KV away; otherwise running answers keep theirs."""
+    """Load new weights into a paused engine. `recompute`: drop all old KV; otherwise running sequences keep theirs."""
 
     source: Source
-    version: int | None = None  # None: one more than now
+    version: int | None = None  # None: the current version plus one
     recompute: bool = True
 
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
-    """Give a paused engine's memory back. Running sequences of a freeze keep their tokens and compute their KV anew."""
+    """Release memory of a paused engine. Sequences that a freeze holds keep their tokens and recompute their KV later."""
 
     tags: tuple[Tag, ...] = TAGS
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
-    """Take memory again. Weights are read from where they last came from; where they cannot be, send them again."""
+    """Allocate the memory again. Weights are read from their last source, or must be sent again if it is unavailable."""
 
     tags: tuple[Tag, ...] = TAGS
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
-    """Forget the cached blocks that nobody holds."""
+    """Drop the cached blocks that no sequence or lease holds."""
 
 
 class ListSequences(msgspec.Struct, frozen=True, array_like=True, tag="look"):
-    """Tell what is in flight, as of one moment."""
+    """List the live sequences, as one consistent snapshot."""
 
 
 Command = Stop | Pause | Resume | UpdateWeights | Flush | ListSequences | Sleep | Wake
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
-    """Where an engine stands: what a pause, a resume or an update has led to."""
+    """The state of an engine after a pause, a resume or an update."""
 
     state: State
     mode: PauseMode | None = None  # of the pause, if there is one
     rejecting: bool = False  # new requests are refused
     version: int = 0
-    ended: dict[int, int] = {}  # ids that this command ended, and how many tokens each had
-    forced: list[int] = []  # of those, the ones that ran out of time
-    held: list[int] = []  # ids that still own something
+    ended: dict[int, int] = {}  # number of tokens by id, for the sequences that this command ended
+    forced: list[int] = []  # ids in `ended` that were ended because the timeout had passed
+    held: list[int] = []  # ids that still own blocks or other resources
     elapsed_s: float = 0.0
-    asleep: tuple[Tag, ...] = ()  # what has given its memory back
+    asleep: tuple[Tag, ...] = ()  # memory that is released
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
@@ -159,8 +160,6 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
 
 
 class SequenceStatus(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence in flight."""
-
     id: int
     phase: str
     prompt_tokens: int
@@ -175,7 +174,7 @@ class SequenceList(msgspec.Struct, frozen=True, array_like=True, tag="sighted"):
 
 
 class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
-    """The command cannot be carried out now, and nothing has changed, or as the message says."""
+    """The command cannot be carried out now. Nothing has changed unless the message says otherwise."""
 
     status: int
     code: str

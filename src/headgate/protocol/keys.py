@@ -1,7 +1,7 @@
 """Prefix-cache keys: a chain of 128-bit digests, one per full block.
 
-A key names everything that decides the content of a KV block: the tokens of the block and of all blocks before
-it, the weights that computed it, the adapter, and the tenant's salt. Equal keys mean equal KV, on any engine.
+A key covers everything that determines the content of a KV block: the tokens of the block and of all blocks before it, the
+weights that computed it, the adapter, and the tenant's salt. Equal keys mean equal KV, on any engine.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from hashlib import blake2b
 Key = bytes
 
 KEY_BYTES = 16
-RUN = 16  # blocks whose keys are remembered together
-PIECE = 512  # tokens whose largest is remembered
+RUN = 16  # blocks per cache entry of `_known_keys`
+PIECE = 512  # tokens per cache entry of `_largest`
 
 
 def root_key(version: int, adapter: str = "", salt: str = "") -> Key:
-    """The parent of a sequence's first block; different weights, adapters or tenants never share a block."""
+    """The parent key of a sequence's first block; different weights, adapters or tenants never share a block."""
     # repr() quotes the strings, so ("a", "b") and ("ab", "") cannot collide.
     return blake2b(repr((version, adapter, salt)).encode(), digest_size=KEY_BYTES).digest()
 
 
 def tenant_salt(tenant: str, salt: str) -> str:
-    """The salt of a caller's prompts; `tenant` is empty for callers without a key. No two pairs make the same text."""
+    """The salt of a caller's prompts; `tenant` is empty for callers without a key. Different pairs give different salts."""
     return repr((tenant, salt))
 
 
 def next_keys(parent: Key, tokens: Sequence[int], block_size: int) -> list[Key]:
-    """The keys of the full blocks that `tokens` are, one after another; `parent` is that of the block before them."""
+    """The keys of the consecutive full blocks that `tokens` form; `parent` is the key of the block before them."""
     data = array("I", tokens)
     size = block_size * data.itemsize
     keys: list[Key] = []
@@ -50,11 +50,11 @@ def _keys(parent: Key, data: bytes, size: int) -> tuple[Key, ...]:
 
 
 def largest(tokens: array[int]) -> int:
-    """The largest id among them."""
+    """The largest token id."""
     return max(_largest(tokens[start : start + PIECE].tobytes()) for start in range(0, len(tokens), PIECE))
 
 
-# Many requests begin with the same few thousand tokens, and to look at each of them is what admitting one costs.
+# Many requests begin with the same few thousand tokens, and hashing them is the main cost of admitting a request.
 _known_keys = lru_cache(maxsize=1024)(_keys)
 
 

@@ -1,7 +1,7 @@
-"""What passes between a client and an engine: tagged, positional messages, one per frame.
+"""The messages between a client and an engine: tagged, positional structs, one per frame.
 
-Control is values: a new verb is a new struct here and a handler in the loop. A peer that speaks another `PROTOCOL` is
-refused in the handshake, before anything else is read.
+Commands are values: a new command is a new struct in `protocol/command.py` and a handler in the loop. A peer with another
+`PROTOCOL` is refused in the handshake, before anything else is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from headgate.protocol.request import GenerateRequest
 
 PROTOCOL = 2
 
-# The high bits of a request id name the client it belongs to, so that a reused label never reaches another's request.
+# The high bits of a request id are the number of its client, so that a reused label never refers to another client's
+# request.
 CLIENT_SHIFT = 40
 
 
@@ -23,7 +24,7 @@ def client_of(id: int) -> int:
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """The first message of a client; `client` is the owner part of all ids that it will use."""
+    """The first message of a client; `client` is the high part of all request ids that it will use."""
 
     protocol: int
     client: int
@@ -34,21 +35,21 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
-    """Ids that are no longer live are skipped; each live one gets its terminal output."""
+    """Ids that are no longer live are skipped; each live request gets its terminal output."""
 
     ids: list[int]
     cause: Cause
 
 
 class Suspend(msgspec.Struct, frozen=True, array_like=True, tag="suspend"):
-    """Compute no tokens for these ids, or go on. Ids that are no longer live are skipped."""
+    """Stop computing tokens for these ids, or continue. Ids that are no longer live are skipped."""
 
     ids: list[int]
     suspended: bool
 
 
 class CommandCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    """A command, answered by an `CommandAnswer` of the same number."""
+    """A command, answered by a `CommandAnswer` with the same number."""
 
     client: int
     number: int
@@ -56,13 +57,13 @@ class CommandCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Answered beside the step loop, so that a long step or a pause does not look like death."""
+    """Answered outside the step loop, so that a long step or a pause is not mistaken for a dead engine."""
 
     number: int
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine is, for as long as it lives."""
+    """Properties of an engine that never change."""
 
     max_context: int
     vocab_size: int
@@ -81,15 +82,15 @@ class TransferCounts(msgspec.Struct, frozen=True, array_like=True):
 
     received_bytes: int = 0
     sent_bytes: int = 0
-    fetch_s: float = 0.0  # all fetches together
-    failures: dict[str, int] = {}  # fetches that came to nothing, by cause
+    fetch_s: float = 0.0  # total duration of all fetches
+    failures: dict[str, int] = {}  # failed fetches by cause
 
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine is doing, as of its last turn."""
+    """The state and counters of an engine, as of the last iteration of its step loop."""
 
-    turn_s: float  # the engine's clock at that turn
-    busy: bool  # a step was on the device then
+    turn_s: float  # the engine's clock at that iteration
+    busy: bool  # a step was on the device
     version: int = 0
     running: int = 0
     waiting: int = 0
@@ -102,17 +103,17 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     asleep: tuple[Tag, ...] = ()
     mode: PauseMode | None = None  # of the pause, if there is one
     rejecting: bool = False  # new requests are refused
-    abort_messages: int = 0  # heard so far, however many ids each had
-    output_tokens: int = 0  # told so far, whoever heard them
-    horizon_s: float = 0.0  # the engine's clock: what was last used before this has left the prefix cache
-    leases: int = 0  # under which others may fetch KV from us
+    abort_messages: int = 0  # `Abort` messages received, regardless of the number of ids in each
+    output_tokens: int = 0  # tokens sent to all clients
+    horizon_s: float = 0.0  # the engine's clock: blocks last used before this time have left the prefix cache
+    leases: int = 0  # leases under which other engines may fetch KV
     leased_blocks: int = 0
     leases_expired: int = 0
-    transfers: int = 0  # prompts whose KV came from elsewhere
-    transfers_lost: int = 0  # and that were computed here after all
+    transfers: int = 0  # prompts whose KV came from another engine
+    transfers_lost: int = 0  # prompts that were computed here because their transfer failed
     rescheduled: int = 0
     moved: TransferCounts = TransferCounts()
-    fetches: int = 0  # prompts whose KV is on its way to us
+    fetches: int = 0  # prompts whose KV is being fetched
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -122,7 +123,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     number: int
-    quiet_s: float  # since the last turn of the step loop
+    quiet_s: float  # since the last iteration of the step loop
     status: EngineStatus
 
 

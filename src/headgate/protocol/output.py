@@ -1,4 +1,4 @@
-"""What an engine tells its clients: tokens as they come, and one terminal output per request."""
+"""The outputs of an engine to its clients: tokens as they are generated, and one terminal output per request."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Cause = Literal[
     "max_tokens",
     "api_abort",
     "client_disconnect",
-    "client_stalled",  # its client read nothing for too long
+    "client_stalled",  # the client read nothing for too long
     "pause",
     "deadline",
     "shutdown",
     "preempted",
     "transfer_failed",
-    "exported",  # another engine has fetched its KV
-    "capacity",  # there was no room for it in time
+    "exported",  # another engine has fetched the KV
+    "capacity",  # no room became available in time
     "engine_lost",
     "weights",
-    "grammar",  # the answer could not be kept within its grammar, or only at too high a cost
+    "grammar",  # the answer could not follow its grammar, or only at too high a cost
 ]
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
-    """When things happened, in seconds of the engine's own clock; None if they never did."""
+    """Times of a request's events, in seconds of the engine's clock; None for an event that did not happen."""
 
     arrived_s: float
     started_s: float | None
@@ -41,7 +41,7 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """The terminal output: the last thing said about a request, said exactly once."""
+    """The terminal output of a request: the last one, sent exactly once."""
 
     id: int
     finish_reason: FinishReason
@@ -53,7 +53,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """The request was never accepted, and why; the fields of a RequestError."""
+    """The request was not accepted; the fields are those of a RequestError."""
 
     id: int
     status: int
@@ -63,16 +63,16 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, array_like=True):
-    """All that one step (or one command) has to say to one client. Filled by the scheduler, then sent whole."""
+    """The outputs of one step or one command to one client. Filled by the scheduler, then sent as one message."""
 
-    version: int = 0  # weights that made the tokens
+    version: int = 0  # of the weights that generated the tokens
     ids: list[int] = []
     tokens: list[int] = []
     logprobs: dict[int, Logprobs] = {}  # by index into `tokens`
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = {}  # by request id, in the order of the prompt
     ended: list[Ended] = []
     refused: list[Refused] = []
-    tickets: dict[int, Ticket] = {}  # by request id, as soon as other engines may fetch its KV
+    tickets: dict[int, Ticket] = {}  # by request id, as soon as other engines may fetch the KV
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.tokens):

@@ -1,11 +1,11 @@
-"""What the device is told to do, and what it answers: one step, complete, in columns.
+"""The plan of one step for the device, and its result, both in columns.
 
-A plan is data. It can be broadcast to ranks, written to a file on a crash and replayed in a test. Columns
-(`rows`, `starts`, `counts`, `samples`) have one entry per slice: compute `counts[i]` tokens of the sequence in
-device row `rows[i]` from position `starts[i]`, and sample a token after the last one if `samples[i]`.
+A plan is data. It can be broadcast to ranks, written to a file on a crash and replayed in a test. The columns (`rows`,
+`starts`, `counts`, `samples`) have one entry per slice: compute `counts[i]` tokens of the sequence in device row `rows[i]`
+from position `starts[i]`, and sample a token after the last one if `samples[i]`.
 
-The device writes the KV of all slices before any slice reads, layer by layer; a slice may therefore read blocks
-that an earlier slice of the same plan fills.
+In each layer the device writes the KV of all slices before any slice reads. A slice may therefore read blocks that an
+earlier slice of the same plan fills.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headgate.protocol.request import Ticket
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence takes a device row: everything the device will ever be told of it, but for later blocks."""
+    """A sequence takes a device row. This is all that the device receives about it, except for blocks added later."""
 
     row: int
     tokens: tuple[int, ...]
@@ -27,9 +27,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
-    """Pull KV named by `ticket` into our `blocks`, skipping the ticket's first `skip` blocks."""
+    """Fetch the KV that `ticket` names into local `blocks`, skipping the ticket's first `skip` blocks."""
 
-    id: int  # of the sequence; none fetches twice
+    id: int  # of the sequence; a sequence fetches at most once
     ticket: Ticket
     skip: int
     blocks: tuple[int, ...]
@@ -37,7 +37,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     step: int
-    version: int  # weights that compute it
+    version: int  # of the weights that compute it
     rows: list[int]
     starts: list[int]
     counts: list[int]
@@ -48,7 +48,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: of the token itself and of the likeliest ones, best first."""
+    """Log-probabilities at one position: of the token itself and of the most likely tokens, in descending order."""
 
     token: float
     top_ids: tuple[int, ...] = ()
@@ -56,15 +56,15 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Answers one plan. `tokens` has the tokens of the slices that sample, slice after slice in plan order.
+    """The result of one plan. `tokens` has the tokens of the slices that sample, in plan order.
 
-    A slice may have any number of tokens, unless a later step of its sequence is in flight, which was planned for the
-    position after exactly one.
+    A slice may have any number of tokens, unless a later step of its sequence is in flight: that step was planned for
+    exactly one.
     """
 
     step: int
     tokens: list[int]
     logprobs: dict[int, Logprobs] = {}  # by index into `tokens`
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = {}  # by slice: of prompt tokens starts+1 ... starts+counts
-    lost: tuple[int, ...] = ()  # indices into `tokens` that mean nothing: the row's grammar could not be followed
-    lengths: list[int] = []  # how many tokens each slice that samples has; empty means one each
+    lost: tuple[int, ...] = ()  # indices into `tokens` of invalid tokens: the row's grammar could not be followed
+    lengths: list[int] = []  # number of tokens per slice that samples; empty: one each

@@ -1,1 +1,1 @@
-"""The operations of the HTTP API, one value each; routes, access control, OpenAPI and the reference follow from them."""
+"""The operations of the HTTP API, one value each. Routes, access control, OpenAPI and the reference derive from them."""

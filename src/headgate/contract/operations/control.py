@@ -1,4 +1,4 @@
-"""Operations that list, abort, pause, resume and update."""
+"""Operations on requests (list, show, abort) and on engines (pause, resume, update, sleep, wake up, flush)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _control(path: str, summary: str, body: Any, router_body: Any = None) -> Ope
 ABORT_REQUESTS: Final = Operation(
     method="POST",
     path="/v1/abort_requests",
-    summary="End requests; their clients get what there is",
+    summary="Abort requests; their clients receive the partial answers",
     body=AbortRequest,
     answer=AbortAnswer,
     errors=POSTED,
@@ -53,7 +53,7 @@ ABORT_REQUESTS: Final = Operation(
 LIST_REQUESTS: Final = Operation(
     method="GET",
     path="/v1/requests",
-    summary="What is in flight",
+    summary="List requests in flight",
     answer=RequestList,
     access=Access.TENANT,
     fan_out=RouterHandler(),
@@ -61,7 +61,7 @@ LIST_REQUESTS: Final = Operation(
 SHOW_REQUEST: Final = Operation(
     method="GET",
     path="/v1/requests/{id}",
-    summary="What happened to a request, and what it cost when it has ended",
+    summary="Show the events of a request, and its usage once it has ended",
     answer=RequestDetails,
     errors=FOUND,
     access=Access.TENANT,
@@ -70,25 +70,25 @@ SHOW_REQUEST: Final = Operation(
 DELETE_REQUEST: Final = Operation(
     method="DELETE",
     path="/v1/requests/{id}",
-    summary="End a request",
+    summary="Abort a request",
     answer=AbortAnswer,
     errors=FOUND,
     access=Access.TENANT,
     fan_out=RouterHandler(),
     answers_202=True,
 )
-PAUSE: Final = _control("/v1/pause", "Hold all engines", PauseRequest)
-RESUME: Final = _control("/v1/resume", "Let them go on", ControlBody)
+PAUSE: Final = _control("/v1/pause", "Pause all engines", PauseRequest)
+RESUME: Final = _control("/v1/resume", "Resume all engines", ControlBody)
 UPDATE_WEIGHTS: Final = _control(
-    "/v1/update_weights", "Give paused engines other weights", UpdateRequest, FleetUpdate
+    "/v1/update_weights", "Load new weights into paused engines", UpdateRequest, FleetUpdate
 )
-SLEEP: Final = _control("/v1/sleep", "Have paused engines give memory back", MemoryRequest)
-WAKEUP: Final = _control("/v1/wakeup", "Have them take it again", MemoryRequest)
+SLEEP: Final = _control("/v1/sleep", "Release memory of paused engines", MemoryRequest)
+WAKEUP: Final = _control("/v1/wakeup", "Restore memory that a sleep released", MemoryRequest)
 FLUSH_CACHE: Final = _control("/v1/flush_cache", "Drop cached prefixes that no request uses", ControlBody)
 IS_PAUSED: Final = Operation(
     method="GET",
     path="/v1/is_paused",
-    summary="Where the engines stand",
+    summary="Report the state of the engines",
     answer=ControlAnswer,
     access=Access.TENANT,
     fan_out=RouterHandler(),

@@ -1,4 +1,4 @@
-"""Operations that only a router has: which workers it routes to, and how many servers there are."""
+"""Operations that only a router has: they list, add and remove workers, and change the number of servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHANGED: Final = (*POSTED, 409)
 LIST_WORKERS: Final = Operation(
     method="GET",
     path="/v1/workers",
-    summary="The workers of the fleet, with their state and load",
+    summary="List workers with their state and load",
     answer=Any,
     access=Access.ADMIN,
     fan_out=RouterHandler(),
@@ -54,7 +54,7 @@ REMOVE_WORKER_BY_PATH: Final = Operation(
 SHOW_SCALE: Final = Operation(
     method="GET",
     path="/v1/scale",
-    summary="How many servers are wanted and ready, by role",
+    summary="Show the number of desired and ready servers, by role",
     answer=Any,
     errors=(*ANY, 501),
     access=Access.ADMIN,
@@ -64,7 +64,7 @@ SHOW_SCALE: Final = Operation(
 SCALE: Final = Operation(
     method="POST",
     path="/v1/scale",
-    summary="Start or stop servers until there are as many as asked for, by role",
+    summary="Start or stop servers until each role has the requested number",
     body=ScaleRequest,
     answer=Any,
     errors=(*_CHANGED, 501, 502),

@@ -1,4 +1,4 @@
-"""Operations that generate or translate tokens, under OpenAI's names and our own."""
+"""Operations that generate tokens or convert between tokens and text, under OpenAI's paths and our own."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _generation(path: str, summary: str, body: Any, answer: Any) -> Operation:
 
 
 CHAT_COMPLETIONS: Final = _generation(
-    "/v1/chat/completions", "The next message of a conversation", ChatRequest, ChatCompletion
+    "/v1/chat/completions", "Generate the next message of a conversation", ChatRequest, ChatCompletion
 )
-COMPLETIONS: Final = _generation("/v1/completions", "What comes after a text", CompletionRequest, TextCompletion)
+COMPLETIONS: Final = _generation("/v1/completions", "Continue a text", CompletionRequest, TextCompletion)
 RESPONSES: Final = _generation(
     "/v1/responses",
-    "The next message of a conversation, as OpenAI's newer API says it; nothing is stored",
+    "Generate the next message of a conversation, with OpenAI's Responses API; nothing is stored",
     ResponsesRequest,
     ResponseObject,
 )
 EMBEDDINGS: Final = Operation(
     method="POST",
     path="/v1/embeddings",
-    summary="The embeddings of texts, from workers of other systems",
+    summary="Compute embeddings of texts, on workers that run other systems",
     body=Any,
     answer=Any,
     errors=GENERATED,
@@ -55,7 +55,7 @@ EMBEDDINGS: Final = Operation(
 TOKENIZE: Final = Operation(
     method="POST",
     path="/tokenize",
-    summary="The token ids of a text or of a conversation",
+    summary="Convert a text or a conversation to token ids",
     body=TokenizeRequest,
     answer=Tokenized,
     errors=POSTED,
@@ -65,7 +65,7 @@ TOKENIZE: Final = Operation(
 DETOKENIZE: Final = Operation(
     method="POST",
     path="/detokenize",
-    summary="The text of token ids",
+    summary="Convert token ids to text",
     body=DetokenizeRequest,
     answer=Detokenized,
     errors=POSTED,

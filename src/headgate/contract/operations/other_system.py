@@ -1,4 +1,4 @@
-"""What operations under the names of other systems have in common."""
+"""Declares operations that are compatible with another system's API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def named_by(
     return Operation(
         method=method,
         path=path,
-        summary=f"As in {system}",
+        summary=f"Compatible with {system}",
         body=body,
         answer=answer,
         errors=GENERATED,

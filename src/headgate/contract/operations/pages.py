@@ -1,4 +1,4 @@
-"""The dashboard: for browsers, and no part of the API."""
+"""Operations of the dashboard. They serve browsers and are not part of the API."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def _page(path: str, summary: str, access: Access, fan_out: FanOut | None, answe
 
 
 ASSETS: Final = tuple(_page(path, "A file of the dashboard", Access.OPEN, RouterHandler()) for path in page.ASSETS)
-EVENTS: Final = _page(page.EVENTS, "What the dashboard shows, as it changes", Access.TENANT, RouterHandler())
-NUMBERS: Final = _page(page.NUMBERS, "What a router's dashboard shows of this server", Access.TENANT, None, Any)
+EVENTS: Final = _page(page.EVENTS, "Stream updates to the dashboard", Access.TENANT, RouterHandler())
+NUMBERS: Final = _page(page.NUMBERS, "This server's counts, for a router's dashboard", Access.TENANT, None, Any)

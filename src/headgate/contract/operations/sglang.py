@@ -1,4 +1,4 @@
-"""Operations under SGLang's names."""
+"""Operations that are compatible with SGLang's API."""
 
 from __future__ import annotations
 

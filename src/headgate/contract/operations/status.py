@@ -1,4 +1,4 @@
-"""Operations that report: models, probes, metrics, and the description of the API."""
+"""Operations that report models, health, metrics and the API description."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _report(path: str, summary: str, answer: Any, *, answers_503: bool = False) 
 MODELS: Final = Operation(
     method="GET",
     path="/v1/models",
-    summary="The models that are served",
+    summary="List the models that are served",
     answer=ModelList,
     access=Access.TENANT,
     fan_out=RouterHandler(),
@@ -31,14 +31,14 @@ MODELS: Final = Operation(
 MODEL: Final = Operation(
     method="GET",
     path="/v1/models/{model}",
-    summary="One model that is served",
+    summary="Show one model that is served",
     answer=ModelEntry,
     errors=FOUND,
     access=Access.TENANT,
     fan_out=RouterHandler(),
 )
-LIVE: Final = _report("/live", "Whether the process answers", dict[str, str])
-READY: Final = _report("/ready", "Whether a request would be taken now", Readiness, answers_503=True)
-HEALTH: Final = _report("/health", "Whether the engines move", Health, answers_503=True)
-METRICS: Final = _report("/metrics", "Numbers for Prometheus", str)
-OPENAPI: Final = _report("/openapi.json", "This description", dict[str, Any])
+LIVE: Final = _report("/live", "Report that the process responds", dict[str, str])
+READY: Final = _report("/ready", "Report whether a request would be accepted now", Readiness, answers_503=True)
+HEALTH: Final = _report("/health", "Report whether the engines make progress", Health, answers_503=True)
+METRICS: Final = _report("/metrics", "Metrics in Prometheus format", str)
+OPENAPI: Final = _report("/openapi.json", "This API description", dict[str, Any])

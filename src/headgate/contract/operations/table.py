@@ -1,4 +1,4 @@
-"""All operations, and the sets that others need. An operation is declared by its definition in one of the modules here."""
+"""All operations, and subsets of them. Defining an `Operation` in one of these modules declares it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _declared_in(module: ModuleType) -> Iterator[Operation]:
     return (value for value in vars(module).values() if isinstance(value, Operation))
 
 
-# Routing tables have the same order: what is called most comes first.
+# Routing tables keep this order, so the operations that are called most come first.
 OPERATIONS: Final[tuple[Operation, ...]] = (
     *(each for module in (generation, status, control, fleet, sglang, vllm, pages) for each in _declared_in(module)),
     *pages.ASSETS,
@@ -23,7 +23,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
 ON_SERVERS: Final = tuple(operation for operation in OPERATIONS if operation.on_server)
 ON_ROUTERS: Final = tuple(operation for operation in OPERATIONS if operation.fan_out is not None)
 
-# Paths whose requests take places of a server.
+# Paths whose requests count against the limit of requests in flight.
 GENERATING: Final = frozenset(operation.path for operation in OPERATIONS if operation.generates)
-# Paths of a router's data path; all others are its control plane's.
+# Paths that a router's data path serves; its control plane serves all others.
 RELAYED: Final = frozenset(operation.path for operation in ON_ROUTERS if isinstance(operation.fan_out, Relay))

@@ -1,4 +1,4 @@
-"""Operations under vLLM's names."""
+"""Operations that are compatible with vLLM's API."""
 
 from __future__ import annotations
 
