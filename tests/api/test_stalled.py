@@ -79,8 +79,8 @@ def fill(server: LiveServer, id: str) -> None:
 
 
 def is_held_up(record: Any) -> bool:
-    reply = record.reply
-    return reply is not None and reply.transport is not None and reply.transport.get_write_buffer_size() > 65536
+    writer = record.writer
+    return writer is not None and writer.transport is not None and writer.transport.get_write_buffer_size() > 65536
 
 
 # -------------------------------------------------------------------------------------------------- being given up

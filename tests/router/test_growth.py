@@ -17,7 +17,8 @@ import pytest
 
 from headgate.config import RouteConfig
 from headgate.contract.abort import AbortRequest
-from headgate.router.control.abort import RouterAbortResult, RouterScope, abort
+from headgate.contract.keys import Caller
+from headgate.router.control.abort import RouterAbortResult, abort
 from headgate.router.control.fan_out import CallerHeaders
 from headgate.router.data_path.downstream import Head, HttpRequest
 from headgate.router.data_path.request_info import RequestInfo
@@ -29,7 +30,7 @@ from headgate.router.router import Router
 from tests.router.compiled import compiled_fast_path
 from tests.router.run import run
 
-ADMIN = RouterScope("", admin=True)
+ADMIN = Caller("", admin=True)
 SSE: Headers = [(b"content-type", b"text/event-stream"), (b"x-headgate-journal", b"1")]
 END = (
     b':f 0 abort api_abort 5 0 0\ndata: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n'

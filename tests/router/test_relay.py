@@ -16,8 +16,9 @@ from headgate.api.generate.generation import Finish
 from headgate.contract.abort import AbortRequest
 from headgate.contract.errors import cut_short, error_body
 from headgate.contract.journal import MOVABLE_CAUSES
+from headgate.contract.keys import Caller
 from headgate.errors import HeadgateError
-from headgate.router.control.abort import RouterScope, abort
+from headgate.router.control.abort import abort
 from headgate.router.control.fan_out import CallerHeaders
 from headgate.router.exchange.ending import as_aborted
 from headgate.router.fleet.fleet import FAILURES, FIRST_COOLDOWN_S
@@ -368,7 +369,7 @@ def test_2_an_abort_that_comes_when_all_but_the_end_of_the_stream_was_told_says_
             asked = asyncio.ensure_future(ask(url, CHAT, body))
             await until(lambda: ("", "told", 0) in router.live and router.live["", "told", 0].journal.choices)
             aborting = asyncio.ensure_future(
-                abort(router, AbortRequest(req_ids=["told"]), RouterScope("", True), CallerHeaders())
+                abort(router, AbortRequest(req_ids=["told"]), Caller("", True), CallerHeaders())
             )
             await until(lambda: router.live["", "told", 0].ending)
             mock.kill()
@@ -412,7 +413,7 @@ def test_7_the_client_of_an_aborted_request_that_is_not_utf_8_is_told_so():
             router.hold(queue=True)
             asked = asyncio.ensure_future(ask(url, CHAT, body))
             await until(lambda: ("", "odd", 0) in router.live)
-            told = await abort(router, AbortRequest(tags={"a": "b"}), RouterScope("", True), CallerHeaders())
+            told = await abort(router, AbortRequest(tags={"a": "b"}), Caller("", True), CallerHeaders())
             assert not told.aborted and not told.errors  # nor does it disturb others' aborts
             router.live["", "odd", 0].end()
             assert b'"cause":"api_abort"' in (await asked).body

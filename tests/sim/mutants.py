@@ -159,8 +159,8 @@ MUTANTS = [
     Mutant(
         "a stream without a seed goes on in the same random stream",
         "api/generate/serve.py",
-        "seed_of(call.request_id))",
-        "seed_of(call.request_id + str(body.resume is not None)))",
+        "seed_of(context.request_id))",
+        "seed_of(context.request_id + str(body.resume is not None)))",
     ),
     Mutant(
         "a client that leaves a server ends its request",
@@ -385,8 +385,8 @@ MUTANTS = [
     Mutant(
         "an abort without an id aborts nothing",
         "api/compat/sglang.py",
-        "    elif body.rid:\n        abort.accept(abort.find(api.ledger, scope, [body.rid]))\n",
-        "    elif body.rid is None or body.rid:\n        abort.accept(abort.find_all(api.ledger, scope))\n",
+        "    elif body.rid:\n        abort.accept(abort.find(api.ledger, caller, [body.rid]))\n",
+        "    elif body.rid is None or body.rid:\n        abort.accept(abort.find_all(api.ledger, caller))\n",
         test="tests/api/test_abort.py",
     ),
     Mutant(

@@ -1,23 +1,22 @@
-"""The app: which handler answers which operation, behind one gate."""
+"""The application: maps each operation to its handler, and puts the gate in front of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Scope
 
 from headgate.api.accounting import dashboard
 from headgate.api.accounting.ledger import Ledger
-from headgate.api.accounting.metrics import metrics
 from headgate.api.compat import sglang, vllm
 from headgate.api.compat import weights as transfer
 from headgate.api.control import abort, requests
 from headgate.api.control import lifecycle as control
 from headgate.api.control.health import health, live, ready
 from headgate.api.control.lifecycle import Controls
+from headgate.api.control.metrics import metrics
 from headgate.api.control.models import list_models, show_model
 from headgate.api.generate.chat import chat_completions
 from headgate.api.generate.completions import completions
@@ -38,11 +37,12 @@ from headgate.contract.operations import vllm as vllm_ops
 from headgate.contract.operations.operation import Operation
 from headgate.contract.operations.table import ON_SERVERS
 from headgate.dashboard.feed import Feed
+from headgate.edge.app import GatedApp
 from headgate.edge.dashboard import show_page
 from headgate.edge.gate import Gate
 from headgate.edge.routing import Handler, routes_of
 
-# One handler for each operation of a server; `routes_of` fails at import where one is missing or not declared.
+# One handler per operation of a server; `routes_of` raises at import if one is missing or not declared.
 HANDLERS: Final[Mapping[Operation, Handler]] = {
     generation_ops.CHAT_COMPLETIONS: chat_completions,
     generation_ops.COMPLETIONS: completions,
@@ -102,26 +102,22 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     vllm_ops.GET_WORLD_SIZE: vllm.get_world_size,
     **dict.fromkeys(pages.ASSETS, show_page),
     pages.EVENTS: dashboard.watch,
-    pages.NUMBERS: dashboard.tell_numbers,
+    pages.NUMBERS: dashboard.show_numbers,
 }
 
 ROUTES: Final[Sequence[Route]] = routes_of(ON_SERVERS, HANDLERS)
 
 
-class ServerApp(Starlette):
-    """Starlette's router and state, with our gate in place of its middleware."""
-
+class ServerApp(GatedApp):
     def __init__(self, routes: Sequence[BaseRoute], keys: Keys, ledger: Ledger, max_body_bytes: int) -> None:
-        super().__init__(routes=routes)
-        self.router.redirect_slashes = False
-        self._intake = Intake(self.router, keys, ledger, max_body_bytes)
-        self._gate = Gate(self._intake, keys, refused=ledger.refuse)
+        def gate(router: ASGIApp) -> Gate:
+            self._intake = Intake(router, keys, ledger, max_body_bytes)
+            return Gate(self._intake, keys, refused=ledger.refuse)
+
+        super().__init__(routes, gate)
 
     def begin(self, scope: Scope, start: Callable[[], None]) -> None:
         self._intake.begin(scope, start)
-
-    def build_middleware_stack(self) -> ASGIApp:
-        return self._gate
 
 
 def build_app(api: Api, host: ServerContext, keys: Keys, max_body_bytes: int) -> ServerApp:

@@ -1,6 +1,6 @@
-"""What the operator's endpoints are given: the engines as processes, and the ledger with its numbers.
+"""The dependencies of health, metrics and control endpoints: the engine processes, and the ledger with its metrics.
 
-Generation sees `Api`; health and metrics see this. One per process, in `app.state.host`.
+Generation uses `Api` instead. Each process has one `ServerContext`, in `app.state.host`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
+from starlette.requests import Request
 
-    from headgate.api.accounting.ledger import Ledger
-    from headgate.engine.replicas import Replica
+from headgate.api.accounting.ledger import Ledger
+from headgate.engine.replicas import Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,7 @@ class ServerContext:
     model_name: str
     replicas: Sequence[Replica]
     ledger: Ledger
-    life: str = field(default_factory=lambda: secrets.token_hex(8))  # by which others know that it was started anew
+    boot_id: str = field(default_factory=lambda: secrets.token_hex(8))  # reveals a restart to routers
 
 
 def host_of(request: Request) -> ServerContext:

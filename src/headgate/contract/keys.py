@@ -35,8 +35,20 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
+    """The sender of a request. It may see and end its tenant's requests, an admin those of all tenants."""
+
     tenant: str
     admin: bool
+
+    def sees(self, tenant: str) -> bool:
+        return self.admin or tenant == self.tenant
+
+    def check_may_list(self) -> None:
+        """Refuse a caller without a key: all such callers are one tenant, and only the ids they know separate them."""
+        if not (self.tenant or self.admin):
+            raise Forbidden(
+                "without a key only requests that are named by their ids can be seen and ended; send a key"
+            )
 
 
 _KEYLESS_TENANT = Caller("", admin=False)

@@ -12,19 +12,24 @@ import logging
 from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headgate.contract import ids
 from headgate.contract.errors import status_of
-from headgate.contract.keys import Keys
+from headgate.contract.keys import Caller, Keys
 from headgate.edge.responses import error_response, refusal_of
 from headgate.errors import HeadgateError, RequestError
 
 log = logging.getLogger(__name__)
 
 Respond = Callable[[BaseException, str], Response]  # from an error and the request's id
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller of a request that has passed the gate."""
+    return Caller(request.state.tenant, request.state.admin)
 
 
 def _uncounted(refusal: RequestError) -> None:

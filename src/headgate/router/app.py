@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp
 
 from headgate.contract.abort import AbortRequest, abort_of
 from headgate.contract.control import DRAIN_S, ControlBody, FleetUpdate, MemoryRequest, PauseRequest
 from headgate.contract.decoding import convert
 from headgate.contract.errors import RETRY_AFTER_S, NotFound, error_body, error_headers
 from headgate.contract.fleet import Joining, ScaleRequest
-from headgate.contract.keys import Keys
 from headgate.contract.limits import Seconds
 from headgate.contract.openapi import router_description
 from headgate.contract.operations import control as control_ops
@@ -32,14 +30,15 @@ from headgate.contract.operations import vllm as vllm_ops
 from headgate.contract.operations.operation import Operation, Relay
 from headgate.contract.operations.table import ON_ROUTERS
 from headgate.dashboard.feed import Feed
+from headgate.edge.app import GatedApp
 from headgate.edge.dashboard import show_page, watched
-from headgate.edge.gate import Gate
+from headgate.edge.gate import Gate, caller_of
 from headgate.edge.reading import read_control, read_object
 from headgate.edge.responses import error_response, json_response
 from headgate.edge.routing import Handler, routes_of
 from headgate.errors import RequestError
 from headgate.router.control import compat, fleet_status, membership, requests, scaling
-from headgate.router.control.abort import RouterAbortResult, RouterScope, abort
+from headgate.router.control.abort import RouterAbortResult, abort
 from headgate.router.control.dashboard import RouterSource
 from headgate.router.control.fan_out import CallerHeaders
 from headgate.router.control.lifecycle import FleetControls
@@ -64,7 +63,7 @@ class ControlPlane:
         self.weights = WeightUpdates(router, self.controls)
         self.registry = membership.Registry(router)
         self._feed = Feed(RouterSource(router, version))
-        self.app = RouterApp(self._routes(), router.keys)
+        self.app = GatedApp(self._routes(), partial(Gate, keys=router.keys, respond=_error_answer))
 
     async def run(self) -> None:
         """Bring workers that come back up to date, and remove those whose heartbeats stop."""
@@ -130,21 +129,25 @@ class ControlPlane:
         return await self._end(request, abort_of(await read_object(request)))
 
     async def _end(self, request: Request, body: AbortRequest) -> Response:
-        result = await abort(self._router, body, _scope(request), CallerHeaders.of(request))
+        result = await abort(self._router, body, caller_of(request), CallerHeaders.of(request))
         return _answer(request, result, done=body.wait and not result.errors)
 
     async def _list_requests(self, request: Request) -> Response:
-        return json_response(await requests.list_requests(self._router, _scope(request), CallerHeaders.of(request)))
+        return json_response(
+            await requests.list_requests(self._router, caller_of(request), CallerHeaders.of(request))
+        )
 
     async def _show_request(self, request: Request) -> Response:
         name = request.path_params["id"]
         return json_response(
-            await requests.show_request(self._router, _scope(request), CallerHeaders.of(request), name)
+            await requests.show_request(self._router, caller_of(request), CallerHeaders.of(request), name)
         )
 
     async def _delete_request(self, request: Request) -> Response:
         name = request.path_params["id"]
-        result = await abort(self._router, AbortRequest(req_ids=[name]), _scope(request), CallerHeaders.of(request))
+        result = await abort(
+            self._router, AbortRequest(req_ids=[name]), caller_of(request), CallerHeaders.of(request)
+        )
         if result.not_found:
             raise NotFound(
                 f"there is no request {name!r}, or it ended long ago", param="id", code="request_not_found"
@@ -244,7 +247,7 @@ class ControlPlane:
     # -- compatible APIs --------------------------------------------------------------
 
     async def _abort_request(self, request: Request) -> Response:
-        return await compat.abort_request(self._router, request, _scope(request))
+        return await compat.abort_request(self._router, request, caller_of(request))
 
     async def _is_paused_vllm(self, request: Request) -> Response:
         return await compat.is_paused(self.controls, request)
@@ -257,10 +260,6 @@ class ControlPlane:
 
 
 # ---------------------------------------------------------------------------------------------------- bodies, answers
-
-
-def _scope(request: Request) -> RouterScope:
-    return RouterScope(request.state.tenant, request.state.admin)
 
 
 def _number(request: Request, name: str, default: float) -> float:
@@ -296,18 +295,3 @@ def _partial_answer(error: Partial, request_id: str) -> Response:
     error_fields = msgspec.json.decode(error_body(error, request_id))
     body = {**error_fields, "request_id": request_id, "status": "failed", "result": error.result}
     return Response(encode(body), error.status, error_headers(error), media_type="application/json")
-
-
-# ---------------------------------------------------------------------------------------------------------------- app
-
-
-class RouterApp(Starlette):
-    """Starlette's router and state, with `Gate` in place of its middleware."""
-
-    def __init__(self, routes: Sequence[BaseRoute], keys: Keys) -> None:
-        super().__init__(routes=routes)
-        self.router.redirect_slashes = False
-        self._gate = Gate(self.router, keys, respond=_error_answer)
-
-    def build_middleware_stack(self) -> ASGIApp:
-        return self._gate

@@ -12,8 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.accounting.metrics import EngineView, look_at_all
-from headgate.api.control.requests import Sightings, in_flight, sightings
+from headgate.api.accounting.metrics import EngineView, query_engines
+from headgate.api.control.requests import SequenceStatuses, in_flight, query_sequences
 from headgate.api.host import ServerContext, host_of
 from headgate.api.state import Api
 from headgate.contract.dashboard import BOUNDS, EngineNumbers, Numbers, state_of
@@ -36,10 +36,10 @@ class ServerSource:
         self.version = host.version
         self._api = api
         self._host = host
-        self._seen: Sightings = {}
+        self._seen: SequenceStatuses = {}
 
     async def look(self) -> FleetView:
-        numbers, self._seen = await asyncio.gather(look_at_server(self._host), self._sightings())
+        numbers, self._seen = await asyncio.gather(query_server(self._host), self._sequences())
         ledger = self._host.ledger
         sources = {f"{engine.engine}/": engine.counts for engine in numbers.engines}
         return FleetView(
@@ -50,8 +50,8 @@ class ServerSource:
             over=ledger.closing and not ledger.live,
         )
 
-    async def _sightings(self) -> Sightings:
-        return await sightings(self._api, LOOK_TIMEOUT_S) if self._host.ledger.live else {}
+    async def _sequences(self) -> SequenceStatuses:
+        return await query_sequences(self._api, LOOK_TIMEOUT_S) if self._host.ledger.live else {}
 
     def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
         mine = [record for record in self._host.ledger.live.values() if viewer.sees(record.tenant)]
@@ -76,8 +76,8 @@ def phase_of(phase: str, output_tokens: int) -> str:
     return PHASES.get(phase, phase)
 
 
-async def look_at_server(host: ServerContext) -> Numbers:
-    views = await look_at_all(host.replicas, LOOK_TIMEOUT_S)
+async def query_server(host: ServerContext) -> Numbers:
+    views = await query_engines(host.replicas, LOOK_TIMEOUT_S)
     metrics = host.ledger.metrics
     counts = Counts(
         requests=sum(metrics.requests.values()),
@@ -128,8 +128,8 @@ def _card(engine: EngineNumbers) -> MemberView:
 # ------------------------------------------------------------------------------------------------------------ handlers
 
 
-async def tell_numbers(request: Request) -> Response:
-    return Response(msgspec.json.encode(await look_at_server(host_of(request))), media_type="application/json")
+async def show_numbers(request: Request) -> Response:
+    return Response(msgspec.json.encode(await query_server(host_of(request))), media_type="application/json")
 
 
 async def watch(request: Request) -> Response:

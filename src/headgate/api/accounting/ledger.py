@@ -26,13 +26,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 from weakref import WeakSet
 
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 
 from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.engines import ChunkStream
 from headgate.contract.errors import QueueFull
 from headgate.contract.requests import ChoiceUsage, RequestEvent, UsageRecord
 from headgate.edge.sharing import Sharing
@@ -40,9 +41,6 @@ from headgate.edge.sse import ClientGone, ResponseWriter
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
 from headgate.protocol.output import Cause
 from headgate.shares import Shares
-
-if TYPE_CHECKING:
-    from headgate.api.state import ChunkStream
 
 log = logging.getLogger(__name__)
 
@@ -86,12 +84,12 @@ class Record:
         "label",
         "open",
         "progress_s",
-        "reply",
         "share",
         "streams",
         "tags",
         "tenant",
         "usage",
+        "writer",
     )
 
     def __init__(
@@ -106,7 +104,7 @@ class Record:
         self.open = False
         self.accepted = False  # before a pause began, which governs it then also while no engine has it
         self.usage: UsageRecord | None = None  # when it has ended, unless it was refused after all
-        self.reply: ResponseWriter | None = None  # in which it is told
+        self.writer: ResponseWriter | None = None  # in which it is told
         self.streams: dict[int, ChunkStream] = {}  # by choice, while an engine works on it
         self.events: list[RequestEvent] = []
         self.arrived = time.time()

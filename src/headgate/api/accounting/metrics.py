@@ -15,22 +15,17 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from starlette.requests import Request
-from starlette.responses import Response
 
-from headgate.api.host import host_of
 from headgate.contract.dashboard import BETWEEN_TOKENS_S, FIRST_TOKEN_S
 from headgate.edge.metrics import PREFIX, by_label, counter, gauge
 from headgate.engine.replicas import Replica
 from headgate.errors import EngineDead
 from headgate.protocol.command import State
 from headgate.protocol.message import EngineInfo, Pong, TransferCounts
-
-SCRAPE_TIMEOUT_S = 1.0  # an engine that takes longer is shown as down, and the page still comes
 
 WHOLE_REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
@@ -241,7 +236,7 @@ def by_engine(name: str, help: str, values: Mapping[int, float], *, total: bool 
     return family
 
 
-async def look_at(replica: Replica, timeout_s: float) -> EngineView:
+async def query_engine(replica: Replica, timeout_s: float) -> EngineView:
     client = replica.client
     if client is None:
         return EngineView(replica.index, replica.restarts, None, None)
@@ -252,19 +247,5 @@ async def look_at(replica: Replica, timeout_s: float) -> EngineView:
     return EngineView(replica.index, replica.restarts, client.info, pong, replica.outdated)
 
 
-async def look_at_all(replicas: Sequence[Replica], timeout_s: float) -> list[EngineView]:
-    return await asyncio.gather(*(look_at(replica, timeout_s) for replica in replicas))
-
-
-async def metrics(request: Request) -> Response:
-    host = host_of(request)
-    page = MetricsPage(
-        version=host.version,
-        model=host.model_name,
-        metrics=host.ledger.metrics,
-        in_flight=host.ledger.in_flight,
-        limit=host.ledger.limit,
-        engines=await look_at_all(host.replicas, SCRAPE_TIMEOUT_S),
-        tasks=len(asyncio.all_tasks()),
-    )
-    return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
+async def query_engines(replicas: Sequence[Replica], timeout_s: float) -> list[EngineView]:
+    return await asyncio.gather(*(query_engine(replica, timeout_s) for replica in replicas))

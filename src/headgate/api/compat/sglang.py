@@ -19,21 +19,22 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from headgate.api.accounting.ledger import PROBE
-from headgate.api.accounting.metrics import EngineView, look_at_all
+from headgate.api.accounting.metrics import EngineView, query_engines
 from headgate.api.compat.weights import Outcome, number_of, update_held
 from headgate.api.control import abort
 from headgate.api.control.health import PING_TIMEOUT_S, judge, overall
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
-from headgate.api.generate.constraints import constraint_for
+from headgate.api.generate.answer_format import AnswerFormat
+from headgate.api.generate.constraints import response_format_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece, run
 from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import LOWEST
 from headgate.api.generate.prompts import text_prompts
 from headgate.api.generate.reading import read_body
-from headgate.api.generate.serve import AnswerFormat, RequestContext, exchange
+from headgate.api.generate.serve import RequestContext, exchange
 from headgate.api.generate.wire import encode, error_event
 from headgate.api.host import ServerContext, host_of
-from headgate.api.state import LONG_TEXT, Api, api_of
+from headgate.api.state import Api, api_of
 from headgate.contract.decoding import convert, decode
 from headgate.contract.errors import QueueFull
 from headgate.contract.orders import Order
@@ -47,6 +48,7 @@ from headgate.contract.sampling import (
 )
 from headgate.contract.schema import CompletionRequest, prompts_of
 from headgate.contract.sglang import MODES, AbortBody, FromDisk, GenerateBody, MemoryBody, PauseBody
+from headgate.edge.gate import caller_of
 from headgate.edge.reading import read_control
 from headgate.edge.responses import json_response
 from headgate.edge.sse import DONE
@@ -127,13 +129,9 @@ async def _prepare(
     body: CompletionRequest,
     text: TextParams,
     prompts: Sequence[str | list[int]],
-    call: RequestContext,
+    context: RequestContext,
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
-    grammar = None
-    if body.response_format is not None:
-        grammar = await api.off_loop(
-            call.share, LONG_TEXT, partial(constraint_for, response_format=body.response_format)
-        )
+    grammar = await response_format_grammar(api, body.response_format, context.share)
     start = asked.logprob_start_len
     scores_prompt = asked.return_logprob and start is not None and start >= 0
     sampling = sampling_params(
@@ -142,15 +140,15 @@ async def _prepare(
         prompt_logprobs=0 if scores_prompt else None,
         grammar=grammar,
     )
-    read = await text_prompts(api, prompts, call.share)
-    return make_jobs(body, read, sampling, text), SglangFormat(api, asked, call)
+    read = await text_prompts(api, prompts, context.share)
+    return make_jobs(body, read, sampling, text), SglangFormat(api, asked, context)
 
 
 class SglangFormat:
     """Every event repeats the whole answer so far, as SGLang's do."""
 
-    def __init__(self, api: Api, asked: GenerateBody, call: RequestContext) -> None:
-        self._api, self._asked, self._call = api, asked, call
+    def __init__(self, api: Api, asked: GenerateBody, context: RequestContext) -> None:
+        self._api, self._asked, self._context = api, asked, context
         self._began_s = time.perf_counter()
         self._so_far: dict[int, Piece] = {}
         self._choices = 1
@@ -187,7 +185,7 @@ class SglangFormat:
     def _generated(self, job: ChoiceJob, piece: Piece) -> Generated:
         finish = piece.finish
         meta = MetaInfo(
-            id=self._call.request_id if self._choices == 1 else f"{self._call.request_id}-{job.index}",
+            id=self._context.request_id if self._choices == 1 else f"{self._context.request_id}-{job.index}",
             finish_reason=_finish_reason(job, piece),
             prompt_tokens=finish.prompt_tokens if finish else len(job.request.prompt),
             completion_tokens=finish.output_tokens if finish else len(piece.tokens),
@@ -243,11 +241,11 @@ def _finish_reason(job: ChoiceJob, piece: Piece) -> dict[str, Any] | None:
 
 
 async def abort_request(request: Request) -> Response:
-    body, api, scope = await read_control(request, AbortBody), api_of(request), abort.scope_of(request)
+    body, api, caller = await read_control(request, AbortBody), api_of(request), caller_of(request)
     if body.abort_all:
-        abort.accept(abort.find_all(api.ledger, scope))
+        abort.accept(abort.find_all(api.ledger, caller))
     elif body.rid:
-        abort.accept(abort.find(api.ledger, scope, [body.rid]))
+        abort.accept(abort.find(api.ledger, caller, [body.rid]))
     else:
         api.ledger.metrics.aborts_ignored += 1
         log.warning("%s: ignored an abort without a rid", request.state.request_id)
@@ -348,12 +346,12 @@ async def server_info(request: Request) -> Response:
 
 async def loads(request: Request) -> Response:
     host = host_of(request)
-    views = await look_at_all(host.replicas, PING_TIMEOUT_S)
+    views = await query_engines(host.replicas, PING_TIMEOUT_S)
     told = [load for view in views if (load := load_of(view))]
     return json_response(
         {
             "timestamp": time.time(),
-            "life": host.life,
+            "life": host.boot_id,
             "dp_rank_count": len(told),
             "loads": told,
             # Of several engines the youngest horizon: what was used since then is cached wherever it was.
@@ -408,5 +406,5 @@ async def _unheard(job: ChoiceJob, piece: Piece) -> None:
 
 
 async def _alive(host: ServerContext) -> bool:
-    views = await look_at_all(host.replicas, PING_TIMEOUT_S)
+    views = await query_engines(host.replicas, PING_TIMEOUT_S)
     return overall({judge(view).state for view in views}) != "unhealthy"

@@ -16,12 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
+from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import chat_logprobs
 from headgate.api.generate.prompts import text_prompt
 from headgate.api.generate.reading import read_body
-from headgate.api.generate.serve import AnswerFormat, RequestContext, exchange
+from headgate.api.generate.serve import RequestContext, exchange
 from headgate.api.generate.wire import encode, error_event
 from headgate.api.host import host_of
 from headgate.api.state import Api, api_of
@@ -135,18 +136,18 @@ def _completion(asked: TokensRequest) -> CompletionRequest:
 
 
 async def _prepare(
-    api: Api, body: CompletionRequest, text: TextParams, call: RequestContext
+    api: Api, body: CompletionRequest, text: TextParams, context: RequestContext
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
     default = {"max_tokens": SAMPLING["max_tokens"].defaults["vllm"]}
     sampling = sampling_params(default | sampling_given(body, "completions"))
     assert isinstance(body.prompt, list)
-    prompt = await text_prompt(api, body.prompt, call.share)
-    return make_jobs(body, [prompt], sampling, text), VllmTokensFormat(api, call)
+    prompt = await text_prompt(api, body.prompt, context.share)
+    return make_jobs(body, [prompt], sampling, text), VllmTokensFormat(api, context)
 
 
 class VllmTokensFormat:
-    def __init__(self, api: Api, call: RequestContext) -> None:
-        self._api, self._call = api, call
+    def __init__(self, api: Api, context: RequestContext) -> None:
+        self._api, self._context = api, context
 
     def event(self, job: ChoiceJob, piece: Piece) -> bytes:
         if not piece.tokens and piece.finish is None:
@@ -166,7 +167,7 @@ class VllmTokensFormat:
         return encode(self._response([self._choice(job, answer) for job, answer in zip(jobs, answers, strict=True)]))
 
     def _response(self, choices: list[TokensChoice]) -> TokensResponse:
-        return TokensResponse(request_id=self._call.request_id, choices=choices)
+        return TokensResponse(request_id=self._context.request_id, choices=choices)
 
     def _choice(self, job: ChoiceJob, piece: Piece) -> TokensChoice:
         scored = job.request.sampling.logprobs is not None

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.accounting.ledger import PREFILL, Ledger, Past, Record
-from headgate.api.state import Api, ChunkStream, api_of
+from headgate.api.engines import ChunkStream
+from headgate.api.state import Api, api_of
 from headgate.contract.abort import (
     UNREAD,
     AbortAnswer,
@@ -28,8 +29,9 @@ from headgate.contract.abort import (
     abort_of,
     readings,
 )
-from headgate.contract.errors import Forbidden
+from headgate.contract.keys import Caller
 from headgate.contract.schema import Tags
+from headgate.edge.gate import caller_of
 from headgate.edge.outflow import LEAST_S, await_readers
 from headgate.edge.reading import read_object
 
@@ -39,30 +41,15 @@ log = logging.getLogger(__name__)
 UNPLACED = "no engine has it, and it ends before one gets it; its prompt is still being read"
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Whose requests a caller may see and end."""
-
-    tenant: str
-    admin: bool
-
-    @property
-    def whose(self) -> str | None:
-        """The tenant by whose names to look; None: by anybody's."""
-        return None if self.admin else self.tenant
-
-    def in_flight(self, ledger: Ledger) -> list[Record]:
-        """All live requests of the caller's."""
-        if not (self.tenant or self.admin):
-            # Whoever has no key is one with all others who have none; only an id that they know tells them apart.
-            raise Forbidden(
-                "without a key only requests that are named by their ids can be seen and ended; send a key"
-            )
-        return [record for record in ledger.live.values() if self.admin or record.tenant == self.tenant]
+def in_flight(ledger: Ledger, caller: Caller) -> list[Record]:
+    """The live requests that `caller` may see; raises if it may not list requests."""
+    caller.check_may_list()
+    return [record for record in ledger.live.values() if caller.sees(record.tenant)]
 
 
-def scope_of(request: Request) -> Scope:
-    return Scope(request.state.tenant, request.state.admin)
+def _tenant(caller: Caller) -> str | None:
+    """The tenant whose requests the caller names; None: those of all tenants."""
+    return None if caller.admin else caller.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +63,7 @@ class AbortTarget:
     @property
     def transport(self) -> asyncio.Transport | None:
         """The connection on which its client is told."""
-        return None if self.record.reply is None else self.record.reply.transport
+        return None if self.record.writer is None else self.record.writer.transport
 
     @property
     def unfinished(self) -> bool:
@@ -99,39 +86,39 @@ class FoundRequests:
 # ------------------------------------------------------------------------------------------------------------ finding
 
 
-def find_all(ledger: Ledger, scope: Scope, tags: Tags | None = None) -> FoundRequests:
+def find_all(ledger: Ledger, caller: Caller, tags: Tags | None = None) -> FoundRequests:
     """Everything of the caller's that is in flight now, or what of it carries these tags."""
     wanted = (tags or {}).items()
-    mine = [AbortTarget(r.label, r) for r in scope.in_flight(ledger) if wanted <= r.tags.items()]
+    mine = [AbortTarget(r.label, r) for r in in_flight(ledger, caller) if wanted <= r.tags.items()]
     return FoundRequests(mine, by_name=False)
 
 
-def find(ledger: Ledger, scope: Scope, names: Iterable[str]) -> FoundRequests:
+def find(ledger: Ledger, caller: Caller, names: Iterable[str]) -> FoundRequests:
     """Requests and choices by name; what is another tenant's does not exist. The admin's word is for all of that name."""
     found = FoundRequests()
     for name in dict.fromkeys(names):
-        targets = find_live(ledger, scope, name)
+        targets = find_live(ledger, caller, name)
         if unfinished := [target for target in targets if target.unfinished]:
             found.targets += unfinished
-        elif targets or find_past(ledger, scope, name):
+        elif targets or find_past(ledger, caller, name):
             found.already_finished.append(name)
         else:
             found.not_found.append(name)
     return found
 
 
-def find_live(ledger: Ledger, scope: Scope, name: str) -> list[AbortTarget]:
+def find_live(ledger: Ledger, caller: Caller, name: str) -> list[AbortTarget]:
     """One, or none; several only for the admin, if tenants use the same name."""
     for label, choice in readings(name):
-        records = ledger.named(label, scope.whose)
+        records = ledger.named(label, _tenant(caller))
         if found := [AbortTarget(name, r, choice) for r in records if choice is None or choice < r.choices]:
             return found
     return []
 
 
-def find_past(ledger: Ledger, scope: Scope, name: str) -> Past | None:
+def find_past(ledger: Ledger, caller: Caller, name: str) -> Past | None:
     for label, choice in readings(name):
-        past = ledger.past(label, scope.whose)
+        past = ledger.past(label, _tenant(caller))
         if past and (choice is None or choice < len(past.usage.choices)):
             return past
     return None
@@ -200,9 +187,9 @@ def accept(found: FoundRequests, cause: AbortCause = "api_abort") -> AbortResult
 
 
 async def abort_requests(request: Request) -> Response:
-    body, api, scope = abort_of(await read_object(request)), api_of(request), scope_of(request)
+    body, api, caller = abort_of(await read_object(request)), api_of(request), caller_of(request)
     ids, ledger = body.req_ids, api.ledger
-    found = find_all(ledger, scope, body.tags) if ids is None else find(ledger, scope, ids)
+    found = find_all(ledger, caller, body.tags) if ids is None else find(ledger, caller, ids)
     if not body.wait:
         return answer(request, accept(found, body.cause), done=False)
     result = await abort(api, found, body.timeout, body.cause)

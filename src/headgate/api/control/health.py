@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.accounting.metrics import EngineView, look_at_all
+from headgate.api.accounting.metrics import EngineView, query_engines
 from headgate.api.host import host_of
 from headgate.contract.errors import RETRY_AFTER_S
 from headgate.contract.status import EngineHealth, Health, Readiness
@@ -35,7 +35,7 @@ async def ready(request: Request) -> Response:
     if host.ledger.closing:
         readiness = Readiness(False, "shutting down")
     else:
-        readiness = judge_readiness(await look_at_all(host.replicas, PING_TIMEOUT_S))
+        readiness = judge_readiness(await query_engines(host.replicas, PING_TIMEOUT_S))
     return _answer(readiness, ok=readiness.ready)
 
 
@@ -50,7 +50,7 @@ def judge_readiness(views: Sequence[EngineView]) -> Readiness:
 
 async def health(request: Request) -> Response:
     host = host_of(request)
-    engines = [judge(view) for view in await look_at_all(host.replicas, PING_TIMEOUT_S)]
+    engines = [judge(view) for view in await query_engines(host.replicas, PING_TIMEOUT_S)]
     status = overall({engine.state for engine in engines})
     report = Health(status, round(host.ledger.oldest_without_progress_s, 3), engines)
     return _answer(report, ok=status != "unhealthy")

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.accounting.ledger import PREFILL, Record
-from headgate.api.accounting.metrics import look_at_all
+from headgate.api.accounting.metrics import query_engines
 from headgate.api.host import ServerContext, host_of
 from headgate.api.state import Api
 from headgate.contract.control import (
@@ -157,7 +157,7 @@ class Controls:
         engines: list[EngineOutcome] = []
         modes: list[PauseMode | None] = []
         asleep: list[str] = []
-        for view in await look_at_all(self._host.replicas, LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
+        for view in await query_engines(self._host.replicas, LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
             if view.pong is None:
                 engines.append(self._silent(view.index, "it does not answer"))
                 continue
@@ -374,5 +374,5 @@ def answer(request: Request, result: FleetResult) -> Response:
 
 def _signed(request: Request, response: Response) -> Response:
     """With the boot id of this process: a router that has not noticed a restart must not take this for the old one."""
-    response.headers[BOOT_HEADER] = host_of(request).life
+    response.headers[BOOT_HEADER] = host_of(request).boot_id
     return response

@@ -9,10 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.accounting.ledger import Ledger, Past, Record
-from headgate.api.control.abort import Scope, abort, answer, find, find_live, find_past, scope_of
-from headgate.api.state import Api, ChunkStream, api_of
+from headgate.api.control.abort import abort, answer, find, find_live, find_past
+from headgate.api.control.abort import in_flight as records_in_flight
+from headgate.api.engines import ChunkStream
+from headgate.api.state import Api, api_of
 from headgate.contract.errors import NotFound
+from headgate.contract.keys import Caller
 from headgate.contract.requests import ChoiceInFlight, InFlight, RequestDetails, RequestList
+from headgate.edge.gate import caller_of
 from headgate.engine.replicas import Place
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, ListSequences, SequenceList, SequenceStatus
 
@@ -20,17 +24,17 @@ LOOK_TIMEOUT_S = 2.0
 
 
 async def list_requests(request: Request) -> Response:
-    api, scope = api_of(request), scope_of(request)
-    scope.in_flight(api.ledger)  # refused before anyone is asked
-    seen = await sightings(api)
-    return _json(RequestList(data=[in_flight(record, seen) for record in scope.in_flight(api.ledger)]))
+    api, caller = api_of(request), caller_of(request)
+    caller.check_may_list()  # before the engines are queried
+    seen = await query_sequences(api)
+    return _json(RequestList(data=[in_flight(record, seen) for record in records_in_flight(api.ledger, caller)]))
 
 
 async def show_request(request: Request) -> Response:
-    api, scope, name = api_of(request), scope_of(request), request.path_params["id"]
-    if find_live(api.ledger, scope, name):
-        seen = await sightings(api)
-        if targets := find_live(api.ledger, scope, name):  # still
+    api, caller, name = api_of(request), caller_of(request), request.path_params["id"]
+    if find_live(api.ledger, caller, name):
+        seen = await query_sequences(api)
+        if targets := find_live(api.ledger, caller, name):  # still
             record = targets[0].record
             return _json(
                 RequestDetails(
@@ -41,7 +45,7 @@ async def show_request(request: Request) -> Response:
                     request=in_flight(record, seen),
                 )
             )
-    arrived_s, usage = _past(api.ledger, scope, name)
+    arrived_s, usage = _past(api.ledger, caller, name)
     return _json(
         RequestDetails(
             request_id=usage.request_id,
@@ -54,16 +58,16 @@ async def show_request(request: Request) -> Response:
 
 
 async def delete_request(request: Request) -> Response:
-    api, scope, name = api_of(request), scope_of(request), request.path_params["id"]
-    found = find(api.ledger, scope, [name])
+    api, caller, name = api_of(request), caller_of(request), request.path_params["id"]
+    found = find(api.ledger, caller, [name])
     if found.not_found:
         raise _unknown(name)
     result = await abort(api, found, DEFAULT_TIMEOUT_S)
     return answer(request, result, done=not result.errors)
 
 
-def _past(ledger: Ledger, scope: Scope, name: str) -> Past:
-    if past := find_past(ledger, scope, name):
+def _past(ledger: Ledger, caller: Caller, name: str) -> Past:
+    if past := find_past(ledger, caller, name):
         return past
     raise _unknown(name)
 
@@ -74,10 +78,10 @@ def _unknown(name: str) -> NotFound:
 
 # --------------------------------------------------------------------------------------------------- in the engines
 
-Sightings = dict[Place, SequenceStatus]
+SequenceStatuses = dict[Place, SequenceStatus]
 
 
-async def sightings(api: Api, timeout_s: float = LOOK_TIMEOUT_S) -> Sightings:
+async def query_sequences(api: Api, timeout_s: float = LOOK_TIMEOUT_S) -> SequenceStatuses:
     """What the engines say of their sequences; one that does not answer in time says nothing."""
     answers = await api.engines.call_all(ListSequences(), timeout_s)
     return {
@@ -88,7 +92,7 @@ async def sightings(api: Api, timeout_s: float = LOOK_TIMEOUT_S) -> Sightings:
     }
 
 
-def in_flight(record: Record, seen: Sightings) -> InFlight:
+def in_flight(record: Record, seen: SequenceStatuses) -> InFlight:
     choices = [_choice(record, choice, seen) for choice in range(record.choices)]
     phases = [choice.phase for choice in choices]
     return InFlight(
@@ -103,7 +107,7 @@ def in_flight(record: Record, seen: Sightings) -> InFlight:
     )
 
 
-def _choice(record: Record, choice: int, seen: Sightings) -> ChoiceInFlight:
+def _choice(record: Record, choice: int, seen: SequenceStatuses) -> ChoiceInFlight:
     stream = record.streams.get(choice)
     place = None if stream is None else stream.place
     sighted = None if place is None else seen.get(place)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages in, messages out."""
+"""POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -9,25 +9,17 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.generate.answer_format import AnswerFormat
+from headgate.api.generate.choices_format import ChoicesFormat
 from headgate.api.generate.constraints import constraint_for
-from headgate.api.generate.generation import ChoiceJob, Finish, Piece
+from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import chat_logprobs
 from headgate.api.generate.prompts import chat_prompt
 from headgate.api.generate.reading import read_body
-from headgate.api.generate.serve import AnswerFormat, RequestContext, exchange
+from headgate.api.generate.serve import RequestContext, exchange
 from headgate.api.generate.tool_calls import Parsers, call_pieces, message_calls, read_calls
-from headgate.api.generate.usage import usage_of
-from headgate.api.generate.wire import (
-    EventFrame,
-    cut_problem,
-    cut_short,
-    encode,
-    error_event,
-    extras,
-    finish_reason,
-    usage_asked,
-)
+from headgate.api.generate.wire import encode, extras, finish_reason
 from headgate.api.state import LONG_TEXT, Api, api_of
 from headgate.contract.answers import (
     AssistantMessage,
@@ -36,12 +28,10 @@ from headgate.contract.answers import (
     ChatLogprobs,
     ChunkChoice,
     Delta,
-    Usage,
 )
 from headgate.contract.sampling import TextParams, sampling_given, text_params
 from headgate.contract.schema import ChatRequest
-from headgate.edge.sse import DONE
-from headgate.errors import HeadgateError, RequestError
+from headgate.errors import RequestError
 
 
 async def chat_completions(request: Request) -> Response:
@@ -52,9 +42,9 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def prepare(
-    api: Api, body: ChatRequest, text: TextParams, call: RequestContext
+    api: Api, body: ChatRequest, text: TextParams, context: RequestContext
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
-    return await chat_jobs(api, body, text, call.share), ChatFormat(api, body, text.n, call)
+    return await chat_jobs(api, body, text, context.share), ChatFormat(api, body, text.n, context)
 
 
 async def chat_jobs(api: Api, body: ChatRequest, text: TextParams, share: str) -> list[ChoiceJob]:
@@ -92,51 +82,41 @@ async def grammar_for(api: Api, body: ChatRequest, share: str) -> str | None:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         format=api.tool_format,
     )
-    return await api.off_loop(share, LONG_TEXT, constrain)  # a schema may take a while, however short
+    return await api.off_loop(share, LONG_TEXT, constrain)  # always in a thread: even a short schema may take long
 
 
-class ChatFormat:
-    def __init__(self, api: Api, body: ChatRequest, n: int, call: RequestContext) -> None:
-        self._api, self._body, self._n, self._call = api, body, n, call
-        self._id = call.id("chatcmpl-")
-        self._parsers = Parsers(body.tools, body.tool_choice, api.tool_format, seed=self._id)
-        self._finishes: dict[int, Finish] = {}
-        self._begun: dict[int, tuple[bytes, bytes]] = {}  # by choice, what stands around the text of a piece
-        self._plain = not (body.logprobs or body.return_token_ids or body.return_weight_versions or self._parsers)
-        head = {"id": self._id, "object": "chat.completion.chunk", "created": call.created, "model": api.model_name}
-        self._frame = EventFrame(head, with_usage=usage_asked(body))
+class ChatFormat(ChoicesFormat):
+    before_text = b'{"index":%d,"delta":{"content":'
+    after_text = b'},"logprobs":null,"finish_reason":null}'
+
+    def __init__(self, api: Api, body: ChatRequest, n: int, context: RequestContext) -> None:
+        self._body = body
+        prefix = "chatcmpl-"
+        self._parsers = Parsers(body.tools, body.tool_choice, api.tool_format, seed=context.id(prefix))
+        simple = not (body.logprobs or body.return_token_ids or body.return_weight_versions or self._parsers)
+        super().__init__(api, body, n, context, prefix=prefix, object="chat.completion.chunk", fast_path=simple)
 
     # -- streams ----------------------------------------------------------------
 
-    def event(self, job: ChoiceJob, piece: Piece) -> bytes:
-        begun = self._begun.get(job.index)
-        if begun is not None and self._plain and piece.finish is None:
-            # What is done for nearly every token: keep it short.
-            return begun[0] + encode(piece.text) + begun[1] if piece.text else b""
-        return self._full_event(job, piece, first=begun is None)
-
     def _full_event(self, job: ChoiceJob, piece: Piece, *, first: bool) -> bytes:
         delta, called = self._delta(job, piece, first=first)
-        if piece.finish is None and self._plain and not piece.text:
+        if piece.finish is None and self._fast_path and not piece.text:
             return b""
         choice = ChunkChoice(
             index=job.index,
             delta=delta,
             logprobs=self._logprobs(piece),
-            finish_reason=finish_reason(piece.finish, strict=self._call.strict, called=called),
+            finish_reason=finish_reason(piece.finish, strict=self._context.strict, called=called),
             **extras(self._body, job, piece, first=first),
         )
         if first:
             self._begin(job)
-        return self._frame.event(choice) + self._ending(job, piece)
-
-    def _begin(self, job: ChoiceJob) -> None:
-        self._begun[job.index] = self._frame.around(
-            b'{"index":%d,"delta":{"content":' % job.index, b'},"logprobs":null,"finish_reason":null}'
-        )
+        if piece.finish is not None:
+            self._finishes[job.index] = piece.finish
+        return self._frame.event(choice) + self._cut_event(piece)
 
     def prime(self, job: ChoiceJob, piece: Piece) -> None:
-        if piece.text or not self._plain:
+        if piece.text or not self._fast_path:
             self._begin(job)
         if parser := self._parsers.get(job.index):
             parser.push(piece.text)
@@ -152,33 +132,11 @@ class ChatFormat:
         content, calls = read_calls(parser, piece.text, final=piece.finish is not None)
         return Delta(role=role, content=content or UNSET, tool_calls=call_pieces(calls) or UNSET), parser.called
 
-    def _ending(self, job: ChoiceJob, piece: Piece) -> bytes:
-        if piece.finish is None:
-            return b""
-        self._finishes[job.index] = piece.finish
-        error = cut_short(piece.finish) if self._call.strict else None
-        return error_event(error) if error else b""
-
-    def closing(self) -> bytes:
-        usage = self._frame.usage(self._usage()) if usage_asked(self._body) else b""
-        return usage + DONE
-
-    def failure(self, error: HeadgateError) -> bytes:
-        return error_event(error)
-
-    # -- whole answers ----------------------------------------------------------
+    # -- complete answers -------------------------------------------------------
 
     def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
         choices = [self._choice(job, answer) for job, answer in zip(jobs, answers, strict=True)]
-        completion = ChatCompletion(
-            id=self._id,
-            created=self._call.created,
-            model=self._api.model_name,
-            choices=choices,
-            usage=self._usage(),
-            error=cut_problem(self._finishes.values()) if self._call.strict else UNSET,
-        )
-        return encode(completion)
+        return encode(ChatCompletion(choices=choices, **self._envelope()))
 
     def _choice(self, job: ChoiceJob, answer: Piece) -> ChatChoice:
         assert answer.finish is not None
@@ -192,7 +150,7 @@ class ChatFormat:
             index=job.index,
             message=message,
             logprobs=self._logprobs(answer),
-            finish_reason=finish_reason(answer.finish, strict=self._call.strict, called=called),
+            finish_reason=finish_reason(answer.finish, strict=self._context.strict, called=called),
             **extras(self._body, job, answer, first=True),
         )
 
@@ -202,6 +160,3 @@ class ChatFormat:
         if not self._body.logprobs:
             return None
         return chat_logprobs(self._api.tokenizer, piece.tokens, piece.logprobs)
-
-    def _usage(self) -> Usage:
-        return usage_of([finish for _, finish in sorted(self._finishes.items())], self._n)

@@ -1,17 +1,18 @@
-"""What a request body demands of the shape of its answer, as a grammar for the engine.
+"""Converts the constraints in a request body (`response_format`, `tool_choice`) to one grammar, `SamplingParams.grammar`.
 
-`response_format` and `tool_choice` end here in one string, `SamplingParams.grammar`, or none. Anything that cannot be
-enforced is refused now, before admission, with the name of the field.
+A constraint that cannot be enforced is refused before the request reaches an engine, with the name of the field.
 
-With `tool_choice: auto` the model may call or not, and a call is read from what it says. Beside a `response_format` its
-calls must be well-formed, for the answer is one or the other.
+With `tool_choice: auto` the model decides whether to call a tool, and calls are parsed from its text. If there is also a
+`response_format`, the grammar enforces well-formed calls, because the answer is either one or the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from headgate.api.state import LONG_TEXT, Api
 from headgate.errors import RequestError
 from headgate.text.constraints import checked, schema_rule
 from headgate.text.tools import Tool, ToolFormat, call_rules
@@ -22,6 +23,13 @@ MAX_NAME_CHARS = 64
 Object = Mapping[str, Any]
 
 
+async def response_format_grammar(api: Api, response_format: Object | None, share: str) -> str | None:
+    """The grammar for a `response_format`, if there is one. Runs in a thread: even a short schema may take long."""
+    if response_format is None:
+        return None
+    return await api.off_loop(share, LONG_TEXT, partial(constraint_for, response_format=response_format))
+
+
 def constraint_for(
     *,
     response_format: Object | None = None,
@@ -30,11 +38,11 @@ def constraint_for(
     parallel_tool_calls: bool = True,
     format: ToolFormat = ToolFormat.HERMES,
 ) -> str | None:
-    """The grammar of the answer for `SamplingParams.grammar`, or None where anything may be said.
+    """The grammar of the answer for `SamplingParams.grammar`, or None if the answer is unconstrained.
 
-    The arguments are the fields of a chat body as plain JSON values; those of the responses API, which are flatter, are
-    taken too. Raises a RequestError that names the field. May take a tenth of a second for a large schema: call it where it
-    does not block the event loop.
+    The arguments are the fields of a chat body as JSON values; the flatter form of the responses API is accepted too.
+    Raises a RequestError that names the field. A large schema may take a tenth of a second: do not call this on the event
+    loop.
     """
     answer, declared = answer_rule(response_format), read_tools(tools)
     choice, callable_tools = choose_tools(declared, tool_choice)
@@ -49,7 +57,7 @@ def constraint_for(
 
 
 def answer_rule(response_format: Object | None) -> str | None:
-    """What `response_format` asks of an answer, as the right-hand side of a rule; None if nothing."""
+    """The right-hand side of a grammar rule for `response_format`; None if it does not constrain the answer."""
     match response_format:
         case None | {"type": "text"}:
             return None
@@ -66,13 +74,13 @@ def answer_rule(response_format: Object | None) -> str | None:
 
 def read_tools(tools: Sequence[Object] | None) -> list[Tool]:
     if tools is not None and len(tools) > MAX_TOOLS:
-        raise RequestError(f"{len(tools)} tools; at most {MAX_TOOLS} are taken", param="tools")
+        raise RequestError(f"{len(tools)} tools; at most {MAX_TOOLS} are accepted", param="tools")
     return [read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
 
 
 def read_tool(tool: Object, param: str) -> Tool:
     if tool.get("type") != "function":
-        raise RequestError("only tools of type function are known", param=f"{param}.type")
+        raise RequestError("only tools of type function are supported", param=f"{param}.type")
     function, param = (tool["function"], f"{param}.function") if "function" in tool else (tool, param)
     if not isinstance(function, Mapping):
         raise RequestError("a function is an object", param=param)
@@ -86,7 +94,7 @@ def read_tool(tool: Object, param: str) -> Tool:
 
 
 def choose_tools(tools: list[Tool], choice: str | Object | None) -> tuple[str, list[Tool]]:
-    """Whether calls are required, may come (auto) or not (none), and of which tools."""
+    """Whether calls are required, optional (auto) or excluded (none), and the tools that may be called."""
     match choice:
         case None | "auto" | "none":
             return choice or "auto", tools
@@ -95,7 +103,7 @@ def choose_tools(tools: list[Tool], choice: str | Object | None) -> tuple[str, l
         case {"type": "function", "function": {"name": name}} | {"type": "function", "name": name}:
             if named := [tool for tool in tools if tool.name == name]:
                 return "required", named
-            raise RequestError(f"no tool is called {name!r}", param="tool_choice")
+            raise RequestError(f"there is no tool named {name!r}", param="tool_choice")
         case "required":
             raise RequestError("a call is required, but there are no tools", param="tool_choice")
     raise RequestError("tool_choice must be auto, none, required or name a function", param="tool_choice")

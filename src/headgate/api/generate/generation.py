@@ -14,11 +14,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from headgate.api.state import Api, ChunkStream
+from headgate.api.accounting.ledger import Record
+from headgate.api.engines import ChunkStream
+from headgate.api.state import Api
 from headgate.edge.sse import innermost
 from headgate.engine.client import Chunk
 from headgate.errors import EngineDead, RequestError
@@ -28,9 +29,6 @@ from headgate.protocol.request import GenerateRequest, Ticket
 from headgate.text.detokenizer import Detokenizer
 from headgate.text.stops import StopStrings
 from headgate.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from headgate.api.accounting.ledger import Record
 
 BEGUN_AT_ONCE = 4  # choices of a request
 

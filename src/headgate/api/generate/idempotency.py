@@ -198,20 +198,20 @@ class _First(Response):
             if recording.failure is None:
                 recording.keep(message)
             else:  # it has grown too long to be kept, and depends on its client alone
-                reply.transport = transport
+                writer.transport = transport
                 await telling
                 await send(message)
 
-        reply = ResponseWriter(keep)
+        writer = ResponseWriter(keep)
         failure: Exception | None = None
         try:
-            await self._work(reply)
+            await self._work(writer)
         except BaseException as error:
             cut = Unavailable("the server is shutting down; ask another one", code="shutting_down")
             failure = error if isinstance(error, Exception) else cut
             raise
         finally:
-            kept = failure is None and not reply.given_back
+            kept = failure is None and not writer.given_back
             self._replays.ended(self._tenant, self._key, recording, failure, kept=kept)
 
 
@@ -219,7 +219,7 @@ class _Retry(WriterResponse):
     """Repeats it, for as long as its own client is there."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__(lambda reply: recording.replay(reply.raw))
+        super().__init__(lambda writer: recording.replay(writer.raw))
 
 
 def replays_of(request: Request) -> Replays:

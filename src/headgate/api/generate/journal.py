@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Sequence
 from hashlib import blake2b
 from math import inf
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from starlette.requests import Request
 
+from headgate.api.generate.answer_format import AnswerFormat, ResumableFormat
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
 from headgate.api.generate.wire import error_event
 from headgate.contract import journal
@@ -22,18 +22,7 @@ from headgate.contract.journal import HEADER, RESCHEDULED, bind, is_movable, tok
 from headgate.edge.sse import ResponseWriter
 from headgate.errors import EngineDead, HeadgateError, RequestError
 
-if TYPE_CHECKING:
-    from headgate.api.generate.serve import AnswerFormat
-
 WHOLE_EVERY_S = 0.05  # how often an answer that is told whole tells of its tokens
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A dialect whose streams another server can go on with."""
-
-    def prime(self, job: ChoiceJob, piece: Piece) -> None:
-        """Be as if `piece` had been told here."""
 
 
 def asked_at(request: Request) -> int | None:
@@ -54,8 +43,8 @@ def seed_of(request_id: str) -> int:
 class StreamJournal:
     """A stream, event by event."""
 
-    def __init__(self, dialect: AnswerFormat, reply: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
-        self._dialect, self._reply = dialect, reply
+    def __init__(self, answer_format: AnswerFormat, writer: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
+        self._format, self._writer = answer_format, writer
         self._opening = prompt_line(jobs)  # of the first block that is not withheld
         self._chars: dict[int, int] = {}  # of the text of each choice, that the client has
         self._withholds = False
@@ -64,40 +53,40 @@ class StreamJournal:
         if piece.told:
             self._prime(job, piece)
             return
-        event = self._dialect.event(job, piece)
+        event = self._format.event(job, piece)
         chars = self._chars[job.index] = self._chars.get(job.index, 0) + len(piece.text)
         lines = token_lines(job.index, piece.versions, piece.tokens, chars)
         if movable(piece.finish):
             # The last tokens are not sent with it: the server that continues makes them again, and their event.
             self._withholds = True
-            self._reply.given_back |= is_given_back(piece.finish)
-            await self._reply.send_event(withhold(lines + finish_line(job, piece) + event))
+            self._writer.given_back |= is_given_back(piece.finish)
+            await self._writer.send_event(withhold(lines + finish_line(job, piece) + event))
             return
         if block := lines + self._finish(job, piece, event):
             block, self._opening = self._opening + block, b""
-            await self._reply.send_event(block if event else block + b"\n")
+            await self._writer.send_event(block if event else block + b"\n")
 
     def _finish(self, job: ChoiceJob, piece: Piece, event: bytes) -> bytes:
         return event if piece.finish is None else finish_line(job, piece) + bind(event)
 
     def _prime(self, job: ChoiceJob, piece: Piece) -> None:
-        assert isinstance(self._dialect, Resumable)
-        self._dialect.prime(job, piece)
+        assert isinstance(self._format, ResumableFormat)
+        self._format.prime(job, piece)
         self._chars[job.index] = len(piece.text)
 
     async def close(self) -> None:
-        closing = self._dialect.closing()
-        await self._reply.end(withhold(closing) if self._withholds else bind(closing))
+        closing = self._format.closing()
+        await self._writer.end(withhold(closing) if self._withholds else bind(closing))
 
     async def fail(self, error: HeadgateError) -> None:
-        await self._reply.end(failure(error, self._dialect.failure(error)))
+        await self._writer.end(failure(error, self._format.failure(error)))
 
 
 class WholeJournal:
     """An answer that is told whole: its tokens as they come, and then one event, which is the answer."""
 
-    def __init__(self, dialect: AnswerFormat, reply: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
-        self._dialect, self._reply, self._jobs = dialect, reply, jobs
+    def __init__(self, answer_format: AnswerFormat, writer: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
+        self._format, self._writer, self._jobs = answer_format, writer, jobs
         self._answers = {job.index: Piece() for job in jobs}
         self._opening = prompt_line(jobs)
         self._lines = b""
@@ -112,22 +101,22 @@ class WholeJournal:
         self._lines += token_lines(job.index, piece.versions, piece.tokens, 0)
         if movable(piece.finish):
             self._withheld += finish_line(job, piece)
-            self._reply.given_back |= is_given_back(piece.finish)
+            self._writer.given_back |= is_given_back(piece.finish)
         else:
             self._lines += finish_line(job, piece)
         now_s = self._clock()
         if self._lines and (piece.finish is not None or now_s - self._sent_s >= WHOLE_EVERY_S):
             self._sent_s = now_s
-            await self._reply.send_event(self._take_lines() + b"\n")
+            await self._writer.send_event(self._take_lines() + b"\n")
 
     async def close(self) -> None:
-        answer = b"data: " + self._dialect.whole(self._jobs, list(self._answers.values())) + b"\n\n"
-        await self._reply.end(withhold(self._withheld + answer) if self._withheld else answer)
+        answer = b"data: " + self._format.whole(self._jobs, list(self._answers.values())) + b"\n\n"
+        await self._writer.end(withhold(self._withheld + answer) if self._withheld else answer)
 
     async def fail(self, error: HeadgateError) -> None:
         if self._lines:
-            await self._reply.send_event(self._take_lines() + b"\n")
-        await self._reply.end(failure(error, error_event(error)))
+            await self._writer.send_event(self._take_lines() + b"\n")
+        await self._writer.end(failure(error, error_event(error)))
 
     def _take_lines(self) -> bytes:
         lines, self._opening, self._lines = self._opening + self._lines, b"", b""

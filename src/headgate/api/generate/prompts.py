@@ -33,7 +33,7 @@ async def chat_prompt(
     variables: Object | None = None,
 ) -> Prompt:
     """The prompt that the model's chat template makes of `messages`; it has at most about `most` tokens."""
-    template, tokenizer = api.template, api.words
+    template, tokenizer = api.template, api.required_tokenizer
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", code="no_chat_template")
     limit = most or api.engines.info.max_context
@@ -151,7 +151,7 @@ async def text_prompt(
     """
     limit, size = most or api.engines.info.max_context, max(size, len(prompt))
     if isinstance(prompt, str):
-        tokenizer = api.words
+        tokenizer = api.required_tokenizer
         tokenizer.check_length(len(prompt), limit)  # before it waits for a thread
         encode = partial(tokenizer.encode_within, prompt, limit, add_special=add_special)
         return Prompt(tuple(await api.off_loop(share, size, encode)), prompt if echo else None)
@@ -159,5 +159,5 @@ async def text_prompt(
         raise too_long(len(prompt), limit)
     if not echo:
         return Prompt(tuple(prompt))
-    decode = partial(api.words.decode, prompt, skip_special=False)
+    decode = partial(api.required_tokenizer.decode, prompt, skip_special=False)
     return Prompt(tuple(prompt), await api.off_loop(share, size, decode))

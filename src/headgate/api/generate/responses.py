@@ -12,13 +12,14 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.chat import chat_jobs
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
 from headgate.api.generate.logprobs import chat_logprobs
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.response_events import Events
 from headgate.api.generate.response_input import as_chat
-from headgate.api.generate.serve import AnswerFormat, RequestContext, exchange
+from headgate.api.generate.serve import RequestContext, exchange
 from headgate.api.generate.tool_calls import Parsers, read_calls
 from headgate.api.generate.usage import version_spans
 from headgate.api.generate.wire import cut_short, encode
@@ -42,23 +43,23 @@ async def responses(request: Request) -> Response:
     return exchange(request, body, "response", 1, partial(prepare, api_of(request), body))
 
 
-async def prepare(api: Api, body: ResponsesRequest, call: RequestContext) -> tuple[list[ChoiceJob], AnswerFormat]:
+async def prepare(api: Api, body: ResponsesRequest, context: RequestContext) -> tuple[list[ChoiceJob], AnswerFormat]:
     chat = as_chat(body)
-    jobs = await chat_jobs(api, chat, text_params(chat, "chat"), call.share)
-    return jobs, ResponsesFormat(api, body, chat, jobs[0].request.sampling, call)
+    jobs = await chat_jobs(api, chat, text_params(chat, "chat"), context.share)
+    return jobs, ResponsesFormat(api, body, chat, jobs[0].request.sampling, context)
 
 
 class ResponsesFormat:
     def __init__(
-        self, api: Api, body: ResponsesRequest, chat: ChatRequest, sampling: SamplingParams, call: RequestContext
+        self, api: Api, body: ResponsesRequest, chat: ChatRequest, sampling: SamplingParams, context: RequestContext
     ) -> None:
-        self._body, self._strict, self._tokenizer = body, call.strict, api.tokenizer
-        self._response = _new_response(body, sampling, call, api.model_name)
+        self._body, self._strict, self._tokenizer = body, context.strict, api.tokenizer
+        self._response = _new_response(body, sampling, context, api.model_name)
         self._parsers = Parsers(chat.tools, chat.tool_choice, api.tool_format, seed=self._response.id)
         self._scored = bool(chat.logprobs)
         self._all = Piece()  # what ends up in the response itself
         self._begun = False
-        self._events = Events(call.id(""))
+        self._events = Events(context.id(""))
 
     # -- streams ----------------------------------------------------------------
 
@@ -144,11 +145,11 @@ class ResponsesFormat:
 
 
 def _new_response(
-    body: ResponsesRequest, sampling: SamplingParams, call: RequestContext, model: str
+    body: ResponsesRequest, sampling: SamplingParams, context: RequestContext, model: str
 ) -> ResponseObject:
     return ResponseObject(
-        id=call.id("resp_"),
-        created_at=call.created,
+        id=context.id("resp_"),
+        created_at=context.created,
         instructions=body.instructions,
         max_output_tokens=sampling.max_tokens,
         model=model,

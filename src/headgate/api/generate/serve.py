@@ -1,6 +1,6 @@
-"""The way of every generating request: named, admitted, prepared, run, and told in a dialect of the API.
+"""The way of every generating request: named, admitted, prepared, run, and told in a answer_format of the API.
 
-A dialect turns pieces into bytes and knows nothing of engines or connections; this module knows nothing of formats.
+A answer_format turns pieces into bytes and knows nothing of engines or connections; this module knows nothing of formats.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.accounting.ledger import PREFILL
+from headgate.api.accounting.ledger import PREFILL, Record
 from headgate.api.bodies import Charge
+from headgate.api.generate.answer_format import AnswerFormat, ResumableFormat
 from headgate.api.generate.export import ExportFormat
 from headgate.api.generate.generation import ChoiceJob, Piece, collect, run_all
 from headgate.api.generate.idempotency import replays_of
-from headgate.api.generate.journal import Resumable, StreamJournal, WholeJournal, asked_at, seed_of
+from headgate.api.generate.journal import StreamJournal, WholeJournal, asked_at, seed_of
 from headgate.api.state import Api, api_of
 from headgate.contract.control import LEAST_VERSION_HEADER
 from headgate.contract.errors import NotFound
@@ -34,10 +34,6 @@ from headgate.engine.replicas import DEADLINE_GRACE_S
 from headgate.errors import EngineDead, HeadgateError, RequestError
 from headgate.protocol.keys import tenant_salt
 from headgate.protocol.output import Cause
-
-if TYPE_CHECKING:
-    from headgate.api.accounting.ledger import Record
-
 
 ON_PREEMPT = "x-headgate-on-preempt"  # with `recompute`: as `--on-preempt recompute`, for this request
 PREFILL_HEADER = "x-headgate-prefill"  # a router's: the request is the prefill part of another
@@ -71,24 +67,11 @@ class RequestContext:
         return prefix + self.request_id.removeprefix("req-")
 
 
-class AnswerFormat(Protocol):
-    """One request's answer, in one API's words: `whole`, or as events and then `closing` or `failure`."""
-
-    def event(self, job: ChoiceJob, piece: Piece) -> bytes:
-        """Nothing, if the piece says nothing."""
-
-    def closing(self) -> bytes: ...
-
-    def failure(self, error: HeadgateError) -> bytes: ...
-
-    def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes: ...
-
-
 Prepare = Callable[[RequestContext], Awaitable[tuple[list[ChoiceJob], AnswerFormat]]]
 
 
 def exchange(request: Request, body: Generation, kind: str, choices: int, prepare: Prepare) -> Response:
-    """The response to `request`: `prepare` makes jobs and their dialect, once the request is admitted."""
+    """The response to `request`: `prepare` makes jobs and their answer_format, once the request is admitted."""
     api = api_of(request)
     check_model(api, body.model)
     if body.request_id is not None:
@@ -98,7 +81,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
     asked_s = asked_at(request)
     if asked_s is None and body.resume is not None:
         raise RequestError(f"resume needs the header {HEADER}", param="resume", code="unknown_parameter")
-    call = RequestContext(
+    context = RequestContext(
         request.state.tenant,
         request.state.share,
         request.state.charge,
@@ -115,14 +98,14 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
     )
     if request.headers.get(PREFILL_HEADER) is not None and body.export_kv:
         kind = PREFILL
-    work = partial(_serve, api, call, kind, choices, prepare)
+    work = partial(_serve, api, context, kind, choices, prepare)
     if key := request.headers.get("idempotency-key"):
-        response = replays_of(request).exchange(request, key, _asked(body, kind, journal=call.journal), work)
+        response = replays_of(request).exchange(request, key, _asked(body, kind, journal=context.journal), work)
     else:
         response = WriterResponse(work)
-    if call.journal:
+    if context.journal:
         # After the retry's key was computed: the seed is not part of the question, and a retry has another id.
-        set_if_absent(body, "seed", seed_of(call.request_id))
+        set_if_absent(body, "seed", seed_of(context.request_id))
     return response
 
 
@@ -150,95 +133,99 @@ def check_model(api: Api, name: str | None) -> None:
 
 
 async def _serve(
-    api: Api, call: RequestContext, kind: str, choices: int, prepare: Prepare, reply: ResponseWriter
+    api: Api, context: RequestContext, kind: str, choices: int, prepare: Prepare, writer: ResponseWriter
 ) -> None:
     try:
-        if api.engines.version < call.least_version:
+        if api.engines.version < context.least_version:
             raise EngineDead(
                 f"this server has weights of version {api.engines.version}, and the request asks for "
-                f"{call.least_version} or later"
+                f"{context.least_version} or later"
             )
         async with api.ledger.admit(
-            tenant=call.tenant,
-            share=call.share,
-            label=call.request_id,
+            tenant=context.tenant,
+            share=context.share,
+            label=context.request_id,
             kind=kind,
             choices=choices,
-            tags=call.tags,
+            tags=context.tags,
         ) as record:
-            record.reply, reply.on_left = reply, partial(_left, api, call, record)
-            jobs, dialect = await _prepared(prepare, call, record)
-            if call.recompute:
+            record.writer, writer.on_left = writer, partial(_left, api, context, record)
+            jobs, answer_format = await _prepared(prepare, context, record)
+            if context.recompute:
                 jobs = [replace(job, request=structs.replace(job.request, recompute=True)) for job in jobs]
-            call.charge.release()
+            context.charge.release()
             if jobs[0].request.export_kv:
-                await _stream(api, record, jobs, ExportFormat(), reply)
-            elif call.journal and (not call.stream or isinstance(dialect, Resumable)):
-                await _journal(api, call, record, jobs, dialect, reply)
+                await _stream(api, record, jobs, ExportFormat(), writer)
+            elif context.journal and (not context.stream or isinstance(answer_format, ResumableFormat)):
+                await _journal(api, context, record, jobs, answer_format, writer)
             elif any(job.resumed for job in jobs):
                 raise RequestError("streams of this endpoint cannot be resumed; leave it out", param="resume")
-            elif call.stream:
-                await _stream(api, record, jobs, dialect, reply)
+            elif context.stream:
+                await _stream(api, record, jobs, answer_format, writer)
             else:
-                await reply.send_json(dialect.whole(jobs, await collect(api, record, jobs)))
+                await writer.send_json(answer_format.whole(jobs, await collect(api, record, jobs)))
     except HeadgateError:
-        if not reply.ended:
+        if not writer.ended:
             raise
     finally:
-        reply.on_left = None  # which would keep reply and record alive until the collector comes
+        writer.on_left = None  # which would keep writer and record alive until the collector comes
 
 
-async def _prepared(prepare: Prepare, call: RequestContext, record: Record) -> tuple[list[ChoiceJob], AnswerFormat]:
+async def _prepared(
+    prepare: Prepare, context: RequestContext, record: Record
+) -> tuple[list[ChoiceJob], AnswerFormat]:
     """A deadline holds also while a prompt waits for its turn to be read; there is no answer yet that could say so."""
-    left_s = None if call.timeout_s is None else max(call.timeout_s - record.age_s, 0) + DEADLINE_GRACE_S
+    left_s = None if context.timeout_s is None else max(context.timeout_s - record.age_s, 0) + DEADLINE_GRACE_S
     try:
         async with asyncio.timeout(left_s):
-            return await prepare(call)
+            return await prepare(context)
     except TimeoutError:
         raise Overdue("the deadline of this request has passed before its prompt was read") from None
 
 
-def _left(api: Api, call: RequestContext, record: Record, cause: Cause) -> None:
+def _left(api: Api, context: RequestContext, record: Record, cause: Cause) -> None:
     """Its client is gone."""
     if record.open and not record.finished:
         record.client_left(cause)
-        if call.stream:
-            api.departures.note(call.client, record.label, record.output_tokens, cause)
+        if context.stream:
+            api.departures.note(context.client, record.label, record.output_tokens, cause)
 
 
 async def _stream(
-    api: Api, record: Record, jobs: Sequence[ChoiceJob], dialect: AnswerFormat, reply: ResponseWriter
+    api: Api, record: Record, jobs: Sequence[ChoiceJob], answer_format: AnswerFormat, writer: ResponseWriter
 ) -> None:
     try:
-        async with reply.kept_alive(api.settings.keep_alive_s):
-            await run_all(api, record, jobs, partial(_tell, reply, dialect))
-        await reply.end(dialect.closing())
+        async with writer.kept_alive(api.settings.keep_alive_s):
+            await run_all(api, record, jobs, partial(_tell, writer, answer_format))
+        await writer.end(answer_format.closing())
     except HeadgateError as error:
-        if reply.started:  # and there is no status left to say it with
-            await reply.end(dialect.failure(error))
+        if writer.started:  # and there is no status left to say it with
+            await writer.end(answer_format.failure(error))
         raise
 
 
 async def _journal(
     api: Api,
-    call: RequestContext,
+    context: RequestContext,
     record: Record,
     jobs: Sequence[ChoiceJob],
-    dialect: AnswerFormat,
-    reply: ResponseWriter,
+    answer_format: AnswerFormat,
+    writer: ResponseWriter,
 ) -> None:
-    reply.headers.append((HEADER.lower().encode(), b"1"))
-    journal = StreamJournal(dialect, reply, jobs) if call.stream else WholeJournal(dialect, reply, jobs)
+    writer.headers.append((HEADER.lower().encode(), b"1"))
+    journal = (
+        StreamJournal(answer_format, writer, jobs) if context.stream else WholeJournal(answer_format, writer, jobs)
+    )
     try:
-        async with reply.kept_alive(api.settings.keep_alive_s):
+        async with writer.kept_alive(api.settings.keep_alive_s):
             await run_all(api, record, jobs, journal.tell)
         await journal.close()
     except HeadgateError as error:
-        if reply.started:
+        if writer.started:
             await journal.fail(error)
         raise
 
 
-async def _tell(reply: ResponseWriter, dialect: AnswerFormat, job: ChoiceJob, piece: Piece) -> None:
-    if event := dialect.event(job, piece):
-        await reply.send_event(event)
+async def _tell(writer: ResponseWriter, answer_format: AnswerFormat, job: ChoiceJob, piece: Piece) -> None:
+    if event := answer_format.event(job, piece):
+        await writer.send_event(event)

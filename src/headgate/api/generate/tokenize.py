@@ -24,7 +24,7 @@ async def tokenize(request: Request) -> Response:
     tokens = await _tokens(api, body, request.state.share)
     answer = Tokenized(count=len(tokens), max_model_len=api.engines.info.max_context, tokens=tokens)
     if body.return_token_strs:
-        answer.token_strs = [token_bytes(api.words, token).decode(errors="replace") for token in tokens]
+        answer.token_strs = [token_bytes(api.required_tokenizer, token).decode(errors="replace") for token in tokens]
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
@@ -54,7 +54,7 @@ async def _tokens(api: Api, body: TokenizeRequest, share: str) -> tuple[int, ...
 async def detokenize(request: Request) -> Response:
     body, api = await read_body(request, DetokenizeRequest), api_of(request)
     check_model(api, body.model)
-    tokenizer = api.words
+    tokenizer = api.required_tokenizer
     text = await api.off_loop(
         request.state.share,
         len(body.tokens),

@@ -25,7 +25,7 @@ from headgate.contract.abort import (
     AbortResult,
     readings,
 )
-from headgate.contract.errors import Forbidden
+from headgate.contract.keys import Caller
 from headgate.edge.outflow import LEAST_S, await_readers
 from headgate.router.control.abort_calls import abort_call
 from headgate.router.control.fan_out import SLACK_S, CallerHeaders, WorkerReply
@@ -42,27 +42,6 @@ log = logging.getLogger(__name__)
 NOT_ENDED = "it was asked to end and has not ended yet"
 
 Names = Sequence[str] | None  # ids of requests that a worker is asked to end; None for all that it has
-
-
-@dataclass(frozen=True, slots=True)
-class RouterScope:
-    """The requests that a caller may see and end."""
-
-    tenant: str
-    admin: bool
-
-    def check_all(self) -> None:
-        if not (self.tenant or self.admin):
-            raise Forbidden(
-                "without a key only requests that are named by their ids can be seen and ended; send a key"
-            )
-
-    def sees(self, exchange: Exchange) -> bool:
-        return self.admin or exchange.tenant == self.tenant
-
-    def tenants(self, router: Router) -> Collection[str]:
-        """The tenants whose requests to search; for an admin, all tenants with requests here."""
-        return dict.fromkeys(e.tenant for e in router.live.values()) if self.admin else (self.tenant,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +75,28 @@ def find(router: Router, tenants: Collection[str], name: str) -> list[RoutedTarg
     return []
 
 
-async def abort(router: Router, body: AbortRequest, scope: RouterScope, caller: CallerHeaders) -> RouterAbortResult:
+def tenants_of(router: Router, caller: Caller) -> Collection[str]:
+    """The tenants whose requests the caller may name: an admin may name those of all tenants with requests here."""
+    return dict.fromkeys(e.tenant for e in router.live.values()) if caller.admin else (caller.tenant,)
+
+
+async def abort(router: Router, body: AbortRequest, caller: Caller, headers: CallerHeaders) -> RouterAbortResult:
     unknown: list[str] = []
     if body.req_ids is None:
-        scope.check_all()
-        targets = _matching(router, scope, body.tags)
+        caller.check_may_list()
+        targets = _matching(router, caller, body.tags)
     else:
-        targets, unknown = _named(router, scope, body.req_ids)
+        targets, unknown = _named(router, caller, body.req_ids)
     due_s = router.loop.time() + body.timeout
     _end_here(targets, body.cause)
     merged = MergedAborts(_holders(targets))
     # Concurrent with the calls, because the workers wait for the same clients.
     waiting = router.loop.create_task(_wait_ended(targets, body.timeout))
     try:
-        await _ask_workers(router, _ids_to_end(router, body, targets, unknown), body, caller, body.timeout, merged)
+        await _ask_workers(router, _ids_to_end(router, body, targets, unknown), body, headers, body.timeout, merged)
         if body.req_ids is None and (left_s := due_s - router.loop.time()) > 0:
             # By id, because a worker reports the ids that it does not know.
-            await _ask_workers(router, _ids_by_worker(_unreported(targets, merged)), body, caller, left_s, merged)
+            await _ask_workers(router, _ids_by_worker(_unreported(targets, merged)), body, headers, left_s, merged)
         overtaken = _end_overtaken(targets, merged.unknown)
         if body.wait:
             await waiting
@@ -122,17 +106,17 @@ async def abort(router: Router, body: AbortRequest, scope: RouterScope, caller: 
     return merged.result(body, targets, unknown)
 
 
-def _named(router: Router, scope: RouterScope, names: Iterable[str]) -> tuple[list[RoutedTarget], list[str]]:
-    tenants = scope.tenants(router)
+def _named(router: Router, caller: Caller, names: Iterable[str]) -> tuple[list[RoutedTarget], list[str]]:
+    tenants = tenants_of(router, caller)
     found = {name: find(router, tenants, name) for name in names}
     unknown = [name for name, targets in found.items() if not targets]
     return [target for targets in found.values() for target in targets], unknown
 
 
-def _matching(router: Router, scope: RouterScope, tags: Any) -> list[RoutedTarget]:
+def _matching(router: Router, caller: Caller, tags: Any) -> list[RoutedTarget]:
     """The caller's requests in this router, or those with these tags."""
     wanted = (tags or {}).items()
-    mine = [exchange for exchange in router.live.values() if scope.sees(exchange)]
+    mine = [exchange for exchange in router.live.values() if caller.sees(exchange.tenant)]
     return [RoutedTarget(e.id, e) for e in mine if not wanted or wanted <= _tags(e).items()]
 
 

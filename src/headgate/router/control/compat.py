@@ -34,7 +34,7 @@ from headgate.router.exchange.relay import NoWorker
 from headgate.router.fleet.worker import Worker
 
 if TYPE_CHECKING:
-    from headgate.router.control.abort import RouterScope
+    from headgate.contract.keys import Caller
     from headgate.router.router import Router
 
 
@@ -196,12 +196,12 @@ async def ask_one(router: Router, request: Request) -> Response:
     raise NoWorker("no worker answers this")
 
 
-async def abort_request(router: Router, request: Request, scope: RouterScope) -> Response:
+async def abort_request(router: Router, request: Request, caller: Caller) -> Response:
     body = decode(await request.body() or b"{}", AbortBody)
     if body.abort_all:
-        await abort(router, AbortRequest(abort_all=True, wait=False), scope, CallerHeaders.of(request))
+        await abort(router, AbortRequest(abort_all=True, wait=False), caller, CallerHeaders.of(request))
     elif body.rid:
-        await abort(router, AbortRequest(req_ids=[body.rid], wait=False), scope, CallerHeaders.of(request))
+        await abort(router, AbortRequest(req_ids=[body.rid], wait=False), caller, CallerHeaders.of(request))
     else:
         router.counters.aborts_ignored += 1
     return Response()

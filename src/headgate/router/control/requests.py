@@ -12,9 +12,10 @@ import msgspec
 from msgspec import Meta, to_builtins
 
 from headgate.contract.errors import NotFound
+from headgate.contract.keys import Caller
 from headgate.contract.operations.control import LIST_REQUESTS, SHOW_REQUEST
 from headgate.contract.requests import RequestList
-from headgate.router.control.abort import RouterScope, find
+from headgate.router.control.abort import find, tenants_of
 from headgate.router.control.fan_out import CallerHeaders, WorkerCall, WorkerReply, call_of, of_kind, to_all
 from headgate.router.exchange.prefill import prefill_name
 from headgate.router.exchange.timeline import Stage, WorkerReport, stages
@@ -56,16 +57,16 @@ class WorkerPart(msgspec.Struct):
             raise ValueError("it has neither request nor usage")
 
 
-async def list_requests(router: Router, scope: RouterScope, caller: CallerHeaders) -> dict[str, Any]:
-    scope.check_all()
+async def list_requests(router: Router, caller: Caller, headers: CallerHeaders) -> dict[str, Any]:
+    caller.check_may_list()
     workers = of_kind(router.fleet, ("headgate",))
-    before = _visible(router, scope)
+    before = _visible(router, caller)
     replies = await router.worker_calls.fan_out(
         to_all(workers, call_of(LIST_REQUESTS, reads=RequestList)),
-        caller,
+        headers,
         router.config.control_timeout_s,
     )
-    visible = _visible(router, scope)
+    visible = _visible(router, caller)
     ended = before.keys() - visible.keys()
     reported: dict[tuple[str, str, str], dict[str, Any]] = {}
     for reply in replies:
@@ -84,8 +85,8 @@ async def list_requests(router: Router, scope: RouterScope, caller: CallerHeader
     return {"object": "list", "data": [*reported.values(), *here], "unreachable": unreachable}
 
 
-def _visible(router: Router, scope: RouterScope) -> dict[tuple[str, str], Exchange]:
-    return {_identity(router, e.tenant, e.id): e for e in router.live.values() if scope.sees(e)}
+def _visible(router: Router, caller: Caller) -> dict[tuple[str, str], Exchange]:
+    return {_identity(router, e.tenant, e.id): e for e in router.live.values() if caller.sees(e.tenant)}
 
 
 def _identity(router: Router, tenant: str, id: str) -> tuple[str, str]:
@@ -102,15 +103,15 @@ def _is_current(worker: Worker, exchange: Exchange | None) -> bool:
     return exchange is None or exchange.worker is None or exchange.worker is worker
 
 
-async def show_request(router: Router, scope: RouterScope, caller: CallerHeaders, name: str) -> dict[str, Any]:
-    exchange = next((target.exchange for target in find(router, scope.tenants(router), name)), None)
+async def show_request(router: Router, caller: Caller, headers: CallerHeaders, name: str) -> dict[str, Any]:
+    exchange = next((target.exchange for target in find(router, tenants_of(router, caller), name)), None)
     ours = of_kind(router.fleet, ("headgate",))
     replies, prefills = await asyncio.gather(
-        _ask(router, caller, [worker for worker in ours if _may_know(worker, exchange)], name),
-        _ask(router, caller, [worker for worker in ours if worker.role == "prefill"], prefill_name(name)),
+        _ask(router, headers, [worker for worker in ours if _may_know(worker, exchange)], name),
+        _ask(router, headers, [worker for worker in ours if worker.role == "prefill"], prefill_name(name)),
     )
     reported: list[WorkerPart] = [reply.answer for reply in replies if reply.ok]
-    timeline = [to_builtins(stage) for stage in _stages(router, scope, exchange, name, replies, prefills)]
+    timeline = [to_builtins(stage) for stage in _stages(router, caller, exchange, name, replies, prefills)]
     if exchange is not None and not exchange.cut and not any(each.status == "in_flight" for each in reported):
         entry = _entry(exchange, router)
         here = {"request_id": entry["request_id"], "status": "in_flight", "events": [], "age_s": entry["age_s"]}
@@ -135,7 +136,7 @@ def _may_know(worker: Worker, exchange: Exchange | None) -> bool:
 
 def _stages(
     router: Router,
-    scope: RouterScope,
+    caller: Caller,
     exchange: Exchange | None,
     name: str,
     replies: Sequence[WorkerReply],
@@ -147,7 +148,7 @@ def _stages(
     parts += [(reply.worker, "answer", to_builtins(reply.answer)) for reply in replies if reply.ok]
     if exchange is not None:
         return stages(parts, exchange.departures, exchange.began)
-    moved = router.moved.get(name, None if scope.admin else scope.tenant)
+    moved = router.moved.get(name, None if caller.admin else caller.tenant)
     if moved is None or not parts:
         return stages(parts)
     return stages(parts, moved.departures, moved.began)

@@ -1,0 +1,75 @@
+"""The parts of an answer that chat and completions write alike: the stream's frame, its end, and the usage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from msgspec import UNSET
+
+from headgate.api.generate.generation import ChoiceJob, Finish, Piece
+from headgate.api.generate.serve import RequestContext
+from headgate.api.generate.usage import usage_of
+from headgate.api.generate.wire import EventFrame, cut_problem, cut_short, encode, error_event, usage_asked
+from headgate.api.state import Api
+from headgate.contract.answers import Usage
+from headgate.contract.schema import Sampled
+from headgate.edge.sse import DONE
+from headgate.errors import HeadgateError
+
+
+class ChoicesFormat(ABC):
+    """`fast_path`: the pieces of a choice, between its first and its last, add nothing but text."""
+
+    # The JSON of a choice before and after the text of a piece, on the fast path.
+    before_text: ClassVar[bytes]  # with %d for the index
+    after_text: ClassVar[bytes]
+
+    def __init__(
+        self, api: Api, body: Sampled, n: int, context: RequestContext, *, prefix: str, object: str, fast_path: bool
+    ) -> None:
+        self._api, self._n, self._context = api, n, context
+        self._id = context.id(prefix)
+        self._fast_path = fast_path
+        self._with_usage = usage_asked(body)
+        self._finishes: dict[int, Finish] = {}
+        self._begun: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes before and after the text of a piece
+        head = {"id": self._id, "object": object, "created": context.created, "model": api.model_name}
+        self._frame = EventFrame(head, with_usage=self._with_usage)
+
+    def event(self, job: ChoiceJob, piece: Piece) -> bytes:
+        begun = self._begun.get(job.index)
+        if begun is not None and self._fast_path and piece.finish is None:
+            # Runs for nearly every token: keep it short.
+            return begun[0] + encode(piece.text) + begun[1] if piece.text else b""
+        return self._full_event(job, piece, first=begun is None)
+
+    @abstractmethod
+    def _full_event(self, job: ChoiceJob, piece: Piece, *, first: bool) -> bytes: ...
+
+    def _begin(self, job: ChoiceJob) -> None:
+        self._begun[job.index] = self._frame.around(self.before_text % job.index, self.after_text)
+
+    def _cut_event(self, piece: Piece) -> bytes:
+        """The error event after a choice that was cut short, for clients that accept only OpenAI's values."""
+        error = cut_short(piece.finish) if piece.finish and self._context.strict else None
+        return error_event(error) if error else b""
+
+    def closing(self) -> bytes:
+        return (self._frame.usage(self._usage()) if self._with_usage else b"") + DONE
+
+    def failure(self, error: HeadgateError) -> bytes:
+        return error_event(error)
+
+    def _envelope(self) -> dict[str, Any]:
+        """The fields of a complete answer other than its choices, which must have been built before."""
+        return {
+            "id": self._id,
+            "created": self._context.created,
+            "model": self._api.model_name,
+            "usage": self._usage(),
+            "error": cut_problem(self._finishes.values()) if self._context.strict else UNSET,
+        }
+
+    def _usage(self) -> Usage:
+        return usage_of([finish for _, finish in sorted(self._finishes.items())], self._n)
