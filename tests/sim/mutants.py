@@ -147,7 +147,7 @@ MUTANTS = [
     Mutant(
         "a stop string ends an answer where it was complete",
         "api/generate/generation.py",
-        "            if self.stopped:\n                _cut(piece, heard)\n                return text\n",
+        "            if self.stopped:\n                _cut(piece, count)\n                return text\n",
         "            if self.stopped:\n                return text\n",
     ),
     Mutant(

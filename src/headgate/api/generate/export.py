@@ -1,6 +1,6 @@
-"""The stream that answers `export_kv`: a ticket, as soon as there is one, and how it ended.
+"""The answer to `export_kv`: a stream with a ticket, as soon as it is issued, and the outcome.
 
-It stays open as long as the KV is kept; whoever hangs up takes that back.
+The stream stays open as long as the KV is kept; if the client disconnects, the KV is released.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headgate.errors import HeadgateError, PdError
 
 
 class KvExport(msgspec.Struct, kw_only=True, frozen=True):
-    """How it ended: another server has fetched it, there was not one whole block to export, or it is of no use any more."""
+    """The outcome: another server fetched the KV, the prompt has no full block to export, or the KV was dropped."""
 
     state: Literal["fetched", "empty", "dropped"]
     cause: str
     prompt_tokens: int
     cached_tokens: int
-    error: Problem | UnsetType = UNSET  # of what was dropped
+    error: Problem | UnsetType = UNSET  # if the KV was dropped
 
 
 class ExportEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -37,30 +37,26 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ExportFormat:
-    """The answer to a request for KV. No words in it."""
-
     def __init__(self) -> None:
-        self._told = False
+        self._issued = False  # a ticket was sent
 
     def event(self, job: ChoiceJob, piece: Piece) -> bytes:
-        said = b""
+        events = b""
         if piece.ticket is not None:
-            self._told = True
-            said += _event(ExportEvent(kv_ticket=kv_ticket(piece.ticket)))
+            self._issued = True
+            events += _event(ExportEvent(kv_ticket=kv_ticket(piece.ticket)))
         if piece.finish is not None:
-            said += _event(ExportEvent(kv_export=self._end(piece.finish)))
-        return said
+            events += _event(ExportEvent(kv_export=self._end(piece.finish)))
+        return events
 
     def _end(self, finish: Finish) -> KvExport:
         done = finish.cause == "exported"
         return KvExport(
-            state="dropped" if not done else "fetched" if self._told else "empty",
+            state="dropped" if not done else "fetched" if self._issued else "empty",
             cause=finish.cause,
             prompt_tokens=finish.prompt_tokens,
             cached_tokens=finish.cached_tokens,
-            error=UNSET
-            if done
-            else _problem(PdError(f"the KV of this prompt is not kept any more ({finish.cause})")),
+            error=UNSET if done else _problem(PdError(f"the KV of this prompt is no longer kept ({finish.cause})")),
         )
 
     def closing(self) -> bytes:

@@ -1,11 +1,11 @@
-"""One choice: from the engine's tokens to what may be shown of them, and to its end.
+"""Runs one choice: converts the engine's tokens to pieces of the answer, up to its end.
 
-`ChoiceText` is pure: chunks in, pieces out. A piece holds exactly the tokens that count, up to the one that completed a
-stop string; the text of all pieces adds up to the text of the answer, whatever the chunks were cut like. The last piece,
-and no other, has `finish`.
+`ChoiceText` is pure: it takes chunks and returns pieces. A piece has exactly the tokens that count, up to the one that
+completed a stop string. The text of all pieces adds up to the text of the answer, however the chunks were split. Only the
+last piece has `finish`.
 
-A choice that another server has begun is replayed: `ChoiceText` says all of it again, and what the client has of it is told
-as one piece that is marked so. From there on it is as if this server had said it.
+A choice that another server has begun is replayed: `ChoiceText` processes its tokens again, and the part that the client
+has is emitted as one piece marked `delivered`. Afterwards the choice continues like any other.
 """
 
 from __future__ import annotations
@@ -30,28 +30,26 @@ from headgate.text.detokenizer import Detokenizer
 from headgate.text.stops import StopStrings
 from headgate.text.tokenizer import Tokenizer
 
-BEGUN_AT_ONCE = 4  # choices of a request
+BEGUN_AT_ONCE = 4  # choices of a request that are started per iteration of the event loop
 
-# These end with a token that is not part of the text.
+# With these causes, the last token is not part of the text.
 STOP_TOKEN_CAUSES = ("eos", "stop_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceJob:
-    """One choice to make."""
-
     index: int
     request: GenerateRequest
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
     delivered_chars: int = 0
-    prompt_text: str | None = None  # to be repeated before the answer
+    prompt_text: str | None = None  # set if the answer begins with the prompt (echo)
     resumed: Resumed | None = None
 
     @property
     def rest(self) -> GenerateRequest:
-        """What there is left for an engine to do."""
+        """The request for an engine, with the tokens that another server generated."""
         if self.resumed is None:
             return self.request
         return structs.replace(self.request, generated=self.request.generated + self.resumed.token_ids)
@@ -64,12 +62,12 @@ class Finish:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    stop: str = ""  # the string that ended it, if one did and this server saw it
+    stop: str = ""  # the stop string that ended it, if this server found it
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What another server has said of a choice."""
+    """What another server has generated for a choice."""
 
     token_ids: tuple[int, ...]
     versions: tuple[int, ...]  # of the weights, one per token
@@ -79,18 +77,18 @@ class Resumed:
 
 @dataclass(slots=True)
 class Piece:
-    """What one chunk adds to an answer; a whole answer is the sum of its pieces."""
+    """What one chunk adds to an answer; a complete answer is the sum of its pieces."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights, one per token
-    logprobs: list[Logprobs] = field(default_factory=list)  # one per token, if asked
-    offsets: list[int] = field(default_factory=list)  # in the text, where each token begins; with logprobs only
+    logprobs: list[Logprobs] = field(default_factory=list)  # one per token, if requested
+    offsets: list[int] = field(default_factory=list)  # start of each token in the text; only with logprobs
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     finish: Finish | None = None
-    told: bool = False  # by another server: the client has it already
-    ticket: Ticket | None = None  # for KV that is exported
-    said: list[int] | None = None  # every id of an answer that must go on elsewhere
+    delivered: bool = False  # by another server: the client has this piece already
+    ticket: Ticket | None = None  # for exported KV
+    generated_ids: list[int] | None = None  # all tokens of a choice that another server must continue
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
@@ -100,13 +98,13 @@ class Piece:
         self.offsets += piece.offsets
         self.prompt_logprobs += piece.prompt_logprobs
         self.finish = piece.finish
-        if piece.said is not None:
-            # Whoever goes on with it says it whole; part of it would be text of nobody's.
-            self.text, self.said = "", piece.said
+        if piece.generated_ids is not None:
+            # The server that continues sends the complete text, so none of it is sent here.
+            self.text, self.generated_ids = "", piece.generated_ids
 
 
 class ChoiceText:
-    """The words of one choice."""
+    """Converts the tokens of one choice to text, and finds stop strings."""
 
     def __init__(self, job: ChoiceJob, tokenizer: Tokenizer | None) -> None:
         request = job.request
@@ -117,41 +115,41 @@ class ChoiceText:
         self._by_token = self._scored or bool(job.stop)
         self._output_tokens = len(request.generated)
         self._chars = 0
-        self._said = list(request.generated)
-        self._owed = ""  # said before, elsewhere, and not delivered
+        self._ids = list(request.generated)
+        self._owed = ""  # text that another server generated and did not deliver
 
     @property
     def stopped(self) -> bool:
-        """A stop string has come; what the engine still says does not count."""
+        """Whether a stop string was found; later tokens of the engine do not count."""
         return self._stops.matched is not None
 
-    def hear(self, chunk: Chunk) -> Piece:
+    def push(self, chunk: Chunk) -> Piece:
         ended = chunk.ended
-        self._said += chunk.tokens
+        self._ids += chunk.tokens
         if self.stopped:
             return Piece(finish=None if ended is None else self.finish(ended))
         piece = Piece(
             "", chunk.tokens, chunk.versions, chunk.logprobs, [], chunk.prompt_logprobs, ticket=chunk.ticket
         )
         if self._detokenizer is not None:
-            spoken = chunk.tokens
+            shown = chunk.tokens
             if ended is not None and ended.cause in STOP_TOKEN_CAUSES and not self._job.include_stop:
-                spoken = spoken[:-1]
-            piece.text = self._say_each(piece, spoken) if self._by_token else self._detokenizer.push(spoken)
+                shown = shown[:-1]
+            piece.text = self._push_each(piece, shown) if self._by_token else self._detokenizer.push(shown)
         self._output_tokens += len(piece.tokens)
         if self._owed:
             piece.text = self._take_owed() + piece.text
         if ended is not None:
             if ended.finish_reason == "pd_reschedule" and not self.stopped:
-                piece.said = self._said
+                piece.generated_ids = self._ids
             else:
                 piece.text += self.rest()
             piece.finish = self.finish(ended)
         return piece
 
     def finish(self, ended: Ended) -> Finish:
-        """How it ended: by a stop string if there was one, else as the engine says."""
-        # What was generated before may be in the cache, too; to the client it is no part of the prompt.
+        """How the choice ended: with a stop string if one was found, otherwise as the engine reports."""
+        # Resumed tokens may be cached too, but are not part of the client's prompt.
         cached_tokens = min(ended.cached_tokens, ended.prompt_tokens)
         if self.stopped:
             stop = self._stops.matched or ""
@@ -159,26 +157,26 @@ class ChoiceText:
         return Finish(ended.finish_reason, ended.cause, ended.prompt_tokens, cached_tokens, ended.output_tokens)
 
     def cut(self, cause: Cause) -> Finish:
-        """How it ended, if the engine did not live to say so."""
+        """How the choice ended if the engine failed before it reported the end."""
         reason: FinishReason = "stop" if self.stopped else "abort"
         return Finish(reason, cause, len(self._job.request.prompt), 0, self._output_tokens)
 
-    def _say_each(self, piece: Piece, spoken: Sequence[int]) -> str:
-        """Token by token, so that a stop string cuts the piece after the token that completed it."""
+    def _push_each(self, piece: Piece, shown: Sequence[int]) -> str:
+        """Detokenise one token at a time, so that a stop string cuts the piece after the token that completed it."""
         assert self._detokenizer is not None
-        # Text of resumed tokens comes first, and may complete a stop string by itself.
+        # The text of resumed tokens comes first, and may complete a stop string by itself.
         text = self._push(self._detokenizer.push(()))
-        for heard, token in enumerate(spoken):
+        for count, token in enumerate(shown):
             if self.stopped:
-                _cut(piece, heard)
+                _cut(piece, count)
                 return text
             if self._scored:
                 piece.offsets.append(self._chars)
             text += self._push(self._detokenizer.push((token,)))
         if self.stopped:
-            _cut(piece, len(spoken))
+            _cut(piece, len(shown))
         elif self._scored:
-            piece.offsets += [self._chars] * (len(piece.tokens) - len(spoken))
+            piece.offsets += [self._chars] * (len(piece.tokens) - len(shown))
         return text
 
     def _push(self, delta: str) -> str:
@@ -186,19 +184,19 @@ class ChoiceText:
         return self._stops.push(delta)
 
     def rest(self) -> str:
-        """Text that was held back in case more came."""
+        """Text that was held back because later tokens could have changed it or completed a stop string."""
         if self._detokenizer is None or self.stopped:
             return ""
         return self._take_owed() + self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
-    # -- said elsewhere -----------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------
 
     def replay(self, resumed: Resumed, eos: Collection[int]) -> tuple[Piece, Piece | None]:
-        """Say it again. What the client has of it; and the rest, if it turns out that the answer has ended there."""
+        """Process resumed tokens. Returns the piece that the client has, and the rest if the choice ends there."""
         finish = resumed.finish or self._at_stop_token(resumed.token_ids, eos)
         ended = None if finish is None else _ended(finish)
-        piece = self.hear(Chunk(list(resumed.token_ids), list(resumed.versions), ended=ended))
-        piece.told = True
+        piece = self.push(Chunk(list(resumed.token_ids), list(resumed.versions), ended=ended))
+        piece.delivered = True
         if resumed.finish is not None:
             return piece, None
         self._owe(piece, resumed.delivered_chars)
@@ -208,7 +206,7 @@ class ChoiceText:
         return piece, None if finish is None else Piece(self._take_owed(), finish=finish)
 
     def _at_stop_token(self, ids: Sequence[int], eos: Collection[int]) -> Finish | None:
-        """The end that an engine would see in the last of `ids`."""
+        """The end, if the last of `ids` is a token that ends the choice."""
         request, sampling = self._job.request, self._job.request.sampling
         count = len(request.generated) + len(ids)
         if not ids or count <= sampling.min_tokens:
@@ -222,8 +220,8 @@ class ChoiceText:
     def _owe(self, piece: Piece, delivered_chars: int) -> None:
         if delivered_chars > len(piece.text):
             raise RequestError(
-                f"{delivered_chars} characters of choice {self._job.index} are said to be delivered, "
-                f"but its ids make only {len(piece.text)}",
+                f"{delivered_chars} characters of choice {self._job.index} are claimed to be delivered, "
+                f"but the text of its ids has only {len(piece.text)}",
                 param="resume",
             )
         piece.text, self._owed = piece.text[:delivered_chars], piece.text[delivered_chars:]
@@ -252,74 +250,74 @@ def _cut(piece: Piece, tokens: int) -> None:
     del piece.tokens[tokens:], piece.versions[tokens:], piece.logprobs[tokens:]
 
 
-Tell = Callable[[ChoiceJob, Piece], Awaitable[None]]
+Emit = Callable[[ChoiceJob, Piece], Awaitable[None]]
 
 
-async def run(api: Api, record: Record, job: ChoiceJob, tell: Tell) -> None:
-    """Make one choice, telling its pieces as they come."""
+async def run(api: Api, record: Record, job: ChoiceJob, emit: Emit) -> None:
+    """Run one choice, emitting its pieces as they are generated."""
     record.prompt(len(job.request.prompt), job.index)
     if generated := job.rest.generated:
         record.resume(job.index, len(generated))
-    speech = ChoiceText(job, api.tokenizer)
-    if job.resumed is not None and await _replay(api, record, job, speech, tell):
+    text = ChoiceText(job, api.tokenizer)
+    if job.resumed is not None and await _replay(api, record, job, text, emit):
         return
     try:
-        async with api.engines.generate(_of(api, record, _in_time(job.rest, record))) as stream:
+        async with api.engines.generate(_for_engine(api, record, _with_remaining_time(job.rest, record))) as stream:
             record.begin(job.index, stream)
-            await _listen(stream, speech, record, job, tell)
+            await _follow(stream, text, record, job, emit)
     except EngineDead:
-        note(record, job, speech.cut("engine_lost"))
+        note(record, job, text.cut("engine_lost"))
         raise
 
 
-def _of(api: Api, record: Record, request: GenerateRequest) -> GenerateRequest:
-    """`request` as an engine gets it: with the tenant whose share it takes, and whether a pause has found it accepted."""
+def _for_engine(api: Api, record: Record, request: GenerateRequest) -> GenerateRequest:
+    """Add the share that `request` uses, and whether it was accepted before the current pause."""
     if api.ledger.sharing.several:
         request = structs.replace(request, tenant=record.share)
     return structs.replace(request, accepted=True) if record.accepted else request
 
 
-def _in_time(request: GenerateRequest, record: Record) -> GenerateRequest:
-    """A deadline counts from the arrival of the request, not from the end of its tokenising."""
+def _with_remaining_time(request: GenerateRequest, record: Record) -> GenerateRequest:
+    """Subtract the age of the request: a deadline counts from its arrival, not from the end of tokenisation."""
     if request.timeout_s is None:
         return request
     return structs.replace(request, timeout_s=max(request.timeout_s - record.age_s, 1e-3))
 
 
-async def _replay(api: Api, record: Record, job: ChoiceJob, speech: ChoiceText, tell: Tell) -> bool:
-    """Tell what another server has said of a choice; whether that is all of it."""
+async def _replay(api: Api, record: Record, job: ChoiceJob, text: ChoiceText, emit: Emit) -> bool:
+    """Emit what another server has generated for a choice. Returns whether the choice ends there."""
     resumed = job.resumed
     assert resumed is not None
-    replay = partial(speech.replay, resumed, api.engines.info.eos_token_ids)
-    told, rest = await api.off_loop(record.share, len(resumed.token_ids), replay)
-    await tell(job, told)
-    last = told if rest is None else rest
+    replay = partial(text.replay, resumed, api.engines.info.eos_token_ids)
+    delivered, rest = await api.off_loop(record.share, len(resumed.token_ids), replay)
+    await emit(job, delivered)
+    last = delivered if rest is None else rest
     if last.finish is None:
         return False
     note(record, job, last.finish)
     if rest is not None:
-        await tell(job, rest)
+        await emit(job, rest)
     return True
 
 
-async def _listen(stream: ChunkStream, speech: ChoiceText, record: Record, job: ChoiceJob, tell: Tell) -> None:
+async def _follow(stream: ChunkStream, text: ChoiceText, record: Record, job: ChoiceJob, emit: Emit) -> None:
     async for chunk in stream:
-        ending = speech.stopped
-        piece = speech.hear(chunk)
+        ending = text.stopped
+        piece = text.push(chunk)
         if piece.tokens:
             record.tokens(len(piece.tokens), job.index)
         if piece.finish is not None:
             note(record, job, piece.finish)
-            await tell(job, piece)
+            await emit(job, piece)
             return
-        if speech.stopped and not ending:
-            stream.end("stop_string")  # the terminal output still comes, and says what was cached
+        if text.stopped and not ending:
+            stream.end("stop_string")  # the terminal output still follows, with the number of cached tokens
         if piece.tokens or piece.text or piece.prompt_logprobs or piece.ticket:
-            await tell(job, piece)
-    # No engine had it yet, or its engine died after it had been told to end this and before it could confirm.
-    finish = speech.cut(stream.cause)
+            await emit(job, piece)
+    # No engine had it yet, or the engine died after it was asked to end the choice and before it confirmed.
+    finish = text.cut(stream.cause)
     note(record, job, finish)
-    await tell(job, Piece(speech.rest(), finish=finish))
+    await emit(job, Piece(text.rest(), finish=finish))
 
 
 def note(record: Record, job: ChoiceJob, finish: Finish) -> None:
@@ -333,24 +331,22 @@ def note(record: Record, job: ChoiceJob, finish: Finish) -> None:
     )
 
 
-async def run_all(api: Api, record: Record, jobs: Sequence[ChoiceJob], tell: Tell) -> None:
-    """Make all choices, a few begun in each turn of the event loop; the first failure ends them all."""
+async def run_all(api: Api, record: Record, jobs: Sequence[ChoiceJob], emit: Emit) -> None:
+    """Run all choices; the first failure ends all of them."""
     if len(jobs) == 1:
-        return await run(api, record, jobs[0], tell)
+        return await run(api, record, jobs[0], emit)
     try:
         async with asyncio.TaskGroup() as tasks:
             for i, job in enumerate(jobs, 1):
-                tasks.create_task(run(api, record, job, tell))
+                tasks.create_task(run(api, record, job, emit))
                 if i % BEGUN_AT_ONCE == 0:
-                    await asyncio.sleep(
-                        0
-                    )  # requests of many choices must not make a turn of the loop long for others
+                    await asyncio.sleep(0)  # so that a request with many choices does not block the event loop
     except BaseExceptionGroup as failures:
         raise innermost(failures) from None
 
 
 async def collect(api: Api, record: Record, jobs: Sequence[ChoiceJob]) -> list[Piece]:
-    """All choices, whole, in the order of `jobs`."""
+    """Run all choices. Returns their complete answers in the order of `jobs`."""
     answers = {job.index: Piece() for job in jobs}
 
     async def keep(job: ChoiceJob, piece: Piece) -> None:

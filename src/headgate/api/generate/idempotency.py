@@ -1,9 +1,9 @@
-"""`Idempotency-Key`: one key, one generation.
+"""`Idempotency-Key`: one generation per key.
 
-The first request with a key makes the answer; what is sent to it is kept. A retry gets the same bytes, from the first one
-on: at once if the answer is whole, as they come if it is still being made. An answer with a key belongs to the key and
-not to a connection, so it is finished even when its client has gone (abort it by its id) or does not read. A refusal is not
-kept, and neither is an answer that there was no room for and that goes on elsewhere.
+The first request with a key generates the answer, and its bytes are recorded. A retry receives the same bytes from the
+beginning: at once if the answer is complete, otherwise as they are generated. The answer belongs to the key and not to a
+connection, so it is completed even if the client disconnects (abort it by its id) or does not read. Not recorded are
+refusals, and answers that another server must continue because this one had no room.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 KEPT_S = 600.0
-MOST_BYTES = 64 * 2**20  # of all answers that are kept and complete; tenants share them
-RECORDING_BYTES, MESSAGE_BYTES = 1000, 300  # that keeping an answer, and each part of it, takes beside the text
-LONGEST_ANSWER = 16 * 2**20  # that is kept
-MAKING_BYTES = 64 * 2**20  # of all answers that are being made; tenants share them
+MOST_BYTES = 64 * 2**20  # for all complete answers that are kept; tenants share it
+RECORDING_BYTES, MESSAGE_BYTES = 1000, 300  # overhead per answer, and per message of it
+LONGEST_ANSWER = 16 * 2**20  # bytes; longer answers are not kept
+MAKING_BYTES = 64 * 2**20  # for all answers that are being generated; tenants share it
 LONGEST_KEY = 256
 REPLAYED = b"idempotent-replayed", b"true"
 
@@ -48,22 +48,22 @@ class AnswerTooLong(RequestError):
 
 
 class Recording:
-    """What was said in answer to the first request with a key."""
+    """The answer to the first request with a key."""
 
     def __init__(self, fingerprint: bytes, request_id: str, take: Callable[[int], bool]) -> None:
         self.fingerprint = fingerprint
         self.request_id = request_id
         self.ended_s: float | None = None
         self.size = 0
-        self.taken = 0  # bytes, while it is being made
+        self.taken = 0  # bytes reserved while it is being generated
         self.failure: Exception | None = None
-        self._take = take  # so many bytes more, if there is room
+        self._take = take  # reserves more bytes; False if there is no room
         self._messages: list[Message] = []
         self._more = asyncio.Event()
 
     @property
     def weight(self) -> int:
-        """About how many bytes it takes to keep it."""
+        """Approximate memory in bytes."""
         return RECORDING_BYTES + MESSAGE_BYTES * len(self._messages) + self.size
 
     def keep(self, message: Message) -> None:
@@ -71,10 +71,10 @@ class Recording:
         self._messages.append(dict(message))
         self.size += size
         if self.size > LONGEST_ANSWER or not self._take(MESSAGE_BYTES + size):
-            self._messages, self.size = [], 0  # those who read it have the list
+            self._messages, self.size = [], 0  # requests that are reading it hold the old list
             self.failure = AnswerTooLong(
                 f"the answer of this key is not kept: it has more than {LONGEST_ANSWER} bytes, "
-                "or too many long answers are being made"
+                "or too many long answers are being generated"
             )
         else:
             self.taken += MESSAGE_BYTES + size
@@ -88,11 +88,11 @@ class Recording:
         self._more.set()
         self._more = asyncio.Event()
 
-    def tell(self, send: Send) -> Coroutine[Any, Any, None]:
-        """Send it from its beginning, as it comes, up to its end or to where it is no longer kept."""
-        return self._tell(send, self._messages)
+    def send_all(self, send: Send) -> Coroutine[Any, Any, None]:
+        """Send the recording from its beginning, as it grows, until it ends or is no longer kept."""
+        return self._send_from(send, self._messages)
 
-    async def _tell(self, send: Send, messages: Sequence[Message]) -> None:
+    async def _send_from(self, send: Send, messages: Sequence[Message]) -> None:
         sent = 0
         while True:
             while sent < len(messages):
@@ -107,20 +107,20 @@ class Recording:
             await send(_marked(message))
 
         if self.failure is None:
-            await self.tell(send_marked)
+            await self.send_all(send_marked)
         if self.failure is not None:
             raise self.failure
 
 
 def _marked(message: Message) -> Message:
-    """A reader may have to know that weights of before an update have made it."""
+    """Mark a replay in its headers: weights from before an update may have generated it."""
     if message["type"] == "http.response.start":
         message["headers"] = [*message.get("headers", ()), REPLAYED]
     return message
 
 
 class Replays:
-    """The answers of this process that have a key."""
+    """The recorded answers of this process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -129,7 +129,7 @@ class Replays:
         self._kept: TenantStore[Recording] = TenantStore(MOST_BYTES)
 
     def exchange(self, request: Request, key: str, asked: str, work: Work) -> Response:
-        """The response to `request`: made by `work`, or already in the making."""
+        """The response to `request`: generated by `work`, or a replay."""
         if len(key) > LONGEST_KEY:
             raise RequestError(f"must have at most {LONGEST_KEY} characters", param="Idempotency-Key")
         tenant: str = request.state.tenant
@@ -166,7 +166,7 @@ class Replays:
             self._kept.put(tenant, key, recording, recording.weight)
 
     def _forget(self, tenant: str) -> None:
-        """Drop this tenant's answers that are old; they are in the order in which they ended."""
+        """Drop this tenant's expired answers; answers are kept in the order in which they ended."""
         before_s = self._clock() - KEPT_S
         while (oldest := self._kept.oldest(tenant)) is not None:
             key, recording = oldest
@@ -177,7 +177,7 @@ class Replays:
 
 
 class _First(Response):
-    """Makes the answer, whether or not anyone is there to read it; its client is told beside that."""
+    """Generates the answer whether or not the client reads it, and sends it to the client concurrently."""
 
     def __init__(self, replays: Replays, tenant: str, key: str, recording: Recording, work: Work) -> None:
         self._replays, self._tenant, self._key = replays, tenant, key
@@ -186,20 +186,20 @@ class _First(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                telling = tasks.create_task(self._recording.tell(send))
-                await self._make(telling, send, scope.get("state", {}).get(TRANSPORT))
+                sending = tasks.create_task(self._recording.send_all(send))
+                await self._make(sending, send, scope.get("state", {}).get(TRANSPORT))
         except BaseExceptionGroup as failures:
             raise innermost(failures) from None
 
-    async def _make(self, telling: asyncio.Task[None], send: Send, transport: asyncio.Transport | None) -> None:
+    async def _make(self, sending: asyncio.Task[None], send: Send, transport: asyncio.Transport | None) -> None:
         recording = self._recording
 
         async def keep(message: Message) -> None:
             if recording.failure is None:
                 recording.keep(message)
-            else:  # it has grown too long to be kept, and depends on its client alone
+            else:  # too long to be kept, so it now depends on its client
                 writer.transport = transport
-                await telling
+                await sending
                 await send(message)
 
         writer = ResponseWriter(keep)
@@ -216,7 +216,7 @@ class _First(Response):
 
 
 class _Retry(WriterResponse):
-    """Repeats it, for as long as its own client is there."""
+    """Replays a recording until its client disconnects."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(lambda writer: recording.replay(writer.raw))

@@ -1,4 +1,4 @@
-"""From a body to the choices it asks for: sampling parameters, seeds, limits, and one `ChoiceJob` per choice."""
+"""Converts a request body to choices: sampling parameters, seeds, limits, and one `ChoiceJob` per choice."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from headgate.protocol.request import GenerateRequest
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: tuple[int, ...]
-    text: str | None = None  # to be repeated before the answer
+    text: str | None = None  # set if the answer begins with the prompt (echo)
 
 
 def check_choices(count: int, most: int) -> None:
     if count > most:
         raise RequestError(
-            f"{count} choices were asked for; at most {most} are made for one request. Send several requests",
+            f"{count} choices were requested; a request may have at most {most}. Send several requests",
             param="n",
             code="too_many_choices",
         )
@@ -34,7 +34,7 @@ def check_choices(count: int, most: int) -> None:
 def make_jobs(
     body: Generation, prompts: Sequence[Prompt], sampling: SamplingParams, text: TextParams
 ) -> list[ChoiceJob]:
-    """The choices of all prompts, those of the first prompt first."""
+    """The choices of all prompts, in prompt order."""
     n = text.n
     if body.generated_token_ids and len(prompts) * n > 1:
         raise RequestError("generated_token_ids goes with one choice only", param="generated_token_ids")
@@ -57,7 +57,7 @@ def make_jobs(
 
 
 def sampling_params(given: dict[str, Any], **own: Any) -> SamplingParams:
-    """The parameters that were given, and `own` for those that each API asks for in its own way."""
+    """The parameters that the body sets; `own` has those that the APIs express differently."""
     try:
         return SamplingParams(**given | own)
     except ValueError as error:
@@ -65,7 +65,7 @@ def sampling_params(given: dict[str, Any], **own: Any) -> SamplingParams:
 
 
 def _seeds(seed: int | None) -> Iterator[int]:
-    """A seed for each choice: drawn, or counted up from the one that was given."""
+    """A seed for each choice: random, or counted up from the given one."""
     while True:
         if seed is None:
             yield secrets.randbits(63)
@@ -75,15 +75,15 @@ def _seeds(seed: int | None) -> Iterator[int]:
 
 
 def _sampling(sampling: SamplingParams, seed: int, resumed: Resumed | None) -> SamplingParams:
-    # The scores of a prompt are told with the first token.
+    # Prompt log-probabilities are sent with the first token, so a resumed choice has sent them already.
     scored = sampling.prompt_logprobs if resumed is None else None
     return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=scored)
 
 
 def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int]) -> dict[int, Resumed]:
-    """By choice, what another server has said of it; nothing of one that has said nothing.
+    """What another server has generated, by choice; choices without tokens or an end are left out.
 
-    `prompts` are the tokens of each choice's prompt: what is claimed of a choice must agree with them and with its ids.
+    `prompts` has the prompt length of each choice: the counts that a body claims must agree with it and with the ids.
     """
     if body.resume is None:
         return {}
@@ -92,21 +92,22 @@ def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int])
             "resume does not go with logprobs unless the answer is a stream: a journal has none; start anew",
             param="resume",
         )
+    generated = len(body.generated_token_ids or ())
     resumed: dict[int, Resumed] = {}
-    for i, said in enumerate(body.resume.choices):
+    for i, claimed in enumerate(body.resume.choices):
         where = f"resume.choices[{i}]"
-        if said.index >= len(prompts) or said.index in resumed:
-            raise RequestError(f"there is no choice {said.index}, or it is named twice", param=f"{where}.index")
-        if said.token_ids or said.finish:
-            resumed[said.index] = _said(said, prompts[said.index], len(body.generated_token_ids or ()), where)
+        if claimed.index >= len(prompts) or claimed.index in resumed:
+            raise RequestError(f"there is no choice {claimed.index}, or it is named twice", param=f"{where}.index")
+        if claimed.token_ids or claimed.finish:
+            resumed[claimed.index] = _resumed_choice(claimed, prompts[claimed.index], generated, where)
     return resumed
 
 
-def _said(choice: ResumedChoice, prompt_tokens: int, generated: int, where: str) -> Resumed:
-    told = sum(count for _, count in choice.versions)
-    if told != len(choice.token_ids):
+def _resumed_choice(choice: ResumedChoice, prompt_tokens: int, generated: int, where: str) -> Resumed:
+    versions_given = sum(count for _, count in choice.versions)
+    if versions_given != len(choice.token_ids):
         raise RequestError(
-            f"{len(choice.token_ids)} token ids have {told} weight versions", param=f"{where}.versions"
+            f"{len(choice.token_ids)} token ids have {versions_given} weight versions", param=f"{where}.versions"
         )
     versions = tuple(version for version, count in choice.versions for _ in range(count))
     finish = _finish(choice, prompt_tokens, generated + len(choice.token_ids), where)
@@ -114,7 +115,10 @@ def _said(choice: ResumedChoice, prompt_tokens: int, generated: int, where: str)
 
 
 def _finish(choice: ResumedChoice, prompt_tokens: int, output_tokens: int, where: str) -> Finish | None:
-    """How it ended elsewhere, with counts of our own. A claim of no prompt tokens is none: a router ends what it must."""
+    """How the choice ended on another server, with our own counts.
+
+    Zero prompt tokens claim nothing: a router that ends a choice itself has no counts.
+    """
     if choice.finish is None:
         return None
     reason, cause, prompt, cached, output = choice.finish
@@ -124,13 +128,13 @@ def _finish(choice: ResumedChoice, prompt_tokens: int, output_tokens: int, where
             f"the prompt has {prompt_tokens}, and {output_tokens} ids were made",
             param=f"{where}.finish",
         )
-    return Finish(reason, cause, prompt_tokens, 0, output_tokens)  # nothing was looked up in a cache here
+    return Finish(reason, cause, prompt_tokens, 0, output_tokens)  # no cache was used here
 
 
 def _check_kv(body: Generation, choices: int) -> None:
     if body.export_kv and body.kv_ticket is not None:
         raise RequestError(
-            "export_kv and kv_ticket exclude each other: KV is computed here or fetched from elsewhere",
+            "export_kv and kv_ticket exclude each other: KV is computed here or fetched from another server",
             param="kv_ticket",
         )
     if (body.export_kv or body.kv_ticket is not None) and choices > 1:

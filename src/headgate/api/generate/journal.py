@@ -1,7 +1,7 @@
-"""Writing a journal into an answer (`contract/journal.py` has its grammar), for a stream and for a whole answer.
+"""Writes a journal into an answer, streamed or complete; `contract/journal.py` defines its grammar.
 
-The end of a choice that was not asked for is withheld. Its `:f` line names the true reason, whatever the client's own
-words for it are (`X-OpenAI-Strict`).
+An end that another server may continue from is withheld. Its `:f` line has the actual finish reason, even if the client
+requested only OpenAI's values (`X-OpenAI-Strict`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from headgate.contract.journal import HEADER, RESCHEDULED, bind, is_movable, tok
 from headgate.edge.sse import ResponseWriter
 from headgate.errors import EngineDead, HeadgateError, RequestError
 
-WHOLE_EVERY_S = 0.05  # how often an answer that is told whole tells of its tokens
+WHOLE_EVERY_S = 0.05  # how often the journal of a complete answer is sent while it is generated
 
 
 def asked_at(request: Request) -> int | None:
-    """When the answer was asked for first, in seconds since 1970; None if no journal is wanted."""
+    """The time of the original request, in seconds since 1970; None if the client does not request a journal."""
     value = request.headers.get(HEADER)
     if value is None:
         return None
@@ -36,28 +36,28 @@ def asked_at(request: Request) -> int | None:
 
 
 def seed_of(request_id: str) -> int:
-    """The same on every server, so that an answer without a seed of its own goes on in the same random stream."""
+    """The seed of a request that has none: the same on every server, so that a resumed answer samples identically."""
     return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest()) >> 1
 
 
 class StreamJournal:
-    """A stream, event by event."""
+    """Writes a stream with its journal, event by event."""
 
     def __init__(self, answer_format: AnswerFormat, writer: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
         self._format, self._writer = answer_format, writer
-        self._opening = prompt_line(jobs)  # of the first block that is not withheld
-        self._chars: dict[int, int] = {}  # of the text of each choice, that the client has
+        self._opening = prompt_line(jobs)  # written with the first block that is not withheld
+        self._chars: dict[int, int] = {}  # characters that the client has, by choice
         self._withholds = False
 
-    async def tell(self, job: ChoiceJob, piece: Piece) -> None:
-        if piece.told:
+    async def send(self, job: ChoiceJob, piece: Piece) -> None:
+        if piece.delivered:
             self._prime(job, piece)
             return
         event = self._format.event(job, piece)
         chars = self._chars[job.index] = self._chars.get(job.index, 0) + len(piece.text)
         lines = token_lines(job.index, piece.versions, piece.tokens, chars)
         if movable(piece.finish):
-            # The last tokens are not sent with it: the server that continues makes them again, and their event.
+            # The last tokens are withheld too: the server that continues generates them and their event again.
             self._withholds = True
             self._writer.given_back |= is_given_back(piece.finish)
             await self._writer.send_event(withhold(lines + finish_line(job, piece) + event))
@@ -83,7 +83,7 @@ class StreamJournal:
 
 
 class WholeJournal:
-    """An answer that is told whole: its tokens as they come, and then one event, which is the answer."""
+    """Writes a complete answer with its journal: token lines while it is generated, then the answer as one event."""
 
     def __init__(self, answer_format: AnswerFormat, writer: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
         self._format, self._writer, self._jobs = answer_format, writer, jobs
@@ -92,11 +92,11 @@ class WholeJournal:
         self._lines = b""
         self._clock = asyncio.get_running_loop().time
         self._sent_s = -inf
-        self._withheld = b""  # ends that are not final, as `:f` lines
+        self._withheld = b""  # `:f` lines of ends that are not final
 
-    async def tell(self, job: ChoiceJob, piece: Piece) -> None:
+    async def send(self, job: ChoiceJob, piece: Piece) -> None:
         self._answers[job.index].add(piece)
-        if piece.told:
+        if piece.delivered:
             return
         self._lines += token_lines(job.index, piece.versions, piece.tokens, 0)
         if movable(piece.finish):
@@ -127,7 +127,7 @@ class WholeJournal:
 
 
 def prompt_line(jobs: Sequence[ChoiceJob]) -> bytes:
-    """A prompt counts once, whatever the number of its choices, which come one after another."""
+    """A prompt counts once for all its choices, which are adjacent in `jobs`."""
     prompts = [job.request.prompt for job in jobs]
     lengths = [len(prompt) for i, prompt in enumerate(prompts) if not i or prompt is not prompts[i - 1]]
     return journal.prompt_line(sum(lengths))
@@ -141,17 +141,17 @@ def finish_line(job: ChoiceJob, piece: Piece) -> bytes:
 
 
 def failure(error: HeadgateError, event: bytes) -> bytes:
-    # What cannot be served here now may well be elsewhere; what is wrong with the request is wrong everywhere.
+    # Another server may be able to serve what this one cannot, but it would refuse an invalid request too.
     status = status_of(error)
     may_move = status == 503 or isinstance(error, EngineDead)
     return journal.failure_line(status) + (withhold(event) if may_move else event)
 
 
 def movable(finish: Finish | None) -> bool:
-    """Whether it ended here and not for good."""
+    """Whether another server may continue the choice."""
     return finish is not None and is_movable(finish.reason, finish.cause)
 
 
 def is_given_back(finish: Finish | None) -> bool:
-    """Whether there was no room for it."""
+    """Whether the choice ended because the engine had no room for it."""
     return finish is not None and finish.reason == RESCHEDULED

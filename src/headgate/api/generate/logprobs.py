@@ -9,7 +9,7 @@ from headgate.protocol.plan import Logprobs
 from headgate.text.detokenizer import Detokenizer, token_bytes
 from headgate.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # JSON has no infinity, and a forbidden token has no other log-probability
+LOWEST = -9999.0  # stands for minus infinity, which JSON does not have: the log-probability of a forbidden token
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, ids: Sequence[int], scores: Sequence[Logprobs]) -> ChatLogprobs:
@@ -30,7 +30,7 @@ def _top(tokenizer: Tokenizer | None, id: int, value: float) -> TopLogprob:
 def completion_logprobs(
     tokenizer: Tokenizer | None, ids: Sequence[int], scores: Sequence[Logprobs | None], offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """`scores` has None for the very first token of a prompt, which nothing predicts."""
+    """`scores` has None for the first token of a prompt, which has no probability."""
     return CompletionLogprobs(
         [_written(tokenizer, id) for id in ids],
         [None if score is None else max(score.token, LOWEST) for score in scores],
@@ -49,13 +49,13 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def _likeliest(tokenizer: Tokenizer | None, id: int, score: Logprobs) -> dict[str, float]:
-    """By token; the token itself is always among them."""
+    """The most likely tokens; the token itself is always included."""
     top = dict(zip(score.top_ids, score.top, strict=True)) | {id: score.token}
     return {_written(tokenizer, other): max(value, LOWEST) for other, value in top.items()}
 
 
 def _written(tokenizer: Tokenizer | None, id: int) -> str:
-    """A token as the completions API writes it; one that is not whole characters as `bytes:\\xe2\\x80`."""
+    """A token as the completions API writes it; one that is not valid UTF-8 becomes `bytes:\\xe2\\x80`."""
     spelled = _spelled(tokenizer, id)
     try:
         return spelled.decode()

@@ -1,7 +1,7 @@
-"""Messages and texts to prompts: what a client sends, checked, rendered by the model's template and tokenised.
+"""Converts messages and texts to prompts: validates them, renders the chat template, and tokenises.
 
-What cannot fit the context is refused from its length, before it is rendered or tokenised. `share` names the tenant whose
-share of the threads is used.
+An input that cannot fit the context is refused by its length, before it is rendered or tokenised. `share` names the share
+of the tokeniser threads that is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def chat_prompt(
     continue_final_message: bool | None = None,
     variables: Object | None = None,
 ) -> Prompt:
-    """The prompt that the model's chat template makes of `messages`; it has at most about `most` tokens."""
+    """The prompt that the model's chat template renders from `messages`; at most about `most` tokens."""
     template, tokenizer = api.template, api.required_tokenizer
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", code="no_chat_template")
@@ -53,7 +53,7 @@ async def chat_prompt(
 
 
 def _least_chars(messages: Sequence[Message]) -> int:
-    """Characters that a template writes at least. It may trim texts and leave out what an assistant has said."""
+    """The fewest characters that a template renders. It may trim texts and omit assistant messages."""
     return sum(_stripped(message.content) for message in messages if message.role != "assistant")
 
 
@@ -64,7 +64,7 @@ def _stripped(content: str | Sequence[Part] | None) -> int:
 
 
 def _size(value: Any) -> int:
-    """About how long `value` is as text. Counting stops where it is long enough to go to a thread."""
+    """The approximate length of `value` as text. Counting stops at the length that requires a thread."""
     total, stack = 0, [value]
     while stack and total < LONG_TEXT:
         total += 1
@@ -81,17 +81,17 @@ def _size(value: Any) -> int:
 
 
 def _own(variables: Object | None, taken: Object) -> Object:
-    """Variables for the template, none of which may stand in for what a body says elsewhere."""
+    """The client's template variables; raises if one would replace a field of the body."""
     for name in variables or ():
         if name in taken or name in ("self", "messages", "tools", "documents"):
-            raise RequestError(f"{name} is not a variable of its own", param="chat_template_kwargs")
+            raise RequestError(f"{name} is set by other fields of the body", param="chat_template_kwargs")
     return variables or {}
 
 
 def plain_message(message: Message, where: str) -> dict[str, Any]:
-    """A message as templates know it: text content, no more roles than there were when they were written."""
+    """A message in the form that templates expect: text content, and no role `developer`, which is newer than most."""
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        raise RequestError(f"a message of the {message.role} needs content", param=f"{where}.content")
+        raise RequestError(f"a message with role {message.role} needs content", param=f"{where}.content")
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": text_of(message.content, f"{where}.content"),
@@ -129,7 +129,7 @@ async def text_prompts(
     add_special: bool = True,
     echo: bool = False,
 ) -> list[Prompt]:
-    """All prompts of a request. Many short ones hold the event loop as one long text would."""
+    """All prompts of a request. Their total size decides about threads: many short ones block the loop like a long one."""
     size = sum(map(len, prompts))
     read = partial(text_prompt, api, share=share, size=size, add_special=add_special, echo=echo)
     return [await read(prompt) for prompt in prompts]
@@ -145,9 +145,9 @@ async def text_prompt(
     add_special: bool = True,
     echo: bool = False,
 ) -> Prompt:
-    """A prompt given as text or token ids; of a text it makes at most about `most` tokens.
+    """A prompt from text or token ids; a text may have at most about `most` tokens.
 
-    `size` is that of all prompts of the request, if there are several.
+    `size` is the total size of the request's prompts, if there are several.
     """
     limit, size = most or api.engines.info.max_context, max(size, len(prompt))
     if isinstance(prompt, str):

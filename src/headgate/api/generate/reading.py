@@ -1,4 +1,4 @@
-"""The bodies of generation requests: bounded while they arrive, decoded off the critical path of others."""
+"""Reads the bodies of generation requests: bounded while they arrive, and without delaying other requests."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from headgate.edge.reading import LARGE_BYTES
 from headgate.errors import ContextTooLong
 
 BYTES_PER_CHAR = 12  # at most: two escaped halves of a surrogate pair
-AFTER_TEXT = b",:]}"  # one of these follows a quote that ends a text
-VALUES_PER_TOKEN = 8  # of context, that a body may have
-MORE_VALUES = 1 << 16  # for all else
+AFTER_TEXT = b",:]}"  # one of these follows the quote that ends a string
+VALUES_PER_TOKEN = 8  # values that a body may have per token of context
+MORE_VALUES = 1 << 16  # additional values
 
 
 async def read_body(request: Request, kind: type[T], most_tokens: int = 0) -> T:
-    """The body; a text of it has at most as many tokens as the context, or `most_tokens` if that is more."""
+    """The decoded body. A string in it may have at most as many tokens as the context, or `most_tokens` if that is more."""
     body = await _received(request, most_tokens)
     if len(body) > LARGE_BYTES:
-        await asyncio.sleep(0)  # what was waiting while it came goes first
+        await asyncio.sleep(0)  # other tasks that became ready run first
         _check_values(body, api_of(request).engines.info.max_context)
         await asyncio.sleep(0)
     return decode(body, kind)
 
 
 async def _received(request: Request, most_tokens: int) -> bytearray:
-    """The body. One with a text that cannot fit the context is refused while it comes, before its end is awaited."""
+    """The body. It is refused while it arrives if it has a string that cannot fit the context."""
     body, api, quote = bytearray(), api_of(request), -1
-    async for chunk in request.stream():  # which, unlike `body()`, keeps no copy
+    async for chunk in request.stream():  # unlike `body()`, it keeps no copy
         body += chunk
         quote = max(quote, body.rfind(b'"', len(body) - len(chunk)))
         if len(body) > LARGE_BYTES and api.tokenizer is not None:
@@ -41,15 +41,15 @@ async def _received(request: Request, most_tokens: int) -> bytearray:
 
 
 def _text_bytes(body: bytearray, quote: int) -> int:
-    """Bytes of one text at the end of `body`, whose last quote is given; 0 if that may have ended a text."""
+    """The length of an unfinished string at the end of `body`, whose last quote is given; 0 if that may be its end."""
     following = body[quote + 1 : quote + 65].strip()
     return 0 if quote < 0 or following[:1] in AFTER_TEXT else len(body) - quote - 1
 
 
 def _check_values(body: bytearray, context: int) -> None:
-    """Refuse a body of more values than a prompt of `context` tokens can have: each would be built on the event loop.
+    """Refuse a body with more values than a prompt of `context` tokens can have: decoding them would block the event loop.
 
-    A value is followed by a comma, a bracket or the end, so commas bound their number; those of texts do not count.
+    Commas bound the number of values; those inside strings do not count.
     """
     most = VALUES_PER_TOKEN * context + MORE_VALUES
     if body.count(b",") <= most:

@@ -1,6 +1,6 @@
-"""The items of a response, and the events in which a stream tells of them.
+"""The output items of a response, and the stream events that report them.
 
-At most one item is open. Opening, closing and numbering are here; what the items hold comes from the dialect.
+At most one item is open. This module opens, closes and numbers items; `ResponsesFormat` supplies their content.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from headgate.text.tools import CallDelta
 
 
 class Events:
-    """What there is to tell so far; each method returns the bytes of its events."""
+    """The items so far; each method returns the bytes of the events it causes."""
 
     def __init__(self, id: str) -> None:
         self.items: list[OutputItem] = []
         self._id = id
         self._number = 0
-        self._head = b""  # of a text delta of the open message
+        self._head = b""  # the constant beginning of a text delta of the open message
 
     # -- items ------------------------------------------------------------------
 
-    def say(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
-        """More text; opens a message if none is open."""
+    def add_text(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
+        """Append text; opens a message if none is open."""
         item, events = self._last_open(), b""
         if not isinstance(item, MessageItem):
             events = self.close()
@@ -40,8 +40,8 @@ class Events:
         part.logprobs += logprobs
         return events + self._delta(text, logprobs) if text or logprobs else events
 
-    def call(self, delta: CallDelta) -> bytes:
-        """More of a function call; opens it if this is its beginning."""
+    def add_call(self, delta: CallDelta) -> bytes:
+        """Append to a function call; opens it if `delta` is its beginning."""
         item, events = self._last_open(), b""
         if delta.id is not None or not isinstance(item, CallItem):
             events = self.close()
@@ -87,7 +87,7 @@ class Events:
     # -- events -----------------------------------------------------------------
 
     def _delta(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
-        # What is done for nearly every token: keep it short.
+        # Runs for nearly every token: keep it short.
         number, self._number = self._number, self._number + 1
         scores = encode(logprobs) if logprobs else b"[]"
         return self._head + b',"sequence_number":%d,"logprobs":%b,"delta":%b}\n\n' % (number, scores, encode(text))

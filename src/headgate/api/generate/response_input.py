@@ -1,4 +1,4 @@
-"""A responses body as the chat body that asks for the same."""
+"""Converts a body of the responses API to the equivalent chat body."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def _add_item(messages: list[Message], item: InputItem, where: str) -> None:
             output = text_of(item.output, f"{where}.output")
             messages.append(Message(role="tool", content=output, tool_call_id=_given(item.call_id, where, "call_id")))
         case "reasoning":
-            pass  # templates have no place for it
+            pass  # templates have no field for it
 
 
 def _add_call(messages: list[Message], item: InputItem, where: str) -> None:
-    """Calls that were made together belong to one message."""
+    """Add a call to the last message if that is the assistant's: calls made together belong to one message."""
     function = FunctionCall(name=_given(item.name, where, "name"), arguments=item.arguments or "{}")
     call = ToolCall(id=_given(item.call_id, where, "call_id"), function=function)
     if messages and messages[-1].role == "assistant":

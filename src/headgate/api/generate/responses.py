@@ -1,7 +1,7 @@
-"""POST /v1/responses: the same as chat, in the words of OpenAI's newer API. Stateless: nothing is stored.
+"""POST /v1/responses: chat with OpenAI's Responses API. Stateless: nothing is stored.
 
-A request is translated into a chat request; what is said here is only how the answer is told. An answer is a list of
-items, messages and function calls; in a stream each is opened, grows by deltas, and is closed before the next.
+A request is converted to a chat request; this module writes the answer. An answer is a list of items (messages and
+function calls). In a stream each item is opened, grows by deltas, and is closed before the next one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ResponsesFormat:
         self._response = _new_response(body, sampling, context, api.model_name)
         self._parsers = Parsers(chat.tools, chat.tool_choice, api.tool_format, seed=self._response.id)
         self._scored = bool(chat.logprobs)
-        self._all = Piece()  # what ends up in the response itself
+        self._all = Piece()  # the sum of all pieces, for the response object
         self._begun = False
         self._events = Events(context.id(""))
 
@@ -69,9 +69,9 @@ class ResponsesFormat:
         text, calls = self._split(job, piece)
         scores = self._scores(piece)
         if text or scores or (piece.finish and not calls and not self._events.items):
-            events += self._events.say(text, scores)
+            events += self._events.add_text(text, scores)
         for call in calls:
-            events += self._events.call(call)
+            events += self._events.add_call(call)
         return events
 
     def _beginning(self) -> bytes:
@@ -88,7 +88,7 @@ class ResponsesFormat:
     def failure(self, error: HeadgateError) -> bytes:
         return self._events.error(error)
 
-    # -- whole answers ----------------------------------------------------------
+    # -- complete answers -------------------------------------------------------
 
     def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
         for job, answer in zip(jobs, answers, strict=True):
@@ -118,7 +118,7 @@ class ResponsesFormat:
         return chat_logprobs(self._tokenizer, piece.tokens, piece.logprobs).content
 
     def _complete(self) -> bytes:
-        """Close what is open, and fill in what only the end can tell."""
+        """Close the open item, and set the fields that are known only at the end."""
         response, finish, body = self._response, self._all.finish, self._body
         assert finish is not None
         response.status = "completed" if finish.reason == "stop" else "incomplete"

@@ -1,6 +1,6 @@
-"""The way of every generating request: named, admitted, prepared, run, and told in a answer_format of the API.
+"""The path of every generating request: identified, admitted, prepared, run, and written in the answer format of its API.
 
-A answer_format turns pieces into bytes and knows nothing of engines or connections; this module knows nothing of formats.
+This module handles engines and connections; it does not depend on any answer format.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from headgate.errors import EngineDead, HeadgateError, RequestError
 from headgate.protocol.keys import tenant_salt
 from headgate.protocol.output import Cause
 
-ON_PREEMPT = "x-headgate-on-preempt"  # with `recompute`: as `--on-preempt recompute`, for this request
-PREFILL_HEADER = "x-headgate-prefill"  # a router's: the request is the prefill part of another
+ON_PREEMPT = "x-headgate-on-preempt"  # `recompute`: like `--on-preempt recompute`, for this request
+PREFILL_HEADER = "x-headgate-prefill"  # sent by routers: the request is the prefill request of another one
 encode = msgspec.json.Encoder().encode
 
 
@@ -47,21 +47,21 @@ class Overdue(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Who asks, under which name, and how."""
+    """The caller, the id and the options of a request."""
 
     tenant: str
-    share: str  # whose places it takes
-    charge: Charge  # for its body
+    share: str  # the share of the server's capacity that it uses
+    charge: Charge  # memory of its body
     request_id: str
     stream: bool
-    strict: bool  # only values that OpenAI has
+    strict: bool  # use only values that OpenAI's API has
     created: int
     tags: Mapping[str, str] = field(default_factory=dict)
-    journal: bool = False  # another server may have to go on
-    recompute: bool = False  # it must not be given back for want of room once more
-    client: str = ""  # its address
-    least_version: int = 0  # of the weights that may answer it
-    timeout_s: float | None = None  # from its arrival
+    journal: bool = False  # write a journal, so that another server can continue
+    recompute: bool = False  # recompute after a preemption instead of returning the request once more
+    client: str = ""  # address
+    least_version: int = 0  # the oldest weight version that may answer it
+    timeout_s: float | None = None  # from arrival
 
     def id(self, prefix: str) -> str:
         return prefix + self.request_id.removeprefix("req-")
@@ -71,12 +71,12 @@ Prepare = Callable[[RequestContext], Awaitable[tuple[list[ChoiceJob], AnswerForm
 
 
 def exchange(request: Request, body: Generation, kind: str, choices: int, prepare: Prepare) -> Response:
-    """The response to `request`: `prepare` makes jobs and their answer_format, once the request is admitted."""
+    """The response to `request`: `prepare` makes the jobs and the answer format once the request is admitted."""
     api = api_of(request)
     check_model(api, body.model)
     if body.request_id is not None:
-        request.state.request_id = body.request_id  # the response's header follows it
-    # Whatever salt a caller names, it finds the prefixes of its own tenant alone.
+        request.state.request_id = body.request_id  # the gate writes it into the response header
+    # Whatever the caller's salt, it matches only cached prefixes of its own tenant.
     body.cache_salt = tenant_salt(request.state.tenant, body.cache_salt or "")
     asked_s = asked_at(request)
     if asked_s is None and body.resume is not None:
@@ -104,13 +104,13 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
     else:
         response = WriterResponse(work)
     if context.journal:
-        # After the retry's key was computed: the seed is not part of the question, and a retry has another id.
+        # After the fingerprint for retries was computed: a retry has another id and therefore another seed.
         set_if_absent(body, "seed", seed_of(context.request_id))
     return response
 
 
 def _asked(body: Generation, kind: str, *, journal: bool) -> str:
-    """What a client meant, by which its retry is known: a router writes tickets and what is left of the time anew."""
+    """The fingerprint by which a retry is recognised, without the fields that a router rewrites: ticket and deadline."""
     meant = msgspec.structs.replace(body, kv_ticket=None, deadline_ms=None) if journal else body
     return f"{kind}{' journal' if journal else ''} {encode(meant)!r}"
 
@@ -138,7 +138,7 @@ async def _serve(
     try:
         if api.engines.version < context.least_version:
             raise EngineDead(
-                f"this server has weights of version {api.engines.version}, and the request asks for "
+                f"this server has weights of version {api.engines.version}, and the request requires "
                 f"{context.least_version} or later"
             )
         async with api.ledger.admit(
@@ -168,23 +168,23 @@ async def _serve(
         if not writer.ended:
             raise
     finally:
-        writer.on_left = None  # which would keep writer and record alive until the collector comes
+        writer.on_left = None  # breaks a reference cycle, which would last until the next garbage collection
 
 
 async def _prepared(
     prepare: Prepare, context: RequestContext, record: Record
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
-    """A deadline holds also while a prompt waits for its turn to be read; there is no answer yet that could say so."""
+    """Run `prepare` within the request's deadline. There is no answer yet, so an overdue request is refused."""
     left_s = None if context.timeout_s is None else max(context.timeout_s - record.age_s, 0) + DEADLINE_GRACE_S
     try:
         async with asyncio.timeout(left_s):
             return await prepare(context)
     except TimeoutError:
-        raise Overdue("the deadline of this request has passed before its prompt was read") from None
+        raise Overdue("the deadline of this request passed before its prompt was tokenised") from None
 
 
 def _left(api: Api, context: RequestContext, record: Record, cause: Cause) -> None:
-    """Its client is gone."""
+    """The client has disconnected."""
     if record.open and not record.finished:
         record.client_left(cause)
         if context.stream:
@@ -196,10 +196,10 @@ async def _stream(
 ) -> None:
     try:
         async with writer.kept_alive(api.settings.keep_alive_s):
-            await run_all(api, record, jobs, partial(_tell, writer, answer_format))
+            await run_all(api, record, jobs, partial(_send_piece, writer, answer_format))
         await writer.end(answer_format.closing())
     except HeadgateError as error:
-        if writer.started:  # and there is no status left to say it with
+        if writer.started:  # the status can no longer report the error
             await writer.end(answer_format.failure(error))
         raise
 
@@ -218,7 +218,7 @@ async def _journal(
     )
     try:
         async with writer.kept_alive(api.settings.keep_alive_s):
-            await run_all(api, record, jobs, journal.tell)
+            await run_all(api, record, jobs, journal.send)
         await journal.close()
     except HeadgateError as error:
         if writer.started:
@@ -226,6 +226,6 @@ async def _journal(
         raise
 
 
-async def _tell(writer: ResponseWriter, answer_format: AnswerFormat, job: ChoiceJob, piece: Piece) -> None:
+async def _send_piece(writer: ResponseWriter, answer_format: AnswerFormat, job: ChoiceJob, piece: Piece) -> None:
     if event := answer_format.event(job, piece):
         await writer.send_event(event)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what the model would read, and what it would be heard to say."""
+"""POST /tokenize and POST /detokenize."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headgate.contract.schema import DetokenizeRequest, TokenizeRequest
 from headgate.errors import RequestError
 from headgate.text.detokenizer import token_bytes
 
-MOST_TOKENS = 1 << 16  # of a text that is tokenised for its own sake, where the context is shorter
+MOST_TOKENS = 1 << 16  # the most tokens of a text, unless the context is longer
 
 
 async def tokenize(request: Request) -> Response:

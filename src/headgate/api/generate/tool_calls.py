@@ -1,4 +1,4 @@
-"""Tool calls as the chat API writes them; reading them out of a model's text is `headgate.text.tools`'s business."""
+"""Writes tool calls in the form of the chat API; `headgate.text.tools` parses them from the model's text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headgate.text.tools import CallDelta, ToolFormat, ToolParser
 
 
 class Parsers:
-    """One parser per choice; none at all if there is no tool to call."""
+    """One parser per choice; none if there is no tool to call."""
 
     def __init__(
         self, tools: Sequence[Object] | None, choice: str | Object | None, format: ToolFormat, *, seed: str
@@ -33,12 +33,12 @@ class Parsers:
 
 
 def _name(tool: Object) -> str:
-    function = tool.get("function", tool)  # chat wraps it, responses does not
+    function = tool.get("function", tool)  # nested in the chat API, flat in the responses API
     return str(function.get("name", ""))
 
 
 def read_calls(parser: ToolParser, text: str, *, final: bool) -> tuple[str, list[CallDelta]]:
-    """What `text` adds to the content and to the calls."""
+    """The content and the calls that `text` adds."""
     content, calls = parser.push(text)
     if final:
         rest, more = parser.finish()
@@ -59,7 +59,7 @@ def call_pieces(deltas: Sequence[CallDelta]) -> list[CallPiece]:
 
 
 def message_calls(deltas: Sequence[CallDelta]) -> list[MessageCall]:
-    """Whole calls, from all deltas of an answer."""
+    """The complete calls, from all deltas of an answer."""
     calls: dict[int, MessageCall] = {}
     for delta in deltas:
         if delta.index not in calls:

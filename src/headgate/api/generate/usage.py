@@ -1,4 +1,4 @@
-"""What an answer cost, in OpenAI's words."""
+"""Token usage in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from headgate.contract.answers import PromptDetails, Usage, VersionSpan
 
 
 def usage_of(finishes: Sequence[Finish], n: int) -> Usage:
-    """Of a request with `n` choices per prompt; a prompt counts once, and as cached only what no choice computed."""
+    """The usage of a request with `n` choices per prompt.
+
+    A prompt counts once, and a token of it counts as cached only if no choice computed it.
+    """
     prompts = [finishes[i : i + n] for i in range(0, len(finishes), n)]
     prompt_tokens = sum(choices[0].prompt_tokens for choices in prompts)
     cached_tokens = sum(min(choice.cached_tokens for choice in choices) for choices in prompts)

@@ -1,6 +1,7 @@
-"""What chat and completions have in common in their answers: extra fields of a choice, and how an event is put together.
+"""Helpers that write answers: extra fields of a choice, finish reasons, errors, and the frame of stream events.
 
-The head of every event of a stream (id, object, created, model) is encoded once, and so is the frame around a delta.
+The fields that all events of a stream share (id, object, created, model) are encoded once, and so is the JSON around a
+delta.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def extras(body: Sampled, job: ChoiceJob, piece: Piece, *, first: bool) -> dict[str, Any]:
-    """For a whole answer or a piece of one; the prompt comes with the first."""
+    """Our extra fields of a choice, for a complete answer or a piece; the prompt's ids go with the first piece."""
     fields: dict[str, Any] = {}
     if piece.finish is not None:
         fields["cause"] = piece.finish.cause
@@ -31,15 +32,15 @@ def extras(body: Sampled, job: ChoiceJob, piece: Piece, *, first: bool) -> dict[
         fields["completion_token_ids"] = piece.tokens
         if first:
             fields["prompt_token_ids"] = job.request.prompt
-    if piece.said is not None:
-        fields["generated_token_ids"] = piece.said
+    if piece.generated_ids is not None:
+        fields["generated_token_ids"] = piece.generated_ids
     if body.return_weight_versions:
         fields["weight_versions"] = version_spans(piece.versions)
     return fields
 
 
 def finish_reason(finish: Finish | None, *, strict: bool, called: bool = False) -> str | None:
-    """As OpenAI says it; `abort` is ours, and `length` comes closest."""
+    """The finish reason for the client. OpenAI's API does not have `abort`; `strict` replaces it by `length`."""
     if finish is None:
         return None
     if finish.reason == "stop":
@@ -50,14 +51,14 @@ def finish_reason(finish: Finish | None, *, strict: bool, called: bool = False) 
 
 
 def cut_short(finish: Finish) -> HeadgateError | None:
-    """What a client that knows no `abort` is told about one."""
+    """The error for clients that do not accept the finish reason `abort`, if the choice was cut short."""
     if finish.reason == "pd_reschedule":
-        return PdError(f"the answer must go on elsewhere after {finish.output_tokens} tokens ({finish.cause})")
+        return PdError(f"another server must continue after {finish.output_tokens} tokens ({finish.cause})")
     return errors.cut_short(finish.output_tokens, finish.cause) if finish.reason == "abort" else None
 
 
 def cut_problem(finishes: Iterable[Finish]) -> Problem | UnsetType:
-    """The same, of the first choice that was cut."""
+    """The error of the first choice that was cut short."""
     errors = (error for finish in finishes if (error := cut_short(finish)))
     return next((msgspec.json.decode(error_body(error), type=ErrorBody).error for error in errors), UNSET)
 
@@ -74,7 +75,7 @@ class EventFrame:
         self._closing = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
     def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
-        """What stands before and after the one part of a choice that changes."""
+        """The bytes of an event before and after the one part of a choice that varies."""
         return self._opening + before, after + self._closing
 
     def event(self, choice: msgspec.Struct) -> bytes:
