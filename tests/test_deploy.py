@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headgate import __version__, cli
 from headgate.api.accounting.metrics import MetricsPage, ServerMetrics
 from headgate.api.app import ROUTES
-from headgate.api.server import LAST_WORDS_S
+from headgate.api.server import FINAL_SEND_S
 from headgate.doctor import EXTRAS
 from headgate.protocol.command import State
 
@@ -189,7 +189,7 @@ def test_probes_use_existing_routes():
 def test_the_grace_period_covers_a_pause_a_drain_and_the_final_answers():
     options = cli.parser().parse_args(container()["args"])
     pause_s = int(container()["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod()["terminationGracePeriodSeconds"] >= pause_s + options.drain_timeout + 2 * LAST_WORDS_S
+    assert pod()["terminationGracePeriodSeconds"] >= pause_s + options.drain_timeout + 2 * FINAL_SEND_S
 
 
 # --------------------------------------------------------------------------------------------------- flags and files

@@ -12,8 +12,8 @@ from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
 
 QUERY_TIMEOUTS = (
-    (control, "LOOK_TIMEOUT_S"),
-    (dashboard, "LOOK_TIMEOUT_S"),
+    (control, "QUERY_TIMEOUT_S"),
+    (dashboard, "QUERY_TIMEOUT_S"),
     (health, "PING_TIMEOUT_S"),
     (metrics, "SCRAPE_TIMEOUT_S"),
     (sglang, "PING_TIMEOUT_S"),

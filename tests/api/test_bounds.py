@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(autouse=True)
 def soon(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(control, "LOOK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(control, "QUERY_TIMEOUT_S", 1.0)
     yield
     asyncio.run(until(lambda: resumed(server)))
 

@@ -228,7 +228,7 @@ def test_20_a_drain_whose_time_is_up_names_whom_it_forced_out_and_ends_paused(se
 
 
 def test_59_a_control_call_whose_time_is_up_is_accepted_and_done_later(server: LiveServer, monkeypatch):
-    monkeypatch.setattr(control, "LOOK_TIMEOUT_S", 0.1)  # the answer says how things stand, too
+    monkeypatch.setattr(control, "QUERY_TIMEOUT_S", 0.1)  # the answer says how things stand, too
 
     async def main() -> None:
         await pause(server)

@@ -1,1 +1,1 @@
-"""How HTTP sees it: the OpenAI-compatible face of one group of engines, and its control plane."""
+"""The HTTP server in front of a group of engines: an OpenAI-compatible API and a control plane."""

@@ -1,7 +1,7 @@
-"""Memory for the bodies of requests: bounded for all together, and shared among tenants as places are.
+"""Bounds the memory of request bodies; tenants share it fairly.
 
-A body is charged from the moment its length is known until its prompt is tokens, or its request is over. Small ones are
-free: their number is bounded by the places of the server.
+A body is charged from the moment its length is known until its prompt is tokenised, or its request ends. Small bodies are
+not charged: the limit of requests in flight bounds their number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Bodies:
 
 
 class Charge:
-    """What one request's body takes."""
+    """The memory that one request's body uses."""
 
     __slots__ = ("_bodies", "_share", "charged", "received")
 
@@ -38,9 +38,9 @@ class Charge:
         self.charged = 0
 
     def announced(self, length: int) -> None:
-        """The body has `length` bytes: refuse it if that is too much, before it comes."""
+        """Charge a body of `length` bytes before it arrives; raises if it is too large."""
         if length > self._bodies.max_bytes:
-            raise BodyTooLarge(f"the body has {length} bytes; at most {self._bodies.max_bytes} are taken")
+            raise BodyTooLarge(f"the body has {length} bytes; at most {self._bodies.max_bytes} are accepted")
         self._take(length)
 
     def _take(self, length: int) -> None:
@@ -54,7 +54,7 @@ class Charge:
         self.charged = length
 
     def counted(self, receive: Receive) -> Receive:
-        """`receive` for a body of unknown length, charged as it comes."""
+        """Wraps `receive` for a body of unknown length, which is charged as it arrives."""
 
         async def counted() -> Message:
             message = await receive()
@@ -67,7 +67,7 @@ class Charge:
         return counted
 
     def release(self) -> None:
-        """The body is gone; said again, it changes nothing."""
+        """Release the memory of the body. Later calls have no effect."""
         charged, self.charged = self.charged, 0
         if charged:
             self._bodies.memory.give_back(self._share, charged)

@@ -1,5 +1,5 @@
-"""What a server takes in, behind its gate: bodies are bounded, callers take turns, and a caller without a place left is
-refused before its body is read."""
+"""The ASGI layer between the gate and the handlers of a server: it bounds request bodies, starts the requests of tenants in
+turn, and refuses a caller without a free place before its body is read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from headgate.contract.operations.table import GENERATING
 from headgate.errors import RequestError
 from headgate.turns import Turns
 
-REPLAYED = b"idempotency-key"  # its answer may be kept, and needs no place
-BEGUN_AT_ONCE = 2  # requests in a turn of the event loop, where there are several tenants
+REPLAYED = b"idempotency-key"  # a request with this header may be answered by a replay, which needs no place
+BEGUN_AT_ONCE = 2  # requests started per iteration of the event loop, if there are several tenants
 
 
 class Intake:
@@ -40,13 +40,13 @@ class Intake:
             charge.release()
 
     def begin(self, scope: Scope, start: Callable[[], None]) -> None:
-        """Start a request when it is its caller's turn; at once if there is only one tenant."""
+        """Start a request in its caller's turn; immediately if there is only one tenant."""
         if not self._sharing.several:
             return start()
         try:
             caller = self._keys.caller(scope["path"], scope["headers"])
         except RequestError:
-            return self._turns.call("", start)  # to be refused
+            return self._turns.call("", start)  # the gate will refuse it
         return self._turns.call(self._share(caller, scope), start)
 
     def _share(self, caller: Caller, scope: Scope) -> str:
@@ -54,16 +54,16 @@ class Intake:
         return self._sharing.name(caller.tenant, peer, admin=caller.admin)
 
     def _check_place(self, path: str, headers: Headers, share: str, charge: Charge) -> None:
-        """Refuse a caller that has taken all its places: here, where that costs least."""
+        """Refuse a caller that has taken all its places, before its body is read."""
         if path in GENERATING and not charge.charged and not any(name == REPLAYED for name, _ in headers):
             self._ledger.check_place(share, 1)
 
 
 def _bounded(headers: Headers, receive: Receive, charge: Charge) -> Receive:
-    """`receive`, but a body beyond the limit is refused: at once if its length is told, as it comes if not."""
+    """Wraps `receive` to refuse a body over the limit: at once if its length is declared, otherwise as it arrives."""
     length = next((value for name, value in headers if name == b"content-length"), b"0")
     if length.isdigit():
         charge.announced(int(length))
     if not any(name == b"transfer-encoding" for name, _ in headers):
-        return receive  # the HTTP parser holds the body to its length
+        return receive  # the HTTP parser enforces the declared length
     return charge.counted(receive)

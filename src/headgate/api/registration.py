@@ -1,6 +1,6 @@
-"""A server that tells a router where it is, again and again; the router lets it go when that stops.
+"""Registers a server at a router with periodic heartbeats; the router removes the server when they stop.
 
-A router that does not answer is no reason to stop serving: it is told again until it hears.
+If the router does not answer, the server keeps serving and retries.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from headgate.httpclient import HttpAddress, HttpFailure, call
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-TTL_S = 10.0  # a few beats may be lost
+TTL_S = 10.0  # several heartbeats, so that a few may be lost
 ANSWER_S = 5.0
-WILDCARDS = ("0.0.0.0", "::", "")  # compared with, not bound  # nosec B104
+WILDCARDS = ("0.0.0.0", "::", "")  # only compared, not bound  # nosec B104
 
 
 class RegistrationRefused(Exception):
@@ -38,7 +38,7 @@ class Heartbeats:
         self._body: dict[str, Any] = {"url": self._url, "role": registration.role, "ttl_s": TTL_S}
         if (key := config.worker_key or config.admin_key) is not None:
             self._body["key"] = key
-        self._known: bool | None = None  # to the router; None: not tried yet
+        self._registered: bool | None = None  # None: not tried yet
 
     async def run(self) -> None:
         while True:
@@ -49,41 +49,41 @@ class Heartbeats:
         try:
             await self._call(ADD_WORKER.method, ADD_WORKER.path, msgspec.json.encode(self._body))
         except RegistrationRefused as error:
-            if self._known is not False:
-                log.warning("the router %s does not take us: %s; trying again", self._name, error)
-            self._known = False
+            if self._registered is not False:
+                log.warning("the router %s does not accept the registration: %s; retrying", self._name, error)
+            self._registered = False
         else:
-            if not self._known:
+            if not self._registered:
                 log.info("registered at %s as %s", self._name, self._url)
-            self._known = True
+            self._registered = True
 
     async def leave(self) -> None:
-        """Before we stop: from now on the router sends nothing new."""
-        if self._known:
+        """Deregister before the server stops, so that the router sends no new requests."""
+        if self._registered:
             try:
                 await self._call(
                     REMOVE_WORKER.method, f"{REMOVE_WORKER.path}?url={quote(self._url, safe='')}&timeout=0.1"
                 )
             except RegistrationRefused as error:
-                log.warning("the router %s was not told that we leave: %s", self._name, error)
+                log.warning("cannot deregister at the router %s: %s", self._name, error)
 
     async def _call(self, method: str, path: str, body: bytes = b"") -> None:
         try:
             async with asyncio.timeout(ANSWER_S), call(self._router, method, path, body, self._key) as answer:
-                told = await answer.body()
+                text = await answer.body()
                 if answer.status >= 400:
-                    raise RegistrationRefused(f"{answer.status}: {told.decode('utf-8', 'replace')[:200]}")
+                    raise RegistrationRefused(f"{answer.status}: {text.decode('utf-8', 'replace')[:200]}")
         except (OSError, EOFError, TimeoutError, HttpFailure) as error:
             raise RegistrationRefused(str(error) or type(error).__name__) from None
 
 
 def reachable_from(router: HttpAddress, url: str) -> str:
-    """Our address as the router sees it, if we listen on all of them."""
+    """This server's URL with the address that the router can reach, for a server that listens on all addresses."""
     port = urlsplit(url).port
     try:
         family, kind, _, _, where = socket.getaddrinfo(router.host, router.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing: only the way there is looked up
+            probe.connect(where)  # UDP: sends nothing, only selects the local address for this route
             host = probe.getsockname()[0]
     except OSError:
         return url

@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 * 2**10  # of a request: its URL and its headers, or its trailers
 HEAD_S = 60.0  # for a head to come whole
 BODY_S = 120.0  # for a body to come whole
-LAST_WORDS_S = 5.0  # for clients to be told, after everything has been aborted
-LOOK_S = 1.0  # how often connections are looked at
+FINAL_SEND_S = 5.0  # for clients to be told, after everything has been aborted
+SWEEP_S = 1.0  # how often connections are looked at
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 128 * 2**10  # of a connection, in the kernel, which doubles it
 
@@ -186,12 +186,12 @@ class Drain:
             await self._abort()
         finally:
             self._running = False
-        await self._server.close(LAST_WORDS_S)
+        await self._server.close(FINAL_SEND_S)
 
     async def _abort(self) -> None:
         self._engines.end_all("shutdown")
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(FINAL_SEND_S):
                 await self._ledger.emptied()
         except TimeoutError:
             log.warning("%d clients did not read their last words", len(self._ledger.live))
@@ -388,7 +388,7 @@ class HttpServer(uvicorn.Server):
         """Until the last connection is closed: uvicorn's own ticks end when no more requests are taken."""
         clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(SWEEP_S)
             for connection in list(self.server_state.connections):
                 if isinstance(connection, BoundedHttp):
                     connection.check(clock(), self._stall_s)

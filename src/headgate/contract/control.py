@@ -32,7 +32,7 @@ DRAIN_S = 30.0  # for the requests of a worker that is updated or removed
 LONG_S = 3600.0  # for a drain requested through a compatible API, which has no timeout
 
 # A state listed here, if any engine is in it, is reported as the state of the fleet; the first one that occurs wins.
-TELLING = ("quarantined", "updating", "pausing")
+REPORTED_FIRST = ("quarantined", "updating", "pausing")
 
 
 class ControlBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -132,7 +132,7 @@ class Refusal(RequestError):
 
 def overall(seen: set[str]) -> str:
     """The state of a fleet whose engines are in the states `seen`."""
-    for state in TELLING:
+    for state in REPORTED_FIRST:
         if state in seen:
             return state
     if "running" in seen and "paused" in seen:

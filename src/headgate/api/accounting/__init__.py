@@ -1,1 +1,1 @@
-"""Records of requests: the ledger, metrics, traces, and the dashboard's view of them."""
+"""Records of requests: the ledger, metrics, traces, and the data of the dashboard."""

@@ -1,6 +1,6 @@
-"""What the dashboard shows of one server: its engines, its requests, its numbers.
+"""The dashboard's data about one server: engines, requests and counts.
 
-`/dashboard/numbers` tells a router the same of this server, in counts that it can add to those of others.
+`/dashboard/numbers` returns the same to a router, as counts that can be added to those of other servers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from headgate.dashboard.frame import FleetView, MemberView, RequestView, Viewer
 from headgate.dashboard.meter import Counts
 from headgate.edge.dashboard import watched
 
-LOOK_TIMEOUT_S = 0.8  # an engine that takes longer is shown as one that does not answer
+QUERY_TIMEOUT_S = 0.8  # an engine that takes longer is shown as not responding
 
-# In the words of the page; what has no line here is its own.
+# From our phases to those that the page shows; a phase that is not listed is shown as it is.
 PHASES = {"preparing": "queued", "waiting": "queued", "preempted": "queued", "loading": "transfer"}
 
 
@@ -45,39 +45,45 @@ class ServerSource:
         return FleetView(
             model=self._host.model_name,
             state="draining" if ledger.closing else state_of(numbers),
-            cards=[_card(engine) for engine in numbers.engines],
+            cards=[_member(engine) for engine in numbers.engines],
             sources=sources | {"server": numbers.counts},
             over=ledger.closing and not ledger.live,
         )
 
     async def _sequences(self) -> SequenceStatuses:
-        return await query_sequences(self._api, LOOK_TIMEOUT_S) if self._host.ledger.live else {}
+        return await query_sequences(self._api, QUERY_TIMEOUT_S) if self._host.ledger.live else {}
 
     def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
         mine = [record for record in self._host.ledger.live.values() if viewer.sees(record.tenant)]
         shown = []
         for record in islice(mine, most):
-            told = in_flight(record, self._seen)
-            worker = next((str(choice.worker) for choice in told.choices if choice.worker is not None), None)
-            phase = phase_of(told.phase, told.output_tokens)
+            request = in_flight(record, self._seen)
+            worker = next((str(choice.worker) for choice in request.choices if choice.worker is not None), None)
+            phase = phase_of(request.phase, request.output_tokens)
             shown.append(
                 RequestView(
-                    record.label, record.tenant, record.kind, phase, round(told.age_s, 2), told.output_tokens, worker
+                    record.label,
+                    record.tenant,
+                    record.kind,
+                    phase,
+                    round(request.age_s, 2),
+                    request.output_tokens,
+                    worker,
                 )
             )
         return shown, len(mine)
 
 
 def phase_of(phase: str, output_tokens: int) -> str:
-    if output_tokens and phase not in ("preempted", "finished"):  # whatever it was when the engines were asked
+    if output_tokens and phase not in ("preempted", "finished"):  # `phase` is from an earlier query of the engines
         return "decode"
-    if phase in ("running", "unknown"):  # unknown: it began after the engines were asked
+    if phase in ("running", "unknown"):  # unknown: the sequence began after the query
         return "prefill"
     return PHASES.get(phase, phase)
 
 
 async def query_server(host: ServerContext) -> Numbers:
-    views = await query_engines(host.replicas, LOOK_TIMEOUT_S)
+    views = await query_engines(host.replicas, QUERY_TIMEOUT_S)
     metrics = host.ledger.metrics
     counts = Counts(
         requests=sum(metrics.requests.values()),
@@ -109,7 +115,7 @@ def _numbers(view: EngineView) -> EngineNumbers:
     )
 
 
-def _card(engine: EngineNumbers) -> MemberView:
+def _member(engine: EngineNumbers) -> MemberView:
     return MemberView(
         id=str(engine.engine),
         name=f"engine {engine.engine}",

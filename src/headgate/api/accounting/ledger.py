@@ -1,19 +1,20 @@
-"""The ledger: who is in, and what became of everyone who was.
+"""The ledger: the requests in flight, and the outcomes of those that have ended.
 
-A request is *admitted* (or refused, at once and with a reason), lives as an open `Record`, and is closed exactly once,
-whichever way it leaves: all its choices finished, an error, or a client that went away. What is closed goes into the
-metrics and into a bounded history.
+A request is *admitted* or refused at once with a reason. It is an open `Record` while it runs, and is closed exactly once,
+however it ends: all choices finished, an error, or a client that disconnected. Closed records go into the metrics and into
+a bounded history.
 
-A closed record is *settled* when its engines have said their last word of it, which for a client that went away comes a
-step later. Then its `engine_tokens` are final, and the listeners (log, traces) hear of it. They count what engines made
-for a choice: not what it was resumed with, but also what came after a stop string or after its client had gone. So all
-records together have as many as the engines have told, as long as no engine dies with words that nobody has heard.
+A closed record is *settled* when its engines have sent their last output for it; after a disconnection this is one step
+later. Its `engine_tokens` are then final, and the listeners (log, traces) are called. `engine_tokens` counts the tokens
+that engines generated for a choice: without those it was resumed with, but with those after a stop string or after the
+disconnection. The sum over all records equals the number of tokens that the engines sent, unless an engine dies with
+output that was not received.
 
-From the moment it is admitted a record can be asked to end. A choice that no engine has heard of yet is then ended when it
-would have been sent to one.
+A record can be asked to end from the moment it is admitted. A choice that has not been sent to an engine yet ends when it
+would be sent.
 
-Limits count choices, because each is a sequence in an engine: `limit` is what the engines run at once plus the queue. These
-places are shared among tenants (`headgate.shares`): none of them can take the last ones while there may be others.
+Limits count choices, because each is a sequence in an engine: `limit` is the number that the engines run at once plus the
+queue. Tenants share these places (`headgate.shares`): no tenant can take the last ones while there may be others.
 """
 
 from __future__ import annotations
@@ -44,25 +45,27 @@ from headgate.shares import Shares
 
 log = logging.getLogger(__name__)
 
-HISTORY = 10_000  # usage records kept for those who ask later
+HISTORY = 10_000  # usage records that are kept after the end of a request
 LONGEST_RETRY_S = 60
-PROBE = "probe"  # the kind of a request that is made to see whether the engine answers
-PREFILL = "prefill"  # the kind of a request that computes the prompt of another: no entry and no count of its own
+PROBE = "probe"  # the kind of a request that checks whether the engines respond
+PREFILL = (
+    "prefill"  # the kind of a request that computes the prompt of another one; it is not listed or counted itself
+)
 
 
 class Past(NamedTuple):
-    """A request that has ended, and when it arrived by the ledger's clock: wall clocks are set, and order nothing."""
+    """A request that has ended, with its arrival by the ledger's clock: wall clocks are adjusted, so they give no order."""
 
     arrived_s: float
     usage: UsageRecord
 
 
 Listener = Callable[[UsageRecord], None]
-Key = tuple[str, str]  # tenant and label: what one tenant calls its requests is nothing to another
+Key = tuple[str, str]  # tenant and label: different tenants may use the same label
 
 
 class Record:
-    """One admitted request, while it lives: `async with ledger.admit(...) as record`."""
+    """One admitted request while it runs: `async with ledger.admit(...) as record`."""
 
     __slots__ = (
         "_asked",
@@ -96,28 +99,28 @@ class Record:
         self, ledger: Ledger, tenant: str, share: str, label: str, kind: str, choices: int, tags: Mapping[str, str]
     ) -> None:
         self.tenant = tenant
-        self.share = share  # whose places it takes
+        self.share = share  # the share of the places that it uses
         self.label = label
         self.kind = kind
         self.choices = choices
         self.tags = tags
         self.open = False
-        self.accepted = False  # before a pause began, which governs it then also while no engine has it
-        self.usage: UsageRecord | None = None  # when it has ended, unless it was refused after all
-        self.writer: ResponseWriter | None = None  # in which it is told
-        self.streams: dict[int, ChunkStream] = {}  # by choice, while an engine works on it
+        self.accepted = False  # before the current pause, which then applies to it even while no engine has it
+        self.usage: UsageRecord | None = None  # set at the end, unless the request was refused after its admission
+        self.writer: ResponseWriter | None = None  # writes the response
+        self.streams: dict[int, ChunkStream] = {}  # by choice, until it finishes
         self.events: list[RequestEvent] = []
         self.arrived = time.time()
         self.arrived_s = self.progress_s = ledger.clock()
-        self.first_token_s: float | None = None  # after arrival
+        self.first_token_s: float | None = None  # since arrival
         self._ledger = ledger
-        self._last_s: dict[int, float] = {}  # when each choice had its latest token
+        self._last_s: dict[int, float] = {}  # time of the latest token, by choice
         self._prompts: dict[int, int] = {}  # tokens, by choice
         self._outputs: dict[int, int] = {}  # tokens so far, by choice
-        self._resumed: dict[int, int] = {}  # tokens that were handed in, by choice
+        self._resumed: dict[int, int] = {}  # tokens that the request supplied, by choice
         self._finished: dict[int, ChoiceUsage] = {}
-        self._begun: dict[int, ChunkStream] = {}  # every choice that an engine was to make
-        self._asked: dict[int, Cause] = {}  # choices that shall end
+        self._begun: dict[int, ChunkStream] = {}  # every choice that was passed to the engines
+        self._asked: dict[int, Cause] = {}  # choices that were asked to end
         self._waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
@@ -145,10 +148,10 @@ class Record:
     def note(self, event: str, choice: int | None = None) -> None:
         self.events.append(RequestEvent(event, round(self.age_s, 6), choice))
 
-    # -- its end, on request ------------------------------------------------------
+    # -- ending on request --------------------------------------------------------
 
     def begin(self, choice: int, stream: ChunkStream) -> None:
-        """An engine is about to make `choice`, unless its end has been asked for already."""
+        """`choice` is passed to an engine, or ends if it was asked to end already."""
         self.streams[choice] = self._begun[choice] = stream
         if (cause := self._asked.get(choice)) is not None:
             stream.end(cause)
@@ -156,7 +159,7 @@ class Record:
             self.note("running", choice)
 
     def ask_end(self, cause: Cause, choice: int | None = None) -> list[ChunkStream]:
-        """Have all choices end, or one; the streams that are to be told so. The others hear it when they begin."""
+        """Ask all choices, or one, to end. Returns the streams that the caller must end; other choices end in `begin`."""
         choices = range(self.choices) if choice is None else (choice,)
         unfinished = [i for i in choices if i not in self._finished]
         if any(i not in self._asked for i in unfinished):
@@ -166,7 +169,7 @@ class Record:
         return [self.streams[i] for i in unfinished if i in self.streams]
 
     def end_unplaced(self, cause: Cause) -> bool:
-        """Have the choices end that no engine has; whether there are any."""
+        """End the choices that no engine has. Returns whether there are any."""
         placed = {i for i, stream in self.streams.items() if stream.place is not None}
         unplaced = [i for i in range(self.choices) if i not in placed and i not in self._finished]
         for stream in [stream for i in unplaced for stream in self.ask_end(cause, i)]:
@@ -174,36 +177,35 @@ class Record:
         return bool(unplaced)
 
     def client_left(self, cause: Cause) -> None:
-        """What has not finished is cut now, under this name unless its end was asked for before."""
+        """End all unfinished choices now, with `cause` unless they were asked to end for another cause before."""
         for i in range(self.choices):
             if i not in self._finished:
                 why = self._asked.setdefault(i, cause)
                 self._finished[i] = self._cut(i, "abort", why)
-                self._resumed.pop(i, None)  # no part of these counts
+                self._resumed.pop(i, None)  # the counts of a cut choice do not include resumed tokens
                 if i in self.streams:
                     self.streams[i].cause = why
         self._wake()
 
     async def ended(self, choice: int | None = None) -> None:
-        """Wait until the request is closed, or until that choice has had its terminal output."""
+        """Wait until the request is closed, or until `choice` has had its terminal output."""
         while self.open and choice not in self._finished:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
     def outcome(self, choice: int | None = None) -> ChoiceUsage | UsageRecord | None:
-        """What became of it, or of that choice; None while that is not known, and if it was refused."""
+        """The outcome of the request or of `choice`; None while it is unknown, and if the request was refused."""
         if choice is None:
             return self.usage
         return self._finished.get(choice) or (self.usage.choices[choice] if self.usage else None)
 
     @property
     def output_tokens(self) -> int:
-        """Of all choices, so far."""
+        """Tokens of all choices so far."""
         return sum(self._outputs.values())
 
     def outputs(self, choice: int) -> int:
-        """Tokens so far."""
         return self._outputs.get(choice, 0)
 
     def has_finished(self, choice: int) -> bool:
@@ -215,31 +217,31 @@ class Record:
             if not waiter.done():
                 waiter.set_result(None)
 
-    # -- what happens to it -------------------------------------------------------
+    # -- progress -----------------------------------------------------------------
 
     def prompt(self, count: int, choice: int = 0) -> None:
-        """The prompt of `choice` goes to an engine now; it counts even if no terminal output is ever heard."""
+        """The prompt of `choice` is sent to an engine; it counts even if no terminal output follows."""
         self._prompts[choice] = count
 
     def resume(self, choice: int, count: int) -> None:
-        """`count` tokens of the answer were handed in with the request: no counter moves by them."""
+        """The request supplied `count` tokens of the answer; metrics do not count them."""
         self._resumed[choice] = count
 
     @property
-    def handed_in(self) -> int:
-        """Tokens of its usage that were handed in; a choice that was cut has only those that have come."""
+    def resumed_tokens(self) -> int:
+        """Tokens of the usage that the request supplied; a choice that was cut has at most its delivered tokens."""
         ended = {choice: usage.output_tokens for choice, usage in self._finished.items()}
         return sum(min(count, ended.get(choice, 0)) for choice, count in self._resumed.items())
 
     def first_token(self) -> None:
-        """The first token of any choice has come; said again, it changes nothing."""
+        """Record the first token of any choice. Later calls have no effect."""
         if self.first_token_s is None:
             self.first_token_s = self._ledger.clock() - self.arrived_s
             self._ledger.metrics.first_token.observe(self.first_token_s)
             self.note("first_token")
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """`count` tokens of `choice` have come in one chunk."""
+        """Record `count` tokens of `choice` from one chunk."""
         if not count:
             return
         now_s, before_s = self._ledger.clock(), self._last_s.get(choice)
@@ -259,7 +261,7 @@ class Record:
         cached_tokens: int,
         output_tokens: int,
     ) -> None:
-        """The terminal output of `choice`; the first one counts."""
+        """Record the terminal output of `choice`; only the first one counts."""
         if choice in self._finished:
             return
         usage = ChoiceUsage(choice, finish_reason, cause, prompt_tokens, cached_tokens, output_tokens)
@@ -269,7 +271,7 @@ class Record:
         self._wake()
 
     def usages(self, reason: str, cause: str) -> tuple[ChoiceUsage, ...]:
-        """Every choice, those without a terminal output as cut for `reason` and `cause`."""
+        """The usage of every choice; those without a terminal output were cut for `reason` and `cause`."""
         return tuple(self._finished.get(i) or self._cut(i, reason, cause) for i in range(self.choices))
 
     def _cut(self, choice: int, reason: str, cause: str) -> ChoiceUsage:
@@ -282,12 +284,12 @@ class Record:
 
     @property
     def completed(self) -> bool:
-        """Every choice has ended by itself, not because it was cut."""
+        """Whether every choice has finished without being cut."""
         return self.finished and not any(c.finish_reason in ("abort", "error") for c in self._finished.values())
 
     @property
-    def begun_anywhere(self) -> bool:
-        """Some choice of it has, or may have, been begun by an engine."""
+    def begun(self) -> bool:
+        """Whether an engine has, or may have, started a choice."""
         working = any(stream.made or not stream.settled for stream in self._begun.values())
         return working or bool(self._outputs or self._finished)
 
@@ -296,7 +298,7 @@ class Record:
         return [stream for stream in self._begun.values() if not stream.settled]
 
     def made(self, choice: int) -> int:
-        """Tokens that engines have told of it so far."""
+        """Tokens that engines have generated for `choice` so far."""
         return self._begun[choice].made if choice in self._begun else 0
 
 
@@ -317,10 +319,10 @@ class Ledger:
         self._places = Shares(limit)
         self.closing = False
         self.live: dict[Key, Record] = {}
-        self.unsettled: set[Record] = set()  # closed, but an engine is still to say how many tokens it made
+        self.unsettled: set[Record] = set()  # closed, but an engine has not sent its last output yet
         self._listeners = listeners
         self._history: OrderedDict[Key, Past] = OrderedDict()
-        self._tenants: dict[str, None] = {}  # that were ever in: no more than there are keys
+        self._tenants: dict[str, None] = {}  # tenants of all requests so far; bounded by the number of keys
         self._counted: WeakSet[Exception] = WeakSet()  # refusals
         self._longest = history
         self._ends_s: deque[float] = deque(maxlen=64)
@@ -340,7 +342,7 @@ class Ledger:
         choices: int = 1,
         tags: Mapping[str, str] | None = None,
     ) -> Record:
-        """A place for a request, taken on entering it. `label` is the client's name for it, or one is made up."""
+        """A record for a request; entering it takes a place. `label` is the client's id, or one is generated."""
         named = label or f"req-{secrets.token_hex(16)}"
         return Record(self, tenant, tenant if share is None else share, named, kind, choices, tags or {})
 
@@ -350,23 +352,23 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Choices."""
+        """The number of choices in flight."""
         return self._places.taken
 
     def close(self) -> None:
-        """Refuse everyone from now on."""
+        """Refuse all requests from now on."""
         self.closing = True
 
     async def emptied(self) -> None:
-        """Wait until nobody is in."""
+        """Wait until no request is in flight."""
         await self._empty.wait()
 
     def named(self, label: str, tenant: str | None = None) -> list[Record]:
-        """The live request of that name: one tenant's, or, without a tenant, those of all of them."""
+        """The live requests with this label, of one tenant or of all tenants."""
         return [record for key in self._keys(label, tenant) if (record := self.live.get(key))]
 
     def past(self, label: str, tenant: str | None = None) -> Past | None:
-        """What became of the latest request of that name, one tenant's or anybody's, if it is not too long ago."""
+        """The latest ended request with this label, of one tenant or of all tenants, if it is still in the history."""
         found = [past for key in self._keys(label, tenant) if (past := self._history.get(key))]
         return max(found, key=lambda past: past.arrived_s, default=None)
 
@@ -374,17 +376,17 @@ class Ledger:
         return [(name, label) for name in (self._tenants if tenant is None else (tenant,))]
 
     def refuse(self, error: RequestError) -> None:
-        """Count a refusal, once: who answers it hears of what was refused here, too."""
+        """Count a refusal once: the gate also reports refusals that the ledger has counted already."""
         if error not in self._counted:
             self._counted.add(error)
             self.metrics.refused[error.code] += 1
 
     @property
     def oldest_without_progress_s(self) -> float:
-        """How long the request that has waited longest has waited for its next token."""
+        """The longest time that a live request has been waiting for its next token."""
         return max((self.clock() - record.progress_s for record in self.live.values()), default=0.0)
 
-    # -- in and out -------------------------------------------------------------
+    # -- opening and closing ----------------------------------------------------
 
     def _open(self, record: Record) -> None:
         try:
@@ -402,7 +404,7 @@ class Ledger:
 
     def _check(self, record: Record) -> None:
         if self.closing:
-            raise Unavailable("the server is shutting down; ask another one", code="shutting_down")
+            raise Unavailable("the server is shutting down; use another one", code="shutting_down")
         if record.key in self.live:
             raise DuplicateId(f"a request with the id {record.label!r} is still running", param="request_id")
         if record.kind != PROBE:
@@ -410,7 +412,7 @@ class Ledger:
         self.check_place(record.share, record.choices)
 
     def check_place(self, share: str, choices: int) -> None:
-        """Refuse unless `share` may take that many places."""
+        """Refuse unless `share` may take this many places."""
         if not self._places.may_take(share, choices, several=self.sharing.several):
             raise QueueFull(self._why_full(share, choices), self._retry_after_s(choices))
 
@@ -418,10 +420,10 @@ class Ledger:
         if self.in_flight + choices > self.limit:
             return f"the queue is full: {self.in_flight} of {self.limit} places are taken; try again later"
         held = self._places.held[share]
-        return f"you have {held} of {self.limit} places, and the rest is kept for others; try again later"
+        return f"you have {held} of {self.limit} places, and the rest is reserved for others; try again later"
 
     def _retry_after_s(self, choices: int) -> int:
-        """When that many places should be free, if requests go on ending as quickly as of late."""
+        """The time until this many places are free, at the rate at which requests have ended recently."""
         if len(self._ends_s) < 2:
             return 1
         each_s = (self.clock() - self._ends_s[0]) / len(self._ends_s)
@@ -434,16 +436,16 @@ class Ledger:
         if not self.live:
             self._empty.set()
         self._ends_s.append(self.clock())
-        if isinstance(error, RequestError) and not record.begun_anywhere:
-            self.refuse(error)  # by an engine, or because it could not be understood
+        if isinstance(error, RequestError) and not record.begun:
+            self.refuse(error)  # by an engine, or because the request was invalid
             log.debug("%s: refused: %s", record.label, error)
             return
         record.usage = _usage(record, error, record.age_s)
         self._account(record, record.usage)
         self._remember(record)
-        self._await_last_words(record)
+        self._await_settlement(record)
 
-    def _await_last_words(self, record: Record) -> None:
+    def _await_settlement(self, record: Record) -> None:
         self.unsettled.add(record)
         for stream in record.unsettled:
             stream.when_settled(lambda: self._settle(record))
@@ -457,14 +459,14 @@ class Ledger:
         if made := record.usage.engine_tokens:
             self.metrics.tokens["engine"] += made
         past = self._history.get(record.key)
-        if past is not None and past.usage is before:  # and not a later request of that name
+        if past is not None and past.usage is before:  # otherwise a later request has the same label
             self._history[record.key] = Past(record.arrived_s, record.usage)
         for listener in self._listeners:
             listener(record.usage)
 
     def _account(self, record: Record, usage: UsageRecord) -> None:
         if usage.kind == PREFILL:
-            return  # the request is counted where it is answered
+            return  # the server that answers the request counts it
         metrics = self.metrics
         metrics.requests[usage.finish_reason, usage.cause] += 1
         metrics.whole_request.observe(usage.elapsed_s)
@@ -473,7 +475,7 @@ class Ledger:
                 metrics.aborts[choice.cause] += 1
         metrics.tokens["prompt"] += usage.prompt_tokens
         metrics.tokens["cached"] += usage.cached_tokens
-        metrics.tokens["output"] += usage.output_tokens - record.handed_in
+        metrics.tokens["output"] += usage.output_tokens - record.resumed_tokens
 
     def _remember(self, record: Record) -> None:
         assert record.usage is not None
@@ -485,14 +487,14 @@ class Ledger:
 
 def _usage(record: Record, error: BaseException | None, elapsed_s: float) -> UsageRecord:
     choices = record.usages(*_why_cut(error))
-    # One that was cut says more about the request than those that were not.
-    telling = next((c for c in choices if c.finish_reason in ("abort", "error")), choices[-1])
+    # If a choice was cut, the request has its finish reason.
+    decisive = next((c for c in choices if c.finish_reason in ("abort", "error")), choices[-1])
     return UsageRecord(
         request_id=record.label,
         tenant=record.tenant,
         kind=record.kind,
-        finish_reason=telling.finish_reason,
-        cause=telling.cause,
+        finish_reason=decisive.finish_reason,
+        cause=decisive.cause,
         arrived=record.arrived,
         first_token_s=record.first_token_s,
         elapsed_s=elapsed_s,
@@ -509,7 +511,7 @@ def _with_engine_tokens(record: Record) -> UsageRecord:
 
 
 def _why_cut(error: BaseException | None) -> tuple[str, str]:
-    """Finish reason and cause of choices that never had a terminal output."""
+    """The finish reason and cause of choices without a terminal output."""
     match error:
         case BaseExceptionGroup():
             return _why_cut(error.exceptions[0])
@@ -517,7 +519,7 @@ def _why_cut(error: BaseException | None) -> tuple[str, str]:
             return "abort", "engine_lost"
         case RequestError():
             return "error", error.code
-        # Leaving is how a handler ends when its client does.
+        # These are how a handler ends when its client disconnects.
         case None | asyncio.CancelledError() | GeneratorExit() | ClientDisconnect() | ClientGone() | OSError():
             return "abort", "client_disconnect"
     return "error", "internal_error"

@@ -1,7 +1,7 @@
-"""Numbers for Prometheus: what this process counts itself, and what its engines say when they are asked.
+"""Prometheus metrics: counters of this process, and the status that its engines report for each scrape.
 
-Everything here is touched by the event loop alone, so that counting needs no lock: a histogram is a list of integers, and
-an observation on the token path is one bisection. The prometheus library only writes the page.
+Only the event loop uses these objects, so counting needs no lock: a histogram is a list of integers, and an observation on
+the token path is one bisection. The prometheus library only writes the page.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Histogram:
 
 
 class Stopwatch:
-    """Seconds that something has lasted, all times together. Starting or stopping it twice is as once."""
+    """The total time between starts and stops. Starting a running stopwatch, or stopping a stopped one, has no effect."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,34 +70,34 @@ class Stopwatch:
 
 @dataclass(eq=False)
 class ServerMetrics:
-    """What this process has counted; written by the ledger."""
+    """The counters of this process; written by the ledger."""
 
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_S))
     whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST_S))
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by finish reason and cause
-    refused: Counter[str] = field(default_factory=Counter)  # before they were accepted, by error code
+    refused: Counter[str] = field(default_factory=Counter)  # requests that were not accepted, by error code
     aborts: Counter[str] = field(default_factory=Counter)  # choices, by cause
     tokens: Counter[str] = field(default_factory=Counter)  # by kind: prompt, cached, output, engine
-    aborts_ignored: int = 0  # asked for without saying of what
+    aborts_ignored: int = 0  # abort calls that named no request
     pauses: Counter[str] = field(default_factory=Counter)  # by mode
     paused: Stopwatch = field(default_factory=lambda: Stopwatch())
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine at the time of a scrape; no pong means that it did not answer."""
+    """One engine at the time of a query; `pong` is None if it did not answer."""
 
     index: int
     restarts: int
     info: EngineInfo | None
     pong: Pong | None
-    outdated: bool = False  # holds other weights than the fleet, and gets no streams
+    outdated: bool = False  # has other weights than the fleet, and gets no requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsPage:
-    """What `/metrics` shows; made anew for each scrape."""
+    """The content of `/metrics` for one scrape."""
 
     version: str
     model: str
@@ -105,7 +105,7 @@ class MetricsPage:
     in_flight: int
     limit: int
     engines: Sequence[EngineView]
-    tasks: int = 0  # of the event loop
+    tasks: int = 0  # number of tasks of the event loop
 
     def render(self) -> bytes:
         registry = CollectorRegistry(auto_describe=False)
@@ -121,9 +121,9 @@ class MetricsPage:
 
     def _about_us(self) -> Iterator[Metric]:
         build = {"version": self.version, "model": self.model}
-        yield InfoMetricFamily(PREFIX + "build", "What is running.", value=build)
+        yield InfoMetricFamily(PREFIX + "build", "Version and model.", value=build)
         yield gauge("num_requests_in_flight", "Choices accepted and not ended.", self.in_flight)
-        yield gauge("max_requests_in_flight", "Choices accepted at once before 429.", self.limit)
+        yield gauge("max_requests_in_flight", "Limit of choices in flight; more are refused with 429.", self.limit)
         yield gauge("tasks", "Tasks of the event loop.", self.tasks)
 
     def _about_requests(self) -> Iterator[Metric]:
@@ -138,21 +138,21 @@ class MetricsPage:
             requests.add_metric((reason, cause), count)
         yield requests
         yield by_label("requests_refused", "Requests refused before they were accepted.", "code", metrics.refused)
-        yield by_label("aborts", "Choices that ended before they were done.", "cause", metrics.aborts)
+        yield by_label("aborts", "Choices that were aborted.", "cause", metrics.aborts)
         yield by_label(
             "tokens",
-            "Tokens of ended choices. Cached ones are among the prompt's; engine: made for them, heard or not.",
+            "Tokens of ended choices. prompt includes cached; engine: all generated tokens, delivered or not.",
             "kind",
             metrics.tokens,
         )
 
     def _about_control(self) -> Iterator[Metric]:
         metrics = self.metrics
-        yield by_label("pauses", "Pauses that were asked for.", "mode", metrics.pauses)
+        yield by_label("pauses", "Pauses that were requested.", "mode", metrics.pauses)
         yield counter(
-            "paused_seconds", "Time since a pause was asked for and before it was over.", metrics.paused.elapsed_s
+            "paused_seconds", "Total time from pause requests to the following resumes.", metrics.paused.elapsed_s
         )
-        yield counter("aborts_ignored", "Aborts that did not say of what.", metrics.aborts_ignored)
+        yield counter("aborts_ignored", "Abort calls that named no request.", metrics.aborts_ignored)
         states = GaugeMetricFamily(
             PREFIX + "engine_state", "1 for the state an engine is in.", labels=("engine", "state")
         )
@@ -167,7 +167,7 @@ class MetricsPage:
             "engine_up", "Whether the engine answers.", {v.index: v.pong is not None for v in self.engines}
         )
         restarts = {view.index: view.restarts for view in self.engines}
-        yield by_engine("engine_restarts", "Times the engine was started again.", restarts, total=True)
+        yield by_engine("engine_restarts", "Restarts of the engine.", restarts, total=True)
         for name, help, field_name, total in _STATUS:
             values = {index: getattr(status, field_name) for index, status in pongs.items()}
             yield by_engine(name, help, values, total=total)
@@ -177,27 +177,27 @@ class MetricsPage:
             for view in self.engines
             if view.pong is not None and view.info is not None
         }
-        yield by_engine("kv_cache_usage", "Share of KV blocks that running requests hold, from 0 to 1.", usage)
+        yield by_engine("kv_cache_usage", "Fraction of KV blocks that running requests hold, from 0 to 1.", usage)
 
 
 # name, help, field of EngineStatus, whether it only grows
 _STATUS = (
     ("num_requests_running", "Sequences that are being computed.", "running", False),
-    ("num_requests_waiting", "Sequences that wait for their turn in the engine.", "waiting", False),
+    ("num_requests_waiting", "Sequences that wait in the engine.", "waiting", False),
     ("kv_blocks_held", "KV blocks that running requests hold.", "held_blocks", False),
-    ("kv_blocks_cached", "KV blocks kept for their prefix alone.", "cached_blocks", False),
+    ("kv_blocks_cached", "KV blocks kept only as cached prefixes.", "cached_blocks", False),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens", True),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "cached_tokens", True),
-    ("preemptions", "Times a sequence had to give up its blocks.", "preemptions", True),
-    ("abort_messages", "Messages with aborts that the engine has heard.", "abort_messages", True),
-    ("generation_tokens", "Tokens that the engine has told, whoever heard them.", "output_tokens", True),
+    ("preemptions", "Preemptions: sequences that had to release their blocks.", "preemptions", True),
+    ("abort_messages", "Abort messages that the engine has received.", "abort_messages", True),
+    ("generation_tokens", "Tokens that the engine has generated, delivered or not.", "output_tokens", True),
     ("kv_leases", "Prompts whose KV is kept for another engine.", "leases", False),
-    ("kv_blocks_leased", "KV blocks kept for other engines; they are among those held.", "leased_blocks", False),
-    ("kv_leases_expired", "Leases that ended because nobody fetched.", "leases_expired", True),
-    ("kv_fetches", "Prompts whose KV is on its way from another engine.", "fetches", False),
+    ("kv_blocks_leased", "KV blocks kept for other engines; included in those held.", "leased_blocks", False),
+    ("kv_leases_expired", "Leases that expired before the KV was fetched.", "leases_expired", True),
+    ("kv_fetches", "Prompts whose KV is being fetched from another engine.", "fetches", False),
     ("kv_transfers", "Prompts whose KV came from another engine.", "transfers", True),
     ("kv_transfers_lost", "Prompts computed here after a fetch had failed.", "transfers_lost", True),
-    ("rescheduled", "Answers given back to be resumed elsewhere.", "rescheduled", True),
+    ("rescheduled", "Answers returned for another server to resume.", "rescheduled", True),
     ("weight_version", "Version of the weights.", "version", False),
 )
 
@@ -207,7 +207,7 @@ def _about_transfers(moved: Mapping[int, TransferCounts]) -> Iterator[Metric]:
         PREFIX + "kv_transfer_bytes", "KV moved, by direction.", labels=("engine", "direction")
     )
     failures = CounterMetricFamily(
-        PREFIX + "kv_transfer_failures", "Fetches that came to nothing, by cause.", labels=("engine", "cause")
+        PREFIX + "kv_transfer_failures", "Failed fetches, by cause.", labels=("engine", "cause")
     )
     for index, counts in moved.items():
         size.add_metric((str(index), "received"), counts.received_bytes)
@@ -217,7 +217,7 @@ def _about_transfers(moved: Mapping[int, TransferCounts]) -> Iterator[Metric]:
     yield size
     yield failures
     seconds = {index: counts.fetch_s for index, counts in moved.items()}
-    yield by_engine("kv_fetch_seconds", "Time in which prompts waited for their KV.", seconds, total=True)
+    yield by_engine("kv_fetch_seconds", "Total time that prompts waited for their KV.", seconds, total=True)
 
 
 class _ServerFamilies(Collector):

@@ -1,7 +1,7 @@
-"""One OpenTelemetry span per request, for those who collect them.
+"""One OpenTelemetry span per request, if an endpoint is configured.
 
-The libraries are an optional extra and are imported here alone, when an endpoint is configured. A span is made when its
-request has ended, from the usage record: nothing is done for it while tokens flow.
+The libraries are an optional extra and are imported only here. A span is created from the usage record when its request has
+ended, so it costs nothing while tokens are generated.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 Trace = Callable[[UsageRecord], None]
 
 NS = 1_000_000_000
-EXPORT_TIMEOUT_S = 2  # a collector that is gone holds up our end by no more than that
+EXPORT_TIMEOUT_S = 2  # the longest that an unreachable collector delays our shutdown
 
 
 @contextmanager
 def tracing(endpoint: str | None, model: str, version: str) -> Iterator[Trace | None]:
-    """What to call with every usage record; None if there is nowhere to send spans to."""
+    """The function to call with every usage record; None if spans cannot be sent."""
     if endpoint is None:
         yield None
         return
@@ -56,7 +56,7 @@ def tracing(endpoint: str | None, model: str, version: str) -> Iterator[Trace | 
 
 
 def attributes(usage: UsageRecord, model: str) -> dict[str, str | int | float]:
-    """The names of OpenTelemetry's conventions for generative AI, and ours for the rest."""
+    """Attributes named by OpenTelemetry's conventions for generative AI, and our own."""
     return {
         "gen_ai.operation.name": usage.kind,
         "gen_ai.request.model": model,

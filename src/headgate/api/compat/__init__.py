@@ -1,1 +1,1 @@
-"""The same commands under the names that others have given them. A dialect translates, and decides nothing."""
+"""APIs that are compatible with vLLM and SGLang. They translate calls to our own operations and make no decisions."""

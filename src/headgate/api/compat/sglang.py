@@ -290,7 +290,7 @@ def _memory_tags(body: MemoryBody) -> list[Tag]:
 async def release_memory(request: Request) -> Response:
     """As in SGLang the server must be idle; new requests wait until all memory is back."""
     tags, controls = _memory_tags(await read_control(request, MemoryBody)), controls_of(request)
-    if not (await controls.look()).is_paused:
+    if not (await controls.status()).is_paused:
         followed(await controls.pause(pause_of("drain")))
     if tags:
         followed(await controls.sleep(tags))
@@ -299,7 +299,7 @@ async def release_memory(request: Request) -> Response:
 
 async def resume_memory(request: Request) -> Response:
     tags, controls = _memory_tags(await read_control(request, MemoryBody)), controls_of(request)
-    result = followed(await controls.wake(tags)) if tags else await controls.look()
+    result = followed(await controls.wake(tags)) if tags else await controls.status()
     if not result.asleep and result.is_paused:
         followed(await controls.resume())
     return Response()
@@ -310,21 +310,21 @@ async def resume_memory(request: Request) -> Response:
 
 async def model_info(request: Request) -> Response:
     api = api_of(request)
-    look = await controls_of(request).look()
+    fleet = await controls_of(request).status()
     return json_response(
         {
             "model_path": api.model_name,
             "tokenizer_path": api.model_name,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": str(look.weight_version),
+            "weight_version": str(fleet.weight_version),
         }
     )
 
 
 async def server_info(request: Request) -> Response:
     api, host, info = api_of(request), host_of(request), api_of(request).engines.info
-    look = await controls_of(request).look()
+    fleet = await controls_of(request).status()
     return json_response(
         {
             "model_path": api.model_name,
@@ -338,8 +338,8 @@ async def server_info(request: Request) -> Response:
             "page_size": info.block_size,
             "dtype": info.dtype,
             "device": info.device,
-            "weight_version": str(look.weight_version),
-            "internal_states": msgspec.to_builtins(look.engines),
+            "weight_version": str(fleet.weight_version),
+            "internal_states": msgspec.to_builtins(fleet.engines),
         }
     )
 
@@ -347,15 +347,15 @@ async def server_info(request: Request) -> Response:
 async def loads(request: Request) -> Response:
     host = host_of(request)
     views = await query_engines(host.replicas, PING_TIMEOUT_S)
-    told = [load for view in views if (load := load_of(view))]
+    engine_loads = [load for view in views if (load := load_of(view))]
     return json_response(
         {
             "timestamp": time.time(),
             "life": host.boot_id,
-            "dp_rank_count": len(told),
-            "loads": told,
+            "dp_rank_count": len(engine_loads),
+            "loads": engine_loads,
             # Of several engines the youngest horizon: what was used since then is cached wherever it was.
-            "cache_horizon_age_s": min((load["cache_horizon_age_s"] for load in told), default=None),
+            "cache_horizon_age_s": min((load["cache_horizon_age_s"] for load in engine_loads), default=None),
         }
     )
 
@@ -387,13 +387,13 @@ async def health_generate(request: Request) -> Response:
     api, host = api_of(request), host_of(request)
     if not await _alive(host):
         return Response(status_code=503)
-    if (await controls_of(request).look()).state == "running":
+    if (await controls_of(request).status()).state == "running":
         probe = GenerateRequest(0, (0,), SamplingParams(max_tokens=1, temperature=0.0))
         try:
             # A request like any other, so that what it costs is accounted for.
             probing = api.ledger.admit(kind=PROBE, share=request.state.share)
             async with asyncio.timeout(PROBE_TIMEOUT_S), probing as record:
-                await run(api, record, ChoiceJob(index=0, request=probe), _unheard)
+                await run(api, record, ChoiceJob(index=0, request=probe), _discard)
         except QueueFull:
             pass  # busy is not dead
         except (TimeoutError, HeadgateError):
@@ -401,7 +401,7 @@ async def health_generate(request: Request) -> Response:
     return Response()
 
 
-async def _unheard(job: ChoiceJob, piece: Piece) -> None:
+async def _discard(job: ChoiceJob, piece: Piece) -> None:
     pass
 
 

@@ -51,12 +51,12 @@ async def resume(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
-    return json_response({"is_paused": (await controls_of(request).look()).is_paused})
+    return json_response({"is_paused": (await controls_of(request).status()).is_paused})
 
 
 async def sleep(request: Request) -> Response:
     controls = controls_of(request)
-    if not (await controls.look()).is_paused:
+    if not (await controls.status()).is_paused:
         followed(await controls.pause(pause_of(mode_of(request.query_params))))
     followed(await controls.sleep(TAGS))
     return Response()
@@ -72,7 +72,7 @@ async def wake_up(request: Request) -> Response:
 
 
 async def is_sleeping(request: Request) -> Response:
-    return json_response({"is_sleeping": bool((await controls_of(request).look()).asleep)})
+    return json_response({"is_sleeping": bool((await controls_of(request).status()).asleep)})
 
 
 async def reset_prefix_cache(request: Request) -> Response:

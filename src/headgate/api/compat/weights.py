@@ -2,7 +2,7 @@
 
 Both projects first say where trainer and engines meet, then ask for updates. The calls are theirs; what travels between
 the processes is not: vLLM's trainer passes its NCCL id pickled, SGLang's sends a model in parts, each of which is written
-at once. So a trainer says that it speaks our way (`transport`, or the group's name, is `headgate`), and any other is told
+at once. So a trainer says that it speaks our way (`transport`, or the group's name, is `headgate`), and any other is update
 so before it waits for us. Nothing that is pickled is ever read.
 """
 
@@ -53,13 +53,13 @@ async def update_held(
     controls: Controls, source: Source, version: int | None, *, abort: bool = False, recompute: bool = True
 ) -> FleetResult:
     """Update engines that may be running, and leave them as they were."""
-    paused = (await controls.look()).is_paused
+    paused = (await controls.status()).is_paused
     if not paused:
         await _hold(controls, "abort" if abort else "freeze")
     try:
         return followed(await controls.update(source, version, recompute=recompute))
     finally:
-        if not paused and (await controls.look()).state == "paused":
+        if not paused and (await controls.status()).state == "paused":
             await controls.resume()
 
 
@@ -135,7 +135,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
 
 async def start_weight_update(request: Request) -> Response:
     controls, transfers = controls_of(request), transfers_of(request)
-    if not (await controls.look()).is_paused:
+    if not (await controls.status()).is_paused:
         await _hold(controls, "freeze")
         transfers.holding = True
     return json_response({"message": "Weight update started"})
@@ -145,18 +145,18 @@ async def update_weights(request: Request) -> Response:
     info = (await read_control(request, UpdateTransfer)).update_info
     if {"ipc_handles", "ipc_handles_pickled"} & info.keys():
         raise refuse("these handles are pickled, and nothing that is pickled is read", "update_info")
-    told: Parameters = convert(info, Parameters, "update_info")
-    if not len(told.names) == len(told.dtype_names) == len(told.shapes):
+    update: Parameters = convert(info, Parameters, "update_info")
+    if not len(update.names) == len(update.dtype_names) == len(update.shapes):
         raise RequestError("names, dtype_names and shapes must have the same length", param="update_info.names")
-    result = followed(await controls_of(request).update(_source(told, transfers_of(request)), told.version))
+    result = followed(await controls_of(request).update(_source(update, transfers_of(request)), update.version))
     return json_response({"message": "Weights updated", "weight_version": str(result.weight_version)})
 
 
-def _source(told: Parameters, transfers: Transfers) -> Source:
-    if told.path is not None:
-        return FileSource(told.path)
-    if told.shared is not None:
-        return SharedMemorySource(told.shared.gpu, told.shared.storages, told.shared.tensors)
+def _source(update: Parameters, transfers: Transfers) -> Source:
+    if update.path is not None:
+        return FileSource(update.path)
+    if update.shared is not None:
+        return SharedMemorySource(update.shared.gpu, update.shared.storages, update.shared.tensors)
     return transfers.arranged
 
 
@@ -166,11 +166,11 @@ async def finish_weight_update(request: Request) -> Response:
         controls_of(request),
         transfers_of(request),
     )
-    look, version = await controls.look(), number_of(asked.weight_version)
-    if version is not None and version != look.weight_version:
-        message = f"the weights are of version {look.weight_version}; say another one as version in update_info"
+    fleet, version = await controls.status(), number_of(asked.weight_version)
+    if version is not None and version != fleet.weight_version:
+        message = f"the weights are of version {fleet.weight_version}; say another one as version in update_info"
         raise RequestError(message, param="weight_version")
     if transfers.holding:
         followed(await controls.resume())
         transfers.holding = False
-    return json_response({"message": "Weight update finished", "weight_version": str(look.weight_version)})
+    return json_response({"message": "Weight update finished", "weight_version": str(fleet.weight_version)})

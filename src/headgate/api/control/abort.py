@@ -140,14 +140,14 @@ async def abort(api: Api, found: FoundRequests, timeout_s: float, cause: AbortCa
     clock = asyncio.get_running_loop().time
     places = {place: target for stream, target in begin(found, cause).items() if (place := stream.end_at(cause))}
     deadline_s = clock() + timeout_s
-    telling: dict[asyncio.Future[None], asyncio.Transport | None] = {
+    ends: dict[asyncio.Future[None], asyncio.Transport | None] = {
         asyncio.ensure_future(t.record.ended(t.choice)): t.transport for t in found.targets
     }
     try:
         held = await api.engines.stop_at(places, cause, timeout_s)
-        await await_readers(telling, max(deadline_s - clock(), LEAST_S))
+        await await_readers(ends, max(deadline_s - clock(), LEAST_S))
     finally:
-        for task in telling:
+        for task in ends:
             task.cancel()
     return _result(found, {places[place] for place in held})
 
@@ -161,7 +161,7 @@ def _result(found: FoundRequests, held: set[AbortTarget]) -> AbortResult:
                 AbortError(target.name, "still_held", "it has ended, and the engine still holds blocks")
             )
         elif target.record.open and outcome is None:
-            why = UNREAD if target.record.begun_anywhere else UNPLACED
+            why = UNREAD if target.record.begun else UNPLACED
             result.errors.append(AbortError(target.name, "not_told", why))
         elif outcome is not None and outcome.finish_reason == "abort" and outcome.cause != "deadline":
             result.aborted.append(AbortedRequest(target.name, outcome.output_tokens))
@@ -198,5 +198,5 @@ async def abort_requests(request: Request) -> Response:
 
 
 def answer(request: Request, result: AbortResult, *, done: bool) -> Response:
-    told = AbortAnswer(request.state.request_id, "success" if done else "accepted", result)
-    return Response(msgspec.json.encode(told), 200 if done else 202, media_type="application/json")
+    body = AbortAnswer(request.state.request_id, "success" if done else "accepted", result)
+    return Response(msgspec.json.encode(body), 200 if done else 202, media_type="application/json")

@@ -67,8 +67,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MARGIN_S = 0.7  # after its timeout, for an engine to force requests out and for a call to be answered
-LOOK_TIMEOUT_S = 2.0
-LAST_WORDS_S = 2.0  # for clients of aborted requests to be told, before the caller is
+QUERY_TIMEOUT_S = 2.0
+NOTIFY_S = 2.0  # for clients of aborted requests to be told, before the caller is
 
 
 # ----------------------------------------------------------------------------------------------------------- controls
@@ -93,10 +93,10 @@ class Controls:
         self._metrics.paused.start()
         unplaced = self._govern(pause)
         outcome = await self._call(pause, pause.timeout_s + MARGIN_S)
-        known, told = before | self._places(), states(outcome)
-        forced = _records(known, {index: t.forced for index, t in told.items()})
-        ended = [*unplaced, *_records(known, {index: t.ended for index, t in told.items()}), *forced]
-        await _told(ended, max(min(LAST_WORDS_S, due_s - clock()), 0))
+        known, results = before | self._places(), states(outcome)
+        forced = _records(known, {index: result.forced for index, result in results.items()})
+        ended = [*unplaced, *_records(known, {index: result.ended for index, result in results.items()}), *forced]
+        await _await_ends(ended, max(min(NOTIFY_S, due_s - clock()), 0))
         result = self._result(outcome)
         if result.mode is None and result.state == "pausing":
             result.mode = pause.mode
@@ -143,8 +143,8 @@ class Controls:
         clock = asyncio.get_running_loop().time
         due_s = clock() + timeout_s + MARGIN_S
         outcome = await self._call(Flush(), timeout_s)
-        result = await self.look(min(LOOK_TIMEOUT_S, due_s - clock()))
-        dropped = {index: told.blocks for index, told in outcome.items() if isinstance(told, Flushed)}
+        result = await self.status(min(QUERY_TIMEOUT_S, due_s - clock()))
+        dropped = {index: flushed.blocks for index, flushed in outcome.items() if isinstance(flushed, Flushed)}
         for engine in result.engines:
             engine.blocks = dropped.get(engine.engine, 0)
             if isinstance(late := outcome.get(engine.engine), HeadgateError):
@@ -152,12 +152,12 @@ class Controls:
         result.blocks = sum(dropped.values())
         return result
 
-    async def look(self, timeout_s: float | None = None) -> FleetResult:
+    async def status(self, timeout_s: float | None = None) -> FleetResult:
         """Where the fleet stands, as its engines say."""
         engines: list[EngineOutcome] = []
         modes: list[PauseMode | None] = []
         asleep: list[str] = []
-        for view in await query_engines(self._host.replicas, LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
+        for view in await query_engines(self._host.replicas, QUERY_TIMEOUT_S if timeout_s is None else timeout_s):
             if view.pong is None:
                 engines.append(self._silent(view.index, "it does not answer"))
                 continue
@@ -226,7 +226,7 @@ class Controls:
         return EngineOutcome(engine=index, state=state, error=why)
 
     def _result(self, outcome: Mapping[int, Result | HeadgateError]) -> FleetResult:
-        engines, told = [], states(outcome)
+        engines, reported = [], states(outcome)
         for index, result in outcome.items():
             match result:
                 case EngineState():
@@ -235,8 +235,8 @@ class Controls:
                     engines.append(self._silent(index, str(result)))
                 case _:
                     pass
-        mode = next((t.mode for t in told.values() if t.mode), None)
-        asleep = list(dict.fromkeys(tag for t in told.values() for tag in t.asleep))
+        mode = next((each.mode for each in reported.values() if each.mode), None)
+        asleep = list(dict.fromkeys(tag for each in reported.values() for tag in each.asleep))
         return self._fleet(engines, mode, asleep)
 
     def _fleet(self, engines: list[EngineOutcome], mode: str | None, asleep: Sequence[str]) -> FleetResult:
@@ -277,13 +277,13 @@ def states(outcome: Mapping[int, Result | HeadgateError]) -> dict[int, EngineSta
     return {index: result for index, result in outcome.items() if isinstance(result, EngineState)}
 
 
-def _engine(index: int, told: EngineState) -> EngineOutcome:
+def _engine(index: int, reported: EngineState) -> EngineOutcome:
     return EngineOutcome(
         engine=index,
-        state=told.state,
-        weight_version=told.version,
-        elapsed_s=round(told.elapsed_s, 6),
-        held=len(told.held),
+        state=reported.state,
+        weight_version=reported.version,
+        elapsed_s=round(reported.elapsed_s, 6),
+        held=len(reported.held),
     )
 
 
@@ -307,7 +307,7 @@ def _requests(records: Iterable[Record]) -> list[Record]:
     return list(dict.fromkeys(record for record in records if record.kind != PREFILL))
 
 
-async def _told(records: Sequence[Record], timeout_s: float) -> None:
+async def _await_ends(records: Sequence[Record], timeout_s: float) -> None:
     """Wait until clients have been told of their end; not for ever, because one may not read."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -337,8 +337,8 @@ async def resume(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
-    told = ControlAnswer(request.state.request_id, "success", await controls_of(request).look())
-    return _signed(request, json_response(told))
+    body = ControlAnswer(request.state.request_id, "success", await controls_of(request).status())
+    return _signed(request, json_response(body))
 
 
 async def update_weights(request: Request) -> Response:
@@ -368,8 +368,8 @@ def answer(request: Request, result: FleetResult) -> Response:
     """200 if all is done, 202 if an engine is still to follow."""
     id, done = request.state.request_id, all(engine.error is UNSET for engine in result.engines)
     log.info("%s: %s leaves the engines %s", id, request.url.path, result.state)
-    told = ControlAnswer(id, "success" if done else "accepted", result)
-    return _signed(request, json_response(told, 200 if done else 202))
+    body = ControlAnswer(id, "success" if done else "accepted", result)
+    return _signed(request, json_response(body, 200 if done else 202))
 
 
 def _signed(request: Request, response: Response) -> Response:

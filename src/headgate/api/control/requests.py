@@ -20,7 +20,7 @@ from headgate.edge.gate import caller_of
 from headgate.engine.replicas import Place
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, ListSequences, SequenceList, SequenceStatus
 
-LOOK_TIMEOUT_S = 2.0
+QUERY_TIMEOUT_S = 2.0
 
 
 async def list_requests(request: Request) -> Response:
@@ -81,14 +81,14 @@ def _unknown(name: str) -> NotFound:
 SequenceStatuses = dict[Place, SequenceStatus]
 
 
-async def query_sequences(api: Api, timeout_s: float = LOOK_TIMEOUT_S) -> SequenceStatuses:
+async def query_sequences(api: Api, timeout_s: float = QUERY_TIMEOUT_S) -> SequenceStatuses:
     """What the engines say of their sequences; one that does not answer in time says nothing."""
     answers = await api.engines.call_all(ListSequences(), timeout_s)
     return {
         Place(index, seen.id): seen
-        for index, sighted in answers.items()
-        if isinstance(sighted, SequenceList)
-        for seen in sighted.sequences
+        for index, sequence in answers.items()
+        if isinstance(sequence, SequenceList)
+        for seen in sequence.sequences
     }
 
 
@@ -110,14 +110,14 @@ def in_flight(record: Record, seen: SequenceStatuses) -> InFlight:
 def _choice(record: Record, choice: int, seen: SequenceStatuses) -> ChoiceInFlight:
     stream = record.streams.get(choice)
     place = None if stream is None else stream.place
-    sighted = None if place is None else seen.get(place)
+    sequence = None if place is None else seen.get(place)
     return ChoiceInFlight(
         id=f"{record.label}-{choice}",
-        phase=_phase(record, choice, stream, place, sighted),
+        phase=_phase(record, choice, stream, place, sequence),
         worker=None if place is None else place.engine,
-        prompt_tokens=None if sighted is None else sighted.prompt_tokens,
+        prompt_tokens=None if sequence is None else sequence.prompt_tokens,
         output_tokens=record.outputs(choice),
-        blocks=0 if sighted is None else sighted.blocks,
+        blocks=0 if sequence is None else sequence.blocks,
     )
 
 

@@ -207,7 +207,7 @@ class _First(Response):
         try:
             await self._work(writer)
         except BaseException as error:
-            cut = Unavailable("the server is shutting down; ask another one", code="shutting_down")
+            cut = Unavailable("the server is shutting down; use another one", code="shutting_down")
             failure = error if isinstance(error, Exception) else cut
             raise
         finally:
