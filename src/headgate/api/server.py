@@ -1,8 +1,8 @@
-"""The life of a server process: take the port, start the engines, serve, drain, end.
+"""The server process: starts the engines, serves HTTP, and drains when it is stopped.
 
-Stopping, in order: no new connections and no new requests; those in flight may finish until the deadline; then they are
-aborted and their clients get what there is, with cause `shutdown`; then the engines are closed. A second signal makes the
-deadline now. Nothing here waits without one, and none of it waits long for a client that reads nothing.
+Stopping, in order: no new connections and no new requests are accepted; requests in flight may finish until the deadline;
+then they are aborted and their clients receive the partial answers, with cause `shutdown`; then the engines are closed. A
+second signal ends the drain at once. Every wait has a deadline, and a short one for a client that reads nothing.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from headgate.text.tools import format_of
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 64 * 2**10  # of a request: its URL and its headers, or its trailers
-HEAD_S = 60.0  # for a head to come whole
-BODY_S = 120.0  # for a body to come whole
-FINAL_SEND_S = 5.0  # for clients to be told, after everything has been aborted
-SWEEP_S = 1.0  # how often connections are looked at
+MAX_HEAD_BYTES = 64 * 2**10  # of a request's URL and headers, or of its trailers
+HEAD_S = 60.0  # for a complete head to arrive
+BODY_S = 120.0  # for a complete body to arrive
+FINAL_SEND_S = 5.0  # for clients to receive the end, after all requests have been aborted
+SWEEP_S = 1.0  # how often connections are checked
 BACKLOG = 4096
-SEND_BUFFER_BYTES = 128 * 2**10  # of a connection, in the kernel, which doubles it
+SEND_BUFFER_BYTES = 128 * 2**10  # per connection; the kernel doubles it
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReady:
-    """What there is to tell about a server that now takes requests."""
+    """Facts about a server that is ready for requests, for its start-up message."""
 
     config: ServerConfig
     info: EngineInfo
@@ -71,7 +71,7 @@ Announce = Callable[[ServerReady], None]
 
 
 def run_server(config: ServerConfig, listener: socket.socket, version: str, announce: Announce) -> None:
-    """Serve until a signal comes; raises HeadgateError if it cannot."""
+    """Serve until a signal arrives; raises HeadgateError if the server cannot start."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(config, listener, version, announce))
@@ -96,8 +96,8 @@ async def serve(config: ServerConfig, listener: socket.socket, version: str, ann
 async def _serve(
     config: ServerConfig, listener: socket.socket, version: str, announce: Announce, signals: StopSignals
 ) -> None:
-    # Accepted connections inherit it. The kernel would give each some megabytes, and what fills them for a client that does
-    # not read is computed and written for nothing.
+    # Accepted connections inherit it. The kernel's default is some megabytes per connection; tokens that fill them for a
+    # client that does not read are computed for nothing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     exposed = not is_loopback(config.host)
     keys = Keys(config.api_keys, config.admin_key, worker=config.worker_key, exposed=exposed)
@@ -155,7 +155,7 @@ async def serve_until_stopped(
 
 
 class Drain:
-    """Letting requests end by themselves until the deadline, then ending them."""
+    """Lets requests finish until the deadline, then aborts them."""
 
     def __init__(self, server: HttpServer, ledger: Ledger, engines: Replicas, timeout_s: float) -> None:
         self._server = server
@@ -166,9 +166,9 @@ class Drain:
         self._running = False
 
     def hurry(self) -> None:
-        """Make the deadline now; before the drain has begun, and once it has passed, that changes nothing."""
+        """End the drain now. No effect before it has begun and after its deadline."""
         if self._running:
-            with suppress(RuntimeError):  # it passes in this very moment
+            with suppress(RuntimeError):  # the deadline is just expiring
                 self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
@@ -194,7 +194,7 @@ class Drain:
             async with asyncio.timeout(FINAL_SEND_S):
                 await self._ledger.emptied()
         except TimeoutError:
-            log.warning("%d clients did not read their last words", len(self._ledger.live))
+            log.warning("%d clients did not read the end of their answers", len(self._ledger.live))
 
 
 Begin = Callable[[Scope, Callable[[], None]], None]  # starts a request, now or later
@@ -215,20 +215,22 @@ class TooSlow(RequestError):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection that waits for no request for ever, nor for a client to read its answer, and keeps no more of a head
-    than a head should have.
+    """A connection with limits: the time for a request to arrive, the time for the client to read the answer, and the size
+    of the head.
 
-    A deadline is a number that `HttpServer` looks at once a second: nothing is scheduled per request, let alone per token.
+    A deadline is a number that `HttpServer` checks once a second: no timer is scheduled per request or per token.
     """
 
     def __init__(self, *arguments: Any, begin: Begin, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._begin = begin
-        self._due_s: float | None = None  # when what is being received must be whole
-        self._part = "nothing"  # of a request that has come yet; then its head, then its body
-        self._head_bytes = 0  # of what the parser has told
-        self._unread_bytes = 0  # since it last told of a whole head or of some body
-        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest one, which may wait behind it
+        self._due_s: float | None = None  # deadline for the part of a request that is being received
+        self._part = "nothing"  # the part that is being received: nothing, head or body
+        self._head_bytes = 0  # reported by the parser
+        self._unread_bytes = 0  # received since the parser last reported a complete head or part of a body
+        self._answering: RequestResponseCycle | None = (
+            None  # being answered; `cycle` is the newest, which may be queued
+        )
         self._outflow: Outflow
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -238,7 +240,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.timeout_keep_alive_task is not None:
-            self._due_s = self.loop.time() + HEAD_S  # these bytes end that timeout, whether or not a request begins
+            self._due_s = (
+                self.loop.time() + HEAD_S
+            )  # these bytes end the keep-alive timeout, even if no request begins
         self._unread_bytes += len(data)
         super().data_received(data)
         if self._unread_bytes > MAX_HEAD_BYTES:
@@ -247,7 +251,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         answering = self._answering
         if answering is not None and answering is not self.cycle and not answering.response_complete:
-            answering.disconnected = True  # uvicorn tells the newest request alone
+            answering.disconnected = True  # uvicorn notifies only the newest request
             answering.message_event.set()
         super().connection_lost(exc)
 
@@ -256,7 +260,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._begin(cast(Any, cycle.scope), partial(super()._start_asgi_task, cycle, app))
 
     def check(self, now_s: float, stall_s: float) -> None:
-        """Hang up if time is up. A request behind another one has time when that one has been answered."""
+        """Close the connection if a deadline has passed. A pipelined request's time starts after the previous answer."""
         if self._outflow.stalled_s(now_s) >= stall_s:
             return self._break_off()
         if self._due_s is None:
@@ -274,7 +278,7 @@ class BoundedHttp(HttpToolsProtocol):
         return None
 
     def _break_off(self) -> None:
-        """Give up a client that reads nothing; its request learns why its connection is lost."""
+        """Drop a client that reads nothing, and mark its request as stalled."""
         if self._answering is not None:
             self._answering.scope["state"][STALLED] = True
         self.transport.abort()
@@ -288,7 +292,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
 
-    # -- what the parser tells ----------------------------------------------------
+    # -- callbacks of the parser --------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(RequestError("this is not an HTTP request", code="invalid_http"))
@@ -304,7 +308,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._part == "head":  # a trailer must not pass for a header
+        if self._part == "head":  # a trailer must not be taken for a header
             super().on_header(name, value)
         self._count(len(name) + len(value) + 4)  # a colon, a space and the end of the line
 
@@ -313,7 +317,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             error = _head_too_large()
             self._refuse(error)
-            raise error  # this ends the parser
+            raise error  # stops the parser
 
     def on_headers_complete(self) -> None:
         self._part, self._unread_bytes = "body", 0
@@ -334,7 +338,7 @@ def _head_too_large() -> HeadTooLarge:
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn on a socket of ours, with signals left to us and an end that has a deadline."""
+    """Uvicorn on our own socket, with our own signal handling and a shutdown that has a deadline."""
 
     def __init__(
         self,
@@ -354,13 +358,13 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=75,  # longer than common proxies keep theirs
+                timeout_keep_alive=75,  # longer than that of common proxies
                 timeout_graceful_shutdown=None,
             )
         )
         self._listener = listener
         self._announce = announce
-        self._stall_s = stall_s  # for a client to read on
+        self._stall_s = stall_s  # the longest that a client may read nothing
         self._ended = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -385,7 +389,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def _sweep(self) -> None:
-        """Until the last connection is closed: uvicorn's own ticks end when no more requests are taken."""
+        """Check connections until the last one is closed; uvicorn's own ticks end when it stops accepting requests."""
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -398,7 +402,7 @@ class HttpServer(uvicorn.Server):
         self._stall_s = min(self._stall_s, UNREAD_S)
 
     async def close(self, timeout_s: float) -> None:
-        """Wait for the last bytes to leave, then break the connections that are still open."""
+        """Wait for the last bytes to be sent, then abort the connections that are still open."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()

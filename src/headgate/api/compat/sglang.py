@@ -1,7 +1,7 @@
-"""SGLang's names: what slime and others call on an SGLang server.
+"""The SGLang-compatible API, for slime and other clients of an SGLang server.
 
-A pause holds new requests back until `/continue_generation`, as SGLang's does. `/update_weights_from_disk` on a server that
-runs holds it for the time of the update. Weight versions are our numbers, written as text.
+As in SGLang, new requests wait during a pause until `/continue_generation`. `/update_weights_from_disk` pauses a running
+server for the time of the update. Weight versions are our numbers, written as text.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Generated(msgspec.Struct, kw_only=True):
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
-    index: int | UnsetType = UNSET  # in streams of several
+    index: int | UnsetType = UNSET  # only in streams
 
 
 async def generate(request: Request) -> Response:
@@ -99,7 +99,7 @@ async def generate(request: Request) -> Response:
 
 
 def completion(asked: GenerateBody) -> CompletionRequest:
-    """The same, as a body of our own."""
+    """The equivalent body of a completions request."""
     if (asked.text is None) == (asked.input_ids is None):
         raise RequestError("give either text or input_ids", param="text")
     fields: dict[str, Any] = {
@@ -145,7 +145,7 @@ async def _prepare(
 
 
 class SglangFormat:
-    """Every event repeats the whole answer so far, as SGLang's do."""
+    """Every event repeats the answer so far, as in SGLang."""
 
     def __init__(self, api: Api, asked: GenerateBody, context: RequestContext) -> None:
         self._api, self._asked, self._context = api, asked, context
@@ -165,7 +165,7 @@ class SglangFormat:
     def prime(self, job: ChoiceJob, piece: Piece) -> None:
         if self._asked.return_logprob:
             raise RequestError(
-                "resume does not go with return_logprob: every event repeats those of all tokens; start anew",
+                "resume cannot be combined with return_logprob: every event repeats those of all tokens; start over",
                 param="resume",
             )
         self._so_far[job.index] = piece
@@ -283,12 +283,12 @@ async def flush_cache(request: Request) -> Response:
 
 
 def _memory_tags(body: MemoryBody) -> list[Tag]:
-    # SGLang has more kinds of memory than we do.
+    # SGLang has more tags than we do; the others are ignored.
     return list(TAGS) if body.tags is None else [tag for tag in TAGS if tag in body.tags]
 
 
 async def release_memory(request: Request) -> Response:
-    """As in SGLang the server must be idle; new requests wait until all memory is back."""
+    """As in SGLang the server must be idle, so it is drained; new requests wait until all memory is restored."""
     tags, controls = _memory_tags(await read_control(request, MemoryBody)), controls_of(request)
     if not (await controls.status()).is_paused:
         followed(await controls.pause(pause_of("drain")))
@@ -305,7 +305,7 @@ async def resume_memory(request: Request) -> Response:
     return Response()
 
 
-# ------------------------------------------------------------------------------------------------------------ looking
+# ------------------------------------------------------------------------------------------------------------- status
 
 
 async def model_info(request: Request) -> Response:
@@ -354,7 +354,7 @@ async def loads(request: Request) -> Response:
             "life": host.boot_id,
             "dp_rank_count": len(engine_loads),
             "loads": engine_loads,
-            # Of several engines the youngest horizon: what was used since then is cached wherever it was.
+            # The most recent horizon of all engines: a prefix used since then is still cached, whichever engine has it.
             "cache_horizon_age_s": min((load["cache_horizon_age_s"] for load in engine_loads), default=None),
         }
     )
@@ -383,19 +383,19 @@ def load_of(view: EngineView) -> dict[str, Any] | None:
 
 
 async def health_generate(request: Request) -> Response:
-    """Whether a token can be made; of a paused server, whether it is alive."""
+    """Whether a token can be generated; for a paused server, whether its engines are healthy."""
     api, host = api_of(request), host_of(request)
     if not await _alive(host):
         return Response(status_code=503)
     if (await controls_of(request).status()).state == "running":
         probe = GenerateRequest(0, (0,), SamplingParams(max_tokens=1, temperature=0.0))
         try:
-            # A request like any other, so that what it costs is accounted for.
+            # Admitted like any other request, so that its cost is accounted.
             probing = api.ledger.admit(kind=PROBE, share=request.state.share)
             async with asyncio.timeout(PROBE_TIMEOUT_S), probing as record:
                 await run(api, record, ChoiceJob(index=0, request=probe), _discard)
         except QueueFull:
-            pass  # busy is not dead
+            pass  # a busy server is healthy
         except (TimeoutError, HeadgateError):
             return Response(status_code=503)
     return Response()

@@ -1,7 +1,7 @@
-"""vLLM's names: what TRL, verl and others call on a vLLM server.
+"""The vLLM-compatible API, for TRL, verl and other clients of a vLLM server.
 
-A pause holds new requests back until the resume, as vLLM's does. Sleeping pauses first, and waking everything resumes.
-Weight transfer (`/init_weight_transfer_engine` and what follows) is in `transfer.py`.
+As in vLLM, new requests wait during a pause. Sleep pauses first, and waking all memory resumes. Weight transfer
+(`/init_weight_transfer_engine` and the calls after it) is in `weights.py`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ async def version(request: Request) -> Response:
 
 
 async def get_world_size(request: Request) -> Response:
-    """How many engines take part in a weight update."""
+    """The number of engines that take part in a weight update."""
     return json_response({"world_size": len(host_of(request).replicas)})
 
 
@@ -155,7 +155,7 @@ class VllmTokensFormat:
         return b"data: " + encode(self._response([self._choice(job, piece)])) + b"\n\n"
 
     def prime(self, job: ChoiceJob, piece: Piece) -> None:
-        """Events know nothing of each other."""
+        """Nothing to do: events do not depend on earlier ones."""
 
     def closing(self) -> bytes:
         return DONE

@@ -1,9 +1,9 @@
-"""Weight transfer under vLLM's and SGLang's names: their calls, with a trainer that sends as `headgate.weights` does.
+"""Weight transfer with vLLM's and SGLang's calls, for a trainer that sends with `headgate.weights`.
 
-Both projects first say where trainer and engines meet, then ask for updates. The calls are theirs; what travels between
-the processes is not: vLLM's trainer passes its NCCL id pickled, SGLang's sends a model in parts, each of which is written
-at once. So a trainer says that it speaks our way (`transport`, or the group's name, is `headgate`), and any other is update
-so before it waits for us. Nothing that is pickled is ever read.
+In both projects, a trainer first sets up a process group and then requests updates. We accept their HTTP calls, but not
+their transfer protocols: vLLM's trainer sends its NCCL id pickled, and SGLang's sends a model in parts, each of which is
+written at once. A trainer must therefore declare our protocol (`transport`, or the group's name, is `headgate`); any other
+is refused before it waits for the engines. Pickled data is never read.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ INSTEAD = "send weights as headgate.weights does, or call /v1/update_weights wit
 
 
 class Transfers:
-    """What trainers have arranged so far: one for all of a server."""
+    """The weight transfer that a trainer has set up; one per server."""
 
     def __init__(self) -> None:
         self.group: BroadcastSource | None = None
-        self.holding = False  # a started update has paused the engines, and its end lets them go on
+        self.holding = False  # a started update has paused the engines, and its end resumes them
 
     @property
     def arranged(self) -> BroadcastSource:
         if self.group is None:
-            raise RequestError("say first where trainer and engines meet", code="no_group")
+            raise RequestError("no process group is set up; initialize the weight transfer first", code="no_group")
         return self.group
 
 
@@ -52,7 +52,7 @@ def refuse(why: str, param: str) -> RequestError:
 async def update_held(
     controls: Controls, source: Source, version: int | None, *, abort: bool = False, recompute: bool = True
 ) -> FleetResult:
-    """Update engines that may be running, and leave them as they were."""
+    """Update engines that may be running, and restore their state afterwards."""
     paused = (await controls.status()).is_paused
     if not paused:
         await _hold(controls, "abort" if abort else "freeze")
@@ -64,7 +64,7 @@ async def update_held(
 
 
 async def _hold(controls: Controls, mode: PauseMode) -> None:
-    """Pause all engines for an update, or none: those that follow late go on at once."""
+    """Pause all engines for an update. If one does not follow in time, resume all of them and raise."""
     try:
         followed(await controls.pause(pause_of(mode)))
     except Unavailable:
@@ -91,7 +91,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 async def init_weights_update_group(request: Request) -> Response:
     body = await read_control(request, InitGroup)
     if body.group_name != OURS:
-        raise refuse("SGLang's own group sends a model in parts, each written at once", "group_name")
+        raise refuse("SGLang's own protocol sends a model in parts, each written at once", "group_name")
     transfers_of(request).group = body.group()
     return json_response(Outcome(success=True, message="Succeeded to arrange a group; it is joined for each update."))
 
@@ -118,7 +118,7 @@ async def update_weights_from_distributed(request: Request) -> Response:
 
 async def update_weights_from_tensor(request: Request) -> Response:
     await read_control(request, FromTensor)
-    raise refuse("serialized tensors are pickled, and nothing that is pickled is read", "serialized_named_tensors")
+    raise refuse("serialized tensors are pickled, and pickled data is not read", "serialized_named_tensors")
 
 
 # --------------------------------------------------------------------------------------------------------------- vLLM
@@ -128,8 +128,8 @@ async def init_weight_transfer_engine(request: Request) -> Response:
     info = (await read_control(request, InitTransfer)).init_info
     if info.get("transport") != OURS:
         raise refuse("vLLM's own trainer passes its NCCL id or its handles pickled", "init_info.transport")
-    meets = "master_address" in info  # or the weights lie in files or in GPU memory, and nobody needs to meet
-    transfers_of(request).group = convert(info, VllmTrainerGroup, "init_info").group() if meets else None
+    has_group = "master_address" in info  # weights in files or in GPU memory need no process group
+    transfers_of(request).group = convert(info, VllmTrainerGroup, "init_info").group() if has_group else None
     return json_response({"message": "Weight transfer initialized"})
 
 
@@ -144,7 +144,7 @@ async def start_weight_update(request: Request) -> Response:
 async def update_weights(request: Request) -> Response:
     info = (await read_control(request, UpdateTransfer)).update_info
     if {"ipc_handles", "ipc_handles_pickled"} & info.keys():
-        raise refuse("these handles are pickled, and nothing that is pickled is read", "update_info")
+        raise refuse("these handles are pickled, and pickled data is not read", "update_info")
     update: Parameters = convert(info, Parameters, "update_info")
     if not len(update.names) == len(update.dtype_names) == len(update.shapes):
         raise RequestError("names, dtype_names and shapes must have the same length", param="update_info.names")
@@ -168,7 +168,7 @@ async def finish_weight_update(request: Request) -> Response:
     )
     fleet, version = await controls.status(), number_of(asked.weight_version)
     if version is not None and version != fleet.weight_version:
-        message = f"the weights are of version {fleet.weight_version}; say another one as version in update_info"
+        message = f"the weights have version {fleet.weight_version}; to set another, use version in update_info"
         raise RequestError(message, param="weight_version")
     if transfers.holding:
         followed(await controls.resume())

@@ -1,8 +1,8 @@
-"""POST /v1/abort_requests: end requests, and say truthfully what became of each.
+"""POST /v1/abort_requests: end requests, and report the outcome of each.
 
-What is ended is decided in one turn of the event loop, from the ledger: every live request is in it from the moment it is
-admitted, whether an engine has heard of it or not. Whoever waits is answered when the engines hold nothing of it any more
-and its client has been told, or when time is up.
+The requests to end are selected from the ledger in one iteration of the event loop: every live request is in it from its
+admission on, whether or not an engine has it. A caller that waits is answered when the engines hold nothing for the
+requests and their clients have received the end, or when the timeout has passed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from headgate.edge.reading import read_object
 log = logging.getLogger(__name__)
 
 
-UNPLACED = "no engine has it, and it ends before one gets it; its prompt is still being read"
+UNPLACED = "no engine has it, and it will end before it is sent to one; its prompt is still being tokenised"
 
 
-def in_flight(ledger: Ledger, caller: Caller) -> list[Record]:
+def visible(ledger: Ledger, caller: Caller) -> list[Record]:
     """The live requests that `caller` may see; raises if it may not list requests."""
     caller.check_may_list()
     return [record for record in ledger.live.values() if caller.sees(record.tenant)]
@@ -54,7 +54,7 @@ def _tenant(caller: Caller) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AbortTarget:
-    """A live request, or one choice of it, under the name it was asked for."""
+    """A live request, or one choice of it, with the name that the caller used."""
 
     name: str
     record: Record
@@ -62,7 +62,7 @@ class AbortTarget:
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        """The connection on which its client is told."""
+        """The client's connection, if the response waits for the client to read."""
         return None if self.record.writer is None else self.record.writer.transport
 
     @property
@@ -79,7 +79,7 @@ class FoundRequests:
 
     @property
     def listed(self) -> list[AbortTarget]:
-        """What the answer names: not the prefill request of another request, unless it was asked for by name."""
+        """The targets that the answer lists: a prefill request is listed only if the caller named it."""
         return [target for target in self.targets if self.by_name or target.record.kind != PREFILL]
 
 
@@ -87,14 +87,14 @@ class FoundRequests:
 
 
 def find_all(ledger: Ledger, caller: Caller, tags: Tags | None = None) -> FoundRequests:
-    """Everything of the caller's that is in flight now, or what of it carries these tags."""
+    """All live requests that the caller may see, or those of them with these tags."""
     wanted = (tags or {}).items()
-    mine = [AbortTarget(r.label, r) for r in in_flight(ledger, caller) if wanted <= r.tags.items()]
+    mine = [AbortTarget(r.label, r) for r in visible(ledger, caller) if wanted <= r.tags.items()]
     return FoundRequests(mine, by_name=False)
 
 
 def find(ledger: Ledger, caller: Caller, names: Iterable[str]) -> FoundRequests:
-    """Requests and choices by name; what is another tenant's does not exist. The admin's word is for all of that name."""
+    """Requests and choices by name. Other tenants' requests are not found; an admin's name matches those of all tenants."""
     found = FoundRequests()
     for name in dict.fromkeys(names):
         targets = find_live(ledger, caller, name)
@@ -108,7 +108,7 @@ def find(ledger: Ledger, caller: Caller, names: Iterable[str]) -> FoundRequests:
 
 
 def find_live(ledger: Ledger, caller: Caller, name: str) -> list[AbortTarget]:
-    """One, or none; several only for the admin, if tenants use the same name."""
+    """At most one; several only for an admin, if tenants use the same name."""
     for label, choice in readings(name):
         records = ledger.named(label, _tenant(caller))
         if found := [AbortTarget(name, r, choice) for r in records if choice is None or choice < r.choices]:
@@ -128,14 +128,14 @@ def find_past(ledger: Ledger, caller: Caller, name: str) -> Past | None:
 
 
 def begin(found: FoundRequests, cause: AbortCause) -> dict[ChunkStream, AbortTarget]:
-    """Ask for the end of what was found; the streams that are to be told."""
+    """Mark the targets as ending. Returns the streams that the caller must end."""
     return {stream: t for t in found.targets for stream in t.record.ask_end(cause, t.choice)}
 
 
 async def abort(api: Api, found: FoundRequests, timeout_s: float, cause: AbortCause = "api_abort") -> AbortResult:
-    """End what was found, and wait until nothing is held for it and its clients have been told.
+    """End the targets, and wait until the engines hold nothing for them and their clients have received the end.
 
-    A client that reads nothing is not waited for (`await_readers`): its request is `not_told`.
+    A client that reads nothing is not waited for (`await_readers`): its request is reported as `not_told`.
     """
     clock = asyncio.get_running_loop().time
     places = {place: target for stream, target in begin(found, cause).items() if (place := stream.end_at(cause))}
@@ -173,7 +173,7 @@ def _result(found: FoundRequests, held: set[AbortTarget]) -> AbortResult:
 
 
 def accept(found: FoundRequests, cause: AbortCause = "api_abort") -> AbortResult:
-    """Ask for the end and wait for nothing."""
+    """End the targets without waiting."""
     for stream in begin(found, cause):
         stream.end(cause)
     return AbortResult(

@@ -1,8 +1,8 @@
-"""Three questions that are often mixed up.
+"""The three probes.
 
-/live: does this process answer? /ready: would it take a request now? /health: do its engines move? Busy is not dead: an
-engine whose step is long answers, and says that a step is on the device. Wedged is not healthy: one that is stopped does
-not answer, and one whose loop hangs without a step says so.
+/live: does this process respond? /ready: would it accept a request now? /health: do its engines make progress? An engine in
+a long step is busy, not dead: it answers, and reports that a step is on the device. An engine is wedged if its process is
+stopped and does not answer, or if its loop hangs without a step on the device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from headgate.contract.errors import RETRY_AFTER_S
 from headgate.contract.status import EngineHealth, Health, Readiness
 
 PING_TIMEOUT_S = 2.0
-QUIET_S = 5.0  # an idle loop turns at least once a second
-BUSY_S = 600.0  # no step is that long
+QUIET_S = 5.0  # an idle loop iterates at least once a second
+BUSY_S = 600.0  # longer than any step
 
 
 _encoder = msgspec.json.Encoder()
@@ -40,7 +40,7 @@ async def ready(request: Request) -> Response:
 
 
 def judge_readiness(views: Sequence[EngineView]) -> Readiness:
-    """Ready is who would take a request now: an engine that is paused would not, and one that is silent will not tell."""
+    """Ready if the engines that answer would all accept a request: none of them is paused, and at least one answers."""
     answering = [view.pong.status.state for view in views if view.pong is not None and not view.outdated]
     if not answering:
         return Readiness(False, "outdated" if any(view.outdated for view in views) else "no engine is ready")
@@ -69,7 +69,7 @@ def judge(view: EngineView) -> EngineHealth:
 
 
 def overall(states: set[str]) -> str:
-    """An engine that is down is being started again; one that is wedged or outdated stays so until somebody acts."""
+    """An engine that is down is being restarted; a wedged or outdated one stays so until an operator acts."""
     if "wedged" in states or not states & {"ok", "busy"}:
         return "unhealthy"
     return "degraded" if states & {"down", "outdated"} else "ok"

@@ -1,9 +1,9 @@
-"""Holding all engines, changing their weights, putting them to sleep: one answer for however many there are.
+"""Pause, resume, weight updates, sleep, wake-up and cache flush, for all engines of a server at once.
 
-Every call is a job: it has an id (the request's), a deadline, and an answer `{request_id, status, result}` in which each
-engine says what became of it. An engine that is down is named and follows when it comes back; one that has not answered in
-time is named and still does what it was told; one that refuses makes the call an error. While weights or memory move,
-nothing else that would change an engine's state is begun.
+Every call has an id (the request's), a deadline, and an answer `{request_id, status, result}` with the outcome per engine.
+An engine that is down is listed, and follows when it has restarted. An engine that has not answered in time is listed, and
+still carries out the command. If an engine refuses, the call fails. While weights or memory change, no other call that
+changes an engine's state is started.
 """
 
 from __future__ import annotations
@@ -66,22 +66,22 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MARGIN_S = 0.7  # after its timeout, for an engine to force requests out and for a call to be answered
+MARGIN_S = 0.7  # after the timeout: time for an engine to end the remaining requests, and for the call to be answered
 QUERY_TIMEOUT_S = 2.0
-NOTIFY_S = 2.0  # for clients of aborted requests to be told, before the caller is
+NOTIFY_S = 2.0  # for clients of aborted requests to receive the end, before the caller is answered
 
 
 # ----------------------------------------------------------------------------------------------------------- controls
 
 
 class Controls:
-    """The verbs, for all engines at once. Every dialect calls these."""
+    """The control operations on all engines. The compatible APIs use them too."""
 
     def __init__(self, api: Api, host: ServerContext) -> None:
         self._api = api
         self._host = host
         self._metrics = host.ledger.metrics
-        self._moving: str | None = None  # what is moving weights or memory
+        self._moving: str | None = None  # describes the call that is changing weights or memory
         self._orders = Orders()
 
     async def pause(self, pause: Pause, order: Order = UNORDERED) -> FleetResult:
@@ -105,7 +105,7 @@ class Controls:
         result.forced = [record.label for record in _requests(forced)]
         result.elapsed_s = round(clock() - began_s, 6)
         if result.state == "running":
-            self._metrics.paused.stop()  # a resume came in between
+            self._metrics.paused.stop()  # a resume arrived in the meantime
         return result
 
     async def resume(self, timeout_s: float = DEFAULT_TIMEOUT_S, order: Order = UNORDERED) -> FleetResult:
@@ -153,13 +153,13 @@ class Controls:
         return result
 
     async def status(self, timeout_s: float | None = None) -> FleetResult:
-        """Where the fleet stands, as its engines say."""
+        """The state of all engines, from a query."""
         engines: list[EngineOutcome] = []
         modes: list[PauseMode | None] = []
         asleep: list[str] = []
         for view in await query_engines(self._host.replicas, QUERY_TIMEOUT_S if timeout_s is None else timeout_s):
             if view.pong is None:
-                engines.append(self._silent(view.index, "it does not answer"))
+                engines.append(self._unanswered(view.index, "it does not answer"))
                 continue
             status = view.pong.status
             engines.append(EngineOutcome(engine=view.index, state=status.state, weight_version=status.version))
@@ -170,17 +170,17 @@ class Controls:
     # -- parts ------------------------------------------------------------------
 
     async def _call(self, command: Command, timeout_s: float) -> dict[int, Result | HeadgateError]:
-        """What became of it, by engine. Raises if one refused, or if none could be reached."""
+        """The outcome by engine. Raises if an engine refused, or if none could be reached."""
         outcome = await self._api.engines.call_all(command, timeout_s)
         denials = {index: result for index, result in outcome.items() if isinstance(result, Denied)}
         if denials:
             raise _refusal(denials, len(outcome))
-        # An engine that comes back takes the state that was last asked for, so these two are not lost on it.
+        # A restarted engine takes the state that was requested last, so these two commands reach it later.
         if not isinstance(command, Pause | Resume) and outcome and all(map(_is_gone, outcome.values())):
             raise Unavailable("; ".join(str(result) for result in outcome.values()), code="no_engine")
         late = [str(result) for result in outcome.values() if isinstance(result, EngineDead)]
         if late:
-            log.warning("not every engine has followed: %s", "; ".join(late))
+            log.warning("not every engine has carried out the command: %s", "; ".join(late))
         return outcome
 
     def _take(self, order: Order) -> None:
@@ -201,7 +201,7 @@ class Controls:
             self._moving = None
 
     def _govern(self, pause: Pause) -> list[Record]:
-        """Have a pause that begins now hold for requests that no engine has yet; those which it ends."""
+        """Apply a pause that begins now to requests that no engine has yet. Returns those that it ends."""
         live, before = list(self._api.ledger.live.values()), self._api.engines.asked
         if finds_accepted(pause, before):
             for record in live:
@@ -211,7 +211,7 @@ class Controls:
         return [record for record in live if record.accepted and record.end_unplaced("pause")]
 
     def _places(self) -> dict[Place, Record]:
-        """Whose the sequences of the engines are."""
+        """The records that own the sequences of the engines."""
         return {
             stream.place: record
             for record in self._api.ledger.live.values()
@@ -219,8 +219,8 @@ class Controls:
             if stream.place is not None
         }
 
-    def _silent(self, index: int, why: str) -> EngineOutcome:
-        """An engine that has not answered: down, or in the state that it is known to have or to be on its way to."""
+    def _unanswered(self, index: int, why: str) -> EngineOutcome:
+        """The outcome of an engine that has not answered: down, or its last known or requested state."""
         replica = self._host.replicas[index]
         state = "down" if replica.client is None or replica.known == "running" else replica.known
         return EngineOutcome(engine=index, state=state, error=why)
@@ -232,7 +232,7 @@ class Controls:
                 case EngineState():
                     engines.append(_engine(index, result))
                 case HeadgateError():
-                    engines.append(self._silent(index, str(result)))
+                    engines.append(self._unanswered(index, str(result)))
                 case _:
                     pass
         mode = next((each.mode for each in reported.values() if each.mode), None)
@@ -243,7 +243,7 @@ class Controls:
         seen = {engine.state for engine in engines} - {"down"}
         versions = [engine.weight_version for engine in engines if isinstance(engine.weight_version, int)]
         if not seen and any(replica.known != "running" for replica in self._host.replicas):
-            seen = {"pausing"}  # engines that come back are paused
+            seen = {"pausing"}  # engines will be paused when they have restarted
         state = "draining" if self._host.ledger.closing else overall(seen)
         return FleetResult(
             is_paused=bool(seen) and not seen & {"running", "pausing"},
@@ -256,7 +256,7 @@ class Controls:
 
 
 def followed(result: FleetResult) -> FleetResult:
-    """For names whose answers cannot say `accepted`: raises unless every engine that is up has followed."""
+    """For compatible APIs, whose answers have no `accepted`: raises unless every running engine did what was asked."""
     up = [engine for engine in result.engines if engine.state != "down"]
     if not up or any(engine.error is not UNSET for engine in up):
         errors = [str(engine.error) for engine in result.engines if engine.error is not UNSET]
@@ -265,7 +265,7 @@ def followed(result: FleetResult) -> FleetResult:
 
 
 def pause_of(mode: PauseMode) -> Pause:
-    """For names whose pauses have no timeout: new requests wait, and only a drain may take long."""
+    """For compatible APIs, whose pauses have no timeout: new requests wait, and only a drain may take long."""
     return Pause(mode, queue=True, timeout_s=LONG_S if mode == "drain" else DEFAULT_TIMEOUT_S)
 
 
@@ -297,24 +297,24 @@ def _refusal(denials: Mapping[int, Denied], engines: int) -> Refusal:
 
 
 def _records(known: Mapping[Place, Record], ids: Mapping[int, Iterable[int]]) -> list[Record]:
-    """Whose sequences those are, by engine; not of clients that have left."""
+    """The records that own these sequences, except those whose clients have disconnected."""
     places = [Place(engine, id) for engine, some in ids.items() for id in some]
     return [known[place] for place in places if place in known]
 
 
 def _requests(records: Iterable[Record]) -> list[Record]:
-    """Each once, however many choices it has; prefill requests are part of others."""
+    """Each request once, without prefill requests, which are part of other requests."""
     return list(dict.fromkeys(record for record in records if record.kind != PREFILL))
 
 
 async def _await_ends(records: Sequence[Record], timeout_s: float) -> None:
-    """Wait until clients have been told of their end; not for ever, because one may not read."""
+    """Wait until clients have received the end, at most `timeout_s`, because a client may not read."""
     try:
         async with asyncio.timeout(timeout_s):
             for record in records:
                 await record.ended()
     except TimeoutError:
-        log.warning("%d clients have not read their last words", sum(record.open for record in records))
+        log.warning("%d clients have not read the end of their answers", sum(record.open for record in records))
 
 
 # ----------------------------------------------------------------------------------------------------------- handlers
@@ -365,7 +365,7 @@ async def flush_cache(request: Request) -> Response:
 
 
 def answer(request: Request, result: FleetResult) -> Response:
-    """200 if all is done, 202 if an engine is still to follow."""
+    """200 if all engines are done, 202 if one is not."""
     id, done = request.state.request_id, all(engine.error is UNSET for engine in result.engines)
     log.info("%s: %s leaves the engines %s", id, request.url.path, result.state)
     body = ControlAnswer(id, "success" if done else "accepted", result)
@@ -373,6 +373,6 @@ def answer(request: Request, result: FleetResult) -> Response:
 
 
 def _signed(request: Request, response: Response) -> Response:
-    """With the boot id of this process: a router that has not noticed a restart must not take this for the old one."""
+    """Add the boot id of this process, so that a router notices a restart."""
     response.headers[BOOT_HEADER] = host_of(request).boot_id
     return response

@@ -1,4 +1,4 @@
-"""GET /v1/requests, GET and DELETE /v1/requests/{id}: what is in flight, what happened to one request, and its end."""
+"""GET /v1/requests, GET and DELETE /v1/requests/{id}: lists requests in flight; shows or ends one request."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.accounting.ledger import Ledger, Past, Record
-from headgate.api.control.abort import abort, answer, find, find_live, find_past
-from headgate.api.control.abort import in_flight as records_in_flight
+from headgate.api.control.abort import abort, answer, find, find_live, find_past, visible
 from headgate.api.engines import ChunkStream
 from headgate.api.state import Api, api_of
 from headgate.contract.errors import NotFound
@@ -27,7 +26,7 @@ async def list_requests(request: Request) -> Response:
     api, caller = api_of(request), caller_of(request)
     caller.check_may_list()  # before the engines are queried
     seen = await query_sequences(api)
-    return _json(RequestList(data=[in_flight(record, seen) for record in records_in_flight(api.ledger, caller)]))
+    return _json(RequestList(data=[in_flight(record, seen) for record in visible(api.ledger, caller)]))
 
 
 async def show_request(request: Request) -> Response:
@@ -76,13 +75,13 @@ def _unknown(name: str) -> NotFound:
     return NotFound(f"there is no request {name!r}, or it ended long ago", param="id", code="request_not_found")
 
 
-# --------------------------------------------------------------------------------------------------- in the engines
+# --------------------------------------------------------------------------------------------- status in the engines
 
 SequenceStatuses = dict[Place, SequenceStatus]
 
 
 async def query_sequences(api: Api, timeout_s: float = QUERY_TIMEOUT_S) -> SequenceStatuses:
-    """What the engines say of their sequences; one that does not answer in time says nothing."""
+    """The status of all sequences, without those of engines that do not answer in time."""
     answers = await api.engines.call_all(ListSequences(), timeout_s)
     return {
         Place(index, seen.id): seen
