@@ -14,7 +14,8 @@ import time
 
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Scheduler, SchedulerLimits
+from headgate.core.limits import SchedulerLimits
+from headgate.core.scheduler import Scheduler
 from headgate.protocol.plan import StepResult
 from headgate.protocol.request import GenerateRequest
 

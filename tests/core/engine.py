@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Scheduler, SchedulerLimits
+from headgate.core.limits import SchedulerLimits
+from headgate.core.scheduler import Scheduler
 from headgate.protocol.output import Ended, Outputs
 from headgate.protocol.plan import StepPlan
 from headgate.protocol.request import GenerateRequest

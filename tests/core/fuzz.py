@@ -11,13 +11,15 @@ import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.leases import Filled, Granted, Lease, Withdrawn
-from headgate.core.scheduler import Flow, Scheduler, SchedulerLimits
+from headgate.core.limits import SchedulerLimits
+from headgate.core.scheduler import Flow, Scheduler
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import RequestError
 from headgate.protocol.output import Ended, Outputs
@@ -236,7 +238,7 @@ class Engine:
 
     def quiet(self) -> bool:
         s = self.scheduler
-        return not (s.sequences or s.in_flight or s.leases or s.leaving)
+        return not (s.sequences or s._launched or s.leases or s.leaving)
 
 
 class World:
@@ -475,7 +477,7 @@ class World:
             scheduler = engine.scheduler
             assert engine.quiet() and not self.fetches, f"{engine.name} never came to rest: {scheduler!r}"
             assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks leaked"
-            assert not scheduler._deadlines and not scheduler._fetching
+            assert scheduler.next_deadline_s == inf and not scheduler.fetches
             engine.read_news()
             assert not engine.shelf, "a lease was never withdrawn"
             assert all(client.ended is not None for client in engine.clients.values())

@@ -32,6 +32,18 @@ def scheduler(rule: str, old: str, new: str) -> Mutant:
     return Mutant(rule, "core/scheduler.py", old, new)
 
 
+def admission(rule: str, old: str, new: str) -> Mutant:
+    return Mutant(rule, "core/admission.py", old, new)
+
+
+def fetches(rule: str, old: str, new: str) -> Mutant:
+    return Mutant(rule, "core/fetches.py", old, new)
+
+
+def rows(rule: str, old: str, new: str) -> Mutant:
+    return Mutant(rule, "core/rows.py", old, new)
+
+
 def blocks(rule: str, old: str, new: str) -> Mutant:
     return Mutant(rule, "core/blocks.py", old, new)
 
@@ -50,39 +62,33 @@ MUTANTS = [
         "        if seq.holds:\n            self.leaving.add(seq)\n            return\n",
         "",
     ),
-    scheduler(
-        "blocks wait for a transfer", "        elif self._fetching.get(seq.id) is not seq:\n", "        else:\n"
-    ),
+    scheduler("blocks wait for a transfer", "        elif not self._fetches.fills(seq):\n", "        else:\n"),
     scheduler(
         "who has lost its blocks publishes none",
-        "        if seq.phase is not Phase.WAITING:  # or",
-        "        if True:  # or",
+        "        if seq.phase is not Phase.WAITING:  # a waiting",
+        "        if True:  # a waiting",
     ),
     scheduler(
         "blocks of who may be in the draft wait for it",
         "        if seq.holds and self._drafting:\n",
         "        if False:\n",
     ),
-    scheduler(
+    fetches(
         "a transfer waits for steps that touch its blocks",
-        "if touched.isdisjoint(seq.blocks[seq.published :]):",
-        "if True:",
+        " if touched.isdisjoint(seq.blocks[seq.published :])]",
+        "]",
     ),
-    scheduler(
-        "a step that has landed touches nothing",
-        "            self._touched.popleft()\n",
-        "            break\n",
-    ),
+    fetches("a step that has landed touches nothing", "            self.touched.popleft()\n", "            break\n"),
     scheduler(
         "the last step that was launched touches blocks",
         "            last, _ = self._launched[-1]\n",
         "            last, _ = self._launched[0]\n",
     ),
-    scheduler("who is gone fetches nothing", "            self._unfetched.pop(seq, None)\n", ""),
-    scheduler(
+    scheduler("who is gone fetches nothing", "            self._fetches.waiting.pop(seq, None)\n", ""),
+    fetches(
         "a transfer is a hold",
-        "        self._fetching[seq.id] = seq\n        seq.holds += 1\n",
-        "        self._fetching[seq.id] = seq\n",
+        "        self._started[seq.id] = seq\n        seq.holds += 1\n",
+        "        self._started[seq.id] = seq\n",
     ),
     scheduler(
         "a step is a hold",
@@ -92,8 +98,8 @@ MUTANTS = [
     scheduler(
         "a landed step is no hold", "            seq.holds -= 1\n            seq.sampling", "            seq.sampling"
     ),
-    scheduler("a landed transfer is no hold", "        seq.holds -= 1\n        ticket, seq", "        ticket, seq"),
-    scheduler("rows come home", "            self._free_rows.append(seq.row)\n", ""),
+    fetches("a landed transfer is no hold", "        seq.holds -= 1\n", ""),
+    rows("rows come home", "        self.free.append(row)\n", ""),
     scheduler(
         "blocks come home",
         "        self.pool.release(blocks)\n",
@@ -114,9 +120,9 @@ MUTANTS = [
         "        return self.flow is Flow.FROZEN and not self._launched",
         "        return self.flow is Flow.FROZEN",
     ),
-    scheduler(
+    admission(
         "a ticket's version is checked before fetching",
-        "ticket is None or ticket.version != self.version or",
+        "ticket is None or ticket.version != version or",
         "ticket is None or",
     ),
     scheduler(
@@ -124,8 +130,12 @@ MUTANTS = [
         "if ok and ticket is not None and ticket.version == self.version:",
         "if ok and ticket is not None:",
     ),
-    scheduler("a ticket's keys are checked", " and ticket.key == self._keys(seq, count)[-1]", ""),
-    scheduler("a ticket is for whole blocks", "return rest == 0 and ", "return "),
+    admission(
+        "a ticket's keys are checked",
+        "return ticket.key == seq.keys(count, version=version, block_size=size)[-1]",
+        "return True",
+    ),
+    admission("a ticket is for whole blocks", "        if rest or ", "        if "),
     scheduler("a failed transfer is a prefill", "if ok and ticket is not None", "if ticket is not None"),
     scheduler(
         "a ticket is good for one fetch",
@@ -133,15 +143,11 @@ MUTANTS = [
         "        ticket = seq.ticket\n",
     ),
     scheduler("a transfer leaves one token to compute", "min(ticket.tokens, len(seq.tokens) - 1))", "ticket.tokens)"),
-    scheduler(
-        "a transfer skips what we have",
-        "        skip = seq.published\n",
-        "        skip = 0\n",
-    ),
-    scheduler(
+    fetches("a transfer skips what we have", "        skip, end = seq.published, -", "        skip, end = 0, -"),
+    admission(
         "a prefix hit leaves one token to compute",
-        "(len(seq.tokens) - 1) // self.pool.block_size - seq.exports))",
-        "len(seq.tokens) // self.pool.block_size - seq.exports))",
+        "(len(seq.tokens) - 1) // size - seq.exports",
+        "len(seq.tokens) // size - seq.exports",
     ),
     scheduler(
         "only known tokens are published", "full = min(seq.computed, len(seq.tokens)) //", "full = seq.computed //"
@@ -186,8 +192,8 @@ MUTANTS = [
         "(plan.starts[i] + plan.counts[i]) //",
         "(plan.starts[i] + plan.counts[i] + 3) //",
     ),
-    scheduler("an export computes its last block", "self.pool.block_size - seq.exports))", "self.pool.block_size))"),
-    scheduler("an export holds what it exports alone", "min(len(seq.tokens), seq.limit - 1)", "len(seq.tokens)"),
+    admission("an export computes its last block", " // size - seq.exports", " // size"),
+    admission("an export holds what it exports alone", "min(len(seq.tokens), seq.limit - 1)", "len(seq.tokens)"),
     scheduler(
         "an export that makes room is given up",
         '        if seq.exports:\n            self._finish(seq, "abort", "preempted")\n        elif',
@@ -198,7 +204,7 @@ MUTANTS = [
         "        elif self.limits.reschedules and",
         "        elif False and",
     ),
-    scheduler("an export waits only so long", "self.limits.export_wait_s if request.export_kv else inf", "inf"),
+    admission("an export waits only so long", "limits.export_wait_s if request.export_kv else inf", "inf"),
     scheduler(
         "an export that has begun waits no more",
         "        seq.deadline_s = inf if seq.request.timeout_s is None",
@@ -211,7 +217,7 @@ MUTANTS = [
         "",
     ),
     scheduler("an export without a block ends at once", "            if seq.limit == 1:", "            if False:"),
-    scheduler("who serves no KV exports none", "        if not self.limits.exports:", "        if False:"),
+    admission("who serves no KV exports none", "        if not self._limits.exports:", "        if False:"),
     scheduler(
         "a shutdown gives back what can go on",
         'if cause == "shutdown" and self.limits.reschedules else "abort"',
@@ -241,7 +247,7 @@ MUTANTS = [
     ),
     scheduler(
         "a finished sequence leaves the deadlines",
-        "        self._unwatch(seq)\n        self._outbox",
+        "        self._deadlines.remove(seq)\n        self._outbox",
         "        self._outbox",
     ),
     scheduler("an abort is answered for live ids only", "        return live\n", "        return list(ids)\n"),
@@ -252,18 +258,18 @@ MUTANTS = [
     ),
     scheduler("a step's budget is kept", "                todo = min(todo, draft.budget)\n", ""),
     scheduler("admission keeps the budget", "min(seq.todo, draft.budget))", "seq.todo)"),
-    scheduler("blocks for an idle prefix are counted once", "need + self.pool.idle(hit) + len", "need + len"),
-    scheduler(
+    admission("blocks for an idle prefix are counted once", "need + pool.idle(hit) + running", "need + running"),
+    admission(
         "what can never fit is refused", "        if prompt_len + max_tokens > most:", "        if prompt_len > most:"
     ),
-    scheduler("a prompt needs room for an answer", "        if prompt_len >= most:", "        if prompt_len > most:"),
-    scheduler(
+    admission("a prompt needs room for an answer", "        if prompt_len >= most:", "        if prompt_len > most:"),
+    admission(
         "capacity bounds the context",
-        "return min(self.limits.max_context, self.pool.num_blocks * self.pool.block_size)",
-        "return self.limits.max_context",
+        "min(limits.max_context, pool.num_blocks * pool.block_size)",
+        "limits.max_context",
     ),
-    scheduler("unknown tokens are refused", ">= self.limits.vocab_size:", "> 2**31:"),
-    scheduler(
+    admission("unknown tokens are refused", ">= self._limits.vocab_size:", "> 2**31:"),
+    admission(
         "priority orders the queue",
         "order=(request.priority, due_s, number),",
         "order=(-request.priority, due_s, number),",
@@ -273,8 +279,8 @@ MUTANTS = [
         "return max(\n            self.running,\n            key=lambda seq: (owned",
         "return min(\n            self.running,\n            key=lambda seq: (owned",
     ),
-    scheduler("a tenant leaves rows to others", "self._rows.may_take(tenant, several=True)", "True"),
-    scheduler("a tenant leaves blocks to others", " and self._may_own(seq))", ")"),
+    admission("a tenant leaves rows to others", "self._row_shares.may_take(tenant, several=True)", "True"),
+    admission("a tenant leaves blocks to others", "if not own or own + need", "if True or own + need"),
     scheduler(
         "the tenant with the fewest rows is next",
         "key=lambda seq: (held[seq.request.tenant], self._rank(seq))",
@@ -305,21 +311,25 @@ MUTANTS = [
         "        elif len(seq.tokens) > seq.limit:",
     ),
     scheduler("min_tokens holds a stop back", " and seq.output_len > seq.request.sampling.min_tokens:", ":"),
-    scheduler("ignore_eos is obeyed", "        if not sampling.ignore_eos:\n", "        if True:\n"),
+    admission("ignore_eos is obeyed", "        if not sampling.ignore_eos:\n", "        if True:\n"),
     scheduler(
         "an answer that was complete elsewhere ends at once",
         "        self._finish_if_done(seq)\n\n    def abort",
         "\n    def abort",
     ),
-    scheduler("a scored prompt is computed whole", "        if self._unscored(seq):\n            return []\n", ""),
-    scheduler("a scored prompt is not fetched", " or self._unscored(seq):", ":"),
-    scheduler("admission leaves room to grow", "self.pool.idle(hit) + len(self.running) >", "self.pool.idle(hit) >"),
-    scheduler(
+    admission("a scored prompt is computed whole", "        if _unscored(seq):\n            return []\n", ""),
+    admission("a scored prompt is not fetched", " or _unscored(seq):", ":"),
+    admission("admission leaves room to grow", "pool.idle(hit) + running >", "pool.idle(hit) >"),
+    admission(
         "unknown tokens begun elsewhere are refused",
         'packed = array("I", tokens)',
         'packed = array("I", request.prompt)',
     ),
-    scheduler("a ticket for more than the prompt is refused", "ticket.tokens <= len(seq.tokens) and ", ""),
+    admission(
+        "a ticket for more than the prompt is refused",
+        "        if rest or ticket.tokens > len(seq.tokens):",
+        "        if rest:",
+    ),
     scheduler(
         "the last block of an answer is published",
         "            self._publish(seq)\n        self._dequeue",
@@ -330,8 +340,8 @@ MUTANTS = [
     ),
     scheduler("a position is scored once", "fresh = scores[max(0, seq.scored - (start + 1)) :]", "fresh = scores"),
     scheduler("the terminal output comes once", "        del self.sequences[seq.id]\n", ""),
-    scheduler("a grammar needs a tokenizer", " and not self.limits.takes_grammars:", " and False:"),
-    scheduler("a grammar means lockstep", "lockstep=sampling.grammar is not None,", "lockstep=False,"),
+    admission("a grammar needs a tokenizer", " and not self._limits.takes_grammars:", " and False:"),
+    admission("a grammar means lockstep", "lockstep=sampling.grammar is not None,", "lockstep=False,"),
     scheduler(
         "a token that broke its grammar is not told", "            if index in result.lost:", "            if False:"
     ),

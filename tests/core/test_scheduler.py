@@ -9,7 +9,8 @@ import pytest
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
 from headgate.core.leases import Filled, Granted, Withdrawn
-from headgate.core.scheduler import Flow, Scheduler, SchedulerLimits
+from headgate.core.limits import SchedulerLimits
+from headgate.core.scheduler import Flow, Scheduler
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
@@ -102,7 +103,7 @@ def test_run_ahead_plans_a_step_whose_token_is_not_known_yet():
     engine.add(1, prompt=4, max_tokens=3)
     assert engine.launch().starts == [0]
     assert engine.launch().starts == [4]
-    assert engine.scheduler.in_flight == 2
+    assert len(engine.scheduler._launched) == 2
     assert engine.launch().starts == [5]
     assert engine.launch() is None, "the last token of an answer is never computed"
     for _ in range(3):
@@ -884,7 +885,8 @@ def test_a_ticket_that_does_not_match_is_not_used(change):
 
 def test_a_forged_ticket_for_more_than_the_prompt_is_not_used():
     d = Engine()
-    forged = d.scheduler._new_sequence(GenerateRequest(1, tuple(prompt_of(1, 10)))).keys(3, version=0, block_size=4)
+    request = GenerateRequest(1, tuple(prompt_of(1, 10)))
+    forged = d.scheduler.admission.new_sequence(request, 1, 0.0).keys(3, version=0, block_size=4)
     d.add(1, prompt=10, ticket=Ticket("P", 1, 1, 12, 0, forged[-1]))
     assert not d.launch().fetches
 

@@ -66,7 +66,7 @@ def test_3_a_stop_is_answered_when_blocks_are_free_and_clients_were_told():
 def fetching() -> Harness:
     """One request, whose blocks are filled by a transfer that does not end by itself."""
     harness = Harness(transport=RecordingTransport(), by_hand=True)
-    (key,) = harness.scheduler._new_sequence(request(1)).keys(1, version=0, block_size=4)
+    (key,) = harness.scheduler.admission.new_sequence(request(1), 1, 0.0).keys(1, version=0, block_size=4)
     harness.submit(1, ticket=Ticket("elsewhere", 1, 1, 4, 0, key))
     harness.loop.turn()
     assert harness.scheduler.fetches == 1

@@ -10,7 +10,8 @@ import pytest
 
 from headgate.contract.sampling import SamplingParams
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Scheduler, SchedulerLimits
+from headgate.core.limits import SchedulerLimits
+from headgate.core.scheduler import Scheduler
 from headgate.engine.evidence import StepRecorder
 from headgate.engine.loop import EngineLoop
 from headgate.errors import EngineDead
@@ -203,7 +204,7 @@ def test_a_deadline_counts_from_arrival_not_from_the_last_turn():
 
 def test_a_ticket_without_a_transport_is_a_local_prefill():
     harness = Harness()
-    (key,) = harness.scheduler._new_sequence(request(1)).keys(1, version=0, block_size=4)
+    (key,) = harness.scheduler.admission.new_sequence(request(1), 1, 0.0).keys(1, version=0, block_size=4)
     harness.submit(1, ticket=Ticket("elsewhere", 1, 1, 4, 0, key))
     harness.run()
     assert harness.tokens(1) == answer(1, 4) and harness.scheduler.counters.transfers_lost == 1
@@ -301,7 +302,7 @@ def test_blocks_are_withdrawn_before_anything_is_launched_that_writes_to_them():
 def test_a_ticket_is_held_from_the_start_and_let_go_when_it_is_not_wanted():
     transport = RecordingTransport()
     harness = Harness(transport=transport, by_hand=True)
-    (key,) = harness.scheduler._new_sequence(request(1)).keys(1, version=0, block_size=4)
+    (key,) = harness.scheduler.admission.new_sequence(request(1), 1, 0.0).keys(1, version=0, block_size=4)
     good, bad = Ticket("elsewhere", 1, 1, 4, 0, key), Ticket("elsewhere", 2, 1, 4, 0, b"?" * 16)
     harness.submit(1, ticket=good)
     harness.submit(2, ticket=bad)

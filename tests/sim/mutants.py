@@ -301,7 +301,7 @@ MUTANTS = [
         "blocks are not reused under a running transfer",
         "core/scheduler.py",
         "        if seq.holds:\n            self.leaving.add(seq)\n            return\n",
-        "        if seq.holds and seq.id not in self._fetching:\n            self.leaving.add(seq)\n            return\n",
+        "        if seq.holds and not self._fetches.fills(seq):\n            self.leaving.add(seq)\n            return\n",
         test="tests/core/test_scheduler.py",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""A plan in the making: columns that grow while the scheduler walks its queues, and the budget that is left."""
+"""A step plan under construction: the columns that the scheduler fills, and the remaining token budget."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class StepDraft:
 
     def plan(self, step: int, version: int) -> StepPlan:
         return StepPlan(
-            step,
-            version,
-            self.rows,
-            self.starts,
-            self.counts,
-            self.samples,
-            tuple(self.joins),
-            tuple(self.grown),
-            tuple(self.fetches),
+            step=step,
+            version=version,
+            rows=self.rows,
+            starts=self.starts,
+            counts=self.counts,
+            samples=self.samples,
+            joins=tuple(self.joins),
+            grown=tuple(self.grown),
+            fetches=tuple(self.fetches),
         )

@@ -1,9 +1,10 @@
-"""Queues kept in order: insertion and removal by binary search, the front always at hand."""
+"""Sorted queues of sequences: insertion and removal by binary search."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from math import inf
 
 from headgate.core.sequence import Sequence
 
@@ -35,8 +36,35 @@ class OrderedQueue:
         del self._entries[index]
 
 
+class DeadlineQueue:
+    """Sequences that have a deadline, the earliest first."""
+
+    def __init__(self) -> None:
+        self._queue = OrderedQueue()
+
+    @property
+    def next_s(self) -> float:
+        """The earliest deadline."""
+        return self._queue.front().deadline_s if self._queue else inf
+
+    def overdue(self, now_s: float) -> Sequence | None:
+        return self._queue.front() if self._queue and self.next_s <= now_s else None
+
+    def add(self, seq: Sequence) -> None:
+        if seq.deadline_s < inf:
+            self._queue.add(_deadline_rank(seq), seq)
+
+    def remove(self, seq: Sequence) -> None:
+        if seq.deadline_s < inf:
+            self._queue.remove(_deadline_rank(seq), seq)
+
+
+def _deadline_rank(seq: Sequence) -> Rank:
+    return (seq.deadline_s, seq.order[-1])
+
+
 class FairQueue:
-    """A queue per tenant. Which tenant is next is the caller's to say; within one, the rank decides."""
+    """One queue per tenant, sorted by rank. The caller decides which tenant is next."""
 
     def __init__(self) -> None:
         self._queues: dict[str, OrderedQueue] = {}
@@ -48,7 +76,7 @@ class FairQueue:
         return (seq for queue in self._queues.values() for seq in queue)
 
     def fronts(self) -> list[Sequence]:
-        """The first of each tenant."""
+        """The first sequence of each tenant."""
         return [queue.front() for queue in self._queues.values()]
 
     def add(self, rank: Rank, seq: Sequence) -> None:

@@ -17,7 +17,7 @@ from enum import Enum, auto
 from math import inf
 
 from headgate.protocol.keys import Key, next_keys, root_key
-from headgate.protocol.output import Cause
+from headgate.protocol.output import Cause, Ended, FinishReason, Timings
 from headgate.protocol.request import GenerateRequest, Ticket
 
 
@@ -99,6 +99,17 @@ class Sequence:
             came_with = end <= len(self.packed)
             keys += next_keys(last, self.packed[start:end] if came_with else self.tokens[start:end], block_size)
         return keys[:count]
+
+    def terminal_output(self, reason: FinishReason, cause: Cause, now_s: float) -> Ended:
+        return Ended(
+            id=self.id,
+            finish_reason=reason,
+            cause=cause,
+            prompt_tokens=self.prompt_len,
+            cached_tokens=self.cached_tokens or 0,
+            output_tokens=self.output_len,
+            timings=Timings(self.arrived_s, self.started_s, self.first_token_s, now_s),
+        )
 
     def disown(self) -> None:
         """Everything we owned has gone back: start over from the tokens we have."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from headgate.config import EngineConfig
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Scheduler, SchedulerLimits
+from headgate.core.limits import SchedulerLimits
+from headgate.core.scheduler import Scheduler
 from headgate.device.build import build_device
 from headgate.device.executor import Executor
 from headgate.device.tensor_parallel.parallelism import WantedWeights

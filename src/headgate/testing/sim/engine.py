@@ -23,7 +23,8 @@ from typing import Any, cast
 import msgspec
 
 from headgate.core.blocks import BlockPool
-from headgate.core.scheduler import Scheduler, SchedulerLimits
+from headgate.core.limits import SchedulerLimits
+from headgate.core.scheduler import Scheduler
 from headgate.engine.channel import EngineChannel, _encoder, _from_engine, _identity
 from headgate.engine.evidence import StepRecorder
 from headgate.engine.loop import EngineLoop

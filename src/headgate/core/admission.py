@@ -1,0 +1,153 @@
+"""Admission checks: whether a request can ever run, and whether a waiting sequence can start now.
+
+The checks read the block pool, the rows and the running sequences, and change nothing. The scheduler decides in which order
+sequences are checked, and owns all state.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from math import inf
+
+from headgate.core.blocks import BlockPool
+from headgate.core.limits import SchedulerLimits
+from headgate.core.sequence import Sequence
+from headgate.errors import ContextTooLong, RequestError
+from headgate.protocol.keys import largest
+from headgate.protocol.output import Cause
+from headgate.protocol.request import GenerateRequest
+from headgate.shares import FACTOR, Shares
+
+
+class AdmissionChecks:
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, row_shares: Shares) -> None:
+        self.max_context = min(limits.max_context, pool.num_blocks * pool.block_size)
+        self._limits = limits
+        self._pool = pool
+        self._row_shares = row_shares
+
+    # -- whether a request can ever run -----------------------------------------
+
+    def new_sequence(self, request: GenerateRequest, number: int, now_s: float) -> Sequence:
+        """The sequence for the `number`th request, or a RequestError that says why it can never run."""
+        limits, sampling = self._limits, request.sampling
+        deadline_s = inf if request.timeout_s is None else now_s + request.timeout_s
+        due_s = min(deadline_s, now_s + limits.patience_s)
+        wait_s = limits.export_wait_s if request.export_kv else inf
+        stops: dict[int, Cause] = dict.fromkeys(sampling.stop_token_ids, "stop_token")
+        if not sampling.ignore_eos:
+            stops |= dict.fromkeys(limits.eos_token_ids, "eos")
+        tokens = [*request.prompt, *request.generated]
+        packed = array("I", tokens)
+        self._check_token_ids(packed)
+        return Sequence(
+            request=request,
+            tokens=tokens,
+            packed=packed,
+            limit=self._token_limit(request),
+            stops=stops,
+            order=(request.priority, due_s, number),
+            arrived_s=now_s,
+            deadline_s=min(deadline_s, now_s + wait_s),
+            lockstep=sampling.grammar is not None,
+            ticket=request.ticket,
+        )
+
+    def _check_token_ids(self, tokens: array[int]) -> None:
+        if (found := largest(tokens)) >= self._limits.vocab_size:
+            raise RequestError(
+                f"token id {found} is outside the vocabulary of {self._limits.vocab_size}", param="prompt"
+            )
+
+    def _token_limit(self, request: GenerateRequest) -> int:
+        """How many tokens the sequence may have, prompt and answer together."""
+        limit = self._answer_limit(request)
+        return self._export_limit(request) if request.export_kv else limit
+
+    def _answer_limit(self, request: GenerateRequest) -> int:
+        if request.sampling.grammar is not None and not self._limits.takes_grammars:
+            raise RequestError(
+                "this model has no tokenizer that a grammar could be matched with; ask for plain text",
+                param="response_format",
+            )
+        prompt_len, max_tokens, most = len(request.prompt), request.sampling.max_tokens, self.max_context
+        if prompt_len >= most:
+            raise ContextTooLong(
+                f"prompt has {prompt_len} tokens; with room for an answer this engine takes {most - 1}",
+                param="prompt",
+            )
+        if max_tokens is None:
+            return most
+        if prompt_len + max_tokens > most:
+            raise ContextTooLong(
+                f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}; together this engine takes {most}",
+                param="max_tokens",
+            )
+        return prompt_len + max_tokens
+
+    def _export_limit(self, request: GenerateRequest) -> int:
+        if not self._limits.exports:
+            raise RequestError(
+                "this engine serves no KV to others (kv_listen); leave export_kv out", param="export_kv"
+            )
+        # Whole blocks, and one token short of everything: the other engine needs one to compute.
+        size, tokens = self._pool.block_size, len(request.prompt) + len(request.generated)
+        exported = (tokens - 1) // size * size
+        if exported > self.max_context:
+            raise ContextTooLong(
+                f"prompt and what was generated have {tokens} tokens; this engine holds {self.max_context}",
+                param="resume",
+            )
+        return exported + 1
+
+    # -- whether a waiting sequence can start now -------------------------------
+
+    def within_share(self, seq: Sequence, running: Iterable[Sequence], version: int) -> bool:
+        """Whether enough rows and blocks stay free for other tenants if `seq` starts."""
+        tenant = seq.request.tenant
+        if not self._row_shares.may_take(tenant, several=True):
+            return False
+        free = self._pool.available
+        own = sum(other.own for other in running if other.request.tenant == tenant)
+        need = self._pool.blocks_for(len(seq.tokens))
+        if not own or own + need <= FACTOR * (free - need):
+            return True  # a tenant that owns no blocks may always start
+        need -= len(self._cached_prefix(seq, version))
+        return own + need <= FACTOR * (free - need)
+
+    def find_room(self, seq: Sequence, running: int, version: int) -> tuple[list[int], int] | None:
+        """Cached blocks that hold the first tokens of `seq`, and how many it needs besides; None if there are too few.
+
+        `running` is the number of running sequences.
+        """
+        pool, hit = self._pool, self._cached_prefix(seq, version)
+        need = pool.blocks_for(min(len(seq.tokens), seq.limit - 1)) - len(hit)
+        # One block for each running sequence stays free, so that admission does not cause preemption at once.
+        if need + pool.idle(hit) + running > pool.available:
+            return None
+        return hit, need
+
+    def _cached_prefix(self, seq: Sequence, version: int) -> list[int]:
+        if _unscored(seq):
+            return []
+        # One token short of everything, because sampling needs a token to compute. An export computes its last block
+        # itself: when that step has landed, the blocks it found in the cache are known to be written.
+        size = self._pool.block_size
+        count = (len(seq.tokens) - 1) // size - seq.exports
+        return self._pool.lookup(seq.keys(count, version=version, block_size=size))
+
+    def worth_fetching(self, seq: Sequence, version: int) -> bool:
+        """Whether the ticket of `seq` names KV of its own tokens, beyond what the prefix cache had."""
+        ticket, size = seq.ticket, self._pool.block_size
+        if ticket is None or ticket.version != version or ticket.tokens <= seq.computed or _unscored(seq):
+            return False
+        count, rest = divmod(ticket.tokens, size)
+        if rest or ticket.tokens > len(seq.tokens):
+            return False
+        return ticket.key == seq.keys(count, version=version, block_size=size)[-1]
+
+
+def _unscored(seq: Sequence) -> bool:
+    """Whether prompt log-probabilities are missing. This sequence must compute every prompt position to score it."""
+    return seq.request.sampling.prompt_logprobs is not None and seq.scored < seq.prompt_len
