@@ -9,7 +9,8 @@ from llguidance import LLMatcher
 
 from headgate.api.generate.constraints import constraint_for
 from headgate.errors import RequestError
-from headgate.text.constraints import _any_bytes, json_object, json_schema
+from headgate.text.constraints import json_object, json_schema
+from headgate.text.grammar_check import _any_bytes
 from headgate.text.tools import ToolFormat, parse_calls
 
 PERSON = {

@@ -63,7 +63,7 @@ class ErrorObject(msgspec.Struct):
     code: str | int | None = None
 
 
-class ErrorBody(msgspec.Struct):
+class WorkerErrorBody(msgspec.Struct):
     """A worker's error body. Some kinds of workers have no `error` object around it."""
 
     error: ErrorObject | None = None
@@ -110,11 +110,11 @@ class WorkerReply:
         return "worker_failed" if error is None else str(error.code)[:MAX_MESSAGE_CHARS]
 
     @property
-    def _error_body(self) -> ErrorBody:
+    def _error_body(self) -> WorkerErrorBody:
         try:
-            return msgspec.json.decode(self.body, type=ErrorBody)
+            return msgspec.json.decode(self.body, type=WorkerErrorBody)
         except UNREADABLE:
-            return ErrorBody()
+            return WorkerErrorBody()
 
 
 class WorkerCalls:
