@@ -411,6 +411,13 @@ MUTANTS = [
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
+        "a superseded attempt is not kept under its key",
+        "api/generate/journal.py",
+        ' or finish.cause == "superseded"',
+        "",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
         "a withheld end is outdated once another worker has added to the answer",
         "router/exchange/reports.py",
         "if exchange.ask.stream else extent > before",

@@ -468,6 +468,7 @@ def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(run_pl
 
 # Of the last nine, the simulation or its judge was wrong.
 LATEST = {
+    677900124: "an attempt that its router has superseded is not kept under its Idempotency-Key",
     677903472: "a request that moved and ended while workers were listed is not listed by both",
     677895842: "a pause may fail while a worker's answers are forged",
     677893540: "an end that a worker withheld is outdated once another worker has added tokens to a whole answer",

@@ -21,7 +21,7 @@ MOST_NAMES = 1 << 14  # per call, because each name is looked up on the event lo
 UNREAD = "it has ended and holds no blocks; its client has not read the end"
 
 Id = Annotated[str, Meta(min_length=1)]
-AbortCause = Literal["api_abort", "pause"]
+AbortCause = Literal["api_abort", "pause", "superseded"]
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +32,8 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tags: Tags | None = None
     wait: bool = True
     timeout: Seconds = DEFAULT_TIMEOUT_S
-    cause: AbortCause = "api_abort"  # reported to the aborted clients; a router sends "pause" when it pauses workers
+    # Reported to the aborted clients. A router sends "pause" when it pauses workers, and "superseded" to an earlier attempt.
+    cause: AbortCause = "api_abort"
 
 
 class AbortedRequest(msgspec.Struct, frozen=True):

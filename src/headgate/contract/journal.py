@@ -43,7 +43,7 @@ COUNT_DIGITS: Final = 12
 ID_DIGITS: Final = 9
 
 # Causes with which a server ends a choice that another server may continue. Such an end is withheld from the client.
-MOVABLE_CAUSES: Final = frozenset(("pause", "shutdown", "preempted", "transfer_failed", "engine_lost"))
+MOVABLE_CAUSES: Final = frozenset(("pause", "shutdown", "preempted", "transfer_failed", "engine_lost", "superseded"))
 RESCHEDULED: Final = "pd_reschedule"  # the finish reason of a choice for which the server had no room
 
 

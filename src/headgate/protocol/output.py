@@ -27,6 +27,7 @@ Cause = Literal[
     "capacity",  # no room became available in time
     "engine_lost",
     "weights",
+    "superseded",  # a router has continued the request in another attempt
     "grammar",  # the answer could not follow its grammar, or only at too high a cost
 ]
 

@@ -153,5 +153,5 @@ def movable(finish: Finish | None) -> bool:
 
 
 def is_given_back(finish: Finish | None) -> bool:
-    """Whether the choice ended because the engine had no room for it."""
-    return finish is not None and finish.reason == RESCHEDULED
+    """Whether the choice goes on elsewhere: the engine had no room for it, or a router has begun another attempt."""
+    return finish is not None and (finish.reason == RESCHEDULED or finish.cause == "superseded")

@@ -26,7 +26,7 @@ def abort_call(body: dict[str, Any]) -> WorkerCall:
 
 
 async def end_former(calls: WorkerCalls, worker: Worker, id: str, tenant: str, headers: Headers) -> None:
-    """End a former attempt. With an `Idempotency-Key` its worker would complete the request without a reader."""
+    """End a former attempt. With an `Idempotency-Key` its worker would complete the request, and keep the answer."""
     keys = tuple(header for header in headers if header[0] in KEYS)
-    call = abort_call({"req_ids": [id], "wait": True, "timeout": FORMER_S})
+    call = abort_call({"req_ids": [id], "wait": True, "timeout": FORMER_S, "cause": "superseded"})
     await calls.ask(worker, call, CallerHeaders(tenant, keys), FORMER_S + 1)
