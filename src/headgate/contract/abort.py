@@ -32,7 +32,7 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tags: Tags | None = None
     wait: bool = True
     timeout: Seconds = DEFAULT_TIMEOUT_S
-    # Reported to the aborted clients. A router sends "pause" when it pauses workers, and "superseded" to an earlier attempt.
+    # Reported to the aborted clients. Routers send "pause" when they pause workers, "superseded" to an earlier attempt.
     cause: AbortCause = "api_abort"
 
 
