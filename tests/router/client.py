@@ -1,4 +1,4 @@
-"""A client of the router in this process: raw HTTP over one socket, so that a test can say and see every byte."""
+"""An HTTP client of the router over one raw socket, so that a test controls and sees every byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headgate.router.server import serving
 from tests.router.compiled import compiled_fast_path
 from tests.router.mock import CHAT, Mock, text_of
 
-PATIENCE_S = 60.0  # of a test, with anything
+PATIENCE_S = 60.0  # limit for every wait in a test
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Wire:
         )
 
     async def response(self) -> Response:
-        """The next one; not complete if the connection ended before it did."""
+        """The next response; not complete if the connection closed before its end."""
         while len(self._responses) <= self._taken or not self._responses[self._taken].complete:
             if not await self._more():
                 break
@@ -78,7 +78,7 @@ class Wire:
         return self._responses[self._taken - 1]
 
     async def some(self, size: int) -> Response:
-        """What there is when at least `size` bytes of the answer's body have come."""
+        """The response once at least `size` bytes of its body have arrived."""
         while self._size < size and await self._more():
             pass
         return self._responses[-1]
@@ -94,7 +94,7 @@ class Wire:
         return True
 
     async def closed(self) -> bool:
-        """Whether the other side closes."""
+        """Whether the peer closes the connection."""
         while await self._more():
             pass
         self.close()
@@ -131,7 +131,7 @@ async def ask(url: str, path: str, body: Any, headers: Mapping[str, str] = {}) -
         wire.close()
 
 
-# ----------------------------------------------------------------------------------------------- what an answer says
+# --------------------------------------------------------------------------------------------- the content of answers
 
 
 class Wrong(AssertionError):
@@ -139,7 +139,7 @@ class Wrong(AssertionError):
 
 
 def check(body: dict[str, Any], response: Response, path: str = CHAT) -> str | None:
-    """None if the answer is exactly what an undisturbed worker says; the code of its error if it is one clear error."""
+    """None if the answer is exactly that of an undisturbed worker; its error code if it is one clear error."""
     if not response.complete:
         raise Wrong(f"the answer is not complete: {response}")
     if body.get("stream") and response.status == 200:
@@ -201,11 +201,11 @@ def _same(*pairs: Any) -> None:
             raise Wrong(f"{got!r} instead of {wanted!r}")
 
 
-# -------------------------------------------------------------------------------------------------- a router that runs
+# --------------------------------------------------------------------------------------------------- running a router
 
 
 def quick(**settings: Any) -> RouteConfig:
-    """Nothing is given up because this process was not run for some seconds; a test of a timeout says which it means."""
+    """Timeouts that tolerate a machine that stalls for seconds. Tests of a timeout set their own."""
     defaults = {
         "probe_interval_s": 0.1,
         "probe_timeout_s": 30.0,
@@ -223,9 +223,9 @@ def quick(**settings: Any) -> RouteConfig:
 async def routing(
     *mocks: Mock, send_bytes: int | None = None, fast_path: FastPath | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Router, str]]:
-    """A router in front of these workers, all ready; everything it took must be given back in the end.
+    """A router in front of these workers, all ready. Everything that it has taken must be released in the end.
 
-    `send_bytes`: that its kernel takes for a client that does not read. `fast_path`: the compiled one unless given.
+    `send_bytes`: kernel buffer for a client that does not read. `fast_path`: by default the compiled one.
     """
     config = quick(workers=tuple(WorkerAddress(url=mock.url, role="mixed", key=None) for mock in mocks), **settings)
     router = Router(config, seed=1, fast_path=fast_path or compiled_fast_path())
@@ -241,7 +241,7 @@ async def routing(
 
 
 async def settled(router: Router) -> None:
-    """Wait until no request is left."""
+    """Wait until no request is in flight."""
     await until(lambda: not router.live)
 
 

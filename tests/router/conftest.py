@@ -11,7 +11,7 @@ from tests.api.live import LiveServer, live_server
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests with a real vLLM are for those who have one."""
+    """Skip the tests that need a real vLLM unless one is configured."""
     if "HEADGATE_VLLM" in os.environ:
         return
     unasked = [item for item in items if item.get_closest_marker("vllm")]
@@ -29,7 +29,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def servers(weights: list[Path]) -> Iterator[list[LiveServer]]:
-    """Two real servers for all tests of routers; tests leave them running and idle."""
+    """Two real servers for all router tests. Tests leave them running and idle."""
     options = {"device": "cpu", "kv_blocks": 4096, "max_running": 8}
     with live_server(weights[0], **options) as one, live_server(weights[0], **options) as two:
         yield [one, two]

@@ -1,4 +1,4 @@
-"""Routers for tests: a real one in a thread, in front of real servers or of fakes that only have states."""
+"""Routers for tests: a real router in a thread, in front of real servers or of fakes that only have states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RESUMES = {"/v1/resume", *(path for path, effects in ASK_ALL.items() if effects.
 
 VERSION = "0"
 
-# Nobody is given up because a thread was not run for some seconds; a test of a timeout says which it means.
+# Timeouts long enough for a machine that does not run a thread for seconds. Tests of a timeout set their own.
 UNHURRIED = {
     "probe_interval_s": 0.1,
     "connect_timeout_s": 30.0,
@@ -68,7 +68,7 @@ class LiveRouter:
         return {worker.url: worker.state for worker in self.router.fleet}
 
     def wait_for(self, **states: int) -> None:
-        """Until so many workers are in these states."""
+        """Wait until these numbers of workers are in these states."""
 
         def counted() -> bool:
             seen = list(self.states().values())
@@ -77,7 +77,7 @@ class LiveRouter:
         wait_until(counted)
 
     def do(self, call: Callable[[], Any]) -> Any:
-        """In the router's own thread."""
+        """Run a function in the router's thread."""
 
         async def run() -> Any:
             return call()
@@ -87,7 +87,7 @@ class LiveRouter:
 
 @contextmanager
 def live_router(*urls: str, ready: int | None = None, **config: Any) -> Iterator[LiveRouter]:
-    """A router in front of these workers, when `ready` of them are (all, unless told)."""
+    """A router in front of these workers, once `ready` of them (by default all) are ready."""
     known, stop, made = threading.Event(), [], []
     failed: list[BaseException] = []
     workers = tuple(WorkerAddress(**dict(zip(("url", "role"), url.split("="), strict=False))) for url in urls)
@@ -127,17 +127,17 @@ def live_router(*urls: str, ready: int | None = None, **config: Any) -> Iterator
 
 @dataclass(eq=False)
 class FakeWorker:
-    """Says that it is one of ours, and follows every control call; or hangs, or refuses."""
+    """Identifies as a headgate worker and follows every control call, or hangs, or refuses."""
 
     state: str = "running"
     version: int = 0
     hangs: bool = False
     owner: str = "headgate"
-    slow: str = ""  # the path of a call that is never answered
-    late: dict[str, Callable[[], Any]] = field(default_factory=dict)  # path -> a call lies unread until this returns
+    slow: str = ""  # paths of calls that are never answered
+    late: dict[str, Callable[[], Any]] = field(default_factory=dict)  # path -> delays the call until it returns
     refuses: dict[str, int] = field(default_factory=dict)  # path -> status
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    tenants: dict[str, str | None] = field(default_factory=dict)  # path -> in whose name it was last called
+    tenants: dict[str, str | None] = field(default_factory=dict)  # path -> tenant header of the last call
     url: str = ""
     over: threading.Event = field(default_factory=threading.Event)
     orders: Orders = field(default_factory=Orders)
@@ -215,7 +215,7 @@ def fake_worker(**options: Any) -> Iterator[FakeWorker]:
         request_queue_size = 64
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            pass  # a router that has hung up
+            pass  # the router has closed the connection
 
     server = Server(("127.0.0.1", 0), Handler)
     fake.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -1,6 +1,6 @@
-"""Other systems' servers as a router meets them: the shapes of vLLM's, SGLang's and a plain OpenAI server's answers.
+"""Fake servers of other systems: answers in the formats of vLLM, SGLang and a generic OpenAI server.
 
-Each has a prefix cache of so many bytes, and tells what it found there as its kind does. What is asked of it is kept.
+Each has a bounded prefix cache and reports its hits as its kind does. It records the requests that it receives.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 MODEL = "foreign"
 CHAT = "/v1/chat/completions"
 OWNERS = {"vllm": "vllm", "sglang": "sglang", "openai": "somebody"}
-BLOCK = 64  # bytes of prompt that are cached or not, together; four to a token
+BLOCK = 64  # prompt bytes per cache block; four bytes to a token
 
 
 @dataclass(eq=False)
 class Foreign:
-    """A server of that kind on a port of its own."""
+    """A foreign server on its own port."""
 
     kind: str
     cache_blocks: int = 10_000
-    tells: bool = True  # of what was cached: an option of vLLM's and SGLang's
-    pace_s: float = 0.0  # between pieces of a stream
+    reports_cached: bool = True  # reports cached tokens, which is an option of vLLM and SGLang
+    pace_s: float = 0.0  # delay between pieces of a stream
     sick: bool = False
     asked: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)  # method, path, body
-    left: int = 0  # clients that did not read to the end
+    left: int = 0  # clients that disconnected before the end
     url: str = ""
     _cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _server: asyncio.Server | None = None
@@ -55,7 +55,7 @@ class Foreign:
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 await self._answer(writer, method, target.partition("?")[0], json.loads(body or b"{}"), headers)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the router has hung up
+            pass  # the router has closed the connection
         finally:
             writer.close()
 
@@ -63,7 +63,9 @@ class Foreign:
         self, writer: asyncio.StreamWriter, method: str, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> None:
         if path in (CHAT, "/v1/completions"):
-            assert not any(name.startswith("x-headgate") for name in headers), "it is none of ours"
+            assert not any(name.startswith("x-headgate") for name in headers), (
+                "a foreign worker gets no headgate headers"
+            )
             self.asked.append((method, path, body))
             return await self._generate(writer, path, body)
         if method == "POST":
@@ -128,7 +130,7 @@ class Foreign:
             await asyncio.sleep(self.pace_s)
         if (body.get("stream_options") or {}).get("include_usage"):
             await self._event(writer, json.dumps(frame | {"choices": [], "usage": usage}))
-        await self._event(writer, "[DONE]")  # in a write of its own, as theirs is
+        await self._event(writer, "[DONE]")  # in its own write, as the real servers do
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
@@ -141,7 +143,7 @@ class Foreign:
             raise ConnectionError
 
     def _look_up(self, prompt: bytes) -> int:
-        """Bytes of it that were cached; now all of it is, and what was used least recently is not."""
+        """The cached bytes of a prompt, which is cached afterwards; the least recently used blocks are evicted."""
         keys = [hash(prompt[: end + BLOCK]) for end in range(0, len(prompt) - BLOCK, BLOCK)]
         known = next((i for i, key in enumerate(keys) if key not in self._cache), len(keys))
         for key in reversed(keys):
@@ -161,6 +163,6 @@ class Foreign:
         }
         if self.kind == "openai":
             del usage["prompt_tokens_details"]
-        elif self.tells:
+        elif self.reports_cached:
             usage["prompt_tokens_details"] = {"cached_tokens": cached // 4}
         return usage

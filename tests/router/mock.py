@@ -1,7 +1,7 @@
-"""A scripted worker in this process: it speaks the journal like a Headgate server, and breaks as a test wants.
+"""A scripted worker in this process: it writes the journal like a headgate server, and fails as a test demands.
 
-Its tokens are a pure function of prompt, seed, choice and position, so whoever goes on with an answer must say the same;
-what it is asked to go on with is checked against that. `Mock(plain=True)` is somebody else's server: no journal.
+Its tokens are a pure function of prompt, seed, choice and position, so every worker must continue an answer alike,
+and a resume request is checked against that. `Mock(plain=True)` is a foreign server without a journal.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 FaultKind = Literal[
     "none",
-    "close",  # at once, without a word
-    "reset",  # the same, with RST
-    "mute",  # never a word
+    "close",  # closes at once, without an answer
+    "reset",  # resets the connection
+    "mute",  # never answers
     "after_head",
     "cut",  # after `at` blocks, and `part` of the next one
     "cut_reset",
-    "early_end",  # the answer ends as if it were whole
+    "early_end",  # ends early as if the answer were complete
     "bad_http",
     "bad_chunk",
-    "bad_sse",  # an event that never ends
-    "long_length",  # promised more than there is
+    "bad_sse",  # an event without an end
+    "long_length",  # announces more bytes than it sends
     "short_length",
     "status",
-    "veiled",  # for its own reasons: `cause`
-    "veiled_late",  # the same, with its last token under the veil
+    "withheld",  # ends the answer with `cause`
+    "withheld_late",  # the same, with its last token withheld
     "slow",
-    "alive",  # shows life before its first token
-    "late_close",  # a whole answer, and the connection closes after it
-    "stall",  # after `at` blocks, silence, until a pause ends it
+    "alive",  # sends keep-alives before its first token
+    "late_close",  # a complete answer, after which the connection closes
+    "stall",  # silent after `at` blocks until a pause ends it
     "late",  # reaches the worker after the pause
 ]
 
@@ -82,13 +82,13 @@ FINE = Fault()
 
 @dataclass
 class Asked:
-    """A request as it came to the worker."""
+    """A request as the worker received it."""
 
     path: str
     headers: list[tuple[bytes, bytes]]
     body: dict[str, Any]
     fault: Fault = FINE
-    left: bool = False  # before the answer was told
+    left: bool = False  # the client left before the end of the answer
     done: bool = False
 
     def header(self, name: str) -> str | None:
@@ -100,7 +100,7 @@ class Asked:
         return self.header("x-request-id") or ""
 
 
-# ------------------------------------------------------------------------------------------------------ what it says
+# ------------------------------------------------------------------------------------------------------- what it says
 
 
 def number(*key: object) -> int:
@@ -126,19 +126,19 @@ def text_of(body: dict[str, Any], choice: int = 0) -> str:
 
 
 def holds(token: int) -> bool:
-    """Whether its text comes only with the next token's, as that of half a stop string would."""
+    """Whether its text comes only with the next token's, as that of a partial stop string does."""
     return token % 7 == 3
 
 
 @dataclass
 class Saying:
-    """One choice while it is told."""
+    """The state of one choice while it is sent."""
 
     index: int
     tokens: list[int]
-    at: int = 0  # tokens told
-    chars: int = 0  # of their text, told
-    held: str = ""  # text that is still to be told
+    at: int = 0  # tokens sent
+    chars: int = 0  # characters sent
+    held: str = ""  # text that is not sent yet
     finished: bool = False
 
     @property
@@ -157,9 +157,9 @@ class Saying:
 
 
 class Answer:
-    """What a request is told, block by block."""
+    """The answer to one request, block by block."""
 
-    _silent = True  # no block of its journal was written
+    _silent = True  # no journal block was written
 
     def __init__(self, asked: Asked, mistakes: list[str], rng: random.Random) -> None:
         self.asked, self.body = asked, asked.body
@@ -189,12 +189,12 @@ class Answer:
             if saying.finished and told["finish"] != ["length", "max_tokens", 5, 0, len(saying.tokens)]:
                 mistakes.append(f"{self.asked.id}: finish is {told['finish']}")
 
-    def blocks(self, veiled_at: int = 10**9, cause: str = "", *, late: bool = False) -> Iterator[bytes]:
-        """Without a journal, events alone."""
+    def blocks(self, withheld_at: int = 10**9, cause: str = "", *, late: bool = False) -> Iterator[bytes]:
+        """Events without a journal."""
         told, pending = 0, [choice for choice in self.choices if not choice.finished]
         while pending:
             saying = self._rng.choice(pending)
-            if told >= veiled_at:
+            if told >= withheld_at:
                 if late:
                     yield b"".join(b":m %b\n" % line for line in self._block(saying).split(b"\n")[:-1]) + b"\n"
                 yield from self._veiled_end(pending, cause)
@@ -274,11 +274,11 @@ class Answer:
             yield b"".join(ends) + b":m data: " + self.whole(shown).replace(b'": "', b'":"') + b"\n:m \n\n"
 
 
-# --------------------------------------------------------------------------------------------------------- how it says it
+# ----------------------------------------------------------------------------------------------------- how it says it
 
 
 class Mock:
-    """A worker on a port of its own. `script` says what goes wrong with a request."""
+    """A worker on its own port. `script` chooses the fault of each request."""
 
     def __init__(
         self,
@@ -301,12 +301,12 @@ class Mock:
         self.mistakes: list[str] = []
         self.connections: set[Connection] = set()
         self.opened = 0
-        self.deaf = False  # takes connections, and answers nothing, not even probes
-        self.paused: dict[str, Any] | None = None  # by this call
-        self.refuses = 0  # control calls, with this status
+        self.deaf = False  # accepts connections and answers nothing, not even probes
+        self.paused: dict[str, Any] | None = None  # the body of the pause
+        self.refuses = 0  # status with which control calls are refused
         self.running, self.pausing, self.aborting = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.running.set()
-        self.pace_s = 0.0  # between events
+        self.pace_s = 0.0  # delay between events
         self.written = 0
         self.rng = random.Random(seed)
         self.port = 0
@@ -350,7 +350,7 @@ class Mock:
         return {"request_id": "x", "status": "success", "result": result | {"engines": []} | more}
 
     def kill(self) -> None:
-        """As kill -9 does: the port refuses, and every connection is reset."""
+        """Like kill -9: the port refuses connections, and every open one is reset."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -383,7 +383,7 @@ class Mock:
 
 
 class Broken(Exception):
-    """The connection was ended on purpose."""
+    """The connection was closed on purpose."""
 
 
 class Connection(asyncio.Protocol):
@@ -445,7 +445,7 @@ class Connection(asyncio.Protocol):
         asked = self._asked = Asked(path, self._headers, json.loads(self._body))
         asked.fault = self._mock.script(asked)
         if asked.header("x-headgate-on-preempt") == "recompute" and asked.fault.cause == "pd_reschedule":
-            asked.fault = FINE  # it is computed again instead
+            asked.fault = FINE  # the request is recomputed instead
         self._mock.asked.append(asked)
         self.task = asyncio.get_running_loop().create_task(self._answer(asked))
         return None
@@ -517,14 +517,14 @@ class Connection(asyncio.Protocol):
             self._break()
         if fault.kind == "alive":
             await self._chunk(b": keep-alive\n\n", fault)
-            await asyncio.sleep(0.02)  # so that it is read alone
-        veiled_at = fault.at if fault.kind in ("veiled", "veiled_late") and answer.journal else 10**9
-        told_late = answer.blocks(veiled_at, fault.cause, late=fault.kind == "veiled_late")
+            await asyncio.sleep(0.02)  # so that it arrives alone
+        withheld_at = fault.at if fault.kind in ("withheld", "withheld_late") and answer.journal else 10**9
+        told_late = answer.blocks(withheld_at, fault.cause, late=fault.kind == "withheld_late")
         blocks = (block for block in told_late if block)
         at = -1
-        if fault.kind not in ("none", "slow", "alive", "late", "late_close", "veiled", "veiled_late"):
+        if fault.kind not in ("none", "slow", "alive", "late", "late_close", "withheld", "withheld_late"):
             blocks = iter(told := list(blocks))
-            at = min(fault.at, len(told) - 1)  # what is meant for the middle strikes at the end of a short answer
+            at = min(fault.at, len(told) - 1)  # a fault in mid-answer happens at the end of a short answer
         for i, block in enumerate(blocks):
             if i == at:
                 await self._strike(fault, block)
@@ -609,11 +609,11 @@ class Connection(asyncio.Protocol):
 
 
 def faults(rng: random.Random, share: float, *, plain: bool = False) -> Callable[[Asked], Fault]:
-    """A script in which that share of requests goes wrong, each in some way."""
+    """A script in which this share of requests fails, each in a random way."""
     late = ["after_head", "cut", "cut_reset", "bad_chunk", "bad_sse", "early_end"]
     early = ["close", "reset", "bad_http", "status", "long_length", "slow", "late_close"]
-    # Nobody can say of somebody else's stream that it ended early: how it ends is their business.
-    kinds = [*early, *early, *late[:-1]] if plain else [*early, *late, *late, "veiled", "veiled"]
+    # Nothing in a foreign stream shows that it ended early.
+    kinds = [*early, *early, *late[:-1]] if plain else [*early, *late, *late, "withheld", "withheld"]
 
     def script(asked: Asked) -> Fault:
         if rng.random() >= share:

@@ -1,7 +1,8 @@
-"""A prefill server and decode servers, each a process, behind a real router, with lines between them that can be tapped.
+"""A prefill server and decode servers, each a process, behind a real router, with tappable lines between them.
 
-The router reaches each server over a `Line`, and so does KV: the line in front of the prefill server writes the address of
-another line into every ticket. A hook on a line sees bytes before they pass, so a test acts exactly then.
+The router reaches each server over a `Line`. KV also passes over a line: the one in front of the prefill server
+writes the address of another line into every ticket. A hook on a line sees bytes before they pass, so a test can act
+then.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from tests.api.serving import clean_environment, metric_values, wait_until
 from tests.router.fleets import LiveRouter, live_router
 from tests.router.test_kill import CHAT, COMPLETIONS, NUMBERS, TOOL, Process, told_in_events, told_whole
 
-Hook = Callable[[bytes, int], bytes | None]  # what passes, given how much went before; None cuts the line
+Hook = Callable[[bytes, int], bytes | None]  # (data, offset) -> what passes; None cuts the line
 Asked = tuple[str, dict[str, Any]]
 
 ADDRESS = re.compile(rb'"address":"127\.0\.0\.1:(\d{5})"')
 TICKET = b'"kv_ticket":'
-THRESHOLD = 64  # tokens of a prompt, as the router estimates them, from which on it is computed elsewhere
+THRESHOLD = 64  # estimated prompt tokens from which on a prompt is computed by the prefill server
 CONTEXT = 32768
-CALL_S = 60.0  # that a client waits for the end of its answer
-HOME = ("num_requests_running", "num_requests_waiting", "kv_blocks_held", "kv_leases", "kv_blocks_leased")
+CALL_S = 60.0  # timeout for the end of an answer
+HELD_METRICS = ("num_requests_running", "num_requests_waiting", "kv_blocks_held", "kv_leases", "kv_blocks_leased")
 
 
 def ignored(events: int) -> None:
@@ -47,7 +48,7 @@ def unchanged(data: bytes, offset: int) -> bytes:
 
 
 class Line:
-    """An address that leads to a port of this machine, for as long as nobody cuts it."""
+    """A port that forwards to another port of this machine until it is cut."""
 
     def __init__(self, port: int = 0) -> None:
         self.target = port
@@ -109,7 +110,7 @@ class Line:
 
 
 class Server(Process):
-    """`headgate serve`, with its engine: stopped and killed together."""
+    """`headgate serve` and its engine, which are stopped and killed together."""
 
     def __init__(self, name: str, model: Path, folder: Path, *flags: object) -> None:
         super().__init__("serve", model, *flags, log=folder / f"{name}.log")
@@ -152,7 +153,7 @@ class Server(Process):
             self.start()
         wait_until(self._answers, 180)
         if self.metric("weight_version"):
-            self.kill_all()  # it starts with those that it had at first
+            self.kill_all()  # a restarted server has its original weights
             self.start()
             wait_until(self._answers, 180)
         if self.is_paused():
@@ -196,36 +197,36 @@ class Server(Process):
         return sum(v for key, v in page.items() if key.partition("{")[0] in names and all(w in key for w in wanted))
 
     def _page(self) -> dict[str, float] | None:
-        """Its metrics; an engine that does not answer just now has none, and none is not zero."""
+        """Its metrics. An engine that does not answer at the moment has none, which is not zero."""
         page = metric_values(httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text)
         return page if page['headgate:engine_up{engine="0"}'] else None
 
     def is_home(self) -> bool:
-        return not any(self.metric(name) for name in HOME)
+        return not any(self.metric(name) for name in HELD_METRICS)
 
 
 class PdFleet:
-    """P, and D, and whoever else; `kv` is the line between D and P."""
+    """The prefill server P, the decode server D and any others. `kv` is the line between D and P."""
 
     def __init__(self, router: LiveRouter, p: Server, decoders: list[Server], kv: Line, model: Path) -> None:
         self.router, self.p, self.d, self.decoders, self.kv, self.model = router, p, decoders[0], decoders, kv, model
         self.other_weights = tiny_model(
             model.parent / "other", seed=1, **json.loads((model / "config.json").read_text())
         )
-        self.over = threading.Event()  # who holds a line may let go
+        self.over = threading.Event()  # set to release hooks that wait
 
     @property
     def servers(self) -> list[Server]:
         return [self.p, *self.decoders]
 
     def watch_tickets(self, act: Callable[[], None] = lambda: None) -> None:
-        """Lead KV over our line, and call `act` once, when a ticket is about to reach the router."""
+        """Route KV over the line, and call `act` once, when a ticket is about to reach the router."""
         acts = iter([act])
 
         def readdressed(data: bytes, offset: int) -> bytes:
             if found := ADDRESS.search(data):
                 self.kv.target = int(found[1])
-                assert self.kv.port >= 10000  # as many digits: the length of the chunk is already told
+                assert self.kv.port >= 10000  # same number of digits, because the chunk's length was sent already
                 data = data.replace(found[0], b'"address":"127.0.0.1:%d"' % self.kv.port)
                 next(acts, lambda: None)()
             return data
@@ -243,12 +244,12 @@ class PdFleet:
         self.router.wait_for(ready=len(self.servers))
 
     def _forgive(self) -> None:
-        """Who has failed in one case after another would stay away for longer each time."""
+        """Reset the failure counts; otherwise a worker that fails in several cases stays down ever longer."""
         for worker in self.router.router.fleet:
             worker.trips, worker.open_until_s = 0, 0.0
 
     def assert_home(self) -> None:
-        """Nothing is kept for anybody, at servers that live and in the router."""
+        """Nothing is held at running servers or in the router."""
         router = self.router.router
 
         def at_rest() -> bool:
@@ -267,12 +268,12 @@ class PdFleet:
         return ask(self.router.url, asked, salt, on_event)
 
     def alone(self, asked: Asked, salt: str = "alone") -> Any:
-        """What one server says that does all of it."""
+        """The answer of one server that computes all of it."""
         return ask(self.d.url, asked, salt)
 
 
 def ask(url: str, asked: Asked, salt: str, on_event: Callable[[int], None] = ignored) -> Any:
-    """All that the answer adds up to; `on_event` is told how many events have come."""
+    """The content of the whole answer. `on_event` is called with the number of events so far."""
     path, body = asked
     body = body | {"cache_salt": salt}
     with httpx.Client(base_url=url, timeout=90, trust_env=False) as http:
@@ -291,7 +292,7 @@ def ask(url: str, asked: Asked, salt: str, on_event: Callable[[int], None] = ign
 
 
 class Call:
-    """A request in a thread of its own, over one socket, so that its client can leave at any moment."""
+    """A request in its own thread, over one socket, so that its client can disconnect at any moment."""
 
     def __init__(self, url: str, asked: Asked, salt: str, id: str, on_event: Callable[[int], None] = ignored) -> None:
         path, body = asked
@@ -336,18 +337,18 @@ class Call:
 
     @property
     def lines(self) -> list[str]:
-        """What its events say."""
+        """Its decoded events."""
         return [line[6:] for line in self.body.splitlines() if line.startswith("data: ")]
 
     def told(self) -> Any:
-        """All that the answer adds up to."""
+        """The content of the whole answer."""
         self.wait()
         assert self._failed is None and self.status == 200, (self._failed, self._answer[-500:])
         return told_in_events(self.lines) if self._stream else told_whole(_without_call_ids(json.loads(self.body)))
 
 
 def _without_call_ids(answer: dict[str, Any]) -> dict[str, Any]:
-    """They are made from the request's id, which differs between two runs."""
+    """Ids of tool calls derive from the request's id, which differs between two runs."""
     for choice in answer["choices"]:
         for call in (choice.get("message") or {}).get("tool_calls") or ():
             assert call.pop("id")
@@ -369,7 +370,7 @@ def pd_fleet(
 ) -> Iterator[PdFleet]:
     """A prefill server, a decode server for each list of flags, and a router in this process.
 
-    Nobody is given up because this machine did not run it for some seconds, unless faults are to be noticed soon.
+    Timeouts tolerate a machine that does not run a process for seconds, unless faults must be detected quickly.
     """
     times = ("--kv-times", kv_times)
     model = tiny_model(folder / "tiny", max_position_embeddings=CONTEXT, num_hidden_layers=layers)
@@ -392,7 +393,7 @@ def pd_fleet(
         yield fleet
 
 
-# ------------------------------------------------------------------------------------------------------- what is asked
+# ------------------------------------------------------------------------------------------------------ what is asked
 
 
 def words(rng: random.Random, length: int) -> str:
@@ -400,7 +401,7 @@ def words(rng: random.Random, length: int) -> str:
 
 
 def prompt_lengths(rng: random.Random) -> int:
-    """Around the edges of blocks, around the threshold, and now and then more than one step takes."""
+    """Around block boundaries and the threshold, and sometimes more than one step computes."""
     near = rng.choice((0, -1, 1, 2, -2))
     match rng.randrange(8):
         case 0 | 1 | 2:
@@ -415,7 +416,7 @@ def prompt_lengths(rng: random.Random) -> int:
 
 
 def random_requests(seed: int, count: int) -> list[Asked]:
-    """Of every kind; a third of them begin like another one."""
+    """Requests of every kind. A third of them share a prefix with another one."""
     rng = random.Random(seed)
     prefixes = [words(rng, length) for length in (32 * 12, 32 * 20 + 5, 1500)]
     asked = []
@@ -436,7 +437,7 @@ def _request(rng: random.Random, text: str, number: int) -> Asked:
         body["return_token_ids"] = True
     if rng.random() < 0.5:
         return CHAT, {"messages": [{"role": "user", "content": text}]} | body | _chat_extra(rng)
-    prompt = list(text.encode()) if rng.random() < 0.2 else text  # token ids of the same length, not of the same text
+    prompt = list(text.encode()) if rng.random() < 0.2 else text  # token ids of the same length but not the same text
     extra = rng.choice(({}, {"logprobs": 2}, {"stop": ["a", "zq"]}, {"ignore_eos": True}, {"frequency_penalty": 0.7}))
     return COMPLETIONS, {"prompt": prompt} | body | extra
 

@@ -1,4 +1,4 @@
-"""Run a coroutine as the router's own process would: on uvloop, with everything that goes wrong in the loop noticed."""
+"""Runs a coroutine as the router's process does, on uvloop, and fails on errors in the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uvloop
 
 
 def run(main: Coroutine[Any, Any, None], timeout_s: float = 100.0) -> None:
-    """Fails if anything was raised where nobody heard it, or if a task is left."""
+    """Fail if an exception was not retrieved, or if a task is left."""
     unheard: list[dict[str, Any]] = []
 
     async def watched() -> None:
@@ -24,7 +24,7 @@ def run(main: Coroutine[Any, Any, None], timeout_s: float = 100.0) -> None:
                 await asyncio.wait(left)
 
     with warnings.catch_warnings():
-        # A test that fails leaves its sockets open, and uvloop does not survive a warning about them.
+        # A failed test leaves its sockets open, and uvloop crashes on the warning about them.
         warnings.simplefilter("ignore", ResourceWarning)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(watched())

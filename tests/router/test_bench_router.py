@@ -17,7 +17,7 @@ FEW = ["--conversations", "4", "--turns", "3", "--system-prompts", "2", "--round
 FEW += ["--concurrency", "2", "--think", "0", "--ignore-eos"]
 
 
-def test_it_tells_where_turns_land_what_was_cached_and_what_the_router_adds(
+def test_the_report_has_placement_cache_hits_and_router_overhead(
     servers: list[LiveServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     saved = [tmp_path / "one.json", tmp_path / "two.json"]
@@ -43,9 +43,7 @@ def test_it_tells_where_turns_land_what_was_cached_and_what_the_router_adds(
     assert "placement at home" in capsys.readouterr().out
 
 
-def test_without_anybody_to_compare_with_there_is_no_overhead(
-    servers: list[LiveServer], capsys: pytest.CaptureFixture[str]
-):
+def test_without_a_direct_run_no_overhead_is_reported(servers: list[LiveServer], capsys: pytest.CaptureFixture[str]):
     assert cli.main(["bench", "router", servers[0].url, *FEW], {}) == 0
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("first token")).split()[-1] == "-"
@@ -57,7 +55,7 @@ def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]):
     assert "turns must be at least 1" in capsys.readouterr().err
 
 
-def test_what_a_router_adds_is_judged_pair_by_pair():
+def test_router_overhead_is_computed_from_pairs_of_runs():
     slow, quick = TimedRequest(total_s=9.0, first_token_s=8.5), TimedRequest(total_s=8.9, first_token_s=8.4)
     calm, calmer = TimedRequest(total_s=0.3, first_token_s=0.2), TimedRequest(total_s=0.2, first_token_s=0.1)
     lost = TimedRequest(error="timeout", total_s=99.0)
@@ -69,10 +67,10 @@ def talk(*workers: str, cached: int = 0) -> list[TimedRequest]:
     return [TimedRequest(worker=worker, prompt_tokens=10, cached_tokens=cached) for worker in workers]
 
 
-def test_placement_counts_turns_and_not_first_ones():
+def test_placement_counts_all_turns_but_the_first():
     placement = placement_of([talk("a", "a", "b"), talk("b", "b", cached=5), talk("a")])
     assert placement.at_home == 2 / 3
     assert placement.workers == {"a": 3, "b": 3} and placement.busiest_over_mean == 1.0
     assert placement.cached_share == 10 / 60
     lost = placement_of([[TimedRequest(error="timeout"), *talk("c")]])
-    assert lost.requests == 1 and lost.at_home == 0.0, "nobody had the turn before"
+    assert lost.requests == 1 and lost.at_home == 0.0, "no worker had the previous turn"

@@ -1,4 +1,4 @@
-"""The control plane of a router: a fleet is stopped, held and updated like one server; who does not follow is named."""
+"""The control plane of a router: control calls act on a fleet as on one server, and name the workers that fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = LONG | {"max_tokens": 8}
 def router(servers: list[LiveServer]) -> Iterator[LiveRouter]:
     with live_router(*(server.url for server in servers), policy="round_robin") as router:
         yield router
-        router.post("/v1/wakeup")  # after a test that failed in the middle
+        router.post("/v1/wakeup")  # after a test that failed half-way
         router.post("/v1/resume")
         Fleet(router.url).abort(everything=True)
         assert router.router.live == {} and router.router.fleet.double_releases == 0
@@ -49,10 +49,10 @@ def ask_long(fleet: Fleet, threads: ThreadPoolExecutor, *ids: str, **more: objec
     return asked
 
 
-# ------------------------------------------------------------------------------------------------------------- fan-out
+# ------------------------------------------------------------------------------------------------------------ fan-out
 
 
-def test_43_of_eight_workers_two_dead_ones_are_named_within_the_timeout():
+def test_43_two_failed_workers_of_eight_are_named_within_the_timeout():
     with ExitStack() as stack:
         fakes = [stack.enter_context(fake_worker()) for _ in range(8)]
         urls = [fake.url for fake in fakes]
@@ -60,10 +60,10 @@ def test_43_of_eight_workers_two_dead_ones_are_named_within_the_timeout():
             live_router(*urls, probe_interval_s=60.0, control_timeout_s=0.5, probe_timeout_s=0.5)
         )
         for fake in fakes[:2]:
-            fake.hangs = True  # it takes connections and says nothing, as a stopped process does
+            fake.hangs = True  # it accepts connections and answers nothing, like a stopped process
 
         def two_named() -> dict[str, Any] | None:
-            """A moment in which nothing is run here makes others late too; that is over when it is asked again."""
+            """On a busy machine other workers may be late too; they answer when asked again."""
             began_s = time.monotonic()
             told = router.get("/v1/is_paused").json()["result"]["workers"]
             assert time.monotonic() - began_s < 30
@@ -84,12 +84,12 @@ def test_43_a_call_does_not_wait_for_a_worker_that_has_gone_down_meanwhile():
         dead.hangs = True
         began_s = time.monotonic()
         told = router.post("/v1/pause", {"timeout": 60})
-        assert time.monotonic() - began_s < 40, "it would have been 60"
+        assert time.monotonic() - began_s < 40, "less than the timeout of 60 s"
         assert told.status_code == 202 and "down" in told.json()["result"]["workers"][dead.url]["error"]
         assert well.state == "paused"
 
 
-def test_29_a_worker_that_will_not_follow_makes_the_call_an_error_that_names_it(fakes: list[FakeWorker]):
+def test_29_a_worker_that_refuses_makes_the_call_an_error_that_names_it(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         fakes[1].refuses["/v1/pause"] = 409
         answer = router.post("/v1/pause", {})
@@ -99,8 +99,9 @@ def test_29_a_worker_that_will_not_follow_makes_the_call_an_error_that_names_it(
         assert outcomes[fakes[0].url]["state"] == outcomes[fakes[2].url]["state"] == "paused"
         for fake in fakes:
             fake.refuses["/v1/pause"] = 409
-        assert router.post("/v1/pause", {}).json()["error"]["code"] == "stubborn"  # the same from all: passed on
-        assert router.router.holding  # as the first pause, which some have followed, had asked
+        # All refuse alike, so the refusal is passed on.
+        assert router.post("/v1/pause", {}).json()["error"]["code"] == "stubborn"
+        assert router.router.holding  # by the first pause, which some workers have followed
         assert router.post("/v1/resume").status_code == 200
 
 
@@ -149,7 +150,7 @@ def test_18_29_two_pauses_at_once_that_every_worker_refuses_change_nothing(fakes
         assert not router.router.holding
 
 
-def test_bodies_with_unknown_fields_are_refused_by_name_before_anybody_is_asked(fakes: list[FakeWorker]):
+def test_bodies_with_unknown_fields_are_refused_before_any_worker_is_asked(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         for path in ("/v1/pause", "/v1/resume", "/v1/update_weights", "/v1/sleep", "/v1/workers"):
             refused = router.post(path, {"nonsense": 1})
@@ -162,7 +163,7 @@ def test_bodies_with_unknown_fields_are_refused_by_name_before_anybody_is_asked(
         assert not any(fake.calls for fake in fakes)
 
 
-# ------------------------------------------------------------------------------------------------- those who come back
+# --------------------------------------------------------------------------------------------- workers that come back
 
 
 def test_29_a_worker_that_comes_back_while_the_fleet_is_paused_is_paused(fakes: list[FakeWorker]):
@@ -208,7 +209,7 @@ def test_18_29_a_worker_that_missed_a_pause_is_paused_as_the_others_were(
         router.wait_for(paused=3)
 
 
-def test_55_a_worker_that_comes_back_with_older_weights_gets_the_fleets_before_it_gets_traffic(
+def test_55_a_worker_that_comes_back_with_older_weights_is_updated_before_it_gets_requests(
     fakes: list[FakeWorker],
 ):
     late = fakes[2]
@@ -223,14 +224,14 @@ def test_55_a_worker_that_comes_back_with_older_weights_gets_the_fleets_before_i
         late.calls.clear()
         del late.refuses["/v1/loads"]
         wait_until(lambda: late.asked("/v1/update_weights"))
-        assert router.states()[late.url] != "ready"  # it could not be given them
+        assert router.states()[late.url] != "ready"  # its update was refused
         late.refuses.clear()
         wait_until(lambda: late.version == 7)
         router.wait_for(ready=3)
         assert late.asked("/v1/update_weights")[-1]["path"] == "/w" and late.state == "running"
 
 
-def test_24_a_fleet_that_somebody_else_has_resumed_is_held_no_longer(fakes: list[FakeWorker]):
+def test_24_a_resume_by_another_caller_ends_the_pause_of_the_fleet(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         router.post("/v1/pause")
         assert router.router.holding and router.get("/ready").status_code == 503
@@ -241,7 +242,7 @@ def test_24_a_fleet_that_somebody_else_has_resumed_is_held_no_longer(fakes: list
         assert [len(fake.asked("/v1/pause")) for fake in fakes] == [1, 1, 1]
 
 
-# ------------------------------------------------------------------------------------------------------------- updates
+# ------------------------------------------------------------------------------------------------------------ updates
 
 
 def test_25_an_update_is_refused_unless_every_worker_is_paused(fakes: list[FakeWorker]):
@@ -254,7 +255,7 @@ def test_25_an_update_is_refused_unless_every_worker_is_paused(fakes: list[FakeW
         assert not any(fake.asked("/v1/update_weights") for fake in fakes)
 
 
-def test_29_an_update_that_some_have_missed_is_given_to_those_alone_when_it_is_asked_again(fakes: list[FakeWorker]):
+def test_29_a_repeated_update_goes_only_to_the_workers_that_missed_it(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         router.post("/v1/pause")
         fakes[1].refuses["/v1/update_weights"] = 400
@@ -266,7 +267,7 @@ def test_29_an_update_that_some_have_missed_is_given_to_those_alone_when_it_is_a
         assert [fake.version for fake in fakes] == [3, 3, 3]
 
 
-def test_in_a_trainers_group_every_engine_of_the_fleet_has_a_rank_of_its_own(fakes: list[FakeWorker]):
+def test_in_a_trainers_group_every_engine_of_the_fleet_has_its_own_rank(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         router.post("/v1/pause")
         group = {"init_method": "tcp://127.0.0.1:1", "world_size": 6}
@@ -282,7 +283,7 @@ def test_in_a_trainers_group_every_engine_of_the_fleet_has_a_rank_of_its_own(fak
         assert router.post("/init_weights_update_group", meeting | {"world_size": 2}).status_code == 400
 
 
-def test_new_requests_wait_while_an_update_holds_workers_that_run(fakes: list[FakeWorker]):
+def test_new_requests_wait_while_an_update_holds_running_workers(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
         fakes[0].slow = "/update_weights_from_distributed"
         updating = threads.submit(router.post, fakes[0].slow, {})
@@ -293,7 +294,7 @@ def test_new_requests_wait_while_an_update_holds_workers_that_run(fakes: list[Fa
         assert router.post("/finish_weight_update", {}).status_code == 200 and not router.router.holding
 
 
-def test_29_a_rolling_update_stops_at_the_first_worker_that_fails_and_says_where(fakes: list[FakeWorker]):
+def test_29_a_rolling_update_stops_at_the_first_worker_that_fails_and_names_it(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         fakes[1].refuses["/v1/update_weights"] = 400
         failed = router.post("/v1/update_weights", {"path": "/w", "strategy": "rolling"})
@@ -345,12 +346,12 @@ def test_44_a_worker_that_is_removed_while_it_is_updated_leaves_with_its_last_re
 
 
 def test_29_a_rolling_update_through_real_workers_fails_no_request(router: LiveRouter, weights: list[Path]):
-    # They are longer, if they were over before their worker's turn came.
+    # Longer answers are tried if the shorter ones ended before their worker's turn.
     assert any(moved_by_a_roll(router, weights[1], tokens) for tokens in (4000, 12000, 24000))
 
 
 def moved_by_a_roll(router: LiveRouter, weights: Path, tokens: int) -> bool:
-    """Whether requests were moved, and say so; each is answered whole."""
+    """Whether requests moved and report it. Each is answered completely."""
     fleet = Fleet(router.url)
     before = fleet.state().weight_version
     with ThreadPoolExecutor(8) as threads:
@@ -371,10 +372,10 @@ def moved_by_a_roll(router: LiveRouter, weights: Path, tokens: int) -> bool:
     return moved
 
 
-# -------------------------------------------------------------------------------------------------------------- aborts
+# ------------------------------------------------------------------------------------------------------------- aborts
 
 
-def test_2_an_abort_through_the_router_is_truthful_about_every_id(router: LiveRouter, servers: list[LiveServer]):
+def test_2_an_abort_through_the_router_reports_every_id_correctly(router: LiveRouter, servers: list[LiveServer]):
     fleet = Fleet(router.url)
     done = fleet.generate("hello", request_id="done", **SHORT)
     with ThreadPoolExecutor(8) as threads:
@@ -400,7 +401,7 @@ def test_2_an_abort_through_the_router_is_truthful_about_every_id(router: LiveRo
     assert router.delete("/v1/requests/nobody").json()["error"]["code"] == "request_not_found"
 
 
-def test_52_tags_and_all_end_what_they_name_wherever_it_runs(router: LiveRouter):
+def test_52_aborts_by_tag_and_of_all_requests_reach_every_worker(router: LiveRouter):
     fleet = Fleet(router.url)
     with ThreadPoolExecutor(8) as threads:
         tagged = ask_long(fleet, threads, "t1", "t2", "t3", tags={"run": "7"})
@@ -413,7 +414,7 @@ def test_52_tags_and_all_end_what_they_name_wherever_it_runs(router: LiveRouter)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_6_what_waits_in_the_router_is_ended_there_with_a_truthful_answer(servers: list[LiveServer], stream: bool):
+def test_6_a_request_that_waits_in_the_router_is_aborted_there(servers: list[LiveServer], stream: bool):
     with live_router(servers[0].url, max_in_flight=1) as router, ThreadPoolExecutor(4) as threads:
         fleet = Fleet(router.url)
         (first,) = ask_long(fleet, threads, "first")
@@ -433,8 +434,8 @@ def test_6_what_waits_in_the_router_is_ended_there_with_a_truthful_answer(server
         assert first.result(60).cut
 
 
-def test_7_an_abort_in_the_moment_of_the_last_word_adds_nothing(router: LiveRouter):
-    """The worker has said all, and the task that tells the client has not had its turn."""
+def test_7_an_abort_during_the_last_event_adds_nothing(router: LiveRouter):
+    """The worker has sent everything, and the task that writes to the client has not run yet."""
     with router.client() as http, ThreadPoolExecutor(1) as threads:
         body = {"prompt": "x", "stream": True, "request_id": "last", **LONG}
         answer = threads.submit(http.post, "/v1/completions", json=body)
@@ -452,7 +453,7 @@ def test_7_an_abort_in_the_moment_of_the_last_word_adds_nothing(router: LiveRout
         assert answer.result(60).status_code == 200 and "api_abort" not in answer.result().text
 
 
-def test_a_request_at_somebody_elses_server_is_ended_by_hanging_up(fakes: list[FakeWorker]):
+def test_a_request_at_a_foreign_worker_is_aborted_by_closing_the_connection(fakes: list[FakeWorker]):
     foreign = fakes[0]
     foreign.owner, foreign.slow = "vllm", "/v1/completions"
     with live_router(foreign.url) as router, ThreadPoolExecutor(1) as threads:
@@ -464,11 +465,11 @@ def test_a_request_at_somebody_elses_server_is_ended_by_hanging_up(fakes: list[F
         assert asked.result(60).json()["choices"][0]["finish_reason"] == "abort"
         assert router.router.fleet.find(foreign.url).in_flight == 0
         foreign.refuses["/v1/pause"] = 404
-        assert router.post("/v1/pause").status_code == 404  # it has no such call, and there is nobody else
+        assert router.post("/v1/pause").status_code == 404  # it has no such call, and there is no other worker
         router.post("/v1/resume")
 
 
-def test_11_a_tenant_is_no_admin_at_a_worker_that_nobody_knows_yet():
+def test_11_a_tenant_is_no_admin_at_a_worker_of_unknown_kind():
     with fake_worker() as fake:
         fake.slow = "/v1/models"
         keys = {"api_keys": {"ann": "ann-key"}, "admin_key": "root", "worker_key": "work"}
@@ -480,7 +481,7 @@ def test_11_a_tenant_is_no_admin_at_a_worker_that_nobody_knows_yet():
             fake.over.set()
 
 
-def test_2_an_id_that_a_silent_worker_may_have_is_not_called_unknown(fakes: list[FakeWorker]):
+def test_2_an_id_that_a_silent_worker_may_have_is_not_reported_as_not_found(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         fakes[0].refuses["/v1/abort_requests"] = 500
         told = router.post("/v1/abort_requests", {"req_ids": ["x"]})
@@ -514,10 +515,10 @@ def test_11_a_tenant_sees_and_ends_its_own_requests_only(servers: list[LiveServe
         assert asked[1].result(60).cut
 
 
-# --------------------------------------------------------------------------------------------------------------- pause
+# -------------------------------------------------------------------------------------------------------------- pause
 
 
-def test_18_a_fleet_pause_gives_every_client_its_partial_answer_and_refuses_new_ones(router: LiveRouter):
+def test_18_a_fleet_pause_gives_every_client_its_partial_answer_and_refuses_new_requests(router: LiveRouter):
     fleet = Fleet(router.url)
     with ThreadPoolExecutor(8) as threads:
         asked = ask_long(fleet, threads, "p1", "p2", "p3", "p4")
@@ -535,7 +536,7 @@ def test_18_a_fleet_pause_gives_every_client_its_partial_answer_and_refuses_new_
         assert fleet.generate(after=samples[0], **LONG | {"max_tokens": len(samples[0].token_ids) + 4}).token_ids
 
 
-def test_19_new_requests_wait_for_the_end_of_a_pause_if_that_is_asked(router: LiveRouter):
+def test_19_new_requests_wait_for_the_end_of_a_pause_that_queues(router: LiveRouter):
     fleet = Fleet(router.url)
     with ThreadPoolExecutor(4) as threads:
         (running,) = ask_long(fleet, threads, "frozen")
@@ -574,7 +575,7 @@ def test_24_a_pause_that_comes_after_a_resume_is_kept(fakes: list[FakeWorker]):
         assert [fake.state for fake in fakes] == ["paused"] * 3 and router.router.holding
 
 
-def test_a_fleet_without_workers_is_not_held_by_a_pause_that_nobody_heard():
+def test_a_pause_of_a_fleet_without_workers_has_no_effect():
     with live_router() as router:
         assert router.post("/v1/pause").json()["error"]["code"] == "no_worker" and not router.router.holding
         assert router.post("/v1/resume").status_code == 503
@@ -601,7 +602,7 @@ def test_the_client_for_one_server_works_on_a_fleet(router: LiveRouter, weights:
     fleet.wait_idle(60)
 
 
-def test_other_systems_names_speak_for_the_whole_fleet(router: LiveRouter, weights: list[Path]):
+def test_compatible_control_apis_act_on_the_whole_fleet(router: LiveRouter, weights: list[Path]):
     def states() -> set[str]:
         return {e["state"] for e in router.get("/v1/is_paused").json()["result"]["engines"]}
 
@@ -628,10 +629,10 @@ def test_other_systems_names_speak_for_the_whole_fleet(router: LiveRouter, weigh
     assert len(Fleet(router.url).generate("x", **SHORT).token_ids) == 8
 
 
-# ------------------------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------------------------- status
 
 
-def test_what_there_is_to_see(router: LiveRouter, servers: list[LiveServer]):
+def test_status_endpoints_cover_the_whole_fleet(router: LiveRouter, servers: list[LiveServer]):
     Fleet(router.url).generate("x", **SHORT)
     assert [model["id"] for model in router.get("/v1/models").json()["data"]] == ["tiny"]
     assert router.get("/v1/models/tiny").json()["owned_by"] == "headgate"
@@ -654,7 +655,7 @@ def test_what_there_is_to_see(router: LiveRouter, servers: list[LiveServer]):
     assert sum(value for name, value in values.items() if name.startswith("headgate:router_attempts_total")) == 1
 
 
-def test_50_health_is_green_while_a_worker_answers_and_says_which_do_not(fakes: list[FakeWorker]):
+def test_50_health_is_ok_while_a_worker_answers_and_names_those_that_do_not(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         fakes[0].refuses["/v1/loads"] = 500
         router.wait_for(down=1)

@@ -1,4 +1,4 @@
-"""Control calls to a fleet of which one worker answers probes and nothing else (sentence 61)."""
+"""Control calls to a fleet in which one worker answers probes and nothing else (sentence 61)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headgate.router.router import Router
 from tests.fuzzing.test_control_answers import Speaker, call, with_pair
 from tests.router.client import until
 
-AT_MOST_S = 8.0  # for a call with a timeout of half a second, on a machine that does not run us for some seconds
+AT_MOST_S = 8.0  # for a call with a timeout of half a second, with a margin for a busy machine
 TIMED = [
     ("/v1/abort_requests", {"req_ids": ["one"]}),
     ("/v1/abort_requests", {"abort_all": True}),
@@ -62,7 +62,7 @@ def test_61_a_call_without_a_timeout_has_one(method: str, path: str):
     with_pair(main, probe_interval_s=60.0, control_timeout_s=0.5, probe_timeout_s=0.5)
 
 
-def test_61_a_pause_that_a_worker_has_not_answered_is_pending_and_said_to_be():
+def test_61_a_pause_that_a_worker_has_not_answered_is_reported_as_pending():
     async def main(silent: Speaker, honest: Speaker, router: Router, url: str) -> None:
         silent.hangs = True
         result = (await call(url, "POST", "/v1/pause", {"timeout": 0.5})).json["result"]

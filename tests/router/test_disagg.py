@@ -1,4 +1,4 @@
-"""One server computes the prompt, another answers, a router puts them together, and everything breaks at every stage."""
+"""Prefill/decode disaggregation behind a router, with failures of every part at every stage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BLOCKS = ("--kv-blocks", 1024)
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
-    """In which faults are noticed soon."""
+    """A fleet that detects faults quickly."""
     hurried: dict[str, Any] = HURRIED | {"kv_times": "8,2,10", "patience_s": 4.0}
     with pd_fleet(tmp_path_factory.mktemp("pd"), *BLOCKS, decoders=[BLOCKS], **hurried) as fleet:
         yield fleet
@@ -61,7 +61,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
 
 
 def unequal(fleet: PdFleet, seed: int, count: int) -> list[int]:
-    """Requests that two servers answer otherwise than one."""
+    """The requests that two servers answer differently from one."""
     asked = random_requests(seed, count)
     with ThreadPoolExecutor(6) as pool:
         wanted = list(pool.map(lambda i: fleet.alone(asked[i], f"alone {seed} {i}"), range(count)))
@@ -70,7 +70,7 @@ def unequal(fleet: PdFleet, seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.timeout(300)
-def test_36_two_servers_answer_like_one(patient: PdFleet):
+def test_36_prefill_and_decode_servers_answer_like_one_server(patient: PdFleet):
     before, sent = patient.d.metric("kv_transfers"), patient.p.metric("kv_transfer_bytes", direction="sent")
     assert unequal(patient, 1, 60) == []
     assert patient.d.metric("kv_transfers") - before > 20
@@ -81,16 +81,16 @@ def test_36_two_servers_answer_like_one(patient: PdFleet):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_36_two_servers_answer_like_one_five_hundred_times(patient: PdFleet):
+def test_36_prefill_and_decode_servers_answer_like_one_server_five_hundred_times(patient: PdFleet):
     assert {seed: unequal(patient, seed, 100) for seed in range(2, 7)} == {seed: [] for seed in range(2, 7)}
     patient.assert_home()
 
 
-# ---------------------------------------------------------------------------------------- who computes which prompt
+# ---------------------------------------------------------------------------------------------- placement of prefills
 
 
 def moved(fleet: PdFleet, asked: Asked, salt: str) -> float:
-    """How many prompts came over the network for this one request; its answer is right."""
+    """The number of prompts fetched for this one request, whose answer is checked."""
     before = fleet.d.metric("kv_transfers")
     assert fleet.ask(asked, salt) == fleet.alone(asked)
     return fleet.d.metric("kv_transfers") - before
@@ -100,18 +100,18 @@ def completion(length: int, **more: Any) -> Asked:
     return COMPLETIONS, {"prompt": "x" * length, "max_tokens": 4, "ignore_eos": True, "seed": 1} | more
 
 
-def test_a_prompt_below_the_threshold_is_computed_where_it_is_answered(patient: PdFleet):
+def test_a_prompt_below_the_threshold_is_computed_by_the_decode_worker(patient: PdFleet):
     size = 4 * THRESHOLD
     assert moved(patient, completion(size - 8), "short") == 0
     assert moved(patient, completion(size + 8), "long") == 1
 
 
-def test_a_prompt_that_its_decoder_knows_is_not_computed_elsewhere(patient: PdFleet):
+def test_a_prompt_in_the_decode_workers_cache_is_not_prefilled_elsewhere(patient: PdFleet):
     assert [moved(patient, completion(2000), "known") for _ in range(3)] == [1, 0, 0]
     assert moved(patient, completion(0, prompt="x" * 2000 + "y" * 2000), "known") == 1
 
 
-def test_a_prompt_that_only_the_prefiller_knows_comes_from_there(patient: PdFleet):
+def test_a_prompt_in_the_prefill_workers_cache_is_fetched_from_there(patient: PdFleet):
     patient.p.post(COMPLETIONS, completion(2000)[1] | {"cache_salt": "theirs"})
     before = patient.p.metric("prefix_cache_hits")
     assert moved(patient, completion(2000), "theirs") == 1
@@ -136,7 +136,7 @@ def test_what_cannot_be_split_is_answered_by_one_server(patient: PdFleet, more: 
         ("/tokenize", {"prompt": "x" * 2000}),
     ],
 )
-def test_other_dialects_are_answered_by_one_server_without_asking_another(patient: PdFleet, path: str, body: Any):
+def test_compatible_apis_are_answered_by_one_server_without_prefill_elsewhere(patient: PdFleet, path: str, body: Any):
     asked: list[bytes] = []
     patient.p.line.to_server = lambda data, _: (asked.append(data), data)[1]
     try:
@@ -155,10 +155,10 @@ def test_responses_are_split_too(patient: PdFleet):
     assert patient.d.metric("kv_transfers") == before + 1
 
 
-# ---------------------------------------------------------------------------------------- whatever breaks, and whenever
+# ---------------------------------------------------------------------------------------------- faults at every stage
 
 TIMES = count()
-LONG, MIDDLE = 9000, 3000  # tokens of a prompt: some seconds of work, and some megabytes of KV
+LONG, MIDDLE = 9000, 3000  # prompt tokens: seconds of work and megabytes of KV
 
 
 def question(length: int, tokens: int, *, stream: bool) -> Asked:
@@ -171,7 +171,7 @@ def question(length: int, tokens: int, *, stream: bool) -> Asked:
 @dataclass(frozen=True)
 class Case:
     fault: str
-    who: str  # P or D; for what happens to the request itself, either
+    who: str  # P or D; either for what happens to the request itself
     stage: str
     stream: bool = True
 
@@ -185,7 +185,7 @@ class Case:
 
 
 class Trial:
-    """One request, to which something happens at one stage of its life."""
+    """One request, with one fault at one stage."""
 
     def __init__(self, fleet: PdFleet, case: Case) -> None:
         self.fleet, self.case = fleet, case
@@ -238,7 +238,7 @@ class Trial:
     # -- what ---------------------------------------------------------------------
 
     def _act(self) -> None:
-        """In another thread, which may take longer than we hold the line: it could be waiting for that."""
+        """Run in another thread, because it may take longer than the line is held, and may wait for the line."""
         self.happened.set()
         thread = threading.Thread(target=self._fault, daemon=True)
         self._acting.append(thread)
@@ -265,7 +265,7 @@ class Trial:
         self.victim.post("/v1/pause", {"mode": "abort", "timeout": 10})
 
     def _freeze(self) -> None:
-        """And go on after a while; D's clients wait for that, P's do not."""
+        """Pause with mode freeze. D is resumed, because its clients wait for it; P is not."""
         self.victim.post("/v1/pause", {"mode": "freeze", "new_requests": "queue", "timeout": 10})
         if self.case.who == "D":
             time.sleep(0.5)
@@ -280,7 +280,7 @@ class Trial:
         assert [each["request_id"] for each in result["aborted"]] == [self.id], result
 
     def _leave(self) -> None:
-        wait_until(lambda: self.call is not None)  # its request can be under way before we have it in hand
+        wait_until(lambda: self.call is not None)  # the request can be in flight before the reference to it is set
         assert self.call is not None
         self.call.leave()
 
@@ -288,18 +288,18 @@ class Trial:
         self.fleet.kv.sever()
 
     def _corrupt(self) -> None:
-        """Every later byte of KV is another one."""
+        """Change every later byte of KV."""
         self.fleet.kv.to_client = lambda data, _: bytes(byte ^ 0x40 for byte in data)
 
     def _stall(self) -> None:
-        """Nothing passes any more, and nobody hangs up."""
+        """Let nothing pass, without closing the connection."""
         self.fleet.kv.to_client = lambda *_: (self.fleet.over.wait(CALL_S), None)[1]
 
     def _slow(self) -> None:
         self.fleet.kv.to_client = lambda data, _: (time.sleep(0.005), data)[1]
 
 
-WANTED: dict[tuple[int, str], Any] = {}  # answers of one server alone
+WANTED: dict[tuple[int, str], Any] = {}  # answers of a single server
 
 
 def wanted(fleet: PdFleet, asked: Asked) -> Any:
@@ -310,7 +310,7 @@ def wanted(fleet: PdFleet, asked: Asked) -> Any:
 
 
 def try_it(fleet: PdFleet, case: Case) -> None:
-    """Again, should the stage not have come: who is not run for long enough is given up."""
+    """Repeat the case if its stage was not reached: on a busy machine a server may be marked down first."""
     for _ in range(5):
         try:
             return try_once(fleet, case)
@@ -336,15 +336,15 @@ def try_once(fleet: PdFleet, case: Case) -> None:
 
 
 def check_part(call: Call, right: Any, *, stream: bool) -> None:
-    """The beginning of the right answer, and the word that it was broken off."""
+    """Whether the answer is a prefix of the correct one and ends with an error."""
     choice, whole = call.told()[0][0], right[0][0]
     assert choice["finish_reason"] == (["abort"] if stream else "abort"), choice
-    # Half a character at the very end is told as one that cannot be read.
+    # A partial character at the very end appears as a replacement character.
     text = choice["text"].rstrip("\ufffd")
     assert whole["text"].startswith(text) and len(text) < len(whole["text"])
 
 
-# After these D must have computed the prompt itself. Of KV that is under way, all may have left P before it breaks.
+# After these, D must have computed the prompt itself. All KV in flight may have left P before the fault.
 FELT = {Case(fault, "P", "prefill") for fault in ("kill", "engine", "stop", "pause", "freeze")}
 FELT |= {Case(fault, "P", "transfer") for fault in ("cut", "corrupt", "stall")}
 
@@ -362,7 +362,7 @@ FAST = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", FAST, ids=str)
-def test_36_37_38_39_whatever_breaks_the_client_has_its_answer_and_nothing_is_left(fleet: PdFleet, case: Case):
+def test_36_37_38_39_whatever_breaks_the_client_gets_its_answer_and_nothing_leaks(fleet: PdFleet, case: Case):
     try_it(fleet, case)
 
 
@@ -388,14 +388,14 @@ BEGINNING = 8000  # bytes of a stream
 
 
 @pytest.mark.timeout(300)
-def test_when_no_engine_is_left_the_client_has_what_there_is_and_one_error(fleet: PdFleet):
+def test_when_no_engine_is_left_the_client_gets_the_partial_answer_and_one_error(fleet: PdFleet):
     asked = question(MIDDLE, 1000, stream=True)
     right = wanted(fleet, asked)
 
     killed = threading.Event()
 
     def held(data: bytes, offset: int) -> bytes | None:
-        """The end of the stream does not pass before everybody is dead; nothing else that passes is so long."""
+        """Hold the end of the stream until all servers are killed; no other piece is as long."""
         if offset + len(data) <= BEGINNING:
             return data
         if offset < BEGINNING:
@@ -424,8 +424,8 @@ def test_when_no_engine_is_left_the_client_has_what_there_is_and_one_error(fleet
 
 
 @pytest.mark.timeout(300)
-def test_49_a_retry_of_an_answer_whose_decoder_is_gone_is_answered_by_the_prefiller(fleet: PdFleet):
-    """Which must not take the key for that of the prompt it has computed under it."""
+def test_49_a_retry_after_the_loss_of_the_decode_worker_is_answered_by_the_prefill_worker(fleet: PdFleet):
+    """The prefill worker must not take the key for that of the prompt that it computed under the same key."""
     path, body = question(MIDDLE, 8, stream=False)
     body = body | {"cache_salt": "keyed"}
     try:
@@ -437,7 +437,7 @@ def test_49_a_retry_of_an_answer_whose_decoder_is_gone_is_answered_by_the_prefil
     assert told[0] == told[1]
 
 
-# ------------------------------------------------------------------------------------------------- no room for an answer
+# ---------------------------------------------------------------------------------------------- no room for an answer
 
 SMALL = ("--kv-blocks", 32, "--max-context", 1000, "--on-preempt", "reschedule", "--drain-timeout", 0)
 PREFILLER = ("--kv-blocks", 64, "--max-context", 1000)
@@ -446,7 +446,7 @@ PROMPT, ANSWER = 300, 600
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
-    """Two decoders that give back what finds no room."""
+    """Two decode servers that reschedule answers without room."""
     config: dict[str, Any] = {"decode_policy": "session", "preempt_retry_count": 1, "patience_s": 60.0}
     folder = tmp_path_factory.mktemp("narrow")
     with pd_fleet(folder, *PREFILLER, decoders=[SMALL, SMALL], layers=8, **config) as fleet:
@@ -455,7 +455,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
 
 @contextmanager
 def only(fleet: PdFleet, server: Server) -> Iterator[None]:
-    """Nobody else for answers is there."""
+    """A fleet without another decode server."""
     others = [d for d in fleet.decoders if d is not server]
     for other in others:
         other.post("/v1/pause", {"mode": "abort", "timeout": 10})
@@ -469,10 +469,11 @@ def only(fleet: PdFleet, server: Server) -> Iterator[None]:
 
 
 class Crowd:
-    """Has `server` answer somebody more important beside the request, in so many of its attempts, until both find no room.
+    """Sends `server` a request of higher priority beside the one under test, in `attempts` attempts, until KV runs
+    out.
 
-    The server stands still until it has both of them, so that neither can be done before the other has begun. The router
-    is not to see that, or it might think so still when the answer comes back: probes wait until it goes on.
+    The server is stopped until it has both, so that neither can finish before the other has begun. Probes wait for
+    that time: the router must not see the stop, which it might still believe when the answer comes back.
     """
 
     def __init__(self, server: Server, attempts: int) -> None:
@@ -526,7 +527,7 @@ class Crowd:
 
 
 def session_of(fleet: PdFleet, server: Server) -> str:
-    """A session that belongs to this server, whoever else is there."""
+    """A session that is placed on this server, whatever other servers there are."""
     workers = [worker for worker in fleet.router.router.fleet if worker.role == "decode"]
     ring = Ring(workers)
     names = (f"session {number}" for number in count())
@@ -559,7 +560,7 @@ def rescheduled(fleet: PdFleet) -> list[float]:
 
 
 def ask_crowded(fleet: PdFleet, asked: Asked, attempts: int) -> tuple[Call, int]:
-    """Its answer, when the first decoder has no room for it in so many attempts; and its attempts there."""
+    """The answer when the first decode server has no room in this many attempts, and its attempts there."""
     id = f"crowded-{next(TIMES)}"
     path, body = asked
     crowd = Crowd(fleet.d, attempts)
@@ -573,19 +574,21 @@ def ask_crowded(fleet: PdFleet, asked: Asked, attempts: int) -> tuple[Call, int]
 
 @pytest.mark.timeout(300)
 @KINDS
-def test_35_36_an_answer_that_finds_no_room_goes_on_elsewhere(narrow: PdFleet, kind: str, stream: bool):
+def test_35_36_an_answer_without_room_for_its_kv_resumes_elsewhere(narrow: PdFleet, kind: str, stream: bool):
     asked = long_answer(kind, stream=stream)
     before = rescheduled(narrow)
     call, attempts = ask_crowded(narrow, asked, attempts=99)
     assert call.told() == ask(narrow.p.url, asked, "alone")
-    assert attempts == 1, "it came back to the one that had no room"
+    assert attempts == 1, "it returned to the server without room"
     assert rescheduled(narrow)[0] > before[0] and rescheduled(narrow)[1] == before[1]
     narrow.assert_home()
 
 
 @pytest.mark.timeout(300)
 @KINDS
-def test_35_36_an_answer_comes_back_to_the_only_one_and_is_right(narrow: PdFleet, kind: str, stream: bool):
+def test_35_36_a_rescheduled_answer_returns_to_the_only_worker_and_is_correct(
+    narrow: PdFleet, kind: str, stream: bool
+):
     asked = long_answer(kind, stream=stream)
     with only(narrow, narrow.d):
         call, attempts = ask_crowded(narrow, asked, attempts=1)
@@ -596,7 +599,7 @@ def test_35_36_an_answer_comes_back_to_the_only_one_and_is_right(narrow: PdFleet
 
 @pytest.mark.timeout(300)
 @KINDS
-def test_35_74_a_single_decode_server_computes_an_answer_again_that_finds_no_room(
+def test_35_74_a_single_decode_server_recomputes_an_answer_without_room_for_its_kv(
     narrow: PdFleet, kind: str, stream: bool
 ):
     asked = long_answer(kind, stream=stream)
@@ -608,12 +611,12 @@ def test_35_74_a_single_decode_server_computes_an_answer_again_that_finds_no_roo
 
 
 @pytest.mark.timeout(300)
-def test_36_a_decoder_that_is_asked_to_stop_hands_its_streams_to_another(narrow: PdFleet):
+def test_36_streams_of_a_decode_worker_that_shuts_down_resume_at_another(narrow: PdFleet):
     path, body = long_answer("chat", stream=True)
     id = f"stopped-{next(TIMES)}"
 
     def stop(events: int) -> None:
-        if events == 3:  # tokens that come together share an event
+        if events == 3:  # tokens that arrive together share an event
             narrow.d.signal(signal.SIGTERM)
 
     try:
@@ -626,15 +629,15 @@ def test_36_a_decoder_that_is_asked_to_stop_hands_its_streams_to_another(narrow:
     narrow.assert_home()
 
 
-# --------------------------------------------------------------------------------------------------- no room for a prompt
+# ----------------------------------------------------------------------------------------------- no room for a prompt
 
 
 @contextmanager
 def exports(server: Server, number: int, length: int) -> Iterator[None]:
-    """Somebody has so many prompts computed there, and does not fetch them."""
+    """Have this many prompts computed there without fetching them."""
     with ExitStack() as stack:
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, trust_env=False))
-        kept = []  # a generator that is forgotten closes its stream
+        kept = []  # a garbage-collected generator closes its stream
         for index in range(number):
             body = {"prompt": f"{index}" * length, "export_kv": True, "cache_salt": "kept"}
             kept.append(stack.enter_context(http.stream("POST", COMPLETIONS, json=body)).iter_lines())
@@ -654,7 +657,7 @@ def tickets_within(fleet: PdFleet, timeout_s: float) -> Iterator[None]:
 
 
 @pytest.mark.timeout(300)
-def test_30_32_a_prefiller_without_room_is_not_waited_for_and_computes_nothing_later(narrow: PdFleet):
+def test_30_32_a_prefill_worker_without_room_is_not_waited_for_and_computes_nothing_later(narrow: PdFleet):
     asked = long_answer("completions", stream=True)
     lost, waits = narrow.router.router.counters.prefills_lost, []
 
@@ -672,7 +675,7 @@ def test_30_32_a_prefiller_without_room_is_not_waited_for_and_computes_nothing_l
 
 
 @pytest.mark.timeout(300)
-def test_30_kv_is_kept_for_a_decoder_that_has_no_room_yet(narrow: PdFleet):
+def test_30_kv_is_kept_for_a_decode_worker_that_has_no_room_yet(narrow: PdFleet):
     asked = long_answer("completions", stream=False)
     right, before = ask(narrow.p.url, asked, "alone"), narrow.d.metric("kv_transfers")
     with only(narrow, narrow.d), ExitStack() as others, ThreadPoolExecutor(1) as pool:
@@ -687,7 +690,7 @@ def test_30_kv_is_kept_for_a_decoder_that_has_no_room_yet(narrow: PdFleet):
 
 
 @pytest.mark.timeout(300)
-def test_up_with_servers_for_each_half_moves_kv_between_them(tmp_path: Path):
+def test_up_with_prefill_and_decode_servers_moves_kv_between_them(tmp_path: Path):
     model = tiny_model(tmp_path / "tiny")
     prompt = random.Random(0).choices(range(256), k=300)
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}

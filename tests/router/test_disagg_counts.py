@@ -28,7 +28,7 @@ def listed(url: str) -> list[tuple[str, str]]:
 
 @contextmanager
 def in_transfer(fleet: PdFleet, name: str) -> Iterator[list[str]]:
-    """Four requests, by their ids, whose KV is on its way from one server to the other as long as the block runs."""
+    """Four requests, by id, whose KV transfer is held for the duration of the block."""
     arrived, ids = threading.Event(), [f"{name}-{letter}" for letter in "abcd"]
     fleet.kv.to_client = lambda data, _: (arrived.wait(CALL_S), data)[1]
     try:

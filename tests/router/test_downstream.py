@@ -1,4 +1,4 @@
-"""What clients may send, and how much of it; over real sockets, with a handler that only echoes."""
+"""What clients may send, and how much, over real sockets with a handler that echoes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.router.run import run
 
 
 class Later:
-    """Answers when it is told to."""
+    """Answers on demand."""
 
     def __init__(self, client: Downstream, request: HttpRequest) -> None:
         self.client, self.request = client, request
@@ -69,7 +69,7 @@ def with_server(test: Test, *, later: bool = False, max_body_bytes: int = 1000, 
 
 
 def said(data: bytes, *, later: bool = False) -> tuple[list[HttpRequest], int, str]:
-    """What the handler saw, the status of the first answer, and its code if it was a refusal."""
+    """What the handler received, the status of the first answer, and its code if it was a refusal."""
     result: list[Any] = []
 
     async def test(echo: Echo, connections: Connections, url: str) -> None:
@@ -78,7 +78,7 @@ def said(data: bytes, *, later: bool = False) -> tuple[list[HttpRequest], int, s
         answer = await wire.response()
         code = answer.error["code"] if answer.status >= 400 else ""
         if code:
-            assert await wire.closed()  # what follows cannot be understood
+            assert await wire.closed()  # what follows cannot be parsed
         wire.close()
         result.append((echo.asked, answer.status, code))
 
@@ -89,12 +89,12 @@ def said(data: bytes, *, later: bool = False) -> tuple[list[HttpRequest], int, s
 POST = b"POST /v1/x HTTP/1.1\r\nhost: x\r\n"
 
 
-def test_a_body_in_chunks_comes_whole():
+def test_a_chunked_body_is_reassembled():
     asked, status, _ = said(POST + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
     assert (asked[0].body, status) == (b"abcde", 200)
 
 
-def test_a_request_may_come_byte_by_byte():
+def test_a_request_may_arrive_byte_by_byte():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         for byte in POST + b"content-length: 3\r\n\r\nabc":
@@ -127,14 +127,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_taken_is_refused_with_a_reason_and_the_connection_ends(name: str):
+def test_an_unacceptable_request_is_refused_with_a_reason_and_the_connection_closes(name: str):
     data, status, code = REFUSED[name]
     asked, answered, told = said(data)
     assert (answered, told) == (status, code)
     assert asked == []
 
 
-def test_a_head_below_the_limit_is_taken_in_however_many_pieces():
+def test_a_head_below_the_limit_is_accepted_in_any_number_of_pieces():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         wire.send(POST)
@@ -164,7 +164,7 @@ def test_pipelined_requests_are_answered_one_after_the_other_in_order():
     with_server(test, later=True)
 
 
-def test_too_many_pipelined_requests_are_refused_after_those_that_were_taken():
+def test_pipelined_requests_beyond_the_limit_are_refused_after_the_others_are_answered():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         for _ in range(40):
@@ -179,7 +179,7 @@ def test_too_many_pipelined_requests_are_refused_after_those_that_were_taken():
     with_server(test, later=True)
 
 
-def test_nonsense_after_a_request_does_not_cost_the_request_its_answer():
+def test_garbage_after_a_request_does_not_prevent_its_answer():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         wire.post("/", b"good")
@@ -194,7 +194,7 @@ def test_nonsense_after_a_request_does_not_cost_the_request_its_answer():
     with_server(test, later=True)
 
 
-def test_a_client_that_does_not_read_gets_no_second_answer_before_it_has_the_first():
+def test_a_client_gets_no_second_answer_before_it_has_read_the_first():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url, limit=1024)
         wire.post("/", b"1")
@@ -212,7 +212,7 @@ def test_a_client_that_does_not_read_gets_no_second_answer_before_it_has_the_fir
     with_server(test, later=True)
 
 
-def test_http_1_0_and_connection_close_end_with_their_answer():
+def test_http_1_0_and_connection_close_close_the_connection_after_the_answer():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         for data in (b"GET / HTTP/1.0\r\n\r\n", b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"):
             wire = await Wire.open(url)
@@ -223,7 +223,7 @@ def test_http_1_0_and_connection_close_end_with_their_answer():
     with_server(test)
 
 
-def test_keep_alive_is_the_rule():
+def test_connections_are_kept_alive_by_default():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         for i in range(3):
@@ -234,7 +234,7 @@ def test_keep_alive_is_the_rule():
     with_server(test)
 
 
-def test_a_client_that_asks_first_is_told_to_go_on_unless_its_body_is_too_large():
+def test_expect_100_continue_is_answered_unless_the_body_is_too_large():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         wire.send(POST + b"Expect: 100-Continue\r\ncontent-length: 3\r\n\r\n")
@@ -248,7 +248,7 @@ def test_a_client_that_asks_first_is_told_to_go_on_unless_its_body_is_too_large(
     with_server(test)
 
 
-def test_a_client_that_leaves_is_told_to_whoever_answers_it():
+def test_a_disconnect_of_the_client_is_reported_to_its_answering_object():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         wire.post("/", b"x")
@@ -257,13 +257,13 @@ def test_a_client_that_leaves_is_told_to_whoever_answers_it():
         wire.close()
         await until(lambda: echo.later[0].left)
         assert echo.later[0].client.gone
-        echo.later[0].answer()  # to nobody
+        echo.later[0].answer()  # the client is gone
         assert len(echo.asked) == 1
 
     with_server(test, later=True)
 
 
-def test_a_request_that_does_not_come_whole_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_an_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(downstream, "REQUEST_S", 0.0)
 
     async def test(echo: Echo, connections: Connections, url: str) -> None:
@@ -299,13 +299,13 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not():
 
 
 def _posts(sizes: list[int], *, key: bytes = b"k") -> list[tuple[bytes, bytes]]:
-    """Requests as a client sends them one after another: heads that differ in their length alone."""
+    """Consecutive requests of one client: the heads differ only in the content length."""
     bodies = [bytes([97 + i % 26]) * size for i, size in enumerate(sizes)]
     head = POST + b"authorization: Bearer %b\r\nContent-Length: %d\r\naccept: */*\r\n\r\n"
     return [(head % (key, len(body)) + body, body) for body in bodies]
 
 
-def test_a_head_that_has_come_before_is_known_again_and_its_body_is_the_new_one():
+def test_a_repeated_head_is_recognised_and_its_body_is_the_new_one():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         for data, body in _posts([3, 700, 0, 12]):
@@ -313,7 +313,7 @@ def test_a_head_that_has_come_before_is_known_again_and_its_body_is_the_new_one(
             assert (await wire.response()).body == body
         assert len(connections.heads) == 1
         first, *others = echo.asked
-        assert all(asked.head is first.head for asked in others), "only the first was read"
+        assert all(asked.head is first.head for asked in others), "only the first head was parsed"
         data, body = _posts([5], key=b"another")[0]
         wire.send(data)
         assert (await wire.response()).body == body
@@ -323,7 +323,7 @@ def test_a_head_that_has_come_before_is_known_again_and_its_body_is_the_new_one(
     with_server(test)
 
 
-def test_a_known_head_does_not_hide_what_else_is_in_the_data():
+def test_data_after_a_known_head_is_still_parsed():
     async def test(echo: Echo, connections: Connections, url: str) -> None:
         wire = await Wire.open(url)
         (first, _), (second, body), (third, other) = _posts([4, 6, 8])
@@ -331,7 +331,7 @@ def test_a_known_head_does_not_hide_what_else_is_in_the_data():
         await wire.response()
         wire.send(second + third)  # two at once
         assert [(await wire.response()).body for _ in range(2)] == [body, other]
-        wire.send(second[:-2])  # not whole yet
+        wire.send(second[:-2])  # incomplete
         await asyncio.sleep(0.05)
         wire.send(second[-2:] + third[:10])
         assert (await wire.response()).body == body
@@ -345,7 +345,7 @@ def test_a_known_head_does_not_hide_what_else_is_in_the_data():
     with_server(test)
 
 
-def test_heads_are_remembered_up_to_a_number(monkeypatch):
+def test_the_number_of_remembered_heads_is_bounded(monkeypatch):
     monkeypatch.setattr(downstream, "MOST_KNOWN_HEADS", 10)
 
     async def test(echo: Echo, connections: Connections, url: str) -> None:

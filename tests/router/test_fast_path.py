@@ -48,7 +48,7 @@ def chunked(*parts: bytes) -> bytes:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """The same, or with something wrong."""
+    """The input, possibly damaged."""
     at, how = rng.randrange(len(data)), rng.randrange(5)
     if how == 0:
         return data[:at]
@@ -62,22 +62,22 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 # -- HTTP ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_with_a_known_head_is_known_whatever_its_length(native: FastPath):
+def test_a_request_with_a_known_head_is_recognised_whatever_its_length(native: FastPath):
     heads = {b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\naccept: */*\r\n": "head"}
     for request in (PYTHON.request, native.request):
         for body in (b"", b"{}", b"x" * 70_000):
             assert request(HEAD % len(body) + body, heads, 10**6) == ("head", body)
         assert request(HEAD % 3 + b"abc", heads, 2) is None, "too long"
-        assert request(HEAD % 3 + b"ab", heads, 10**6) is None, "not all of it"
-        assert request(HEAD % 3 + b"abcd", heads, 10**6) is None, "and more"
+        assert request(HEAD % 3 + b"ab", heads, 10**6) is None, "incomplete"
+        assert request(HEAD % 3 + b"abcd", heads, 10**6) is None, "more data follows"
         assert request(HEAD % 3 + b"abc", {}, 10**6) is None
         assert request((HEAD % 3).replace(b"content-length", b"Content-Length") + b"abc", heads, 10**6) is not None
-        assert request((HEAD % 3).replace(b": 3", b":3") + b"abc", heads, 10**6) is None, "the parser knows better"
+        assert request((HEAD % 3).replace(b": 3", b":3") + b"abc", heads, 10**6) is None, "left to the parser"
     assert request_head(HEAD % 2 + b"{}") in heads and request_head(HEAD % 2 + b"{") is None
 
 
 @given(st.integers(0, 2**32), st.binary(max_size=60))
-def test_requests_are_read_alike(native: FastPath, seed: int, body: bytes):
+def test_both_implementations_read_requests_alike(native: FastPath, seed: int, body: bytes):
     data, rng = HEAD % len(body) + body, random.Random(seed)
     heads = {key: "head"} if (key := request_head(data)) is not None else {}
     assert native.request(data, heads, 100) == PYTHON.request(data, heads, 100)
@@ -86,24 +86,26 @@ def test_requests_are_read_alike(native: FastPath, seed: int, body: bytes):
     assert native.request(data, heads, 100) == PYTHON.request(data, heads, 100)
 
 
-def test_an_answer_with_a_known_head_is_known_whatever_its_id(native: FastPath):
+def test_an_answer_with_a_known_head_is_recognised_whatever_its_id(native: FastPath):
     events = b":j 0 0 0 1\n\n", b'data: {"a": 1}\n\n'
     known = ANSWER % b"one" + chunked(*events)
     heads = {answer_head(known, known.index(b"\r\n\r\n")): "head"}
     for answer in (PYTHON.answer, native.answer):
         assert answer(ANSWER % b"another" + chunked(*events), heads) == ("head", b"".join(events))
-        assert answer(ANSWER % b"one" + chunked(events[0] + b":m data: x\n\n"), heads) is None, "for us alone"
-        assert answer(ANSWER % b"one" + chunked(b":+\n\n"), heads) is None, "nothing without the next"
-        assert answer(ANSWER % b"one" + chunked(b"data: 1\n"), heads) is None, "not all of an event"
+        assert answer(ANSWER % b"one" + chunked(events[0] + b":m data: x\n\n"), heads) is None, (
+            "a line for the router only"
+        )
+        assert answer(ANSWER % b"one" + chunked(b":+\n\n"), heads) is None, "incomplete without the next line"
+        assert answer(ANSWER % b"one" + chunked(b"data: 1\n"), heads) is None, "an incomplete event"
         assert answer(ANSWER % b"one" + chunked(*events)[:-5], heads) is None, "not the last chunk"
-        assert answer(ANSWER % b"one" + chunked(), heads) is None, "nothing at all"
+        assert answer(ANSWER % b"one" + chunked(), heads) is None, "empty"
         assert answer((ANSWER % b"one").replace(b"200", b"201") + chunked(*events), heads) is None
 
 
 @given(
     st.integers(0, 2**32), st.lists(st.sampled_from([b":j 0 0 0 1\n\n", b"data: x\n\n", b":m \n\n", b":+\n", b""]))
 )
-def test_answers_are_read_alike(native: FastPath, seed: int, parts: list[bytes]):
+def test_both_implementations_read_answers_alike(native: FastPath, seed: int, parts: list[bytes]):
     rng = random.Random(seed)
     data = ANSWER % rng.choice([b"one", b"", b"two"]) + chunked(*parts)
     if rng.random() < 0.5:
@@ -113,7 +115,7 @@ def test_answers_are_read_alike(native: FastPath, seed: int, parts: list[bytes])
 
 
 def piped(pipe: Any, chunks: list[bytes], *, kept: int = 100) -> tuple[Any, ...]:
-    """What comes of chunks that go through a pipe, one turn after another."""
+    """The result of sending chunks through a pipe, one turn of the event loop after another."""
     journal, outbox, wire = Journal(), Outbox(), FakeWire()
     journal.KEPT_BYTES = kept
     pipe = pipe(journal, outbox, wire)
@@ -133,7 +135,7 @@ CHUNKS = [
 ]
 
 
-def test_plain_events_go_through_a_pipe_and_into_the_journal(native: FastPath):
+def test_ordinary_events_go_through_a_pipe_and_into_the_journal(native: FastPath):
     async def test() -> None:
         for pipe in (PYTHON.pipe, native.pipe):
             taken, _, written, extent, heard = piped(pipe, CHUNKS * 4)
@@ -150,7 +152,7 @@ def test_plain_events_go_through_a_pipe_and_into_the_journal(native: FastPath):
     asyncio.run(test())
 
 
-def test_a_pipe_writes_at_once_but_behind_what_waits_and_never_to_who_has_gone(native: FastPath):
+def test_a_pipe_writes_at_once_but_after_pending_data_and_never_to_a_closed_connection(native: FastPath):
     async def test() -> None:
         for pipe in (PYTHON.pipe, native.pipe):
             outbox, wire, other = Outbox(), FakeWire(), FakeWire()
@@ -168,7 +170,7 @@ def test_a_pipe_writes_at_once_but_behind_what_waits_and_never_to_who_has_gone(n
 
 
 @given(st.lists(st.tuples(st.sampled_from(CHUNKS), st.integers(0, 2**32)), max_size=12))
-def test_pipes_take_alike(native: FastPath, drawn: list[tuple[bytes, int]]):
+def test_both_implementations_of_a_pipe_take_the_same_events(native: FastPath, drawn: list[tuple[bytes, int]]):
     chunks = [damaged(data, random.Random(seed)) if seed % 2 else data for data, seed in drawn]
 
     async def both() -> list[Any]:
@@ -178,7 +180,7 @@ def test_pipes_take_alike(native: FastPath, drawn: list[tuple[bytes, int]]):
     assert python == c
 
 
-def test_a_pipe_tells_what_goes_wrong(native: FastPath):
+def test_a_pipe_raises_errors(native: FastPath):
     with pytest.raises(AttributeError):
         native.pipe(None, None, None)
     with pytest.raises(TypeError):
@@ -191,14 +193,14 @@ def test_a_pipe_tells_what_goes_wrong(native: FastPath):
 
 
 class Part:
-    """Whatever a test wants a journal, an outbox or a transport to be."""
+    """A stand-in for a journal, an outbox or a transport."""
 
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
 
 
 def parts(**replaced: Any) -> list[Part]:
-    """What a pipe is made of; a part that is replaced by None is not there."""
+    """The arguments of a pipe. A part that is replaced by None is missing."""
     usual: dict[str, Any] = {
         "raw": [],
         "read": lambda: None,
@@ -218,7 +220,7 @@ def parts(**replaced: Any) -> list[Part]:
     + [{"raw": ()}, {"KEPT_BYTES": "x"}, {"KEPT_BYTES": 2**70}, {"writes": []}],
     ids=repr,
 )
-def test_a_pipe_that_could_not_be_made_leads_nowhere(native: FastPath, odd: dict[str, Any]):
+def test_a_pipe_whose_construction_failed_raises(native: FastPath, odd: dict[str, Any]):
     pipe = native.pipe.__new__(native.pipe)
     for _ in range(3):
         with pytest.raises(ValueError, match="leads nowhere"):
@@ -229,7 +231,7 @@ def test_a_pipe_that_could_not_be_made_leads_nowhere(native: FastPath, odd: dict
     assert pipe.take(CHUNKS[0])
 
 
-def test_a_pipe_is_made_once_and_only_as_it_should_be(native: FastPath):
+def test_a_pipe_is_initialised_once_and_with_valid_arguments(native: FastPath):
     pipe = native.pipe(*parts())
     with pytest.raises(RuntimeError, match="already"):
         pipe.__init__(*parts())
@@ -250,7 +252,7 @@ def test_a_pipe_is_made_once_and_only_as_it_should_be(native: FastPath):
         copy.copy(pipe)
 
 
-def test_a_pipe_that_is_made_again_while_it_is_used_stays_what_it_was(native: FastPath):
+def test_a_pipe_that_is_initialised_again_during_use_is_unchanged(native: FastPath):
     tried: list[type[Exception]] = []
 
     def again(*_: object) -> bool:
@@ -275,7 +277,7 @@ def test_a_pipe_in_a_cycle_is_collected(native: FastPath):
 
 
 @pytest.mark.parametrize("where", ["read", "write", "is_closing"])
-def test_what_goes_wrong_behind_a_pipe_is_told_and_leaves_it_usable(native: FastPath, where: str):
+def test_an_error_behind_a_pipe_is_raised_and_leaves_the_pipe_usable(native: FastPath, where: str):
     fails = True
 
     def fail(*_: object) -> bool:
@@ -297,8 +299,8 @@ def test_what_goes_wrong_behind_a_pipe_is_told_and_leaves_it_usable(native: Fast
         assert made.take(CHUNKS[0]) and made.heard is True
 
 
-def test_keys_that_change_what_they_are_looked_up_in_harm_nobody(native: FastPath):
-    """The index is walked by key; a comparison of keys may run anything."""
+def test_keys_whose_comparison_changes_the_index_do_no_harm(native: FastPath):
+    """The index is searched by key, and a comparison of keys may run arbitrary code."""
 
     class Key(int):
         def __hash__(self) -> int:
@@ -320,7 +322,7 @@ def test_keys_that_change_what_they_are_looked_up_in_harm_nobody(native: FastPat
             walk(young, old, keys)
 
 
-# -- answers told whole ------------------------------------------------------------------------------------------------
+# -- whole answers ---------------------------------------------------------------------------------------------------
 
 ANSWER_LINE = b'data: {"a": ":e 500"}\n\n'
 LINES = [
@@ -363,7 +365,7 @@ WRITTEN = [LINES[0], LINES[1], LINES[4], ANSWER_LINE]
 
 
 def long_way(events: bytes) -> tuple[int, int, int, bytes] | None:
-    """What `Attempt` and `Journal` read in it; None if there is something wrong, or something missing."""
+    """What `Attempt` and `Journal` read in it; None if it is malformed or incomplete."""
     journal = Journal()
     journal.feed(events)
     answer = whole_answer(events)
@@ -374,7 +376,7 @@ def long_way(events: bytes) -> tuple[int, int, int, bytes] | None:
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_a_journal_with_one_odd_line_is_read_the_long_way(native: FastPath, odd: bytes):
+def test_a_journal_with_one_unusual_line_is_left_to_the_general_path(native: FastPath, odd: bytes):
     for at in range(len(WRITTEN)):
         events = b"".join([*WRITTEN[:at], odd, *WRITTEN[at:]])
         assert native.read_whole(events) is None and PYTHON.read_whole(events) is None
@@ -395,7 +397,7 @@ journals = st.one_of(
 
 @settings(max_examples=400)
 @given(journals, st.integers(0, 2**32), st.integers(0, 3))
-def test_an_answer_told_whole_is_what_its_journal_says(native: FastPath, lines: list[bytes], seed: int, harms: int):
+def test_a_whole_answer_is_what_its_journal_contains(native: FastPath, lines: list[bytes], seed: int, harms: int):
     events, rng = b"".join(lines), random.Random(seed)
     for _ in range(harms):
         events = damaged(events, rng) if events else events
@@ -410,14 +412,14 @@ def test_an_answer_told_whole_is_what_its_journal_says(native: FastPath, lines: 
         st.sampled_from([b":j ", b":f ", b"data: ", b"0", b"12", b" ", b",", b"\n", b"\r", b"a_Z", b"\xff", b"-"])
     )
 )
-def test_any_journal_is_read_alike(native: FastPath, pieces: list[bytes]):
+def test_both_implementations_read_any_journal_alike(native: FastPath, pieces: list[bytes]):
     for events in (b"".join(pieces), b"".join(pieces) + b"\n\n", b"".join([*WRITTEN, *pieces, b"\n\n"])):
         told = native.read_whole(events)
         assert told == PYTHON.read_whole(events)
         assert told is None or told == long_way(events)
 
 
-def test_input_that_is_cut_anywhere_is_read_alike(native: FastPath):
+def test_both_implementations_read_truncated_input_alike(native: FastPath):
     body = b'{"model": "m", "messages": [{"role": "user", "content": "a \\" b"}], "stream": true}'
     request, events = HEAD % len(body) + body, b"".join(WRITTEN)
     answer = ANSWER % b"one" + chunked(events, events)
@@ -441,7 +443,7 @@ def the_long_way(body: bytes) -> RequestInfo:
 
 
 def asked(native: FastPath, body: bytes) -> RequestInfo | None:
-    """What a look at the body says; None if it does not suffice."""
+    """The result of peeking at the body; None if that does not suffice."""
     return None if native.peek(body) is None else read_ask(CHAT, body, tenant="t", peek=native.peek)
 
 
@@ -473,7 +475,7 @@ NAMES = ("messages", "prompt", "input", "text", "input_ids", "token_ids")
     st.randoms(use_true_random=False),
     st.sampled_from([{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}]),
 )
-def test_a_look_says_what_reading_says(
+def test_peeking_at_a_body_gives_what_decoding_gives(
     native: FastPath, usual: Any, special: Any, prompts: Any, rng: random.Random, style: Any
 ):
     fields = list((usual | special | prompts).items())
@@ -482,7 +484,7 @@ def test_a_look_says_what_reading_says(
     seen = asked(native, body)
     assert seen is None or seen == the_long_way(body)
     (prompt,) = prompts.values() if len(prompts) == 1 else (None,)
-    assert (seen is None) == bool(special or not prompt), "what is plain is seen to be so"
+    assert (seen is None) == bool(special or not prompt), "ordinary bodies are recognised"
 
 
 @pytest.mark.parametrize(
@@ -507,12 +509,12 @@ def test_a_look_says_what_reading_says(
         b'{"n\x00": 1, "n": 2, "prompt": "x"}',
     ],
 )
-def test_what_is_out_of_the_ordinary_is_read_the_long_way(native: FastPath, body: bytes):
+def test_unusual_bodies_are_left_to_the_general_path(native: FastPath, body: bytes):
     assert native.peek(body) is None
 
 
 @given(st.binary(max_size=200) | st.text('{}[]":,\\ntpromelsuf 01', max_size=80).map(str.encode))
-def test_a_look_at_anything_harms_nobody(native: FastPath, body: bytes):
+def test_peeking_at_arbitrary_bytes_is_safe(native: FastPath, body: bytes):
     seen = native.peek(body)
     assert seen is None or body.count(b'"') >= 2
 
@@ -521,7 +523,7 @@ def test_a_look_at_anything_harms_nobody(native: FastPath, body: bytes):
 
 
 @given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 2999), st.integers(-(2**70), 2**70))
-def test_keys_tell_apart_what_differs(native: FastPath, length: int, size: int, at: int, root: int):
+def test_different_prompts_have_different_keys(native: FastPath, length: int, size: int, at: int, root: int):
     cuts, size, prompt = (64, 100, 1000, 2000), min(size, length), random.Random(length).randbytes(length)
     other = prompt[:at] + bytes([prompt[at] ^ 1]) + prompt[at + 1 :] if at < len(prompt) else prompt
     for keys, tail in ((PYTHON.cut_keys, PYTHON.tail_key), (native.cut_keys, native.tail_key)):
@@ -538,7 +540,7 @@ def test_keys_tell_apart_what_differs(native: FastPath, length: int, size: int, 
     st.lists(st.sampled_from(['{"role": "', '"content":\n', "}", '"role"', ",{", ", ", " \t", "x" * 9, '"'])),
     st.integers(0, 99),
 )
-def test_the_ends_of_messages_are_found_alike(native: FastPath, parts: list[str], before: int):
+def test_both_implementations_find_the_same_message_ends(native: FastPath, parts: list[str], before: int):
     prompt = "".join(parts).encode()
     assert native.message_end(prompt, before) == PYTHON.message_end(prompt, before)
     end = len(prompt)
@@ -546,7 +548,7 @@ def test_the_ends_of_messages_are_found_alike(native: FastPath, parts: list[str]
 
 
 @given(st.randoms(use_true_random=False))
-def test_the_index_is_walked_and_renewed_alike(native: FastPath, rng: random.Random):
+def test_both_implementations_walk_and_renew_the_index_alike(native: FastPath, rng: random.Random):
     nodes = [(n,) for n in range(3)]
     young = {key: rng.choice(nodes) for key in range(20) if rng.random() < 0.5}
     old = {key: rng.choice(nodes) for key in range(20) if key not in young and rng.random() < 0.7}
@@ -562,7 +564,7 @@ def test_the_index_is_walked_and_renewed_alike(native: FastPath, rng: random.Ran
         native.renew({}, {}, [1], lambda node: 1 // len(node))
 
 
-def test_wrong_arguments_are_told(native: FastPath):
+def test_wrong_arguments_raise(native: FastPath):
     wrong: list[tuple[Any, ...]] = [
         ("request", b""),
         ("answer", "", {}),
@@ -583,14 +585,14 @@ def test_wrong_arguments_are_told(native: FastPath):
             getattr(native, name)(*arguments)
 
 
-# -- passing it on ---------------------------------------------------------------------------------------------------
+# -- in a router -----------------------------------------------------------------------------------------------------
 
 
 NAMES_OF_FUNCTIONS = frozenset(field.name for field in fields(FastPath))
 
 
 def noting(fast_path: FastPath, called: set[str]) -> FastPath:
-    """The same functions; each notes its name when it is called."""
+    """The same functions, each recording its name when it is called."""
 
     def note(name: str) -> Callable[..., Any]:
         function = getattr(fast_path, name)
@@ -600,7 +602,7 @@ def noting(fast_path: FastPath, called: set[str]) -> FastPath:
 
 
 class AtOnce(Connection):
-    """Writes an answer that is not streamed in one piece, as a server does."""
+    """Writes a whole answer in one piece, as a server does."""
 
     async def _answer(self, asked: Asked) -> None:
         if asked.body.get("stream"):
@@ -632,7 +634,7 @@ def test_a_router_uses_each_function_of_the_fast_path_that_it_was_given():
     run(main())
 
 
-# -- having it -------------------------------------------------------------------------------------------------------
+# -- compiling -------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_compiler_there_is_a_reason_and_no_library(tmp_path: Path):
@@ -647,8 +649,8 @@ def test_it_is_compiled_once(tmp_path: Path):
     assert isinstance(compiled("cc", tmp_path), FastPath)
     (lock,) = tmp_path.rglob("lock")
     lock.unlink()
-    lock.mkdir()  # cannot be opened for writing, as in a cache that belongs to another user
-    assert isinstance(compiled("false", tmp_path), FastPath), "it is there"
+    lock.mkdir()  # cannot be opened for writing, as in another user's cache
+    assert isinstance(compiled("false", tmp_path), FastPath), "the library exists"
 
 
 def test_without_a_home_folder_or_its_source_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

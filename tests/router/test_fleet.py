@@ -1,4 +1,4 @@
-"""The fleet: whose turn it is, who is out and for how long (44, 55), and what was taken comes back once (41)."""
+"""The fleet: candidates, circuit breaking (44), weight versions (55), and load released once (41)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fleet_of(*urls: str, clock: Clock | None = None) -> tuple[Workers, list[Work
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
-def test_44_a_worker_leaves_after_several_failures_in_a_row_and_not_before():
+def test_44_a_worker_goes_down_after_several_consecutive_failures_and_not_before():
     assert FAILURES > 1
     fleet, (a, b) = fleet_of(A, B)
     for _ in range(5):
@@ -43,13 +43,13 @@ def test_44_a_worker_leaves_after_several_failures_in_a_row_and_not_before():
     assert fleet.candidates("mixed", None) == (b,)
 
 
-def test_44_it_comes_back_after_its_break_and_several_good_probes():
+def test_44_a_worker_comes_back_after_its_cooldown_and_several_good_probes():
     clock = Clock()
     fleet, (a,) = fleet_of(A, clock=clock)
     fleet.give_up(a)
     for _ in range(10):
         fleet.probed(a, "ready")
-    assert a.state == "down"  # the break is not over
+    assert a.state == "down"  # the cooldown has not passed
     clock.now_s += 1000
     for _ in range(SUCCESSES - 1):
         fleet.probed(a, "ready")
@@ -58,7 +58,7 @@ def test_44_it_comes_back_after_its_break_and_several_good_probes():
     assert (a.state, a.failures) == ("ready", 0)
 
 
-def test_44_breaks_grow_until_it_has_answered_something():
+def test_44_cooldowns_grow_until_the_worker_has_answered_a_request():
     clock = Clock()
     fleet, (a,) = fleet_of(A, clock=clock)
     breaks = []
@@ -75,7 +75,7 @@ def test_44_breaks_grow_until_it_has_answered_something():
     assert a.open_until_s - clock.now_s < 1
 
 
-def test_giving_up_a_worker_ends_what_it_has_and_only_once():
+def test_marking_a_worker_down_ends_its_requests_once():
     fleet, (a,) = fleet_of(A)
     lost: list[str] = []
     fleet.on_lost = lambda worker, _: lost.append(worker.url)
@@ -86,7 +86,7 @@ def test_giving_up_a_worker_ends_what_it_has_and_only_once():
     assert lost == [A]
 
 
-def test_41_what_was_taken_comes_back_once_and_a_second_time_is_counted():
+def test_41_load_is_released_once_and_a_second_release_is_counted():
     fleet, (a,) = fleet_of(A)
     taken = fleet.taking(a, 100)
     assert (a.in_flight, a.pending_tokens) == (1, 100)
@@ -99,13 +99,13 @@ def test_41_what_was_taken_comes_back_once_and_a_second_time_is_counted():
     assert (a.in_flight, a.pending_tokens, fleet.double_releases) == (0, 0, 1)
 
 
-def test_41_what_was_taken_comes_back_before_the_first_token_too():
+def test_41_load_is_also_released_before_the_first_token():
     fleet, (a,) = fleet_of(A)
     fleet.taking(a, 7).give_back()
     assert (a.in_flight, a.pending_tokens) == (0, 0)
 
 
-def test_44_a_worker_that_is_removed_finishes_what_it_has_and_leaves_then():
+def test_44_a_removed_worker_finishes_its_requests_before_it_leaves():
     fleet, (a, b) = fleet_of(A, B)
     taken = fleet.taking(a, 1)
     fleet.remove(a)
@@ -114,7 +114,7 @@ def test_44_a_worker_that_is_removed_finishes_what_it_has_and_leaves_then():
     fleet.probed(a, "ready")
     fleet.give_up(a)
     assert a.state == "draining"
-    fleet.pool(a)  # still there for what runs
+    fleet.pool(a)  # still there for requests in flight
     taken.give_back()
     assert a not in fleet.everyone
     with pytest.raises(NoSuchWorker, match="GET /v1/workers"):
@@ -122,7 +122,7 @@ def test_44_a_worker_that_is_removed_finishes_what_it_has_and_leaves_then():
 
 
 def test_an_address_that_leaves_twice_is_forgotten_twice():
-    """Removed at work, added again, removed again: neither outlives its last request."""
+    """Removed with requests in flight, added again, removed again: each is forgotten with its last request."""
     fleet, (first,) = fleet_of(A)
     slow = fleet.taking(first, 1)
     fleet.remove(first)
@@ -152,7 +152,7 @@ def test_adding_a_known_address_changes_its_role_and_nothing_else():
 @pytest.mark.parametrize(
     "url", ["a:1", "ftp://a", "http://a b", "http://ä", "", "http://a:99999", "http://a:x", "http://[a", "http://"]
 )
-def test_what_is_no_address_is_refused(url: str):
+def test_invalid_addresses_are_refused(url: str):
     fleet, workers = fleet_of(A)
     with pytest.raises(RequestError, match="http://HOST:PORT"):
         fleet.add(url)
@@ -166,12 +166,12 @@ def test_candidates_are_those_that_are_ready_have_the_model_and_are_not_excluded
     assert fleet.candidates("mixed", "m") == (a,)
     assert fleet.candidates("mixed", "other") == (b,)
     assert set(fleet.candidates("mixed", None)) == {a, b}
-    assert set(fleet.candidates("mixed", "nobody has it")) == {a, b}  # whose refusal names what there is
+    assert set(fleet.candidates("mixed", "nobody has it")) == {a, b}  # its refusal lists the models
     assert fleet.candidates("mixed", "m", {a}) == ()
     assert fleet.candidates("mixed", "m") is fleet.candidates("mixed", "m")
 
 
-def test_names_that_clients_invent_are_not_remembered_without_end():
+def test_the_memory_for_unknown_model_names_is_bounded():
     fleet, _ = fleet_of(A)
     for i in range(5000):
         fleet.candidates("mixed", f"model-{i}")
@@ -191,7 +191,7 @@ def test_roles_are_preferences():
     assert not fleet.disaggregated
 
 
-def test_55_a_worker_with_older_weights_than_the_fleet_gets_nothing_until_it_has_them():
+def test_55_a_worker_with_older_weights_than_the_fleet_gets_no_requests():
     fleet, (a, b, c) = fleet_of(A, B, C)
     for worker, version in ((a, 2), (b, 2), (c, 1)):
         fleet.set_version(worker, version)
@@ -203,7 +203,7 @@ def test_55_a_worker_with_older_weights_than_the_fleet_gets_nothing_until_it_has
     assert c.state == "ready"
 
 
-def test_55_what_an_update_has_set_counts_even_against_a_majority():
+def test_55_the_version_of_an_update_counts_even_against_a_majority():
     fleet, (a, b, c) = fleet_of(A, B, C)
     fleet.wanted_version = 2
     for worker, version in ((a, 2), (b, 1), (c, 1)):
@@ -213,7 +213,7 @@ def test_55_what_an_update_has_set_counts_even_against_a_majority():
     assert fleet.candidates("mixed", None) == (a,)
 
 
-def test_a_retry_budget_is_a_share_of_requests():
+def test_the_retry_budget_is_a_share_of_requests():
     budget = RetryBudget()
     taken = 0
     while budget.take():

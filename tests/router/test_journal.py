@@ -1,4 +1,4 @@
-"""The journal as the router reads it: however bytes are cut, what it says of an answer is the same."""
+"""The journal as the router reads it: the result does not depend on how its bytes are split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ids = st.integers(0, 2**31)
 
 @st.composite
 def answers(draw: Any) -> bytes:
-    """A journalled answer of up to three choices, with everything that may stand between its lines."""
+    """A journalled answer of up to three choices, with everything that may occur between its lines."""
     chars = [0, 0, 0]
     out = b""
     for _ in range(draw(st.integers(0, 25))):
@@ -53,13 +53,13 @@ def test_36_any_cut_into_pieces_gives_the_same_resume_field(
         told = json.loads(journal.resume(streamed=stream))
     finally:
         Journal.KEPT_BYTES = before
-    assert passed == b"".join(blocks(answer))  # whole blocks, and all of them
+    assert passed == b"".join(blocks(answer))  # complete blocks, and all of them
     wanted = resume_of(blocks(answer), stream=stream)
     assert by_index(told) == by_index(wanted)
 
 
 def by_index(resume: dict[str, Any]) -> dict[int, Any]:
-    """Spans of one version may be told in several pieces."""
+    """Spans of one version may be in several pieces."""
     told = {}
     for choice in resume["choices"]:
         versions = [version for version, count in choice.pop("versions") for _ in range(count)]
@@ -88,15 +88,15 @@ def test_one_more_field_is_spliced_into_any_object():
         assert json.loads(splice(body, "x", b"[1]")) == json.loads(body) | {"x": [1]}
 
 
-def test_what_was_veiled_reads_as_if_it_never_had_been():
-    veiled = b':m data: {"a":1}\n:m \n\n:e 503\n:m data: [DONE]\n:m \n\n'
-    assert released(veiled) == b'data: {"a":1}\n\n:e 503\ndata: [DONE]\n\n'
+def test_a_withheld_end_reads_as_an_ordinary_one_once_it_is_shown():
+    withheld = b':m data: {"a":1}\n:m \n\n:e 503\n:m data: [DONE]\n:m \n\n'
+    assert released(withheld) == b'data: {"a":1}\n\n:e 503\ndata: [DONE]\n\n'
 
 
-def test_5_tokens_under_a_veil_are_no_part_of_what_is_shown_and_can_be_counted():
-    veiled = b':m :j 0 1 4 7,8\n:m data: {"a":":j 0 1 9 9"}\n:m \n\n:m data: [DONE]\n:m \n\n'
-    assert released(veiled) == b'data: {"a":":j 0 1 9 9"}\n\ndata: [DONE]\n\n'
+def test_5_withheld_tokens_are_not_shown_and_can_be_counted():
+    withheld = b':m :j 0 1 4 7,8\n:m data: {"a":":j 0 1 9 9"}\n:m \n\n:m data: [DONE]\n:m \n\n'
+    assert released(withheld) == b'data: {"a":":j 0 1 9 9"}\n\ndata: [DONE]\n\n'
     journal = Journal()
     journal.feed(b":j 0 1 2 5\ndata: x\n\n")
-    journal.feed(released_tokens(veiled))
+    journal.feed(released_tokens(withheld))
     assert list(journal.choices[0].tokens) == [5, 7, 8]

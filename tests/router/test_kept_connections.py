@@ -1,4 +1,4 @@
-"""Connections to workers through a whole router: kept after each answer, and never in two hands; sentence 41."""
+"""Connections to workers through a whole router: kept after each answer, never shared (sentence 41)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ BODY = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed"
 
 def test_a_connection_is_used_again_after_each_whole_answer():
     async def main() -> None:
-        # Time enough between two requests, on a machine that is busy.
+        # Enough time between two requests on a busy machine.
         async with Mock(keep_alive_s=60.0) as mock, routing(mock) as (_, url):
             for stream in (True, False, True, False):
                 await ask(url, CHAT, BODY | {"stream": stream})
-            probes = sum(mock.probes.values())  # each on a connection of its own
-            assert mock.opened - probes <= 2, "one for the requests, and at most one for a probe on its way"
+            probes = sum(mock.probes.values())  # each on its own connection
+            assert mock.opened - probes <= 2, "one for the requests, and at most one for a probe in flight"
 
     run(main())
 
 
-def test_41_a_connection_that_made_a_call_is_offered_to_nobody():
-    """Its caller closes it: whoever had taken it meanwhile would wait for an answer that never comes."""
+def test_41_the_connection_of_a_call_is_not_pooled():
+    """The caller closes it. A request that had taken it meanwhile would wait for an answer that never comes."""
     given: list[Upstream] = []
 
     class Watched(Pool):
@@ -44,8 +44,8 @@ def test_41_a_connection_that_made_a_call_is_offered_to_nobody():
     run(main())
 
 
-def test_36_a_worker_given_up_while_a_kept_connection_breaks_is_not_asked_without_a_journal(monkeypatch):
-    """What it answered then could not go on elsewhere: nobody knew any more that it was one of ours."""
+def test_36_a_worker_marked_down_while_a_kept_connection_breaks_is_not_asked_without_a_journal(monkeypatch):
+    """Regression: its answer could not be resumed elsewhere, because the worker's kind was no longer known."""
     connect = Pool.connect
 
     async def main() -> None:
@@ -76,7 +76,7 @@ def test_36_a_worker_given_up_while_a_kept_connection_breaks_is_not_asked_withou
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_47_a_worker_that_still_has_the_request_of_a_connection_that_broke_is_no_reason_for_a_409(stream):
-    """The connection breaks after the worker has the request and before a word of the answer; asked again, it refuses."""
+    """The connection breaks after the worker has the request and before its answer. A second request is refused."""
 
     async def main() -> None:
         async with Mock(keep_alive_s=60.0) as mock, routing(mock) as (_, url):

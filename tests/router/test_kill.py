@@ -1,4 +1,4 @@
-"""Real servers behind a real router, killed and stopped while they answer: clients notice nothing (36, 45, 56)."""
+"""Real servers behind a real router, killed and stopped while they answer: clients do not notice (36, 45, 56)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ START_S = 90.0
 
 
 class Process:
-    """One of our commands on a port that stays its own when it is started again."""
+    """A headgate command on a port that it keeps when it is restarted."""
 
     def __init__(self, *arguments: object, log: Path) -> None:
         self.port = own_port()
@@ -90,7 +90,7 @@ class RealFleet:
         return [worker["state"] for worker in answer.json()["workers"]]
 
     def resumes(self) -> float:
-        """Answers that another server went on with, so far."""
+        """The number of answers resumed so far."""
         told = httpx.get(f"{self.router.url}/metrics", timeout=60, trust_env=False).text
         return float(re.findall(r"^headgate:router_resumes_total (\S+)$", told, re.MULTILINE)[0])
 
@@ -111,11 +111,11 @@ def real_fleet(folder: Path, servers: int) -> Iterator[RealFleet]:
         fleet.close()
 
 
-# ------------------------------------------------------------------------------------------------------------- streams
+# ------------------------------------------------------------------------------------------------------------ streams
 
 
 def requests(count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """Of every kind, each with a seed of its own."""
+    """Requests of every kind, each with its own seed."""
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "naïve 😀 文字"}], "temperature": 1.0}
     text: dict[str, Any] = {"prompt": "go on", "ignore_eos": True}
     usage = {"stream_options": {"include_usage": True}}
@@ -138,12 +138,12 @@ def requests(count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Asking:
-    """All of them at once, and how far they are."""
+    """All requests at once, and their progress."""
 
     def __init__(self, url: str, asked: list[tuple[str, dict[str, Any]]], salt: str) -> None:
         self._url, self._asked, self._salt = url, asked, salt
         self.events = [0] * len(asked)
-        self.longest_s = 0.0  # that a stream was silent
+        self.longest_s = 0.0  # longest silence of a stream
 
     async def all(self) -> list[Any]:
         limits = httpx.Limits(max_connections=None)
@@ -176,7 +176,7 @@ def told_whole(answer: dict[str, Any]) -> Any:
 
 
 def told_in_events(lines: list[str]) -> Any:
-    """All that the events of an answer add up to; it has one name, one end, and no error."""
+    """The content of all events of an answer, which has one id, one end, and no error."""
     assert lines[-1] == "[DONE]" and lines.count("[DONE]") == 1, lines[-3:]
     choices: dict[int, Any] = {}
     names, usages = set(), []
@@ -193,7 +193,7 @@ def told_in_events(lines: list[str]) -> Any:
 
 
 def _without_own_ids(choice: dict[str, Any]) -> None:
-    """Ids of tool calls are made from the request's id, which differs between two runs."""
+    """Ids of tool calls derive from the request's id, which differs between two runs."""
     for call in choice.get("delta", {}).get("tool_calls", {}).values():
         assert len(call.pop("id")) == 1
 
@@ -206,7 +206,7 @@ def differences(got: list[Any], wanted: list[Any]) -> list[int]:
     return [i for i, (one, other) in enumerate(zip(got, wanted, strict=True)) if one != other]
 
 
-# --------------------------------------------------------------------------------------------------------------- tests
+# -------------------------------------------------------------------------------------------------------------- tests
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
 @pytest.mark.timeout(300)
 def test_36_56_when_a_server_is_killed_every_client_gets_what_an_undisturbed_run_gives(pair: RealFleet):
     async def main(longer: int) -> None:
-        asked = requests(16, 1000 * longer)  # far more than buffers hold between a server and a slow reader
+        asked = requests(16, 1000 * longer)  # far more than the buffers between a server and a slow reader hold
         wanted, before = await undisturbed(pair, asked), pair.resumes()
         asking = Asking(pair.router.url, asked, f"killed {longer}")
         answering = asyncio.create_task(asking.all())
@@ -238,7 +238,7 @@ def test_36_56_when_a_server_is_killed_every_client_gets_what_an_undisturbed_run
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_50_streams_of_a_server_that_was_stopped_go_on_elsewhere_within_seconds(pair: RealFleet):
+def test_50_streams_of_a_stopped_server_resume_elsewhere_within_seconds(pair: RealFleet):
     wait_until(lambda: set(pair.states()) == {"ready"}, 60)
     asked = [request for request in requests(24, 1200) if request[1]["stream"]][:12]
 
@@ -253,7 +253,7 @@ def test_50_streams_of_a_server_that_was_stopped_go_on_elsewhere_within_seconds(
             pair.servers[1].signal(signal.SIGSTOP)
             assert differences(await answering, wanted) == []
         assert pair.resumes() > before
-        assert 2 < asking.longest_s < 40  # it was silent, and not for long
+        assert 2 < asking.longest_s < 40  # it was silent, but not for long
 
     try:
         asyncio.run(main())
@@ -308,7 +308,7 @@ def test_2_5_an_abort_through_one_router_ends_a_request_of_another(pair: RealFle
 
 
 @pytest.mark.timeout(180)
-def test_a_router_that_is_killed_takes_none_of_another_s_requests_with_it(pair: RealFleet, other: Process):
+def test_killing_a_router_ends_no_requests_of_another_router(pair: RealFleet, other: Process):
     asked = requests(8, 250)
 
     async def main() -> None:
@@ -322,7 +322,7 @@ def test_a_router_that_is_killed_takes_none_of_another_s_requests_with_it(pair: 
             with pytest.raises(httpx.HTTPError):
                 await dying
             assert differences(await answering, wanted) == []
-        # Its requests were aborted at the servers, which have nothing left to do.
+        # Its requests were aborted at the servers, which are idle.
         for server in pair.servers:
             wait_until(lambda url=server.url: running(url) == 0)
 

@@ -1,4 +1,4 @@
-"""Probes: what a worker says of itself is believed if it can be read, and never harms the watch over the others."""
+"""Probes: a worker's report counts if it can be decoded, and never stops the probes of other workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_44_a_worker_that_talks_nonsense_leaves_and_returns_and_the_others_are_watched_all_along(name: str):
+def test_44_a_worker_with_malformed_answers_goes_down_and_returns_while_others_are_probed(name: str):
     async def main() -> None:
         async with Mock() as odd, Mock() as fine, routing(odd, fine, probe_interval_s=0.05) as (router, url):
             talks_sense, odd.loads = odd.loads, lambda: NONSENSE[name]  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ def test_44_a_worker_that_talks_nonsense_leaves_and_returns_and_the_others_are_w
 
 
 @pytest.mark.parametrize("state", ["paused", "outdated"])
-def test_a_worker_that_takes_no_requests_gets_none_until_it_says_that_it_runs(state):
+def test_a_worker_that_is_not_running_gets_no_requests_until_it_reports_running(state):
     async def main() -> None:
         async with Mock() as one, Mock() as two, routing(one, two) as (router, url):
             one.state = state
@@ -62,7 +62,7 @@ def test_a_worker_that_takes_no_requests_gets_none_until_it_says_that_it_runs(st
     run(main())
 
 
-def test_43_a_worker_that_answers_no_probe_and_sends_no_byte_is_given_up_and_its_streams_go_on():
+def test_43_a_worker_that_answers_no_probe_and_sends_no_byte_goes_down_and_its_streams_resume():
     async def main() -> None:
         async with (
             Mock() as one,
@@ -92,7 +92,7 @@ def test_probes_leave_no_connections_behind():
     run(main())
 
 
-def test_when_a_worker_was_heard_is_noted_while_its_client_is_full_too():
+def test_the_last_byte_of_a_worker_is_recorded_also_while_its_client_does_not_read():
     worker = object()
     exchange: Any = SimpleNamespace(full=True, request=None)
     taken = cast(LoadShare, SimpleNamespace(worker=worker, pending=0))
@@ -105,6 +105,6 @@ def test_when_a_worker_was_heard_is_noted_while_its_client_is_full_too():
     assert Router.last_byte_s(router, cast(Worker, worker)) == 60.0
 
 
-def test_80_a_worker_of_which_nothing_has_come_is_silent_for_ever_and_not_since_the_machine_was_started():
+def test_80_a_worker_that_never_sent_a_byte_has_been_silent_for_ever():
     router: Any = SimpleNamespace(live={}, loop=SimpleNamespace(time=lambda: 3.0))
     assert Router.last_byte_s(router, cast(Worker, object())) == -math.inf

@@ -1,4 +1,4 @@
-"""Writes that wait for the end of a turn: all of them go out, in order, whatever becomes of one connection."""
+"""Writes that wait for the end of a turn: all are sent, in order, whatever happens to one connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(outbox: Outbox, wire: Wire, data: bytes) -> None:
     outbox.write(cast(asyncio.WriteTransport, wire), data)
 
 
-def test_what_is_written_in_a_turn_goes_out_at_its_end_and_together():
+def test_writes_of_one_turn_of_the_event_loop_are_sent_together_at_its_end():
     async def test() -> None:
         outbox, one, other = Outbox(), Wire(), Wire()
         for wire, data in ((one, b"a"), (other, b"b"), (one, b"c")):
@@ -45,7 +45,7 @@ def test_what_is_written_in_a_turn_goes_out_at_its_end_and_together():
     asyncio.run(test())
 
 
-def test_nothing_is_written_to_who_has_gone():
+def test_nothing_is_written_to_a_closed_connection():
     async def test() -> None:
         outbox, wire = Outbox(), Wire()
         wire.abort()
@@ -57,7 +57,7 @@ def test_nothing_is_written_to_who_has_gone():
     asyncio.run(test())
 
 
-def test_what_is_large_goes_out_at_once_after_what_waits():
+def test_large_writes_are_sent_at_once_after_pending_ones():
     async def test() -> None:
         outbox, wire, large = Outbox(), Wire(), b"x" * Outbox.LARGE
         write(outbox, wire, b"a")
@@ -69,7 +69,7 @@ def test_what_is_large_goes_out_at_once_after_what_waits():
     asyncio.run(test())
 
 
-def test_a_long_turn_does_not_keep_everybody_waiting():
+def test_writes_are_sent_before_the_end_of_a_long_turn():
     async def test() -> None:
         outbox, wires = Outbox(), [Wire() for _ in range(Outbox.MOST + 1)]
         for wire in wires:
@@ -81,7 +81,7 @@ def test_a_long_turn_does_not_keep_everybody_waiting():
     asyncio.run(test())
 
 
-def test_one_connection_that_is_gone_or_broken_does_not_hurt_the_others(caplog):
+def test_a_closed_or_broken_connection_does_not_affect_the_others(caplog):
     async def test() -> None:
         outbox, gone, broken, well = Outbox(), Wire(), Wire(broken=True), Wire()
         for wire in (gone, broken, well):

@@ -1,4 +1,4 @@
-"""A pause of the fleet and the requests that no worker has yet, in every state in which the router may hold one (71)."""
+"""A pause of the fleet and requests that no worker has yet, in every state in which the router may hold one (71)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = [
     for stream in (True, False)
 ]
 STATES = ["queued", "prefilling", "connecting", "late", "backing off"]
-SOON = 0.05  # for what must not happen
+SOON = 0.05  # time in which something must not happen
 
 
 async def control(url: str, path: str, body: Any = None) -> Response:
@@ -40,7 +40,7 @@ class Scene:
 
     def __init__(self, router: Router, url: str, mock: Mock) -> None:
         self.router, self.url, self.mock = router, url, mock
-        self.others = 0  # requests that a worker has
+        self.others = 0  # number of requests that a worker has
         self.first: Wire | None = None  # the client of that one
 
     async def control(self, path: str, body: Any = None) -> Any:
@@ -56,7 +56,7 @@ class Scene:
 
 
 def times(fault: Fault, count: int) -> Any:
-    """The first requests go wrong like this."""
+    """A script whose first requests have these faults."""
     left = [fault] * count
     return lambda _: left.pop() if left else FINE
 
@@ -98,7 +98,7 @@ async def scene(state: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sc
                 control = setting.control
 
                 async def after_connecting(path: str, body: Any = None) -> Any:
-                    asyncio.get_running_loop().call_later(SOON, wait.set)  # control calls take a connection, too
+                    asyncio.get_running_loop().call_later(SOON, wait.set)  # control calls take a connection too
                     return await control(path, body)
 
                 setting.control = after_connecting  # type: ignore[method-assign]
@@ -117,7 +117,7 @@ def found(router: Router) -> Any:
 
 
 async def reached(setting: Scene, state: str) -> None:
-    """Wait until the request is in that state."""
+    """Wait until the request is in this state."""
 
     def there() -> bool:
         exchange = found(setting.router)
@@ -138,7 +138,7 @@ async def reached(setting: Scene, state: str) -> None:
 
 
 def assert_paused(answer: Response, path: str, *, stream: bool) -> None:
-    """200, no tokens, the cause, and usage that adds up."""
+    """200, no tokens, the cause, and consistent usage."""
     assert answer.status == 200 and answer.complete
     if stream:
         assert answer.body.count(b'"finish_reason":"abort","cause":"pause"') == 1, answer.body
@@ -153,7 +153,7 @@ def assert_paused(answer: Response, path: str, *, stream: bool) -> None:
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize(("path", "body"), KINDS)
 @pytest.mark.parametrize("new_requests", ["reject", "queue"])
-def test_71_a_pause_that_aborts_ends_what_no_worker_has(
+def test_71_a_pause_that_aborts_ends_requests_that_no_worker_has(
     state: str, path: str, body: dict[str, Any], new_requests: str, monkeypatch: pytest.MonkeyPatch
 ):
     async def main() -> None:
@@ -175,7 +175,7 @@ def test_71_a_pause_that_aborts_ends_what_no_worker_has(
 @pytest.mark.parametrize("mode", ["drain", "freeze"])
 @pytest.mark.parametrize("new_requests", ["reject", "queue"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_71_a_pause_that_drains_or_freezes_keeps_what_no_worker_has(
+def test_71_a_pause_that_drains_or_freezes_keeps_requests_that_no_worker_has(
     state: str, mode: str, new_requests: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
     async def main() -> None:
@@ -204,7 +204,7 @@ def test_71_a_pause_that_drains_or_freezes_keeps_what_no_worker_has(
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("event", ["end", "deadline", "gone"])
-def test_71_what_a_pause_keeps_can_be_ended_and_left_and_has_its_deadline(
+def test_71_requests_kept_by_a_pause_can_be_aborted_and_left_and_keep_their_deadline(
     state: str, event: str, monkeypatch: pytest.MonkeyPatch
 ):
     async def main() -> None:
@@ -246,7 +246,7 @@ def test_71_a_pause_that_every_worker_refuses_ends_nothing():
     run(main())
 
 
-def test_71_a_resume_before_the_answer_of_a_pause_lets_what_waits_run(monkeypatch: pytest.MonkeyPatch):
+def test_71_a_resume_before_the_answer_of_a_pause_releases_waiting_requests(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
         async with scene("queued", monkeypatch) as setting:
             asked = asyncio.ensure_future(ask(setting.url, CHAT, CHATTING | {"request_id": "one"}))
@@ -260,7 +260,7 @@ def test_71_a_resume_before_the_answer_of_a_pause_lets_what_waits_run(monkeypatc
     run(main())
 
 
-def test_71_an_answer_that_lost_its_worker_is_ended_with_the_ids_of_what_there_is(monkeypatch: pytest.MonkeyPatch):
+def test_71_a_paused_answer_that_lost_its_worker_ends_with_its_partial_token_ids(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 30.0)
 
     async def main() -> None:
@@ -279,9 +279,7 @@ def test_71_an_answer_that_lost_its_worker_is_ended_with_the_ids_of_what_there_i
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_71_an_answer_that_goes_on_in_the_queue_of_a_paused_worker_is_ended(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_71_an_answer_in_the_queue_of_a_paused_worker_is_ended(stream: bool, monkeypatch: pytest.MonkeyPatch):
     """The second worker queues it: the tokens are the first worker's."""
     monkeypatch.setattr("headgate.router.control.lifecycle.CLIENT_WAIT_S", SOON)
 
@@ -299,7 +297,7 @@ def test_71_an_answer_that_goes_on_in_the_queue_of_a_paused_worker_is_ended(
     run(main())
 
 
-def test_38_71_a_prefill_request_that_a_pause_has_overtaken_is_dropped_and_is_no_fault(
+def test_38_71_a_prefill_request_overtaken_by_a_pause_is_dropped_and_counts_as_no_failure(
     monkeypatch: pytest.MonkeyPatch,
 ):
     async def main() -> None:
@@ -337,15 +335,15 @@ async def held_while_connecting(router: Router, url: str) -> asyncio.Task[Respon
 
 
 async def queued_while_held(router: Router, url: str) -> asyncio.Task[Response]:
-    """A request that came during a pause which queues new ones."""
+    """A request that arrived during a pause that queues new ones."""
     router.hold(queue=True, mode="drain")
     asking = asyncio.create_task(ask(url, CHAT, CHATTING))
     await until(lambda: bool(router.live))
     return asking
 
 
-def test_71_a_request_that_a_pause_has_kept_waits_for_the_news_that_its_worker_was_resumed():
-    """A probe from before the resume came after it, and the request was refused as paused."""
+def test_71_a_request_kept_by_a_pause_waits_for_the_probe_that_shows_its_worker_resumed():
+    """Regression: a probe from before the resume arrived after it, and the request was refused as paused."""
 
     async def main() -> None:
         async with Mock() as mock, routing(mock, probe_interval_s=60.0) as (router, url):
@@ -364,8 +362,8 @@ def test_71_a_request_that_a_pause_has_kept_waits_for_the_news_that_its_worker_w
 
 
 @pytest.mark.parametrize("kept", [held_while_connecting, queued_while_held])
-def test_71_a_request_that_a_pause_has_kept_waits_for_a_worker_that_refuses_it_as_paused(kept: Any):
-    """The fleet was resumed, and its worker was not, or was paused once more: the request was refused."""
+def test_71_a_request_kept_by_a_pause_waits_for_a_worker_that_refuses_it_as_paused(kept: Any):
+    """Regression: the fleet was resumed but its worker was not, or was paused again, and the request was refused."""
 
     async def main() -> None:
         async with Mock() as mock, routing(mock, probe_interval_s=60.0) as (router, url):
@@ -382,8 +380,8 @@ def test_71_a_request_that_a_pause_has_kept_waits_for_a_worker_that_refuses_it_a
     run(main())
 
 
-def test_29_a_request_is_refused_as_paused_only_if_every_worker_says_so_now():
-    """Somebody else updates one worker after another: a probe of the first one is older than its resume."""
+def test_29_a_request_is_refused_as_paused_only_if_fresh_probes_show_all_workers_paused():
+    """Another caller does a rolling update: a probe of the first worker is older than its resume."""
 
     async def main() -> None:
         async with Mock() as first, Mock() as second, routing(first, second, probe_interval_s=60.0) as (router, url):
@@ -399,13 +397,13 @@ def test_29_a_request_is_refused_as_paused_only_if_every_worker_says_so_now():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_29_36_an_answer_that_another_caller_s_pause_ended_goes_on_at_a_worker_that_was_resumed_since(stream: bool):
-    """The last probe of that worker was older than its resume, and the client got a part of its answer."""
+def test_29_36_an_answer_ended_by_another_callers_pause_resumes_at_a_worker_that_was_resumed(stream: bool):
+    """Regression: the last probe of that worker was older than its resume, and the client got a partial answer."""
 
     async def main() -> None:
         def paused_meanwhile(_: object) -> Fault:
             first.state = "paused"
-            return Fault("veiled", at=3)
+            return Fault("withheld", at=3)
 
         body = CHATTING | {"stream": stream}
         async with (
@@ -421,7 +419,7 @@ def test_29_36_an_answer_that_another_caller_s_pause_ended_goes_on_at_a_worker_t
 
 
 def test_29_a_worker_that_refused_a_request_as_paused_is_asked_again_if_it_runs_by_now():
-    """Its turn in somebody else's update was over before the other worker's began."""
+    """Its turn in another caller's update ended before the other worker's began."""
 
     async def main() -> None:
         turns = [Fault("status", status=503, code="paused")]
@@ -432,7 +430,7 @@ def test_29_a_worker_that_refused_a_request_as_paused_is_asked_again_if_it_runs_
     run(main())
 
 
-def test_71_a_worker_is_not_paused_on_behalf_of_a_fleet_that_is_being_resumed(monkeypatch: pytest.MonkeyPatch):
+def test_71_no_worker_is_paused_while_the_fleet_is_being_resumed(monkeypatch: pytest.MonkeyPatch):
     """The resume began while another worker was asked for its state, and reached this one before the pause."""
 
     async def main() -> None:

@@ -34,7 +34,7 @@ def ask(session: bytes = b"") -> RequestInfo:
 
 
 def known(*workers: Worker, size: int = 4096, home: bool = True) -> Match:
-    """A prompt whose first `size` bytes these workers have, and at home there or only beginning like others."""
+    """A match of `size` bytes at these workers, with a previous turn there if `home`."""
     return Match({worker: WorkerPrefix(size, 1.0) for worker in workers}, list(workers) if home else [])
 
 
@@ -56,7 +56,7 @@ class Chooser:
         return Counter(self() for _ in range(times))
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------
+# -- all policies ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -91,7 +91,7 @@ def test_equal_workers_get_equal_shares(name: str, count: int):
         ("metrics", "waiting"),
     ],
 )
-def test_the_worker_with_least_to_do_is_asked(name: str, busy: str):
+def test_the_worker_with_the_least_work_is_chosen(name: str, busy: str):
     workers = fleet(5)
     for worker in workers[:2] + workers[3:]:
         setattr(worker, busy, 10_000)
@@ -99,7 +99,7 @@ def test_the_worker_with_least_to_do_is_asked(name: str, busy: str):
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random", "round_robin", "session"}))
-def test_a_worker_much_busier_than_all_others_gets_little(name: str):
+def test_a_worker_much_busier_than_all_others_gets_few_requests(name: str):
     workers = fleet(100)
     busy = workers[50]
     busy.in_flight = busy.running = 1000
@@ -107,11 +107,11 @@ def test_a_worker_much_busier_than_all_others_gets_little(name: str):
     assert Chooser(name, workers).spread(2000)[busy] <= 2
 
 
-# -- cache_aware ---------------------------------------------------------------------------------------------------------
+# -- cache_aware -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [4, 200])
-def test_a_conversation_stays_where_it_is(count: int):
+def test_a_conversation_stays_at_its_worker(count: int):
     workers = fleet(count)
     choose = Chooser("cache_aware", workers)
     workers[3].in_flight = int(MAX_EXTRA_WORK)
@@ -119,34 +119,38 @@ def test_a_conversation_stays_where_it_is(count: int):
 
 
 @pytest.mark.parametrize("count", [4, 200])
-def test_a_conversation_leaves_a_worker_that_has_far_more_to_do_than_others(count: int):
+def test_a_conversation_leaves_a_worker_with_far_more_work_than_others(count: int):
     workers = fleet(count)
     workers[3].in_flight = int(MAX_EXTRA_WORK) + 2
     assert Chooser("cache_aware", workers)(known(workers[3])) is not workers[3]
-    assert Chooser("cache_aware", workers)(known(workers[3], size=4 * 4096)) is workers[3], "more is lost by moving"
+    assert Chooser("cache_aware", workers)(known(workers[3], size=4 * 4096)) is workers[3], (
+        "moving would recompute more"
+    )
 
 
-def test_a_conversation_stays_where_all_have_much_to_do():
+def test_a_conversation_stays_if_all_workers_are_busy():
     workers = fleet(4)
     for worker in workers:
         worker.in_flight = 100
     workers[1].in_flight = 145
-    assert Chooser("cache_aware", workers)(known(workers[1])) is workers[1], "not half as much again"
+    assert Chooser("cache_aware", workers)(known(workers[1])) is workers[1], "less than one and a half times the work"
     workers[1].in_flight = 155
     assert Chooser("cache_aware", workers)(known(workers[1])) is not workers[1]
     for worker in workers:
         worker.in_flight = 5
     workers[1].in_flight = 13
-    assert Chooser("cache_aware", workers)(known(workers[1])) is workers[1], "twice as much of little is little"
+    assert Chooser("cache_aware", workers)(known(workers[1])) is workers[1], (
+        "twice a small amount of work is still small"
+    )
 
 
-def test_of_several_homes_the_one_with_least_to_do_is_asked():
+def test_the_least_loaded_of_several_previous_workers_is_chosen():
     workers = fleet(4)
     workers[1].in_flight, workers[2].in_flight = 3, 2
     assert Chooser("cache_aware", workers)(known(workers[1], workers[2])) is workers[2]
 
 
-def test_a_home_that_may_not_be_asked_is_passed_over():
+def test_a_previous_worker_that_is_no_candidate_is_skipped():
     workers = fleet(4)
     choose = Chooser("cache_aware", workers[1:])
     assert choose(known(workers[0])) in workers[1:]
@@ -158,10 +162,10 @@ def test_a_new_conversation_prefers_a_worker_that_has_its_system_prompt():
         workers[2]
     }
     large = fleet(400)
-    assert Chooser("cache_aware", large)(known(large[399], home=False)) is large[399], "in a sample or not"
+    assert Chooser("cache_aware", large)(known(large[399], home=False)) is large[399], "whether sampled or not"
 
 
-def test_a_popular_system_prompt_does_not_draw_everybody_to_one_worker():
+def test_a_popular_system_prompt_does_not_draw_all_requests_to_one_worker():
     workers = fleet(4)
     choose = Chooser("cache_aware", workers)
     shares = Counter(choose(known(workers[2], size=100_000, home=False)) for _ in range(40))
@@ -169,7 +173,7 @@ def test_a_popular_system_prompt_does_not_draw_everybody_to_one_worker():
     assert shares[workers[2]] <= 10 + PREFIX_BONUS and min(shares.values()) >= 8
 
 
-def test_new_conversations_are_spread_evenly_even_if_nothing_is_in_flight_when_they_come():
+def test_new_conversations_are_spread_evenly_even_if_nothing_is_in_flight():
     workers = fleet(4)
     choose = Chooser("cache_aware", workers)
     shares = choose.spread(64)
@@ -202,7 +206,7 @@ def test_conversations_with_popular_system_prompts_stay_and_are_spread(popularit
         assert figures["at_home"] >= 0.98 and figures["busiest_over_mean"] <= 1.25
 
 
-# -- the others ----------------------------------------------------------------------------------------------------------
+# -- other policies ---------------------------------------------------------------------------------------------------
 
 
 def test_round_robin_takes_turns():
@@ -210,14 +214,14 @@ def test_round_robin_takes_turns():
     assert [choose() for _ in range(6)] == 2 * [choose.workers[1], choose.workers[2], choose.workers[0]]
 
 
-def test_of_two_the_better_is_taken():
+def test_power_of_two_takes_the_less_loaded_of_two():
     workers = fleet(2)
     workers[0].pending_tokens = 1
     shares = Chooser("power_of_two", workers).spread(1000)
     assert 200 <= shares[workers[0]] <= 300, "only if it was drawn twice"
 
 
-def test_metrics_weigh_what_waits_more_and_break_ties_by_free_blocks():
+def test_reported_load_weighs_waiting_requests_more_and_breaks_ties_by_free_blocks():
     one, other = workers = fleet(2)
     one.running, other.waiting = 5, 3
     assert Chooser("metrics", workers)() is one
@@ -225,13 +229,13 @@ def test_metrics_weigh_what_waits_more_and_break_ties_by_free_blocks():
     assert {Chooser("metrics", workers, seed)() for seed in range(10)} == {other}
 
 
-def test_work_counts_requests_and_prompts_that_are_yet_to_be_computed():
+def test_work_counts_requests_and_prompts_not_computed_yet():
     (worker,) = fleet(1)
     worker.in_flight, worker.others, worker.pending_tokens = 2, 3, 512
     assert work(worker) == 5.5
 
 
-# -- sessions ------------------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------------------------
 
 SESSIONS = [b"session-%d" % number for number in range(3000)]
 
@@ -263,19 +267,19 @@ def test_only_the_sessions_of_a_worker_that_leaves_move():
     after = homes(choose)
     assert all(now is was for was, now in zip(before, after, strict=True) if was is not leaver)
     orphans = Counter(now for was, now in zip(before, after, strict=True) if was is leaver)
-    assert leaver not in orphans and len(orphans) == 9, "they are shared out"
+    assert leaver not in orphans and len(orphans) == 9, "they are spread over the others"
     choose.workers = everyone
-    assert homes(choose) == before, "and come back with it"
+    assert homes(choose) == before, "they return with the worker"
 
 
-def test_a_ring_is_made_anew_only_when_it_must_be():
+def test_a_ring_is_rebuilt_only_when_necessary():
     workers = fleet(6)
     ring, members = Ring(workers), Members()
     assert ring.serves(members.of(workers)) and ring.serves(members.of(workers[:4]))
-    assert not ring.serves(members.of(workers[:2])), "most of its places are nobody's"
+    assert not ring.serves(members.of(workers[:2])), "most of its positions belong to workers that are gone"
     assert not ring.serves(members.of((*workers, Worker("http://new"))))
 
 
-def test_members_are_collected_once_per_fleet():
+def test_the_set_of_members_is_built_once_per_fleet():
     members, workers = Members(), fleet(3)
     assert members.of(workers) is members.of(workers) and members.of(workers[:2]) == frozenset(workers[:2])

@@ -1,4 +1,4 @@
-"""Requests through a router to workers that misbehave, over real sockets; sentences 36 and 40 to 47."""
+"""Requests through a router to faulty workers, over real sockets; sentences 36 and 40 to 47."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = [
 
 
 def first(*faults: Fault) -> Any:
-    """The first requests go wrong like this, whoever gets them; the others are fine."""
+    """A script whose first requests have these faults, at any worker; the others succeed."""
     left = list(faults)
     return lambda _: left.pop(0) if left else FINE
 
@@ -63,13 +63,13 @@ BREAKS = [
     Fault("bad_chunk", at=3),
     Fault("bad_sse", at=3),
     Fault("early_end", at=3),
-    *(Fault("veiled", at=at, cause=cause) for at in (0, 4) for cause in ("pause", "shutdown", "pd_reschedule")),
+    *(Fault("withheld", at=at, cause=cause) for at in (0, 4) for cause in ("pause", "shutdown", "pd_reschedule")),
     *(Fault("status", status=status) for status in (429, 500, 502, 503, 504)),
 ]
 
 
 @pytest.mark.parametrize("fault", BREAKS, ids=lambda f: f"{f.kind}-{f.at}-{f.part}-{f.cause}-{f.status}")
-def test_36_45_an_answer_that_breaks_at_one_worker_goes_on_at_another(fault: Fault):
+def test_36_45_an_answer_that_fails_at_one_worker_resumes_at_another(fault: Fault):
     async def main() -> None:
         script = first()
         async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
@@ -77,12 +77,12 @@ def test_36_45_an_answer_that_breaks_at_one_worker_goes_on_at_another(fault: Fau
                 script = first(fault)
                 assert check(body, await ask(url, path, body), path) is None
             assert one.mistakes == two.mistakes == []
-            assert len(one.asked) + len(two.asked) == 2 * len(KINDS)  # each broke once
+            assert len(one.asked) + len(two.asked) == 2 * len(KINDS)  # each failed once
 
     run(main())
 
 
-# ------------------------------------------------------------------------------------------------- clients that leave
+# -------------------------------------------------------------------------------------------------------- disconnects
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -90,18 +90,18 @@ def test_36_45_an_answer_that_breaks_at_one_worker_goes_on_at_another(fault: Fau
 @pytest.mark.parametrize(
     "fault", [Fault("mute"), Fault("stall", at=0), Fault("stall", at=4)], ids=lambda f: f"{f.kind}{f.at}"
 )
-def test_12_a_client_that_leaves_is_heard_of_by_its_worker_at_once(stream: bool, plain: bool, fault: Fault):
+def test_12_a_disconnect_of_the_client_reaches_its_worker_at_once(stream: bool, plain: bool, fault: Fault):
     async def main() -> None:
-        # Nothing but the client's leaving ends this: no timeout comes before the test's own.
+        # Only the client's disconnect ends this: no timeout comes before the test's own.
         never = {"idle_timeout_s": 600.0, "first_byte_timeout_s": 600.0, "silence_s": 600.0}
         async with Mock(lambda _: fault, plain=plain) as mock, routing(mock, **never) as (router, url):
             wire = await Wire.open(url)
             wire.post(CHAT, BODY | {"stream": stream})
             await until(lambda: mock.asked)
-            await asyncio.sleep(0.02)  # whatever the worker has to say has been said
+            await asyncio.sleep(0.02)  # everything from the worker has arrived
             wire.close()
             await until(lambda: mock.asked[0].left and not router.live)
-            assert len(mock.asked) == 1  # nobody tried again for a client that is gone
+            assert len(mock.asked) == 1  # no retry for a client that is gone
 
     run(main())
 
@@ -125,7 +125,7 @@ def test_a_client_that_leaves_while_its_request_waits_gives_its_place_to_the_nex
     run(main())
 
 
-def test_a_client_that_leaves_between_two_pipelined_requests_leaves_nothing_behind():
+def test_a_disconnect_between_two_pipelined_requests_leaks_nothing():
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):
             for pause in range(40):
@@ -141,8 +141,8 @@ def test_a_client_that_leaves_between_two_pipelined_requests_leaves_nothing_behi
     run(main())
 
 
-def test_a_client_that_does_not_read_holds_its_worker_back():
-    """The answer has some 20 MB; what is under way is bounded by the buffers of two sockets."""
+def test_a_client_that_does_not_read_exerts_backpressure_on_its_worker():
+    """The answer has about 20 MB; what is in flight is bounded by the buffers of two sockets."""
     body = BODY | {"stream": True, "max_tokens": 200_000}
 
     async def main() -> None:
@@ -151,21 +151,21 @@ def test_a_client_that_does_not_read_holds_its_worker_back():
             wire.post(CHAT, body)
             await until(lambda: any(exchange.full for exchange in router.live.values()))
             before = -1
-            while mock.written - before > 50_000:  # until nothing but probes is told any more
+            while mock.written - before > 50_000:  # until only probes are written
                 before = mock.written
                 await asyncio.sleep(0.3)
             assert mock.written < 16 * 2**20
             exchange = next(iter(router.live.values()))
             assert exchange.client._transport.get_write_buffer_size() < 2**20
-            assert check(BODY, await ask(url, CHAT, BODY)) is None  # others are not disturbed
+            assert check(BODY, await ask(url, CHAT, BODY)) is None  # other requests are not affected
             wire.close()
             await until(lambda: not router.live and mock.asked[0].left)
 
     run(main())
 
 
-def test_a_slow_client_gets_everything_and_its_worker_s_connection_is_as_good_as_before():
-    """The last bytes of an answer find the client full: the connection goes back to the pool, reading."""
+def test_a_slow_client_gets_everything_and_its_workers_connection_is_reusable():
+    """The last bytes of an answer find the client's buffer full: the connection returns to the pool, reading."""
     body = BODY | {"stream": True, "max_tokens": 30_000}
 
     async def main() -> None:
@@ -183,8 +183,8 @@ def test_a_slow_client_gets_everything_and_its_worker_s_connection_is_as_good_as
     run(main())
 
 
-def test_a_whole_answer_that_fills_the_client_leaves_the_connection_reading():
-    """A plain worker's stream comes in one piece, its end with it: the client is full in the same moment."""
+def test_a_whole_answer_that_fills_the_client_buffer_leaves_the_connection_reading():
+    """A foreign worker's stream arrives in one piece with its end, and fills the client's buffer at once."""
 
     async def main() -> None:
         whole = b"".join(b"data: %d%b\n\n" % (i, b"x" * 1000) for i in range(200))
@@ -217,10 +217,10 @@ def test_a_whole_answer_that_fills_the_client_leaves_the_connection_reading():
     run(main())
 
 
-# ---------------------------------------------------------------------------------------------- workers of ill repute
+# ----------------------------------------------------------------------------------------------------- faulty workers
 
 
-def test_43_a_worker_that_is_stuck_delays_an_answer_by_its_timeout_and_no_more():
+def test_43_a_stuck_worker_delays_an_answer_by_at_most_the_timeout():
     async def main() -> None:
         async with (
             Mock(lambda _: Fault("mute")) as stuck,
@@ -231,13 +231,13 @@ def test_43_a_worker_that_is_stuck_delays_an_answer_by_its_timeout_and_no_more()
             bodies = [BODY | {"seed": seed, "stream": seed % 2 == 0} for seed in range(20)]
             answers = await asyncio.gather(*(ask(url, CHAT, body) for body in bodies))
             assert [check(*pair) for pair in zip(bodies, answers, strict=True)] == [None] * 20
-            assert asyncio.get_running_loop().time() - began_s < 25, "it would have been 30"
+            assert asyncio.get_running_loop().time() - began_s < 25, "less than 30 s"
             assert stuck.asked and not stuck.live
 
     run(main())
 
 
-def test_43_a_stream_that_falls_silent_goes_on_elsewhere():
+def test_43_a_silent_stream_resumes_elsewhere():
     async def main() -> None:
         script = first(Fault("stall", at=5))
         async with Mock(script) as one, Mock(script) as two, routing(one, two, idle_timeout_s=1.0) as (_, url):
@@ -248,7 +248,7 @@ def test_43_a_stream_that_falls_silent_goes_on_elsewhere():
     run(main())
 
 
-def test_44_a_worker_that_lies_about_its_health_loses_its_place_and_breaks_grow_longer():
+def test_44_a_worker_that_reports_health_but_fails_goes_down_with_growing_cooldowns():
     async def main() -> None:
         async with (
             Mock(lambda _: Fault("cut", at=2)) as liar,
@@ -256,18 +256,18 @@ def test_44_a_worker_that_lies_about_its_health_loses_its_place_and_breaks_grow_
             routing(liar, fine, probe_interval_s=0.02) as (router, url),
         ):
             lying, now_s = router.fleet.find(liar.url), router.fleet.clock()
-            router.fleet.clock = lambda: now_s  # a break ends when the test says so
+            router.fleet.clock = lambda: now_s  # the test decides when a cooldown ends
             for trips in (1, 2):
                 for seed in range(30):
                     body = BODY | {"seed": seed, "stream": True}
                     assert check(body, await ask(url, CHAT, body)) is None
                 assert (lying.state, lying.trips) == ("down", trips)
-                assert len(liar.asked) <= 2 * FAILURES * trips, "a kept connection that broke is tried once more"
-                short_s = FIRST_COOLDOWN_S * 2 ** (trips - 1) * 0.7  # how long a break is, is a little random
+                assert len(liar.asked) <= 2 * FAILURES * trips, "a kept connection that broke is retried once"
+                short_s = FIRST_COOLDOWN_S * 2 ** (trips - 1) * 0.7  # cooldowns are slightly random
                 now_s += short_s
                 before = liar.probes["/v1/loads"]
                 await until(lambda before=before: liar.probes["/v1/loads"] > before + 5)
-                assert lying.state == "down", "it answers probes, and has to stay away all the same"
+                assert lying.state == "down", "it answers probes and stays down nevertheless"
                 now_s += short_s
                 await until(lambda: lying.state == "ready")
             assert len(fine.asked) >= 60
@@ -275,7 +275,7 @@ def test_44_a_worker_that_lies_about_its_health_loses_its_place_and_breaks_grow_
     run(main())
 
 
-def test_44_one_failure_costs_no_worker_its_place_and_several_successes_bring_it_back():
+def test_44_one_failure_does_not_mark_a_worker_down_and_several_successes_bring_it_back():
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):
             worker = router.fleet.find(mock.url)
@@ -291,7 +291,7 @@ def test_44_one_failure_costs_no_worker_its_place_and_several_successes_bring_it
     run(main())
 
 
-def test_a_slow_worker_is_waited_for_and_others_are_not():
+def test_a_slow_worker_delays_only_its_own_requests():
     async def main() -> None:
         async with (
             Mock(lambda _: Fault("slow")) as slow,
@@ -301,12 +301,12 @@ def test_a_slow_worker_is_waited_for_and_others_are_not():
             bodies = [BODY | {"seed": seed, "stream": True, "max_tokens": 60} for seed in range(20)]
             answers = await asyncio.gather(*(ask(url, CHAT, body) for body in bodies))
             assert [check(*pair) for pair in zip(bodies, answers, strict=True)] == [None] * 20
-            assert len(slow.asked) + len(fine.asked) == 20  # nobody was asked twice
+            assert len(slow.asked) + len(fine.asked) == 20  # no worker was asked twice
 
     run(main())
 
 
-def test_a_worker_that_is_killed_and_comes_back_costs_no_client_anything():
+def test_a_worker_that_is_killed_and_comes_back_fails_no_client():
     async def main() -> None:
         async with Mock() as one, Mock() as two, routing(one, two) as (_, url):
             one.pace_s = two.pace_s = 0.02
@@ -325,20 +325,20 @@ def test_a_worker_that_is_killed_and_comes_back_costs_no_client_anything():
     run(main())
 
 
-def test_a_plain_worker_that_dies_before_its_first_byte_is_replaced_and_later_it_is_one_clear_error():
+def test_a_foreign_worker_that_fails_before_its_first_byte_is_replaced_and_later_it_is_one_clear_error():
     async def main() -> None:
         script = first(Fault("close"), FINE, Fault("cut", at=3, part=0.5))
         body = BODY | {"stream": True}
         async with Mock(script, plain=True) as one, Mock(script, plain=True) as two, routing(one, two) as (_, url):
             assert check(body, await ask(url, CHAT, body)) is None
             answer = await ask(url, CHAT, body)
-            assert check(body, answer) == "worker_lost"  # and not a byte that is no event
+            assert check(body, answer) == "worker_lost"  # only complete events
             assert answer.body.count(b'"error"') == 1
 
     run(main())
 
 
-def test_43_what_a_worker_says_no_with_is_passed_on_as_it_is():
+def test_43_the_refusal_of_a_worker_is_passed_on_unchanged():
     async def main() -> None:
         async with Mock(lambda _: Fault("status", status=422)) as mock, routing(mock) as (router, url):
             answer = await ask(url, CHAT, BODY)
@@ -352,7 +352,7 @@ def test_43_what_a_worker_says_no_with_is_passed_on_as_it_is():
 
 
 @pytest.mark.parametrize("statuses", [(429, 503), (503, 429)])
-def test_46_a_request_that_one_worker_is_too_busy_for_and_another_paused_is_told_of_the_busy_one(statuses: Any):
+def test_46_a_client_gets_the_refusal_of_the_full_worker_rather_than_that_of_the_paused_one(statuses: Any):
     async def main() -> None:
         script = first(*(Fault("status", status=status) for status in statuses))
         async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
@@ -362,7 +362,7 @@ def test_46_a_request_that_one_worker_is_too_busy_for_and_another_paused_is_told
     run(main())
 
 
-def test_2_an_abort_that_comes_when_all_but_the_end_of_the_stream_was_told_says_that_it_was_finished():
+def test_2_an_abort_when_all_tokens_have_been_sent_reports_already_finished():
     async def main() -> None:
         body = BODY | {"stream": True, "max_tokens": 1, "request_id": "told"}
         async with Mock(lambda _: Fault("stall", at=1)) as mock, routing(mock) as (router, url):
@@ -381,10 +381,10 @@ def test_2_an_abort_that_comes_when_all_but_the_end_of_the_stream_was_told_says_
     run(main())
 
 
-def test_5_what_one_worker_left_unsaid_and_another_has_said_is_not_told_again_by_an_abort():
+def test_5_an_abort_does_not_repeat_withheld_text_that_another_worker_has_sent():
     async def main() -> None:
         body = {"prompt": "hi", "max_tokens": 60, "stream": True, "request_id": "tale"}
-        script = first(Fault("veiled_late", at=4, cause="shutdown"))
+        script = first(Fault("withheld_late", at=4, cause="shutdown"))
         async with (
             Mock(lambda a: script(a)) as one,
             Mock(lambda a: script(a)) as two,
@@ -406,15 +406,15 @@ def test_5_what_one_worker_left_unsaid_and_another_has_said_is_not_told_again_by
     run(main())
 
 
-def test_7_the_client_of_an_aborted_request_that_is_not_utf_8_is_told_so():
+def test_7_an_aborted_request_whose_body_is_not_utf_8_ends_with_its_cause():
     async def main() -> None:
         body = b'{"request_id": "odd", "messages": [{"role": "user", "content": "\xff"}], "stream": true}'
         async with Mock() as mock, routing(mock) as (router, url):
             router.hold(queue=True)
             asked = asyncio.ensure_future(ask(url, CHAT, body))
             await until(lambda: ("", "odd", 0) in router.live)
-            told = await abort(router, AbortRequest(tags={"a": "b"}), Caller("", True), CallerHeaders())
-            assert not told.aborted and not told.errors  # nor does it disturb others' aborts
+            told = await abort(router, AbortRequest(tags={"a": "b"}), RouterScope("", True), CallerHeaders())
+            assert not told.aborted and not told.errors  # and it does not affect other aborts
             router.live["", "odd", 0].end()
             assert b'"cause":"api_abort"' in (await asked).body
             router.release()
@@ -422,7 +422,7 @@ def test_7_the_client_of_an_aborted_request_that_is_not_utf_8_is_told_so():
     run(main())
 
 
-def test_whatever_goes_wrong_while_an_end_is_told_the_client_hears_of_it(monkeypatch: pytest.MonkeyPatch):
+def test_an_exception_while_the_end_is_written_reaches_the_client_as_an_error(monkeypatch: pytest.MonkeyPatch):
     def mistake(*_: object, **__: object) -> bytes:
         raise ZeroDivisionError
 
@@ -441,20 +441,20 @@ def test_whatever_goes_wrong_while_an_end_is_told_the_client_hears_of_it(monkeyp
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_55_tokens_of_older_weights_are_seen_by_nobody_though_life_was_shown_before(stream: bool):
+def test_55_tokens_of_older_weights_never_reach_the_client_even_after_keep_alives(stream: bool):
     async def main() -> None:
         body = BODY | {"stream": stream}
         async with Mock(lambda _: Fault("alive")) as mock, routing(mock, retries=0) as (router, url):
             assert check(body, await ask(url, CHAT, body)) is None
-            router.fleet.floor_version = mock.version + 1  # and no probe has noticed that this one has not got it
+            router.fleet.floor_version = mock.version + 1  # no probe has shown yet that this worker lacks it
             answer = await ask(url, CHAT, body)
             assert b"worker_lost" in answer.body and b":j " not in answer.body
 
     run(main())
 
 
-def test_55_workers_are_told_which_weights_the_fleet_has():
-    """A worker that came back with older ones made an answer and kept it for its key. Found by seed 3424496411."""
+def test_55_requests_carry_the_weight_version_of_the_fleet():
+    """Regression: a worker that came back with older weights kept an answer for its key. Found by seed 3424496411."""
 
     async def main() -> None:
         async with Mock() as mock, Mock(plain=True) as foreign, routing(mock, foreign) as (router, url):
@@ -471,7 +471,7 @@ def test_55_workers_are_told_which_weights_the_fleet_has():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_27_first_tokens_that_are_read_after_an_update_are_those_of_a_request_from_before_it(stream: bool):
+def test_27_a_request_from_before_an_update_may_get_its_first_token_after_it(stream: bool):
     async def main() -> None:
         body = BODY | {"stream": stream}
 
@@ -486,11 +486,11 @@ def test_27_first_tokens_that_are_read_after_an_update_are_those_of_a_request_fr
     run(main())
 
 
-def test_an_answer_that_a_pause_ended_is_told_as_the_worker_would_when_nobody_else_is_there():
+def test_an_answer_that_a_pause_ended_is_reported_as_by_the_worker_if_no_other_worker_is_there():
     async def main() -> None:
         def paused_meanwhile(_: object) -> Fault:
             mock.state = "paused"
-            return Fault("veiled", at=3)
+            return Fault("withheld", at=3)
 
         async with Mock(paused_meanwhile) as mock, routing(mock) as (router, url):
             streamed = await ask(url, CHAT, BODY | {"stream": True})
@@ -506,14 +506,14 @@ def test_an_answer_that_a_pause_ended_is_told_as_the_worker_would_when_nobody_el
 
 
 def of_two_halves(router: Router, prefill: Mock, decode: Mock) -> None:
-    """Of these two workers the first computes prompts, and answers only if there is no other."""
+    """The first of these two workers computes prompts, and answers only if there is no other."""
     router.fleet.add(prefill.url, "prefill")
     router.fleet.add(decode.url, "decode")
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_36_an_answer_goes_back_to_the_worker_that_was_full_after_others_have_lost_it(stream: bool):
-    """The worker that was full was left out until its state changed, but a queue empties without that."""
+def test_36_an_answer_returns_to_a_full_worker_after_others_have_lost_it(stream: bool):
+    """Regression: a full worker was excluded until its state changed, but a queue empties without that."""
 
     async def main() -> None:
         script = first(Fault("status", status=429))
@@ -527,8 +527,8 @@ def test_36_an_answer_goes_back_to_the_worker_that_was_full_after_others_have_lo
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_36_an_answer_that_decode_workers_refuse_goes_back_to_the_prefill_worker_that_lost_it(stream: bool):
-    """Only decode workers were asked again, and the client was told that no worker could take it."""
+def test_36_an_answer_that_decode_workers_refuse_returns_to_the_prefill_worker_that_lost_it(stream: bool):
+    """Regression: only decode workers were asked again, and the client was refused with `no_worker`."""
 
     async def main() -> None:
         script = first(Fault("after_head"))
@@ -543,9 +543,9 @@ def test_36_an_answer_that_decode_workers_refuse_goes_back_to_the_prefill_worker
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_35_an_answer_is_rescheduled_so_many_times_and_the_worker_that_had_no_room_is_asked_last(stays: bool):
+def test_35_reschedules_are_limited_and_the_worker_without_room_is_asked_last(stays: bool):
     async def main() -> None:
-        fault = Fault("veiled", at=2, cause="pd_reschedule")
+        fault = Fault("withheld", at=2, cause="pd_reschedule")
         async with Mock(lambda _: fault) as one, Mock() as two:
             workers = (one,) if stays else (one, two)
             async with routing(*workers, policy="round_robin", preempt_retry_count=2) as (_, url):
@@ -553,20 +553,20 @@ def test_35_an_answer_is_rescheduled_so_many_times_and_the_worker_that_had_no_ro
                     body = BODY | {"stream": True, "seed": seed, "max_tokens": 30}
                     assert check(body, await ask(url, CHAT, body)) is None
                     if stays:
-                        assert len(one.asked) == 2 * (seed + 1)  # the second time it is computed again
+                        assert len(one.asked) == 2 * (seed + 1)  # the second time it is recomputed
                 assert one.mistakes == two.mistakes == []
 
     run(main())
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_74_a_rescheduled_answer_waits_for_room_and_is_computed_again_by_the_only_worker(
+def test_74_a_rescheduled_answer_waits_for_room_and_is_recomputed_by_the_only_worker(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 0.02)
 
     async def main() -> None:
-        script = first(Fault("veiled", at=2, cause="pd_reschedule"), *[Fault("status", status=429)] * 8)
+        script = first(Fault("withheld", at=2, cause="pd_reschedule"), *[Fault("status", status=429)] * 8)
         async with Mock(script) as mock, routing(mock) as (_, url):
             body = BODY | {"stream": stream, "max_tokens": 30}
             assert check(body, await ask(url, CHAT, body)) is None
@@ -577,9 +577,9 @@ def test_74_a_rescheduled_answer_waits_for_room_and_is_computed_again_by_the_onl
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_74_an_answer_that_finds_no_room_anywhere_is_kept_by_the_last_worker(stream: bool):
+def test_74_an_answer_without_room_at_any_worker_is_kept_by_the_last_one(stream: bool):
     async def main() -> None:
-        fault = Fault("veiled", at=2, cause="pd_reschedule")
+        fault = Fault("withheld", at=2, cause="pd_reschedule")
         one, two = Mock(lambda _: fault), Mock(lambda _: fault)
         async with one, two, routing(one, two, policy="round_robin") as (_, url):
             body = BODY | {"stream": stream, "max_tokens": 30}
@@ -592,7 +592,7 @@ def test_74_an_answer_that_finds_no_room_anywhere_is_kept_by_the_last_worker(str
 @pytest.mark.parametrize("stream", [True, False])
 def test_73_a_strict_client_is_rescheduled_as_often_as_any_other(stream: bool):
     async def main() -> None:
-        fault = Fault("veiled", at=2, cause="pd_reschedule")
+        fault = Fault("withheld", at=2, cause="pd_reschedule")
         one, two = Mock(lambda _: fault), Mock(lambda _: fault)
         async with one, two, routing(one, two, policy="round_robin", preempt_retry_count=3) as (router, url):
             of_two_halves(router, one, two)
@@ -608,7 +608,7 @@ def test_73_a_strict_client_is_rescheduled_as_often_as_any_other(stream: bool):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_73_the_routers_own_end_has_strict_words_for_a_strict_client(stream: bool):
+def test_73_an_end_by_the_router_has_a_standard_finish_reason_for_a_strict_client(stream: bool):
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):
             router.hold(queue=True)
@@ -626,7 +626,7 @@ def test_73_the_routers_own_end_has_strict_words_for_a_strict_client(stream: boo
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("cause", sorted(MOVABLE_CAUSES))
-def test_73_an_end_that_was_asked_for_since_keeps_the_clients_words(strict: bool, cause: str):
+def test_73_an_end_that_was_requested_meanwhile_keeps_the_clients_finish_reasons(strict: bool, cause: str):
     def told(reason: str, cause: str, problem: str) -> bytes:
         return (
             b'data: {"choices":[{"finish_reason":"%b","cause":"%b"}]}\n\n' % (reason.encode(), cause.encode())
@@ -644,9 +644,9 @@ def elsewhere(tokens: int) -> HeadgateError:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_36_an_answer_that_one_worker_ended_and_another_lost_goes_back_to_the_one_that_lost_it(stream: bool):
+def test_36_an_answer_that_one_worker_ended_and_another_lost_returns_to_the_one_that_lost_it(stream: bool):
     async def main() -> None:
-        script = first(Fault("status", status=500), Fault("veiled", at=0))
+        script = first(Fault("status", status=500), Fault("withheld", at=0))
         async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
             body = BODY | {"stream": stream}
             assert check(body, await ask(url, CHAT, body)) is None
@@ -656,8 +656,8 @@ def test_36_an_answer_that_one_worker_ended_and_another_lost_goes_back_to_the_on
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_36_an_answer_that_one_worker_lost_and_another_refused_goes_back_to_the_one_that_lost_it(stream: bool):
-    """The refusal came last, and the client was told of it, although the other worker was well."""
+def test_36_an_answer_that_one_worker_lost_and_another_refused_returns_to_the_one_that_lost_it(stream: bool):
+    """Regression: the client got the refusal, which came last, although the other worker was healthy."""
 
     async def main() -> None:
         script = first(Fault("cut", at=3), Fault("status", status=503))
@@ -670,11 +670,11 @@ def test_36_an_answer_that_one_worker_lost_and_another_refused_goes_back_to_the_
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_18_an_answer_that_a_pause_ended_and_another_worker_refused_is_told_as_the_pause_left_it(stream: bool):
-    """The client got an error, and lost the part of its answer that the first worker had handed over."""
+def test_18_an_answer_that_a_pause_ended_and_another_worker_refused_is_reported_as_paused(stream: bool):
+    """Regression: the client got an error and lost the partial answer that the first worker had handed over."""
 
     async def main() -> None:
-        script = first(Fault("veiled", at=3), Fault("status", status=503))
+        script = first(Fault("withheld", at=3), Fault("status", status=503))
         async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
             answer = await ask(url, CHAT, BODY | {"stream": stream})
             assert answer.status == 200 and b'"error"' not in answer.body
@@ -684,20 +684,20 @@ def test_18_an_answer_that_a_pause_ended_and_another_worker_refused_is_told_as_t
     run(main())
 
 
-def test_45_the_worker_that_failed_is_left_out_of_the_next_attempt():
+def test_45_the_next_attempt_excludes_the_worker_that_failed():
     async def main() -> None:
         async with Mock(lambda _: Fault("close")) as bad, Mock() as good, routing(bad, good) as (_, url):
             for seed in range(10):
                 body = BODY | {"seed": seed}
                 before = len(bad.asked)
                 assert check(body, await ask(url, CHAT, body)) is None
-                # A connection that was kept may have been closed just then: that one attempt may be made twice.
+                # A kept connection may have been closed at that moment, and then that attempt is made twice.
                 assert len(bad.asked) - before <= 2
 
     run(main())
 
 
-def test_without_any_worker_the_client_is_told_so_in_time():
+def test_without_any_worker_the_client_gets_an_error_in_time():
     async def main() -> None:
         mock = await Mock().start()
         mock.kill()
@@ -731,7 +731,7 @@ def test_46_beyond_the_limit_requests_wait_and_beyond_the_queue_they_are_refused
     run(main())
 
 
-def test_47_a_live_id_is_refused_and_an_ended_one_is_free_again():
+def test_47_the_id_of_a_live_request_is_refused_and_free_again_after_its_end():
     async def main() -> None:
         named = {"X-Request-Id": "one"}
         async with Mock(first(Fault("stall"))) as mock, routing(mock) as (_, url):
@@ -748,7 +748,7 @@ def test_47_a_live_id_is_refused_and_an_ended_one_is_free_again():
     run(main())
 
 
-def test_41_prefill_load_is_given_back_at_the_first_token_and_the_request_at_its_end():
+def test_41_prefill_load_is_released_at_the_first_token_and_the_request_at_its_end():
     async def main() -> None:
         body = BODY | {"stream": True, "messages": [{"role": "user", "content": "x" * 4000}]}
         script = first(Fault("mute"), Fault("stall", at=6))
@@ -786,7 +786,7 @@ def test_41_a_lost_worker_keeps_its_counters_until_its_requests_have_ended():
     run(main())
 
 
-def test_40_an_empty_or_a_token_id_prompt_goes_by_load():
+def test_40_an_empty_or_token_id_prompt_is_placed_by_load():
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (_, url):
             for prompt in ("", [1, 2, 3], [[1], [2]], [], None):
@@ -799,7 +799,7 @@ def test_40_an_empty_or_a_token_id_prompt_goes_by_load():
 # ------------------------------------------------------------------------------------------------------------ headers
 
 
-def test_headers_of_one_hop_stay_there_and_private_ones_are_never_a_client_s():
+def test_hop_by_hop_headers_are_not_forwarded_and_clients_cannot_set_internal_ones():
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (_, url):
             sent = {
@@ -833,7 +833,7 @@ def test_headers_of_one_hop_stay_there_and_private_ones_are_never_a_client_s():
     run(main())
 
 
-def test_keys_of_the_router_stay_there_and_the_tenant_is_told_to_workers_of_ours_alone():
+def test_router_keys_are_not_forwarded_and_only_headgate_workers_get_the_tenant():
     async def main() -> None:
         keys = {"api_keys": {"ann": "ann-key"}, "admin_key": "root", "worker_key": "work"}
         async with Mock() as ours, Mock(plain=True) as theirs:
@@ -857,11 +857,11 @@ def test_keys_of_the_router_stay_there_and_the_tenant_is_told_to_workers_of_ours
 
 
 @pytest.mark.parametrize("id", ["a\r\nX-Evil: 1", "", "x" * 300, "naïve", "a\nb", "\x00"])
-def test_an_id_that_is_no_header_is_refused_before_any_worker_sees_it(id: str):
+def test_an_id_that_is_not_a_valid_header_is_refused_before_any_worker_sees_it(id: str):
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (_, url):
             answer = await ask(url, CHAT, BODY | {"request_id": id})
-            if id:  # none at all is as good as not said
+            if id:  # an empty id counts as none
                 assert (answer.status, answer.error["param"]) == (400, "request_id")
                 assert mock.asked == []
             assert answer.header("x-evil") is None
@@ -869,7 +869,7 @@ def test_an_id_that_is_no_header_is_refused_before_any_worker_sees_it(id: str):
     run(main())
 
 
-def test_51_a_stream_that_waits_for_a_worker_shows_life(monkeypatch: pytest.MonkeyPatch):
+def test_51_a_stream_that_waits_for_a_worker_gets_keep_alives(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headgate.router.router.KEEP_ALIVE_S", 0.05)
 
     async def main() -> None:
@@ -889,7 +889,7 @@ def test_51_a_stream_that_waits_for_a_worker_shows_life(monkeypatch: pytest.Monk
     run(main())
 
 
-def test_nothing_is_logged_as_a_mistake_of_the_router(caplog: pytest.LogCaptureFixture):
+def test_the_router_logs_no_errors(caplog: pytest.LogCaptureFixture):
     async def main() -> None:
         script = first(Fault("cut", at=3), Fault("bad_http"), Fault("reset"))
         async with Mock(script) as one, Mock(script) as two, routing(one, two) as (_, url):

@@ -1,4 +1,4 @@
-"""The table of a routed request: every state with every event, and what holds of every walk through it."""
+"""The state table of a routed request: every state with every event, and properties of every walk through it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from headgate.router.exchange.states import Action, Event, Facts, Impossible, State, Step, transition
 
-# Written down a second time, on purpose. `-` cannot happen. Facts are those of a request that nothing special happens to.
+# A deliberate second copy of the table. `-` cannot happen. The facts are those of an ordinary request.
 EXPECTED: Final = """
               QUEUED            PLACING           PREFILLING        CONNECTING        ASKING            STREAMING         MOVING            ENDING            RENDERING
 ADMITTED      PLACING:place     -                 -                 -                 -                 -                 -                 -                 -
@@ -91,19 +91,19 @@ def after(state: State, event: Event, facts: Facts = Facts()) -> Step | None:  #
         return None
 
 
-def test_the_expected_table_has_every_pair():
+def test_the_expected_table_has_every_pair_of_state_and_event():
     assert expected().keys() == set(itertools.product(State, Event))
 
 
 @pytest.mark.parametrize("state", State)
-def test_every_event_in_every_state(state: State):
+def test_every_event_in_every_state_leads_where_the_table_says(state: State):
     assert {event: after(state, event) for event in Event} == {
         event: step for (of, event), step in expected().items() if of is state
     }
 
 
 @pytest.mark.parametrize("state", State)
-def test_what_can_happen_in_a_state_does_not_depend_on_facts(state: State):
+def test_the_events_possible_in_a_state_do_not_depend_on_facts(state: State):
     for event, facts in itertools.product(Event, ALL_FACTS):
         assert (after(state, event, facts) is None) == (expected()[state, event] is None)
 
@@ -132,12 +132,12 @@ def test_what_can_happen_in_a_state_does_not_depend_on_facts(state: State):
         ("STREAMING", "DEADLINE", Facts(graces=2, others=True), "CLOSED:late,end"),
     ],
 )
-def test_what_depends_on_facts(state: str, event: str, facts: Facts, leads_to: str):
+def test_transitions_that_depend_on_facts(state: str, event: str, facts: Facts, leads_to: str):
     assert transition(State[state], Event[event], facts) == step(leads_to)
 
 
 def test_the_shortcuts_of_the_relay_are_paths_of_the_table():
-    """A request that need not wait goes from QUEUED to ASKING, and from there to CLOSED, without asking the table."""
+    """A request that need not wait goes from QUEUED to ASKING, and from there to CLOSED, without the table."""
     state, done = State.QUEUED, []
     for event in (Event.ADMITTED, Event.PLACED, Event.CONNECTED):
         state, actions = transition(state, event, Facts())
@@ -148,8 +148,8 @@ def test_the_shortcuts_of_the_relay_are_paths_of_the_table():
         assert transition(state, Event.FINAL, facts) == (State.CLOSED, (Action.PASS_ON,))
 
 
-def test_nothing_is_sent_while_the_fleet_is_held():
-    """A stale connection is the exception that proves it: its worker is asked again only after CONNECTED."""
+def test_nothing_is_sent_while_the_fleet_is_paused():
+    """A stale connection is no exception: its worker is asked again only after CONNECTED."""
     for (state, event), facts in itertools.product(expected(), ALL_FACTS):
         came = after(state, event, facts) if facts.holding else None
         if came is not None and event is not Event.STALE:

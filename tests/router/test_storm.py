@@ -1,4 +1,4 @@
-"""Thousands of requests while everything goes wrong: right answers or one clear error, and nothing left behind (41, 10)."""
+"""Thousands of requests under faults: correct answers or one clear error, and nothing leaks (41, 10)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.router.client import Wire, check, routing, until
 from tests.router.mock import CHAT, COMPLETIONS, Mock, faults
 from tests.router.run import run
 
-# What a client may be told, apart from the right answer: only where nobody was left who could have helped.
+# Errors that a client may get instead of the correct answer, only where no worker was left that could help.
 HELPLESS = {"worker_lost", "no_worker", "scripted"}
 CLIENTS = 40
 
@@ -27,7 +27,7 @@ class Storm:
         self.plain = plain
         self.mocks = [Mock(faults(random.Random(seed + i), 0.25, plain=plain), plain=plain, seed=i) for i in range(4)]
         self._mortal = self.mocks[1:]
-        if not plain:  # somebody is always well, so that no client need be told of the others
+        if not plain:  # one worker is always healthy, so that no client need see the faults of the others
             self.mocks = [*self.mocks, Mock(seed=4)]
         self.told: Counter[str] = Counter()
 
@@ -38,7 +38,7 @@ class Storm:
             router, url = await stack.enter_async_context(
                 routing(*self.mocks, policy="power_of_two", retries=20, index_nodes=1000, max_in_flight=30)
             )
-            # What is asked here is whether counters come home; how often a broken fleet may be asked has its own test.
+            # This tests that counters return to zero; the limit on retries has its own test.
             router.retry_budget._left = float("inf")
             killing = asyncio.create_task(self._kill())
             try:
@@ -56,7 +56,7 @@ class Storm:
         wrong = {code: count for code, count in self.told.items() if code not in HELPLESS | {"right", "left"}}
         assert wrong == {}
         if not self.plain:
-            assert set(self.told) == {"right", "left"}  # every answer has a journal, and somewhere to go on
+            assert set(self.told) == {"right", "left"}  # every answer has a journal and another worker to resume at
         assert self.told["right"] > 0.5 * self.told.total()
 
     async def _kill(self) -> None:
@@ -68,7 +68,7 @@ class Storm:
             await mock.restart()
 
     async def _after(self, requests: int) -> None:
-        """As many deaths to so many requests, however fast the machine is."""
+        """The same number of kills per request, however fast the machine is."""
         until_left = self.left - requests
         await until(lambda: self.left <= until_left)
 
@@ -85,7 +85,7 @@ class Storm:
             wire.close()
 
     async def _ask(self, wire: Wire, leaves: bool) -> bool:
-        """One request; whether its connection is used up."""
+        """Make one request. Returns whether its connection cannot be used again."""
         path, body = self._body()
         wire.post(path, body)
         if leaves:
@@ -117,13 +117,13 @@ def storm(seed: int, requests: int, caplog: pytest.LogCaptureFixture, *, plain: 
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_41_after_a_storm_of_failures_cancels_and_deaths_every_answer_was_right_and_nothing_is_left(
+def test_41_after_a_storm_of_failures_every_answer_was_correct_and_nothing_leaks(
     caplog: pytest.LogCaptureFixture,
 ):
     storm(1, 1500, caplog, plain=False, timeout_s=100)
 
 
-def test_41_with_somebody_else_s_workers_an_answer_is_right_or_one_clear_error(caplog: pytest.LogCaptureFixture):
+def test_41_with_foreign_workers_an_answer_is_correct_or_one_clear_error(caplog: pytest.LogCaptureFixture):
     storm(2, 500, caplog, plain=True, timeout_s=60)
 
 

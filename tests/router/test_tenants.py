@@ -1,4 +1,4 @@
-"""What belongs to one tenant of a router is nothing to another: ids, Idempotency-Keys, and the rights at workers."""
+"""Isolation of a router's tenants: ids, Idempotency-Keys, and rights at the workers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def keyed(servers: list[LiveServer]) -> Iterator[LiveRouter]:
         router.post("/v1/abort_requests", {"abort_all": True}, key="root")
 
 
-# ----------------------------------------------------------------------------------------------------------------- ids
+# ---------------------------------------------------------------------------------------------------------------- ids
 
 
 def test_65_two_tenants_run_requests_of_the_same_id_and_each_ends_its_own(keyed: LiveRouter):
@@ -57,11 +57,11 @@ def test_65_two_tenants_run_requests_of_the_same_id_and_each_ends_its_own(keyed:
         told = keyed.get("/v1/requests/tale", key="ka").json()
         assert (told["status"], told["request"]["tenant"]) == ("in_flight", "alice")
         assert keyed.get("/v1/requests/tale", key="kb").json()["usage"]["tenant"] == "bob"
-        assert set(alice.abort("tale-0").aborted) == {"tale-0"}  # a choice is its tenant's too
+        assert set(alice.abort("tale-0").aborted) == {"tale-0"}  # a choice belongs to its tenant too
         assert asked[0].result(60).cut
 
 
-def test_65_72_the_admin_ends_both_requests_of_one_id_and_hears_of_each(keyed: LiveRouter):
+def test_65_72_the_admin_ends_both_requests_of_one_id_and_gets_a_report_of_each(keyed: LiveRouter):
     with ThreadPoolExecutor(2) as threads:
         fleets = [Fleet(keyed.url, key) for key in ("ka", "kb")]
         asked = [threads.submit(fleet.generate, "x", request_id="tale", **LONG) for fleet in fleets]
@@ -78,7 +78,7 @@ def test_65_generated_ids_have_128_random_bits_and_cannot_be_occupied():
             ids = [(await ask(url, CHAT, BODY, ALICE)).header("x-request-id") or "" for _ in range(40)]
             assert all(re.fullmatch("req-[0-9a-f]{32}", id) for id in ids) and len(set(ids)) == 40
             bits = [int(id[4:], 16) for id in ids]
-            # Every bit is drawn: in 39 pairs of neighbours each differs at least once (but for 2^-32).
+            # Every bit is random: it differs at least once in 39 consecutive pairs (except with probability 2^-32).
             differing = 0
             for one, other in pairwise(bits):
                 differing |= one ^ other
@@ -94,7 +94,7 @@ def test_65_ids_of_a_server_have_128_random_bits(servers: list[LiveServer]):
 
 
 def test_65_a_retry_never_takes_the_place_of_another_live_request():
-    """The router once kept a retry of `A` as `A#2`, whatever else had that name."""
+    """Regression: the router kept a retry of `A` as `A#2`, even if another request had that id."""
 
     async def main() -> None:
         async with Mock(lambda _: Fault("stall", at=1)) as mock, routing(mock, **KEYS) as (router, url):
@@ -114,7 +114,7 @@ def test_65_a_retry_never_takes_the_place_of_another_live_request():
     run(main())
 
 
-def test_65_an_idempotency_key_of_another_tenant_decides_nothing():
+def test_65_an_idempotency_key_of_another_tenant_does_not_affect_placement():
     async def main() -> None:
         async with Mock() as one, Mock() as two, routing(one, two, policy="round_robin", **KEYS) as (router, url):
             chosen = router.counters.chosen
@@ -125,7 +125,7 @@ def test_65_an_idempotency_key_of_another_tenant_decides_nothing():
     run(main())
 
 
-def test_65_the_name_of_a_prefill_is_no_name_that_a_client_can_give():
+def test_65_a_client_cannot_use_the_id_of_a_prefill_request():
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (_, url):
             for sent in (
@@ -168,7 +168,7 @@ def raw_get(http: Any, path: str) -> Any:
     return asyncio.run(get())
 
 
-def test_65_an_odd_id_is_aborted_by_its_path_through_a_router(servers: list[LiveServer]):
+def test_65_an_unusual_id_can_be_aborted_by_its_path_through_a_router(servers: list[LiveServer]):
     with live_router(servers[0].url) as router, ThreadPoolExecutor(1) as threads:
         id = "50 % of a/b"
         headers = {"X-Request-Id": id}
@@ -179,24 +179,24 @@ def test_65_an_odd_id_is_aborted_by_its_path_through_a_router(servers: list[Live
         assert asked.result(60).json()["choices"][0]["finish_reason"] == "abort"
 
 
-def test_a_percent_encoded_path_has_the_rights_of_what_it_names(servers: list[LiveServer]):
+def test_a_percent_encoded_path_has_the_access_rules_of_the_decoded_one(servers: list[LiveServer]):
     with live_router(servers[0].url, **KEYS) as router:
         assert router.post("/v1/%70ause", {}, key="ka").status_code == 403
         assert router.post("/v1/pause%2F", {}, key="ka").status_code == 403
 
 
-# ------------------------------------------------------------------------------------------------- rights at the workers
+# ---------------------------------------------------------------------------------------------- rights at the workers
 
 AT_WORKERS = ["/v1/requests/x", "/v1/models", "/v1/loads", "/model_info", "/v1/is_paused", "/get_world_size"]
 
 
 @pytest.mark.parametrize("admin_key", ["root", None])
 def test_67_a_router_asks_its_workers_with_the_rights_of_its_caller(admin_key: str | None):
-    """An empty name is that of a caller without a key; no name at all are the router's own rights."""
+    """An empty name is that of a caller without a key; no name means the router's own rights."""
     with fake_worker() as fake:
-        config = {"admin_key": admin_key, "worker_key": "work", "host": "0.0.0.0"}  # only said to be
+        config = {"admin_key": admin_key, "worker_key": "work", "host": "0.0.0.0"}  # claimed by the caller
         with live_router(fake.url, **config) as router:
-            assert set(fake.tenants.values()) == {None}  # probes are the router's own
+            assert set(fake.tenants.values()) == {None}  # probes have the router's own rights
             fake.tenants.clear()
             for path in AT_WORKERS:
                 router.get(path)
@@ -204,7 +204,7 @@ def test_67_a_router_asks_its_workers_with_the_rights_of_its_caller(admin_key: s
             router.post("/v1/completions", {"prompt": "x"})
             router.post("/tokenize", {"prompt": "x"})
             asked = [*AT_WORKERS, "/v1/abort_requests", "/v1/completions", "/tokenize"]
-            own = {"/v1/models", "/v1/loads"}  # which probes ask too
+            own = {"/v1/models", "/v1/loads"}  # probes ask this too
             told = {path: fake.tenants[path] for path in asked if path not in own}
             assert told == dict.fromkeys(told, "")
             if admin_key:
@@ -212,7 +212,9 @@ def test_67_a_router_asks_its_workers_with_the_rights_of_its_caller(admin_key: s
                 assert fake.tenants["/v1/requests/x"] is None
 
 
-def test_67_strangers_at_a_router_with_an_admin_key_alone_are_no_admins_at_its_workers(weights: list[Path]):
+def test_67_callers_without_a_key_are_no_admins_at_the_workers_of_a_router_with_only_an_admin_key(
+    weights: list[Path],
+):
     keys = Keys({"alice": "ka"}, admin="work")
     options = {"device": "cpu", "kv_blocks": 4096, "max_running": 8}
     with (
@@ -232,10 +234,10 @@ def test_67_strangers_at_a_router_with_an_admin_key_alone_are_no_admins_at_its_w
         assert asked.result(60).cut
 
 
-# ------------------------------------------------------------------------------------------------- roots of cache keys
+# ------------------------------------------------------------------------------------------------ roots of cache keys
 
 
-def test_66_no_salt_is_the_root_of_another_tenant():
+def test_66_no_cache_salt_gives_the_root_of_another_tenant():
     names = ["", "A", "A:", "A:s", ":", "'A', '", "('A', '')", "A', 's"]
     pairs = [(tenant, salt) for tenant in names for salt in names]
     assert len({tenant_salt(*pair) for pair in pairs}) == len(pairs)
@@ -257,7 +259,7 @@ def test_66_a_caller_without_a_key_finds_no_prompt_of_a_tenant_in_the_cache(weig
         assert cached({}) == 0 and cached({}) > 0
 
 
-def test_66_the_workers_of_up_take_no_request_without_a_key(weights: list[Path], tmp_path: Path):
+def test_66_workers_started_by_up_accept_no_request_without_a_key(weights: list[Path], tmp_path: Path):
     keys = tmp_path / "keys"
     keys.write_text("alice:ka\n")
     flags = ("--mixed", 1, "--api-keys", keys, "--kv-blocks", 64, "--max-context", 512)
@@ -277,7 +279,7 @@ def test_66_the_workers_of_up_take_no_request_without_a_key(weights: list[Path],
         assert commands and not any("KEY" in command or "of-the-operator" in command for command in commands)
 
 
-def test_66_a_server_that_registers_with_a_key_takes_no_request_without_one(weights: list[Path]):
+def test_66_a_server_that_registers_with_a_key_accepts_no_request_without_one(weights: list[Path]):
     with live_router(admin_key="root", api_keys={"alice": "ka"}) as router:
         flags = ("--register", router.url, "--kv-blocks", 64, "--max-context", 512)
         with serving(weights[0], *flags, HEADGATE_ROUTER_KEY="root") as served:
@@ -288,7 +290,7 @@ def test_66_a_server_that_registers_with_a_key_takes_no_request_without_one(weig
                 assert direct.post("/v1/completions", json=body).status_code == 401
 
 
-# ---------------------------------------------------------------------------------------------------- what is handed in
+# -------------------------------------------------------------------------------------------------- claims of tenants
 
 
 def test_68_a_tenants_claims_through_a_router_are_refused_and_move_no_counter(servers: list[LiveServer]):
@@ -304,7 +306,7 @@ def test_68_a_tenants_claims_through_a_router_are_refused_and_move_no_counter(se
         assert (worker.prompt_tokens, worker.cached_tokens) == (0, 0)
 
 
-def test_63_a_tenant_of_a_router_leaves_places_to_others():
+def test_63_a_tenant_cannot_take_all_places_of_a_router():
     async def main() -> None:
         router = Router(RouteConfig(max_in_flight=10, api_keys={"ann": "key-a", "bob": "key-b"}))
         assert [router.admission.try_enter("ann") for _ in range(10)] == [True] * 8 + [False] * 2

@@ -1,4 +1,4 @@
-"""`headgate up`: a fleet in one command, that heals itself and leaves nothing behind."""
+"""`headgate up`: a fleet in one command that replaces failed servers and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def up(*arguments: object, **environment: str) -> AbstractContextManager[Served]
 
 
 def workers(http: httpx.Client) -> list[dict[str, Any]]:
-    """Those for answers first."""
+    """Workers that answer come first."""
     return sorted(http.get("/v1/workers").json()["workers"], key=lambda worker: worker["role"])
 
 
@@ -47,7 +47,7 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.timeout(300)
-def test_a_fleet_heals_itself_and_ends_cleanly(model: Path):
+def test_a_fleet_replaces_failed_servers_and_shuts_down_cleanly(model: Path):
     with up("--model", model, "--prefill", 1, "--decode", 1) as fleet, fleet.client() as http:
         told = workers(http)
         assert [(each["role"], each["state"]) for each in told] == [("decode", "ready"), ("prefill", "ready")]
@@ -56,37 +56,37 @@ def test_a_fleet_heals_itself_and_ends_cleanly(model: Path):
         assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
         victim = told[0]
         os.kill(victim["pid"], signal.SIGKILL)
-        # The other one answers meanwhile, and the dead one comes back under its address.
+        # The other server answers meanwhile, and the failed one comes back at its address.
         assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
         wait_until(lambda: workers(http)[0]["pid"] != victim["pid"], 90)
         wait_until(lambda: workers(http)[0]["state"] == "ready", 60)
         assert workers(http)[0]["url"] == victim["url"] and workers(http)[0]["role"] == "decode"
         everyone = descendants(fleet.process.pid)
-        assert len(everyone) >= 4  # two servers, and their engines
+        assert len(everyone) >= 4  # two servers and their engines
         assert fleet.stop(signal.SIGINT) == 0
         wait_until(lambda: not any(map(is_running, everyone)))
     assert not any("Traceback" in message for message in fleet.messages())
     assert any("has died; starting it again" in message for message in fleet.messages())
 
 
-def test_servers_die_with_a_parent_that_is_killed(model: Path):
+def test_servers_end_when_their_parent_is_killed(model: Path):
     with up(model, "--mixed", 1, HEADGATE_ADMIN_KEY="root") as fleet:
         everyone = descendants(fleet.process.pid)
         with fleet.client("root") as http:
             (worker,) = workers(http)
-        # Its servers take the router's word alone, when it has keys.
+        # Its servers accept only the router's key if it has keys.
         assert httpx.post(worker["url"] + "/v1/pause", timeout=60, trust_env=False).status_code == 401
         fleet.process.kill()
         wait_until(lambda: not any(map(is_running, everyone)))
 
 
-def test_a_port_that_is_taken_is_one_sentence(model: Path):
+def test_a_port_in_use_is_reported_in_one_sentence(model: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = run("up", model, "--port", other.getsockname()[1])
     assert result.returncode == 1 and "is taken" in the_sentence(result)
 
 
-def test_what_a_server_says_about_why_it_cannot_start_is_the_one_sentence(model: Path, tmp_path: Path):
+def test_the_error_of_a_server_that_cannot_start_is_reported_in_one_sentence(model: Path, tmp_path: Path):
     result = run("up", tmp_path, "--port", 0)
     assert result.returncode == 1 and "holds no model" in the_sentence(result)
     result = run("up", model, "--mixed", 2, "--port", 0, "--kv-blocks", 1, "--max-context", 512)
@@ -102,6 +102,6 @@ def test_what_a_server_says_about_why_it_cannot_start_is_the_one_sentence(model:
         (("--model", "another"), "--model"),
     ],
 )
-def test_a_fleet_that_makes_no_sense_is_one_sentence(model: Path, flags: tuple, about: str):
+def test_an_invalid_fleet_is_reported_in_one_sentence(model: Path, flags: tuple, about: str):
     result = run("up", model, *flags)
     assert result.returncode == 2 and about in the_sentence(result)

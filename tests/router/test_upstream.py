@@ -1,4 +1,4 @@
-"""Connections to workers: kept, stale, broken, too talkative; every request ends once."""
+"""Connections to workers: kept, stale, broken, sending too much; every request ends once."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def worker(serve: Serve):
-    """A pool of connections to somebody who does `serve` with each of them."""
+    """A pool of connections to a server that runs `serve` for each of them."""
     writers: list[asyncio.StreamWriter] = []
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
-        with suppress(asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # the other side has closed
+        with suppress(asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # the peer has closed
             await serve(reader, writer)
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
@@ -72,7 +72,7 @@ async def worker(serve: Serve):
     finally:
         pool.close()
         server.close()
-        for _ in range(10):  # whoever has just been let in
+        for _ in range(10):  # let connections that were just accepted start
             await asyncio.sleep(0)
         for writer in writers:
             writer.transport.abort()
@@ -80,7 +80,7 @@ async def worker(serve: Serve):
 
 
 def answering(*answers: bytes, close: bool = False, over: asyncio.Event | None = None) -> Serve:
-    """One answer to each request, in pieces where there are several; `over` is set when all has been said once."""
+    """One answer to each request, possibly in pieces. `over` is set when all has been sent once."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -109,7 +109,7 @@ async def ask(pool: Pool) -> tuple[Noting, Upstream]:
 
 
 def said(*answers: bytes, close: bool = False) -> tuple[Noting, bool]:
-    """What the reader heard, and whether the connection was kept."""
+    """What the reader received, and whether the connection was kept."""
     result: list[tuple[Noting, bool]] = []
 
     async def main() -> None:
@@ -117,7 +117,7 @@ def said(*answers: bytes, close: bool = False) -> tuple[Noting, bool]:
         async with worker(answering(*answers, close=close, over=over)) as pool:
             noting, _ = await ask(pool)
             await over.wait()
-            for _ in range(10):  # and heard
+            for _ in range(10):  # until the reader has received it
                 await asyncio.sleep(0.001)
             assert len(noting.ends) == 1
             result.append((noting, pool.take() is not None))
@@ -135,7 +135,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class Wire:
-    """A transport that goes nowhere."""
+    """A transport that discards its data."""
 
     closing = False
 
@@ -155,7 +155,7 @@ class Wire:
 
 
 def heard(answer: bytes, *before: bytes) -> tuple[int, bytes, list[str], bool]:
-    """What a reader is told of an answer that comes in one piece, `before` it others; and if the connection is kept."""
+    """What a reader receives of an answer in one piece after others, and whether the connection is kept."""
     return asyncio.run(hear(answer, before))
 
 
@@ -194,12 +194,12 @@ async def hear(answer: bytes, before: tuple[bytes, ...]) -> tuple[int, bytes, li
         b"",
     ],
 )
-def test_an_answer_whose_head_is_known_is_read_as_the_parser_reads_it(body: bytes):
+def test_an_answer_with_a_known_head_is_read_as_by_the_parser(body: bytes):
     assert heard(CHUNKED + body, CHUNKED + b"1\r\n.\r\n0\r\n\r\n") == heard(CHUNKED + body)
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_a_damaged_answer_whose_head_is_known_is_read_as_the_parser_reads_it(seed: int):
+def test_a_damaged_answer_with_a_known_head_is_read_as_by_the_parser(seed: int):
     rng = random.Random(seed)
     parts = [rng.randbytes(rng.randrange(1, 40)) for _ in range(rng.randrange(1, 5))]
     body = bytearray(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n")
@@ -209,7 +209,7 @@ def test_a_damaged_answer_whose_head_is_known_is_read_as_the_parser_reads_it(see
     assert heard(CHUNKED + body, CHUNKED + b"1\r\n.\r\n0\r\n\r\n") == heard(CHUNKED + bytes(body))
 
 
-def test_an_interim_answer_is_passed_over():
+def test_an_interim_response_is_skipped():
     noting, kept = said(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)
     assert (noting.heads, noting.body, kept) == (1, b"ok", True)
 
@@ -219,7 +219,7 @@ def test_an_answer_without_a_length_ends_with_its_connection():
     assert (noting.body, noting.ends, kept) == (b"some more", ["ended"], False)
 
 
-def test_a_worker_that_closes_is_not_kept():
+def test_a_connection_that_the_worker_closes_is_not_kept():
     noting, kept = said(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok", close=True)
     assert (noting.ends, kept) == (["ended"], False)
 
@@ -233,7 +233,7 @@ def test_a_worker_that_closes_is_not_kept():
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n",
     ],
 )
-def test_an_answer_that_breaks_off_is_lost(answer: bytes):
+def test_a_truncated_answer_is_lost(answer: bytes):
     noting, kept = said(answer, close=True)
     assert "broke" in noting.ends[0] and not kept
 
@@ -243,7 +243,7 @@ def test_an_answer_that_breaks_off_is_lost(answer: bytes):
     [
         b"\x00\x01\x02\x03\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nok",  # more than it said
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nok",  # more than announced
         OK + OK,  # two answers to one request
     ],
 )
@@ -252,18 +252,18 @@ def test_an_answer_that_is_not_http_is_lost_and_its_connection_not_kept(answer: 
     assert noting.ends[0].startswith("it does not speak HTTP") and not kept
 
 
-def test_words_that_nobody_asked_for_end_an_idle_connection():
+def test_unsolicited_data_closes_an_idle_connection():
     noting, kept = said(OK, b"HTTP/1.1 408 Timeout\r\n\r\n")
     assert (noting.ends, kept) == (["ended"], False)
 
 
 @pytest.mark.parametrize("head", [b"a: " + b"x" * 300_000, b"a: bcdefghijkl\r\n" * 20_000])
-def test_a_head_that_never_ends_is_not_read_for_ever(head: bytes):
+def test_the_size_of_a_head_is_bounded(head: bytes):
     noting, kept = said(b"HTTP/1.1 200 OK\r\n" + head, *[head] * 3)
     assert noting.ends == ["the head of its answer is too long"] and not kept
 
 
-def test_connections_are_kept_for_the_next_and_the_one_used_last_is_taken_first():
+def test_connections_are_reused_last_used_first():
     async def main() -> None:
         async with worker(answering(OK)) as pool:
             used = [(await ask(pool))[1] for _ in range(3)]
@@ -279,7 +279,7 @@ def test_connections_are_kept_for_the_next_and_the_one_used_last_is_taken_first(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_connection_whose_last_bytes_found_their_reader_full_reads_again_for_the_next(late: bool):
+def test_a_connection_that_was_paused_by_its_last_reader_reads_again_for_the_next(late: bool):
     class Full(Noting):
         def data(self, data: bytes) -> None:
             super().data(data)
@@ -289,7 +289,7 @@ def test_a_connection_whose_last_bytes_found_their_reader_full_reads_again_for_t
         def ended(self) -> None:
             super().ended()
             if late:
-                connection.hold()  # which is the pool's by now
+                connection.hold()  # the pool has it by now
 
     async def main() -> None:
         nonlocal connection
@@ -327,7 +327,7 @@ def test_connections_that_idle_for_long_are_closed():
     run(main())
 
 
-def test_a_dropped_connection_says_nothing_more_to_its_reader_and_everything_to_its_worker():
+def test_a_dropped_connection_is_closed_and_calls_its_reader_no_more():
     async def main() -> None:
         left = asyncio.Event()
 
@@ -357,7 +357,7 @@ def test_43_a_call_has_an_answer_or_a_reason_in_time():
         async with worker(answering(OK)) as pool:
             status, _, body = await call(pool, "GET", "/x", timeout_s=60)
             assert (status, body) == (200, b"ok")
-            assert pool.take() is None  # a probe leaves no connection behind
+            assert pool.take() is None  # a probe keeps no connection
             with pytest.raises(WorkerLost, match="more than 1 bytes"):
                 await call(pool, "GET", "/x", timeout_s=60, limit=1)
         async with worker(answering()) as pool:
@@ -370,7 +370,7 @@ def test_43_a_call_has_an_answer_or_a_reason_in_time():
 
 
 class Tube:
-    """A pipe past its reader, who notes what has gone through."""
+    """A pipe that bypasses its reader and records what passes."""
 
     def __init__(self, noting: Noting) -> None:
         journal = Journal()
@@ -387,7 +387,7 @@ class Tube:
 
 
 async def pieces(*parts: bytes) -> Noting:
-    """What comes of an answer in these pieces, through a pipe or past it."""
+    """The result of an answer in these pieces, through a pipe or without one."""
     connection, noting = Upstream(pool_for("http://127.0.0.1:1", 1.0)), Noting()
     connection.connection_made(cast(asyncio.Transport, Wire()))
     connection.send(b"", noting)
@@ -412,7 +412,7 @@ async def pieces(*parts: bytes) -> Noting:
         [b"2\r\nok\r\n", b"1\r\n!", b"\r\n", b"0\r\n\r\n"],
     ],
 )
-def test_chunks_are_read_alike_however_they_are_cut(parts: list[bytes]):
+def test_chunks_are_read_alike_however_they_are_split(parts: list[bytes]):
     cut, whole = asyncio.run(pieces(CHUNKED, *parts)), asyncio.run(pieces(CHUNKED + b"".join(parts)))
     assert (cut.body, cut.ends) == (whole.body, whole.ends) and whole.ends == ["ended"]
 
@@ -432,12 +432,12 @@ def test_chunks_are_read_alike_in_random_pieces():
 
 
 @pytest.mark.parametrize("damaged", [b"0\r\nx\r\n", b"2\r\nok!\r\n", b"-1\r\n!\r\n", b"2\r\nok\n\n", b"1\r\n\r\n"])
-def test_what_is_no_chunk_is_the_parsers_to_refuse(damaged: bytes):
+def test_malformed_chunks_are_left_to_the_parser(damaged: bytes):
     noting = asyncio.run(pieces(CHUNKED, b"2\r\nok\r\n", damaged, b"0\r\n\r\n"))
     assert noting.ends != ["ended"] or noting.body == b"ok"
 
 
-def test_a_ticket_may_come_in_a_chunk_of_its_own_after_signs_of_life():
+def test_a_ticket_may_arrive_in_its_own_chunk_after_keep_alives():
     class Share:
         worker = None
 

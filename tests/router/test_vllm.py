@@ -1,4 +1,4 @@
-"""A real vLLM beside one of our servers, behind one router. `HEADGATE_VLLM` names the Python of an environment that has it.
+"""A real vLLM and a headgate server behind one router. `HEADGATE_VLLM` names the Python of vLLM's environment.
 
 HEADGATE_VLLM=/path/to/python python -m pytest tests/router/test_vllm.py
 """
@@ -30,7 +30,7 @@ from tests.router.fleets import LiveRouter, live_router
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 START_S = 1200.0
-MODEL = "tiny"  # what our server in a thread calls it too
+MODEL = "tiny"  # the model name, which the headgate server in a thread has too
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONG = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
 SYSTEM = "You keep the gates of a long canal, and you answer in few words. " * 8
@@ -62,7 +62,7 @@ def vllm(python: str, model: Path) -> Iterator[Vllm]:
     with (model / "vllm.log").open("wb") as log:
         process = subprocess.Popen(
             command,
-            env=os.environ | own | {"VLLM_SERVER_DEV_MODE": "1"},  # for /pause and its kind
+            env=os.environ | own | {"VLLM_SERVER_DEV_MODE": "1"},  # for /pause and similar calls
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -84,7 +84,7 @@ def _answers(server: Vllm, log: Path) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With its engine, which is a process of its own in the same session."""
+    """With its engine, which is a separate process in the same session."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
@@ -92,7 +92,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # vLLM's attention on the CPU knows heads of 32 and more.
+    # vLLM's CPU attention needs a head size of 32 or more.
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     return tiny_model(tmp_path_factory.mktemp("beside") / "tiny", max_position_embeddings=8192, **shape)
 
@@ -120,7 +120,7 @@ def worker_of(router: LiveRouter, server: Vllm | LiveServer) -> Worker:
 
 
 def answers_from(router: LiveRouter, url: str, path: str, body: dict[str, Any]) -> httpx.Response:
-    """An answer of that worker's: it is its turn at every second request."""
+    """An answer of that worker, which gets every second request."""
     for _ in range(2):
         answer = router.post(path, body)
         if answer.headers["x-headgate-worker"] == url:
@@ -128,10 +128,10 @@ def answers_from(router: LiveRouter, url: str, path: str, body: dict[str, Any]) 
     raise AssertionError(f"{url} does not get its turn")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_recognised_and_said_to_be_well(router: LiveRouter, theirs: Vllm):
+def test_vllm_is_recognised_and_reported_healthy(router: LiveRouter, theirs: Vllm):
     kinds = {
         worker["url"]: (worker["kind"], worker["state"]) for worker in router.get("/v1/workers").json()["workers"]
     }
@@ -142,7 +142,9 @@ def test_it_is_recognised_and_said_to_be_well(router: LiveRouter, theirs: Vllm):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
-def test_both_answer_under_one_address(router: LiveRouter, ours: LiveServer, theirs: Vllm, path: str, stream: bool):
+def test_headgate_and_vllm_answer_under_one_address(
+    router: LiveRouter, ours: LiveServer, theirs: Vllm, path: str, stream: bool
+):
     asked = {"messages": [{"role": "user", "content": "hello"}]} if path == CHAT else {"prompt": "hello"}
     body = {"model": MODEL, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": stream, **asked}
     for server in (ours, theirs):
@@ -153,13 +155,13 @@ def test_both_answer_under_one_address(router: LiveRouter, ours: LiveServer, the
         else:
             assert answer.json()["usage"]["completion_tokens"] == 8
     refused = answers_from(router, theirs.url, path, body | {"max_tokens": -1})
-    assert refused.status_code == 400, "their own word, passed on"
+    assert refused.status_code == 400, "its own error, passed on"
 
 
-def test_12_a_client_that_leaves_is_heard_of(router: LiveRouter, theirs: Vllm):
-    for _ in range(2):  # one of them is theirs
+def test_12_a_disconnect_of_the_client_reaches_vllm(router: LiveRouter, theirs: Vllm):
+    for _ in range(2):  # one of them is vLLM's
         with router.client() as http, http.stream("POST", COMPLETIONS, json=LONG) as answer:
-            lines = answer.iter_lines()  # kept, because the answer ends with it
+            lines = answer.iter_lines()  # a reference, because the answer is closed with its iterator
             next(lines)
             if answer.headers["x-headgate-worker"] == theirs.url:
                 wait_until(lambda: theirs.running() == 1, 30)
@@ -167,7 +169,7 @@ def test_12_a_client_that_leaves_is_heard_of(router: LiveRouter, theirs: Vllm):
     wait_until(lambda: worker_of(router, theirs).in_flight == 0)
 
 
-def test_an_abort_by_id_is_answered_and_told(router: LiveRouter, theirs: Vllm):
+def test_an_abort_by_id_is_reported_and_reaches_vllm(router: LiveRouter, theirs: Vllm):
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(router.post, COMPLETIONS, LONG | {"request_id": id}) for id in ("a", "b")]
         wait_until(lambda: theirs.running() == 1, 30)
@@ -178,7 +180,7 @@ def test_an_abort_by_id_is_answered_and_told(router: LiveRouter, theirs: Vllm):
     wait_until(lambda: theirs.running() == 0, 30)
 
 
-def test_what_it_had_in_its_cache_is_known(ours: LiveServer, theirs: Vllm):
+def test_cache_hits_of_vllm_are_counted(ours: LiveServer, theirs: Vllm):
     with live_router(theirs.url) as router:
         messages = [{"role": "system", "content": SYSTEM}]
         for turn in range(4):
@@ -193,7 +195,7 @@ def test_what_it_had_in_its_cache_is_known(ours: LiveServer, theirs: Vllm):
         assert worker.expected_tokens > 0.6 * worker.prompt_tokens
 
 
-def test_36_an_answer_of_ours_goes_on_at_ours_alone(router: LiveRouter, ours: LiveServer, theirs: Vllm):
+def test_36_an_answer_of_headgate_resumes_only_at_headgate(router: LiveRouter, ours: LiveServer, theirs: Vllm):
     with ThreadPoolExecutor(2) as threads:
         asked = [
             threads.submit(router.post, COMPLETIONS, LONG | {"request_id": f"go{i}", "max_tokens": 800})
@@ -210,7 +212,9 @@ def test_36_an_answer_of_ours_goes_on_at_ours_alone(router: LiveRouter, ours: Li
         Fleet(router.url).abort(f"go{1 - live.index(mine)}")
 
 
-def test_29_our_pause_names_it_and_its_own_holds_both(router: LiveRouter, ours: LiveServer, theirs: Vllm):
+def test_29_a_headgate_pause_names_vllm_and_a_vllm_pause_holds_both(
+    router: LiveRouter, ours: LiveServer, theirs: Vllm
+):
     paused = router.post("/v1/pause", {"mode": "abort"})
     assert paused.status_code == 502 and paused.json()["error"]["code"] == "partial"
     assert worker_of(router, theirs).name in paused.json()["error"]["message"]
@@ -224,10 +228,10 @@ def test_29_our_pause_names_it_and_its_own_holds_both(router: LiveRouter, ours: 
     assert router.post(COMPLETIONS, {"model": MODEL, "prompt": "x", "max_tokens": 2}).status_code == 200
 
 
-def test_45_its_death_is_one_clear_error_in_the_middle_and_nothing_before(
+def test_45_a_failure_of_vllm_is_one_clear_error_in_mid_answer_and_invisible_before_it(
     router: LiveRouter, ours: LiveServer, theirs: Vllm
 ):
-    """The last test: it does not come back."""
+    """The last test, because vLLM does not come back."""
     with router.client() as http:
         for _ in range(2):
             with http.stream("POST", COMPLETIONS, json=LONG) as answer:

@@ -1,4 +1,4 @@
-"""What waits in the router: for the end of a pause, for a worker, for a place; sentences 19, 23, 29, 51 and 58."""
+"""Requests that wait in the router: for the end of a pause, a worker or admission; sentences 19, 23, 29, 51, 58."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BODY = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed"
 
 @asynccontextmanager
 async def full(**settings: Any) -> AsyncIterator[tuple[Router, str, Wire]]:
-    """A router whose one place is taken."""
+    """A router whose only place is taken."""
     async with Mock(lambda _: Fault("stall")) as mock, routing(mock, max_in_flight=1, **settings) as (router, url):
         wire = await Wire.open(url)
         wire.post(CHAT, BODY)
@@ -42,7 +42,7 @@ def assert_overdue(answer: Any, *, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_58_a_deadline_ends_what_waits_for_the_end_of_a_pause(stream: bool):
+def test_58_a_deadline_ends_a_request_that_waits_for_the_end_of_a_pause(stream: bool):
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):
             router.hold(queue=True)
@@ -56,7 +56,7 @@ def test_58_a_deadline_ends_what_waits_for_the_end_of_a_pause(stream: bool):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_58_a_deadline_ends_what_waits_for_a_worker_or_for_a_place(stream: bool):
+def test_58_a_deadline_ends_a_request_that_waits_for_a_worker_or_for_admission(stream: bool):
     async def main() -> None:
         body = BODY | {"stream": stream, "deadline_ms": 50}
         mock = await Mock().start()
@@ -75,7 +75,7 @@ async def never(*_: object) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_58_a_deadline_ends_what_waits_for_a_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
+def test_58_a_deadline_ends_a_request_that_waits_for_a_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (_, url):
             with monkeypatch.context() as patched:
@@ -87,7 +87,7 @@ def test_58_a_deadline_ends_what_waits_for_a_connection(stream: bool, monkeypatc
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_58_a_deadline_ends_what_waits_for_a_ticket(stream: bool, monkeypatch: pytest.MonkeyPatch):
+def test_58_a_deadline_ends_a_request_that_waits_for_a_ticket(stream: bool, monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
         monkeypatch.setattr(relay, "request_ticket", never)
         async with Mock() as one, Mock() as other, routing(one, other, disaggregate_tokens=1) as (router, url):
@@ -99,7 +99,7 @@ def test_58_a_deadline_ends_what_waits_for_a_ticket(stream: bool, monkeypatch: p
     run(main())
 
 
-def test_58_a_deadline_ends_what_has_lost_its_worker_with_what_there_is():
+def test_58_a_deadline_ends_a_request_that_lost_its_worker_with_its_partial_answer():
     async def main() -> None:
         async with Mock(lambda _: Fault("stall", at=6)) as mock, routing(mock) as (router, url):
             wire = await Wire.open(url)
@@ -123,12 +123,12 @@ def test_69_a_deadline_holds_while_the_worker_is_silent(fault: FaultKind, stream
             async with asyncio.timeout(20):
                 answer = await ask(url, CHAT, BODY | {"stream": stream, "deadline_ms": 300})
             assert_overdue(answer, stream=stream)
-            await until(lambda: mock.asked[0].left)  # the end of its connection tells the worker
+            await until(lambda: mock.asked[0].left)  # the worker sees its connection close
 
     run(main())
 
 
-def test_69_what_a_stream_has_said_by_its_deadline_is_said_once_and_counted():
+def test_69_tokens_sent_by_the_deadline_are_sent_once_and_counted():
     async def main() -> None:
         async with Mock(lambda _: Fault("stall", at=6)) as mock, routing(mock) as (_, url):
             options = {"stream": True, "deadline_ms": 300, "stream_options": {"include_usage": True}}
@@ -144,8 +144,8 @@ def test_69_what_a_stream_has_said_by_its_deadline_is_said_once_and_counted():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_69_another_worker_ends_what_a_silent_one_has_begun(stream: bool):
-    """It gets the journal and no time: it knows the usage, and the text of tokens that were told without theirs."""
+def test_69_another_worker_ends_an_answer_that_a_silent_one_began(stream: bool):
+    """It gets the journal and no time: it knows the usage, and the text of tokens that were sent without theirs."""
 
     async def main() -> None:
         async with Mock(lambda _: Fault("stall", at=6)) as one, Mock() as other, routing(one, other) as (router, url):
@@ -163,8 +163,8 @@ def test_69_another_worker_ends_what_a_silent_one_has_begun(stream: bool):
     run(main())
 
 
-def test_69_deadlines_that_a_busy_worker_holds_late_take_no_answer_of_others_from_it():
-    """Three of them in a row were taken for a dead worker, whose streams then moved."""
+def test_69_deadlines_that_a_busy_worker_enforces_late_do_not_mark_it_down():
+    """Regression: three of them in a row marked the worker down, and its streams moved."""
 
     async def main() -> None:
         busy = Fault("stall", at=6)
@@ -184,8 +184,8 @@ def test_69_deadlines_that_a_busy_worker_holds_late_take_no_answer_of_others_fro
 
 
 @pytest.mark.parametrize("due_ms", [-5, 0, 2e12])
-def test_69_a_deadline_that_workers_refuse_reaches_them_as_it_is(due_ms: float):
-    """One in the past was made a valid one, and its client was told that it had passed."""
+def test_69_an_invalid_deadline_reaches_the_workers_unchanged(due_ms: float):
+    """Regression: a deadline in the past was replaced by a valid one, and the client was told that it had passed."""
 
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (_, url):
@@ -195,7 +195,7 @@ def test_69_a_deadline_that_workers_refuse_reaches_them_as_it_is(due_ms: float):
     run(main())
 
 
-def test_69_a_deadline_that_is_kept_leaves_no_timer():
+def test_69_a_request_that_ends_before_its_deadline_leaves_no_timer():
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (router, url):
             assert check(BODY, await ask(url, CHAT, BODY | {"deadline_ms": 60_000})) is None
@@ -204,7 +204,7 @@ def test_69_a_deadline_that_is_kept_leaves_no_timer():
     run(main())
 
 
-def test_19_71_a_fleet_that_refuses_refuses_new_requests_and_keeps_those_that_wait_for_a_place():
+def test_19_71_a_pause_that_refuses_new_requests_keeps_those_that_wait_for_admission():
     async def main() -> None:
         async with full() as (router, url, wire):
             before = asyncio.ensure_future(ask(url, CHAT, BODY | {"deadline_ms": 100_000}))
@@ -223,7 +223,7 @@ def test_19_71_a_fleet_that_refuses_refuses_new_requests_and_keeps_those_that_wa
     run(main())
 
 
-def test_19_and_in_one_that_queues_it_waits():
+def test_19_new_requests_wait_in_a_pause_that_queues():
     async def main() -> None:
         async with full() as (router, url, wire):
             router.hold(queue=True)
@@ -239,7 +239,7 @@ def test_19_and_in_one_that_queues_it_waits():
     run(main())
 
 
-def test_51_a_stream_that_waits_for_a_place_shows_life(monkeypatch: pytest.MonkeyPatch):
+def test_51_a_stream_that_waits_for_admission_gets_keep_alives(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headgate.router.router.KEEP_ALIVE_S", 0.05)
 
     async def main() -> None:
@@ -258,7 +258,7 @@ def test_51_a_stream_that_waits_for_a_place_shows_life(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("queue", [True, False])
-def test_19_23_29_what_waits_for_a_worker_goes_to_none_while_the_fleet_is_held(queue: bool):
+def test_19_23_29_a_request_that_waits_for_a_worker_is_not_placed_while_the_fleet_is_paused(queue: bool):
     async def main() -> None:
         mock = await Mock().start()
         mock.kill()
@@ -277,7 +277,7 @@ def test_19_23_29_what_waits_for_a_worker_goes_to_none_while_the_fleet_is_held(q
     run(main())
 
 
-def test_19_29_what_was_lost_waits_out_a_pause_that_began_before_it_was_asked_again(monkeypatch: pytest.MonkeyPatch):
+def test_19_29_a_lost_request_waits_through_a_pause_that_began_before_its_retry(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 0.2)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Workers join and leave a router while it runs: by an operator's word, or by themselves."""
+"""Workers join and leave a router at run time: by an operator, or by registering themselves."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def test_a_worker_is_added_changes_its_role_and_is_removed_by_its_address(router
         ({}, "url"),
     ],
 )
-def test_what_is_no_worker_is_refused(router: LiveRouter, body: dict, param: str):
+def test_an_invalid_worker_is_refused(router: LiveRouter, body: dict, param: str):
     refused = router.post("/v1/workers", body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
-def test_a_file_of_workers_with_a_line_that_is_none_is_followed_again_when_it_is_right(
+def test_a_workers_file_with_an_invalid_line_is_applied_once_it_is_corrected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     file, draft = tmp_path / "workers", tmp_path / "draft"
 
     def write(text: str) -> None:
         draft.write_text(text)
-        draft.replace(file)  # nobody reads half of it
+        draft.replace(file)  # the file is replaced atomically
 
     write("http://127.0.0.1:1\n")
     with live_router(ready=0, workers_file=file) as router:
@@ -85,14 +85,14 @@ def test_a_file_of_workers_with_a_line_that_is_none_is_followed_again_when_it_is
         wait_until(lambda: [*router.states()] == ["http://127.0.0.1:1", "http://127.0.0.1:2"])
 
 
-def test_removing_needs_an_address_that_is_known(router: LiveRouter):
+def test_removing_an_unknown_address_is_refused(router: LiveRouter):
     assert router.delete("/v1/workers").json()["error"]["param"] == "url"
     unknown = router.delete("/v1/workers", params={"url": "http://127.0.0.1:1"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_worker")
     assert router.delete("/v1/workers", params={"url": "http://x", "timeout": "soon"}).status_code == 400
 
 
-def test_a_worker_whose_heartbeats_stop_leaves_and_one_that_beats_stays(router: LiveRouter, fake: FakeWorker):
+def test_a_worker_whose_heartbeats_stop_is_removed_and_others_stay(router: LiveRouter, fake: FakeWorker):
     with fake_worker() as silent:
         router.post("/v1/workers", {"url": silent.url, "ttl_s": 3600})
         router.post("/v1/workers", {"url": fake.url, "ttl_s": 3600})
@@ -103,7 +103,7 @@ def test_a_worker_whose_heartbeats_stop_leaves_and_one_that_beats_stays(router: 
 
 
 def test_44_removal_by_an_operator_drains(servers: list[LiveServer]):
-    # A longer answer, should the one before have ended in the time in which this machine did not run us.
+    # A longer answer, in case the one before ended while this machine did not run the test.
     assert any(drained(servers, tokens) for tokens in (2500, 8000, 24000))
 
 
@@ -121,7 +121,7 @@ def drained(servers: list[LiveServer], tokens: int) -> bool:
         assert entry["state"] == "draining"
         router.post("/v1/workers", {"url": staying})
         router.wait_for(ready=1)
-        assert len(fleet.generate("x", **LONG | {"max_tokens": 3}).token_ids) == 3  # goes to the other
+        assert len(fleet.generate("x", **LONG | {"max_tokens": 3}).token_ids) == 3  # it goes to the other
         assert asked.result(60).cause == "max_tokens" and len(asked.result().token_ids) == tokens
         wait_until(lambda: list(listed(router)) == [staying])
         return True
@@ -154,7 +154,7 @@ def test_a_server_registers_itself_with_its_key_and_leaves_when_it_stops(tmp_pat
             assert listed(router, "root") == {}
 
 
-def test_a_server_that_its_router_refuses_says_so_once_and_goes_on_trying(fake: FakeWorker, caplog):
+def test_a_server_that_its_router_refuses_logs_it_once_and_keeps_trying(fake: FakeWorker, caplog):
     config = ServerConfig(model=Path(), model_name="x")
 
     async def beat(key: str, heard: Callable[[], Any]) -> None:
@@ -176,5 +176,5 @@ def test_a_server_that_its_router_refuses_says_so_once_and_goes_on_trying(fake: 
         assert list(listed(router, "root")) == [fake.url]
 
 
-def test_a_server_that_listens_everywhere_names_the_address_that_its_router_can_reach():
+def test_a_server_that_listens_on_all_addresses_registers_one_that_its_router_can_reach():
     assert reachable_from(HttpAddress.of("http://127.0.0.1:8080"), "http://0.0.0.0:8000") == "http://127.0.0.1:8000"

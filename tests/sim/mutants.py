@@ -225,7 +225,7 @@ MUTANTS = [
         "router/control/abort.py",
         "        elif whole:\n            exchange.ask_end(cause)\n",
         "        elif whole:\n            pass\n",
-        test="tests/router/test_on_the_way.py",
+        test="tests/router/test_abort_in_transit.py",
     ),
     Mutant(
         "what was asked to end goes on in no other engine",
@@ -499,7 +499,7 @@ MUTANTS = [
         "router/control/abort.py",
         " and url in self._holders.get(name, (url,))\n",
         "\n",
-        test="tests/router/test_on_the_way.py",
+        test="tests/router/test_abort_in_transit.py",
     ),
     Mutant(
         "an abort believes a worker about what it was asked to end",
@@ -513,7 +513,7 @@ MUTANTS = [
         "router/control/lifecycle.py",
         "            ended = await self._end_at_removed_workers(_unended(accepted), caller, due_s)\n",
         "",
-        test="tests/router/test_on_the_way.py",
+        test="tests/router/test_abort_in_transit.py",
     ),
     Mutant(
         "a pause ends what goes on in the queue of a paused worker",
@@ -527,7 +527,7 @@ MUTANTS = [
         "router/control/abort.py",
         "        if target is not None and name not in self.errors and target.exchange.end_pending:\n",
         "        if False:\n",
-        test="tests/router/test_on_the_way.py",
+        test="tests/router/test_abort_in_transit.py",
     ),
     Mutant(
         "an abort reaches workers that still make an answer for its key",
@@ -768,21 +768,21 @@ MUTANTS = [
         "router/control/lifecycle.py",
         "        if not reply.status:\n            self.unanswered_resumes",
         "        if False:\n            self.unanswered_resumes",
-        test="tests/router/test_overtaken.py",
+        test="tests/router/test_call_order.py",
     ),
     Mutant(
         "an update leaves a worker paused that another caller has paused",
         "router/fleet/catch_up.py",
         "self._pause_call(FOR_AN_UPDATE, ONLY_IF_RUNNING)",
         "self._pause_call(FOR_AN_UPDATE)",
-        test="tests/router/test_overtaken.py",
+        test="tests/router/test_call_order.py",
     ),
     Mutant(
         "an update does not hide that another caller has resumed a worker",
         "router/fleet/catch_up.py",
         "        if worker in controls.paused:\n",
         "        if False:\n",
-        test="tests/router/test_overtaken.py",
+        test="tests/router/test_call_order.py",
     ),
     Mutant(
         "a worker that was out of reach is seen to be resumed elsewhere",
@@ -796,7 +796,7 @@ MUTANTS = [
         "router/control/lifecycle.py",
         "        if not replies or all_refuse(replies):\n",
         "        if all_refuse(replies):\n",
-        test="tests/router/test_overtaken.py",
+        test="tests/router/test_call_order.py",
     ),
 ]
 

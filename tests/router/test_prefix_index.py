@@ -38,7 +38,7 @@ def fleet(count: int) -> list[Worker]:
 
 
 def text(size: int, root: int = ROOT) -> Path:
-    """The first `size` bytes of a text without end."""
+    """The first `size` bytes of an endless text."""
     return path_in(root, (b"0123456789abcdef" * (size // 16 + 1))[:size], chat=False)
 
 
@@ -54,26 +54,26 @@ def sizes(match: Match) -> dict[Worker, int]:
     return {worker: found.size for worker, found in match.found.items()}
 
 
-# -- what is found -----------------------------------------------------------------------------------------------------
+# -- matches ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_prefix_is_found_up_to_the_last_cut_in_it():
     index, (worker,) = prefix_index(), fleet(1)
     index.insert(text(3000), worker)
     assert sizes(index.match(text(10_000))) == {worker: 2048}
-    assert sizes(index.match(text(3000))) == {worker: 3000}, "the very same prompt is found whole"
+    assert sizes(index.match(text(3000))) == {worker: 3000}, "an identical prompt is found completely"
     assert sizes(index.match(text(600))) == {worker: 512}
     assert sizes(index.match(text(255))) == {}
 
 
-def test_what_was_found_ends_where_prompts_begin_to_differ():
+def test_a_match_ends_where_prompts_begin_to_differ():
     index, (worker,) = prefix_index(), fleet(1)
     index.insert(text(10_000), worker)
     other = path_in(ROOT, text(10_000).prompt[:3100] + b"!" * 5000, chat=False)
     assert sizes(index.match(other)) == {worker: 3072}
 
 
-def test_cuts_leave_at_most_a_third_unseen():
+def test_cuts_miss_at_most_a_third_of_a_shared_prefix():
     assert all(here < there for here, there in pairwise(CUTS))
     assert all(there / here <= 1.5 for here, there in pairwise(CUTS[1:])) and CUTS[-1] > 2**30
 
@@ -117,7 +117,7 @@ def test_nothing_is_found_across_roots(one: int, other: int, prompt: bytes, as_c
     assert bool(index.match(path_in(other, prompt, chat=as_chat)).found) == (hash(one) == hash(other))
 
 
-def test_40_an_empty_prompt_is_nowhere():
+def test_40_an_empty_prompt_matches_nothing():
     index, (worker,) = prefix_index(), fleet(1)
     for as_chat in (True, False):
         nothing = path_in(ROOT, b"", chat=as_chat)
@@ -126,11 +126,11 @@ def test_40_an_empty_prompt_is_nowhere():
     assert len(index) == 0
 
 
-# -- where a conversation is at home ---------------------------------------------------------------------------------
+# -- the previous turn -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", [{}, {"indent": 2}, {"separators": (",", ":")}, {"ensure_ascii": False}])
-def test_a_conversation_is_found_where_its_last_turn_was(style: dict[str, Any]):
+def test_a_conversation_is_found_at_the_worker_of_its_last_turn(style: dict[str, Any]):
     rng = random.Random(5)
     index, workers = prefix_index(), fleet(8)
     for _ in range(20):
@@ -157,7 +157,7 @@ def test_tool_calls_and_their_results_belong_to_the_turn():
 
 
 @pytest.mark.parametrize("keys", [("role", "content"), ("content", "role")])
-def test_how_far_the_last_turn_is_looked_for_is_bounded(keys: tuple[str, str]):
+def test_the_search_for_the_last_turn_is_bounded(keys: tuple[str, str]):
     index, (worker,) = prefix_index(), fleet(1)
     message = dict.fromkeys(keys, "user")
     index.insert(chat([message]), worker)
@@ -184,7 +184,7 @@ def test_an_earlier_turn_does_not_make_a_longer_prefix_shorter():
     assert match.last_workers == [worker] and match.found[worker].size == 2048
 
 
-def test_a_new_conversation_with_a_known_system_prompt_has_no_home():
+def test_a_new_conversation_with_a_known_system_prompt_has_no_previous_turn():
     index, (worker,) = prefix_index(), fleet(1)
     system = {"role": "system", "content": "Be kind. " * 700}
     index.insert(chat([system, {"role": "user", "content": "Hello"}]), worker).end(1.0)
@@ -192,7 +192,7 @@ def test_a_new_conversation_with_a_known_system_prompt_has_no_home():
     assert match.last_workers == [] and match.found[worker].size == 6144
 
 
-def test_a_long_prompt_that_comes_again_is_at_home_and_a_short_one_is_not():
+def test_a_repeated_long_prompt_counts_as_a_turn_and_a_short_one_does_not():
     index, (worker,) = prefix_index(), fleet(1)
     for size, homes in ((1024, [worker]), (200, [])):
         index.insert(text(size), worker)
@@ -200,17 +200,17 @@ def test_a_long_prompt_that_comes_again_is_at_home_and_a_short_one_is_not():
         assert match.last_workers == homes and match.found[worker].size == size
 
 
-def test_a_text_that_goes_on_where_an_answered_one_ended_is_its_next_turn():
+def test_a_text_that_continues_an_answered_prompt_is_its_next_turn():
     index, (worker,) = prefix_index(), fleet(1)
     visit = index.insert(text(3000), worker)
-    assert index.match(text(3500)).last_workers == [], "nobody goes on before he was answered: this is a neighbour"
+    assert index.match(text(3500)).last_workers == [], "a prompt cannot continue one that was not answered yet"
     visit.end(1.0)
     assert index.match(text(3500)).last_workers == [worker]
     branch = path_in(ROOT, text(3000).prompt[:2000] + b"!" * 1000, chat=False)
     assert index.match(branch).last_workers == [], "it differs before the end"
 
 
-# -- what is no longer there -------------------------------------------------------------------------------------------
+# -- evictions -------------------------------------------------------------------------------------------------------
 
 
 def test_42_what_was_last_used_before_the_horizon_is_gone():
@@ -225,7 +225,7 @@ def test_42_what_was_last_used_before_the_horizon_is_gone():
     assert set(index.match(text(3000)).found) == {one, other}
 
 
-def test_what_is_in_use_is_not_evicted():
+def test_prefixes_in_use_are_not_evicted():
     index, (worker,) = prefix_index(), fleet(1)
     visit = index.insert(text(3000), worker)
     worker.horizon_s = 1e9
@@ -241,7 +241,7 @@ def test_a_request_that_never_ran_leaves_no_trace_in_matches():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from(["send", "restart"])), max_size=40))
-def test_42_what_was_sent_before_a_restart_is_forgotten_whenever_it_ends(steps: list[tuple[int, int, str]]):
+def test_42_visits_of_an_earlier_generation_do_not_count_whenever_they_end(steps: list[tuple[int, int, str]]):
     index, workers = prefix_index(), fleet(4)
     visits, alive = [], {}
     for now_s, (number, prompt, what) in enumerate(steps):
@@ -259,7 +259,7 @@ def test_42_what_was_sent_before_a_restart_is_forgotten_whenever_it_ends(steps: 
         assert {workers.index(worker) for worker in found} == {who for who, what in alive if what == prompt}
 
 
-# -- bounds --------------------------------------------------------------------------------------------------------------
+# -- bounds ----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=20)
@@ -270,10 +270,10 @@ def test_42_the_index_is_bounded_under_endless_distinct_prompts(most: int, lengt
         path = path_in(number, bytes(lengths[number % len(lengths)]), chat=False)
         index.insert(path, rng.choice(workers))
         assert len(index) <= most
-        assert not path.size or index.match(path).found, "the newest is there"
+        assert not path.size or index.match(path).found, "the newest is present"
 
 
-def test_what_one_worker_has_is_not_forgotten_when_another_gets_it_a_generation_later():
+def test_a_workers_prefix_is_kept_when_another_worker_gets_it_a_generation_later():
     index, (one, other) = prefix_index(1000), fleet(2)
     index.insert(text(3000), one)
     number = 2
@@ -284,13 +284,13 @@ def test_what_one_worker_has_is_not_forgotten_when_another_gets_it_a_generation_
     assert sizes(index.match(text(3000))) == {one: 3000, other: 3000}
 
 
-def test_what_is_used_stays_when_the_index_is_full():
+def test_recently_used_prefixes_stay_when_the_index_is_full():
     index, (worker,) = prefix_index(1000), fleet(1)
     for number in range(1000):
         index.insert(text(3000), worker)
         index.insert(path_in(2 + number, b"x" * 3000, chat=False), worker)
         assert sizes(index.match(text(3000))) == {worker: 3000}
-    assert not index.match(path_in(2, b"x" * 3000, chat=False)).found, "the oldest had to go"
+    assert not index.match(path_in(2, b"x" * 3000, chat=False)).found, "the oldest was evicted"
     assert repr(index) == f"<PrefixIndex {len(index)} of 1000 nodes>"
 
 

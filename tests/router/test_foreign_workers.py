@@ -1,4 +1,4 @@
-"""Other systems' servers as workers: recognised, watched, asked, and never taken for one of ours."""
+"""Foreign servers as workers: recognised, probed, used, and never taken for headgate workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])
 
 
 @KINDS
-def test_a_stranger_is_known_for_what_it_is_and_answers_as_itself(kind: str):
+def test_a_foreign_worker_is_identified_and_its_answers_pass_unchanged(kind: str):
     async def main() -> None:
         async with Foreign(kind) as foreign, routing(foreign) as (router, url):  # type: ignore[arg-type]
             (worker,) = router.fleet
@@ -34,7 +34,7 @@ def test_a_stranger_is_known_for_what_it_is_and_answers_as_itself(kind: str):
 
 
 @KINDS
-def test_12_a_stranger_hears_that_a_client_has_left(kind: str):
+def test_12_a_foreign_worker_is_disconnected_when_the_client_leaves(kind: str):
     async def main() -> None:
         async with Foreign(kind, pace_s=0.02) as foreign, routing(foreign) as (_, url):  # type: ignore[arg-type]
             wire = await Wire.open(url)
@@ -47,7 +47,7 @@ def test_12_a_stranger_hears_that_a_client_has_left(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_44_a_stranger_that_is_not_well_gets_nothing_until_it_is(kind: str):
+def test_44_an_unhealthy_foreign_worker_gets_no_requests_until_it_recovers(kind: str):
     async def main() -> None:
         async with Foreign(kind) as foreign, Mock() as ours, routing(foreign, ours) as (router, url):  # type: ignore[arg-type]
             await until(lambda: all(worker.state == "ready" for worker in router.fleet))
@@ -63,8 +63,8 @@ def test_44_a_stranger_that_is_not_well_gets_nothing_until_it_is(kind: str):
 
 
 @KINDS
-def test_36_what_one_of_ours_has_begun_is_not_given_to_a_stranger(kind: str):
-    """Ours breaks off in the middle and comes back; the stranger, which is idle all the time, could not go on with it."""
+def test_36_an_answer_begun_by_headgate_is_not_resumed_at_a_foreign_worker(kind: str):
+    """The headgate worker fails in mid-answer and comes back. The idle foreign worker cannot resume the answer."""
 
     async def main() -> None:
         broken: list[str] = []
@@ -95,7 +95,7 @@ def test_36_what_one_of_ours_has_begun_is_not_given_to_a_stranger(kind: str):
         ("sglang", "/pause_generation", "/continue_generation", "/flush_cache"),
     ],
 )
-def test_a_stranger_takes_part_in_control_under_its_own_names(kind: str, hold: str, go_on: str, forget: str):
+def test_a_foreign_worker_takes_part_in_control_calls_of_its_own_api(kind: str, hold: str, go_on: str, forget: str):
     async def main() -> None:
         async with Foreign(kind) as foreign, routing(foreign, admin_key="root") as (router, url):  # type: ignore[arg-type]
             (worker,) = router.fleet
@@ -104,7 +104,7 @@ def test_a_stranger_takes_part_in_control_under_its_own_names(kind: str, hold: s
                 assert (await ask(url, path, {}, ROOT)).status == 200
                 assert router.holding == (path == hold)
             assert foreign.paths() == [hold, go_on, forget]
-            assert worker.horizon_s > float("-inf"), "what it had is gone"
+            assert worker.horizon_s > float("-inf"), "its cached prefixes are forgotten"
             refused = await ask(url, "/v1/pause", {}, ROOT)
             assert refused.status == 404 and foreign.url in refused.error["message"]
             await ask(url, "/v1/resume", {}, ROOT)
@@ -112,7 +112,7 @@ def test_a_stranger_takes_part_in_control_under_its_own_names(kind: str, hold: s
     run(main())
 
 
-def test_an_abort_by_id_ends_a_strangers_answer_and_its_client_is_told():
+def test_an_abort_by_id_ends_a_foreign_workers_answer_and_informs_the_client():
     async def main() -> None:
         async with Foreign("sglang", pace_s=0.02) as foreign, routing(foreign) as (router, url):  # type: ignore[arg-type]
             await until(lambda: all(worker.state == "ready" for worker in router.fleet))

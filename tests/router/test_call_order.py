@@ -1,4 +1,4 @@
-"""Pauses and resumes that overtake each other, or that a worker has missed; other callers that interfere."""
+"""Pauses and resumes that arrive out of order or that a worker has missed, and other callers that interfere."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def fakes() -> Iterator[list[FakeWorker]]:
 
 
 def cut_off(router: LiveRouter, fake: FakeWorker) -> None:
-    """Until `fake.refuses` is cleared."""
+    """Let probes of the worker fail until `fake.refuses` is cleared."""
     fake.refuses |= {"/v1/loads": 500, "/v1/models": 500}
     router.wait_for(down=1)
 
 
-def test_24_29_a_worker_that_has_missed_a_resume_is_resumed_when_it_is_back(fakes: list[FakeWorker]):
-    """The answer was 202, and the worker stayed paused for ever."""
+def test_24_29_a_worker_that_missed_a_resume_is_resumed_when_it_is_back(fakes: list[FakeWorker]):
+    """Regression: the answer was 202, and the worker stayed paused for ever."""
     with live_router(*(fake.url for fake in fakes)) as router:
         assert router.post("/v1/pause").status_code == 200
         cut_off(router, fakes[2])
@@ -43,7 +43,7 @@ def test_24_29_a_worker_that_has_missed_a_resume_is_resumed_when_it_is_back(fake
         router.wait_for(ready=3)
 
 
-def test_24_a_worker_that_has_missed_a_resume_and_was_paused_by_another_caller_stays_paused(fakes: list[FakeWorker]):
+def test_24_a_worker_that_missed_a_resume_and_was_paused_by_another_caller_stays_paused(fakes: list[FakeWorker]):
     late = fakes[2]
     with live_router(*(fake.url for fake in fakes)) as router:
         assert router.post("/v1/pause").status_code == 200
@@ -57,7 +57,7 @@ def test_24_a_worker_that_has_missed_a_resume_and_was_paused_by_another_caller_s
 
 
 def test_24_55_an_update_leaves_a_worker_paused_that_another_caller_has_paused(fakes: list[FakeWorker]):
-    """The router resumed it afterwards, which another router took for the end of its own pause."""
+    """Regression: the router resumed it afterwards, which another router took for the end of its own pause."""
     late = fakes[2]
     with live_router(*(fake.url for fake in fakes)) as router:
         router.post("/v1/pause")
@@ -74,19 +74,20 @@ def test_24_55_an_update_leaves_a_worker_paused_that_another_caller_has_paused(f
 
 
 def test_24_an_update_does_not_hide_that_another_caller_has_resumed_a_worker(fakes: list[FakeWorker]):
-    """The worker was paused again for the update, so that the router held the fleet for ever."""
+    """Regression: the worker was paused again for the update, so the router held the fleet for ever."""
     late = fakes[2]
     with live_router(*(fake.url for fake in fakes), probe_interval_s=60.0) as router:
         router.post("/v1/pause")
         assert router.post("/v1/update_weights", {"path": "/w", "version": 7}).status_code == 200
-        late.state, late.version, late.refuses["/v1/update_weights"] = "running", 0, 409  # as long as it runs
+        # A running worker refuses the update.
+        late.state, late.version, late.refuses["/v1/update_weights"] = "running", 0, 409
         router.do(lambda: router.router.fleet.set_version(router.router.fleet.find(late.url), 0))
         wait_until(lambda: not router.router.holding)
         assert len(late.asked("/v1/pause")) == 1
 
 
-def test_24_a_pause_that_is_asked_during_an_update_outlives_it(fakes: list[FakeWorker]):
-    """The end of the update released the fleet, whatever had been asked meanwhile."""
+def test_24_a_pause_during_an_update_stays_in_effect_after_it(fakes: list[FakeWorker]):
+    """Regression: the end of the update released the fleet despite a pause meanwhile."""
     with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
         fakes[0].slow = "/update_weights_from_distributed"
         updating = threads.submit(router.post, fakes[0].slow, {})
@@ -99,7 +100,7 @@ def test_24_a_pause_that_is_asked_during_an_update_outlives_it(fakes: list[FakeW
 
 
 @pytest.mark.parametrize("path", ["/pause", "/pause_generation", "/sleep"])
-def test_24_a_fleet_without_workers_is_not_held_by_a_pause_under_another_name(path: str):
+def test_24_a_pause_through_a_compatible_api_does_not_hold_a_fleet_without_workers(path: str):
     with live_router() as router:
         assert router.post(path, {}).json()["error"]["code"] == "no_worker" and not router.router.holding
 
@@ -122,8 +123,8 @@ def test_24_a_fleet_that_empties_while_a_pause_waits_is_not_held(fakes: list[Fak
         assert not router.router.holding
 
 
-def test_24_59_a_pause_that_another_one_has_replaced_is_not_done_while_a_worker_runs(fakes: list[FakeWorker]):
-    """It was answered 200, although a worker that had been started anew was still to follow."""
+def test_24_59_a_replaced_pause_is_not_reported_as_done_while_a_worker_runs(fakes: list[FakeWorker]):
+    """Regression: it was answered 200, although a restarted worker had yet to follow."""
     told = threading.Event()
     first_alone = [told]
     fakes[0].late["/v1/pause"] = lambda: first_alone.pop().wait(60) if first_alone else None
@@ -142,7 +143,7 @@ def test_24_59_a_pause_that_another_one_has_replaced_is_not_done_while_a_worker_
         assert outcomes[fakes[1].url]["code"] == "accepted" and "error" not in outcomes[fakes[0].url]
 
 
-def test_24_a_worker_that_gets_a_pause_after_its_resume_runs_too(fakes: list[FakeWorker]):
+def test_24_a_worker_that_receives_a_pause_after_its_resume_runs(fakes: list[FakeWorker]):
     fakes[0].late["/v1/pause"] = lambda: wait_until(lambda: fakes[0].asked("/v1/resume"))
     with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
         pausing = threads.submit(router.post, "/v1/pause")
@@ -152,7 +153,7 @@ def test_24_a_worker_that_gets_a_pause_after_its_resume_runs_too(fakes: list[Fak
         assert pausing.result(60).json()["result"]["state"] == "running" and not router.router.holding
 
 
-def test_24_a_worker_that_has_come_back_and_gets_its_pause_after_the_resume_runs_too(fakes: list[FakeWorker]):
+def test_24_a_returning_worker_that_receives_its_pause_after_the_resume_runs(fakes: list[FakeWorker]):
     late, on_its_way = fakes[2], threading.Event()
 
     def overtaken() -> None:

@@ -23,7 +23,7 @@ def ask(path: str = CHAT, /, *, session: str | None = None, tenant: str = "", **
     return read_with_c(path, json.dumps(body).encode(), session=session, tenant=tenant)
 
 
-def test_it_reads_what_the_router_needs_and_passes_over_the_rest():
+def test_only_the_fields_that_the_router_needs_are_read():
     read = ask(model="m", messages=HELLO, stream=True, request_id="r", n=3, temperature={"not": ["looked", "at"]})
     assert (read.model, read.stream, read.request_id, read.n, read.chat) == ("m", True, "r", 3, True)
     assert read.prompt == json.dumps(HELLO).encode()[:-1]
@@ -95,25 +95,25 @@ def test_spaces_and_line_breaks_do_not_hide_messages():
         (b'{"n": 1.5}', r"cannot read this request: .*n"),
     ],
 )
-def test_what_is_not_a_request_is_refused_with_the_reason(body: bytes, sentence: str):
+def test_an_invalid_request_is_refused_with_the_reason(body: bytes, sentence: str):
     with pytest.raises(RequestError, match=sentence) as caught:
         read_with_c(CHAT, body)
     assert caught.value.status == 400
 
 
-def test_the_session_is_the_headers_or_else_the_bodys():
+def test_the_session_comes_from_the_header_or_else_from_the_body():
     assert ask(session_id="s", user="u").session == b'"s"'
     assert ask(user="u").session == b'"u"'
-    assert ask(user={"any": "thing"}).session == b'{"any": "thing"}', "a worker ignores it, so we do not refuse it"
+    assert ask(user={"any": "thing"}).session == b'{"any": "thing"}', "a worker ignores it, so the router does too"
     assert ask(session_id="s", session="header").session == b"header"
     assert ask().session == b""
 
 
-def test_the_request_id_may_have_sglangs_name():
+def test_the_request_id_may_have_its_sglang_name():
     assert ask(GENERATE, rid="r", text="x").request_id == "r"
-    assert ask(GENERATE, rid=["r", "s"], text="x").request_id is None, "several prompts have no one name"
+    assert ask(GENERATE, rid=["r", "s"], text="x").request_id is None, "several prompts have no single id"
     assert ask(GENERATE, rid="", text="x").request_id is None
-    assert read_with_c(GENERATE, b'{"rid": "\xff", "text": "x"}').request_id is None, "its worker says what is wrong"
+    assert read_with_c(GENERATE, b'{"rid": "\xff", "text": "x"}').request_id is None, "the worker reports the error"
 
 
 @pytest.mark.parametrize(
@@ -127,11 +127,11 @@ def test_the_request_id_may_have_sglangs_name():
         ({}, False),
     ],
 )
-def test_whether_log_probabilities_are_asked_for(body: dict[str, Any], asked: bool):
+def test_requests_for_logprobs_are_recognised(body: dict[str, Any], asked: bool):
     assert ask(**body).logprobs is asked
 
 
-def test_roots_tell_apart_what_has_nothing_in_common():
+def test_prompts_that_cannot_share_kv_have_different_roots():
     roots = [
         ask(messages=HELLO).root,
         ask(COMPLETIONS, messages=HELLO).root,

@@ -1,4 +1,4 @@
-"""Requests that are somewhere between router and worker when something is asked of them."""
+"""Aborts and pauses of requests that are on their way between router and worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ABORT = "/v1/abort_requests"
 
 
 def telling(fake: FakeWorker, *known: str) -> None:
-    """Have it answer aborts as a worker that knows these requests alone."""
+    """Let the worker answer aborts as if it had only these requests."""
     plain = fake.answer
 
     def answer(method: str, path: str, body: dict[str, Any], order: Order) -> tuple[int, Any]:
@@ -56,7 +56,7 @@ def test_21_an_abort_of_all_ends_a_request_that_has_not_reached_its_worker(body:
         assert router.router.fleet.find(fake.url).in_flight == 0
 
 
-def test_what_a_worker_has_told_of_is_not_asked_again():
+def test_a_worker_is_not_asked_again_about_requests_that_it_has_reported():
     with fake_worker(slow=COMPLETIONS) as fake, live_router(fake.url) as router, ThreadPoolExecutor(1) as threads:
         telling(fake, "there")
         asked = threads.submit(router.post, COMPLETIONS, {"prompt": "x", "request_id": "there"})
@@ -64,16 +64,18 @@ def test_what_a_worker_has_told_of_is_not_asked_again():
             lambda: ("", "there", 0) in router.router.live and router.router.live["", "there", 0].worker is not None
         )
         told = router.post(ABORT, {"abort_all": True, "timeout": 0.2}).json()["result"]
-        assert told["aborted"] == [] and [error["code"] for error in told["errors"]] == ["not_told"]  # nor is it over
+        assert told["aborted"] == [] and [error["code"] for error in told["errors"]] == [
+            "not_told"
+        ]  # and it has not ended
         assert len(fake.asked(ABORT)) == 1
-        telling(fake)  # it has forgotten, and so the router ends it
+        telling(fake)  # the worker has lost the request, so the router ends it
         assert Fleet(router.url).abort("there").aborted == {"there": 0}
         asked.result(60)
 
 
 @pytest.mark.parametrize("body", [{"abort_all": True}, {"tags": {"run": "7"}}, {"req_ids": ["way"]}])
-def test_21_61_an_abort_reaches_a_worker_that_leaves_although_another_worker_is_silent(body: dict[str, Any]):
-    """It was asked after the others had answered, for which one that was stopped left no time."""
+def test_21_61_an_abort_reaches_a_removed_worker_although_another_worker_is_silent(body: dict[str, Any]):
+    """Regression: it was asked after the others had answered, and a stopped worker left no time for that."""
     with (
         fake_worker(slow=COMPLETIONS) as fake,
         fake_worker(slow=ABORT) as silent,
@@ -95,7 +97,7 @@ def test_21_61_an_abort_reaches_a_worker_that_leaves_although_another_worker_is_
         assert asked.result(60).json()["choices"][0]["cause"] == "api_abort"
 
 
-def test_2_a_worker_is_believed_only_about_requests_that_it_was_asked_to_end():
+def test_2_a_workers_report_counts_only_for_requests_that_it_was_asked_to_end():
     with fake_worker() as fake, live_router(fake.url) as router:
         plain = fake.answer
 
@@ -111,8 +113,8 @@ def test_2_a_worker_is_believed_only_about_requests_that_it_was_asked_to_end():
         assert (told["aborted"], told["not_found"]) == ([], ["one"])
 
 
-def test_2_a_worker_is_not_believed_about_a_request_that_another_worker_has():
-    """An abort of all asks both: the count of the one that does not have the request was reported."""
+def test_2_a_workers_report_does_not_count_for_a_request_at_another_worker():
+    """An abort of all asks both workers. Regression: the count of the worker without the request was reported."""
     with (
         fake_worker() as holder,
         fake_worker() as claimant,
@@ -148,7 +150,7 @@ def test_2_a_worker_is_not_believed_about_a_request_that_another_worker_has():
         assert (told["aborted"], told["already_finished"], told["errors"]) == ([], ["one"], [])
 
 
-def test_18_a_pause_that_aborts_leaves_the_partial_answer_to_a_worker_that_leaves_the_fleet():
+def test_18_a_pause_that_aborts_gets_the_partial_answer_from_a_removed_worker():
     """No pause reaches that worker, and only that worker has the text."""
     partial = {"choices": [{"index": 0, "text": "a part", "finish_reason": "abort", "cause": "pause"}]}
     with (
@@ -181,8 +183,8 @@ def test_18_a_pause_that_aborts_leaves_the_partial_answer_to_a_worker_that_leave
         assert [(call["req_ids"], call["cause"]) for call in leaving.asked(ABORT)] == [(["one"], "pause")]
 
 
-def test_49_an_answer_with_a_key_goes_on_at_the_server_that_still_makes_it_for_nobody(servers: list[LiveServer]):
-    """Its connection broke, and no other server is there: the first attempt must end before it can be asked again."""
+def test_49_an_answer_with_a_key_resumes_at_the_server_that_still_computes_it(servers: list[LiveServer]):
+    """Its connection broke, and there is no other server: the first attempt must end before the second starts."""
     body = asking(1200, request_id="keyed")
     with live_router(servers[0].url, retries=3) as router:
 

@@ -1,4 +1,4 @@
-"""One request's way through the fleet, put together of what its workers say and what the router has noted."""
+"""The timeline of one request through the fleet, from its workers' reports and the router's records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ P, D, E = Worker("http://p", role="prefill"), Worker("http://d", role="decode"),
 
 
 def ended(arrived: float, elapsed_s: float, **events: float) -> dict[str, Any]:
-    """What a worker says of a request that is over for it."""
+    """A worker's report of a request that has ended there."""
     told = [{"event": name, "at_s": at_s, "choice": None} for name, at_s in events.items()]
     return {"status": "finished", "events": told, "usage": {"arrived": arrived, "elapsed_s": elapsed_s}}
 
@@ -22,7 +22,7 @@ def running(age_s: float, **events: float) -> dict[str, Any]:
     return {"status": "in_flight", "events": told, "request": {"age_s": age_s}}
 
 
-def test_a_prompt_computed_elsewhere_comes_before_its_answer():
+def test_the_prefill_stage_comes_before_the_answer():
     words = [
         (D, "answer", ended(1000.1, 2.0, accepted=0.0, first_token=0.5)),
         (P, "prompt", ended(1000.1, 0.25, accepted=0.0)),
@@ -33,13 +33,13 @@ def test_a_prompt_computed_elsewhere_comes_before_its_answer():
     assert prompt.left is None and answer.left is None
 
 
-def test_who_does_not_know_when_it_came_in_counts_from_the_first_worker():
+def test_without_an_arrival_time_the_timeline_starts_at_the_first_worker():
     (stage,) = stages([(D, "answer", ended(1000.0, 2.0))])
     assert (stage.began_s, stage.ended_s, stage.first_token_s) == (0.0, 2.0, None)
     assert stages([]) == []
 
 
-def test_a_worker_that_died_has_a_stage_though_it_tells_nothing():
+def test_a_worker_that_failed_has_a_stage_without_a_report():
     words = [(E, "answer", running(1.0, accepted=0.0, first_token=0.2))]
     lost, now = stages(words, [Departure("http://d", "decode", 3.0, "connection reset")], time.time() - 4.0)
     assert (lost.worker, lost.began_s, lost.ended_s, lost.left) == ("http://d", 0.0, 3.0, "connection reset")
@@ -48,14 +48,14 @@ def test_a_worker_that_died_has_a_stage_though_it_tells_nothing():
     assert abs(now.first_token_s - now.began_s - 0.2) < 0.01
 
 
-def test_a_worker_that_has_ended_it_by_itself_tells_its_own_part():
+def test_a_worker_that_ended_the_request_itself_reports_its_own_stage():
     words = [(D, "answer", ended(1000.5, 1.0, first_token=0.1)), (E, "answer", ended(1001.6, 1.0, first_token=0.1))]
     first, second = stages(words, [Departure("http://d", "decode", 1.55, "it had no room for it")], 1000.0)
     assert (first.worker, first.began_s, first.first_token_s, first.ended_s) == ("http://d", 0.5, 0.6, 1.55)
     assert first.left == "it had no room for it" and second.left is None
 
 
-def test_a_worker_that_gets_it_back_has_two_stages():
+def test_a_worker_that_gets_the_request_again_has_two_stages():
     words = [(D, "answer", ended(1005.0, 1.0, first_token=0.1)), (E, "answer", ended(1002.0, 2.0, first_token=0.1))]
     leaving = [Departure("http://d", "decode", 1.9, "lost"), Departure("http://e", "decode", 4.5, "lost")]
     assert [(stage.worker, stage.began_s, stage.ended_s) for stage in stages(words, leaving, 1000.0)] == [
@@ -65,6 +65,6 @@ def test_a_worker_that_gets_it_back_has_two_stages():
     ]
 
 
-def test_clocks_that_differ_make_no_time_before_the_beginning():
+def test_clock_skew_gives_no_negative_times():
     (stage,) = stages([(D, "answer", ended(990.0, 2.0, first_token=0.5))], began=1000.0)
     assert (stage.began_s, stage.first_token_s, stage.ended_s) == (0.0, 0.0, 0.0)

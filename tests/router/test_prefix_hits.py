@@ -1,4 +1,4 @@
-"""What workers really had in their caches, beside what the router expected."""
+"""Cache hits that workers report, compared with those that the router expected."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def about(word: str, **more: Any) -> dict[str, Any]:
     return question("x", **more) | {"messages": [system, {"role": "user", "content": "x"}]}
 
 
-# ------------------------------------------------------------------------------------------------------- from journals
+# ------------------------------------------------------------------------------------------------------ from journals
 
 
 @pytest.mark.parametrize("size", [0, 100, 2 * Journal.KEPT_BYTES], ids=["short", "middling", "read and thrown away"])
-def test_the_end_of_a_journal_says_what_was_cached(size: int):
+def test_the_end_of_a_journal_reports_cached_tokens(size: int):
     journal = Journal()
     for i in range(size // 20):
         journal.feed(b':j 0 1 %d 7\ndata: {"x":1}\n\n' % i)
@@ -48,14 +48,14 @@ def test_the_end_of_a_journal_says_what_was_cached(size: int):
     assert journal.cached(1) == (100, 64)
 
 
-def test_of_several_choices_the_one_that_found_least_came_first():
+def test_the_choice_with_the_fewest_cached_tokens_counts():
     journal = Journal()
     for index, cached in ((2, 96), (0, 32), (1, 96)):
         journal.feed(b":f %d stop eos 100 %d 9\ndata: {}\n\n" % (index, cached))
     assert journal.cached(3) == (100, 32)
 
 
-def test_numbers_that_no_worker_writes_are_no_numbers():
+def test_numbers_out_of_range_are_ignored():
     journal = Journal()
     journal.feed(b":f 0 length max_tokens %b 64 9\n\n" % (b"1" * 5000))
     assert journal.cached(1) is None and journal.cached(2) is None
@@ -75,14 +75,14 @@ def test_numbers_that_no_worker_writes_are_no_numbers():
     ],
 )
 @pytest.mark.parametrize("spaced", [True, False])
-def test_usage_is_read_as_it_is_told(usage: dict[str, Any], told: tuple[int, int] | None, spaced: bool):
-    said = 'say "prompt_tokens": 1, "cached_tokens": 1'  # escaped, where it stands in a string
+def test_usage_is_read_from_the_end_of_an_answer(usage: dict[str, Any], told: tuple[int, int] | None, spaced: bool):
+    said = 'say "prompt_tokens": 1, "cached_tokens": 1'  # escaped inside a string
     separators = (", ", ": ") if spaced else (",", ":")
     body = json.dumps({"choices": [{"text": said}], "usage": usage}, separators=separators).encode()
     assert prefix_hits.usage_in(body) == told
 
 
-# ------------------------------------------------------------------------------------------------------------ counting
+# ----------------------------------------------------------------------------------------------------------- counting
 
 
 def note(
@@ -98,14 +98,14 @@ def usage(cached: int, prompt: int = 1000) -> bytes:
     return json.dumps({"usage": details}).encode()
 
 
-def test_expectation_and_truth_are_counted_in_the_workers_own_tokens():
+def test_expected_and_reported_hits_are_counted_in_the_workers_own_tokens():
     worker = Worker("http://a")
     note(worker, WorkerPrefix(3000, 7.0), Streamed(usage(700)))
     note(worker, None, Answered(200, [], usage(0, 500)))
     assert (worker.prompt_tokens, worker.expected_tokens, worker.cached_tokens) == (1500, 750, 700)
 
 
-def test_what_says_nothing_of_the_prompts_cache_is_not_counted():
+def test_answers_that_report_no_cached_tokens_are_not_counted():
     worker, found = Worker("http://a"), WorkerPrefix(3000, 7.0)
     note(worker, found, Streamed(usage(700)), reason="resume")
     note(worker, found, Streamed(usage(700)), prefill=Worker("http://b"))
@@ -115,27 +115,27 @@ def test_what_says_nothing_of_the_prompts_cache_is_not_counted():
     assert (worker.prompt_tokens, worker.expected_tokens, worker.cached_tokens) == (0, 0, 0)
 
 
-def test_42_a_stranger_that_had_less_than_expected_has_shown_its_horizon():
+def test_42_the_horizon_of_a_foreign_worker_is_inferred_from_missing_hits():
     worker = Worker("http://a")
     worker.kind = "vllm"
     before = worker.horizon_s
     note(worker, WorkerPrefix(3000, 7.0), Streamed(usage(400)))
     assert worker.horizon_s == before, "it had more than half of what was expected"
     note(worker, WorkerPrefix(400, 7.0), Streamed(usage(0)))
-    assert worker.horizon_s == before, "so little may be a matter of blocks"
+    assert worker.horizon_s == before, "such a small difference may come from block granularity"
     note(worker, WorkerPrefix(3000, float("inf")), Streamed(usage(0)))
     assert worker.horizon_s == before, "it may not have been computed yet"
     note(worker, WorkerPrefix(3000, 7.0), Streamed(usage(0)))
     assert worker.horizon_s == 7.0
     note(worker, WorkerPrefix(3000, 6.0), Streamed(usage(0)))
-    assert worker.horizon_s == 7.0, "a horizon never goes back"
+    assert worker.horizon_s == 7.0, "a horizon never moves back"
     ours = Worker("http://b")
     ours.kind = "headgate"
     note(ours, WorkerPrefix(3000, 7.0), Streamed(usage(0)))
-    assert ours.horizon_s == before, "who reports it knows it better"
+    assert ours.horizon_s == before, "a worker that reports its horizon knows it better"
 
 
-# ------------------------------------------------------------------------------------------------------ real and whole
+# --------------------------------------------------------------------------------------------------------- end to end
 
 
 def tallies(router: Router) -> list[tuple[int, int, int]]:
@@ -144,8 +144,8 @@ def tallies(router: Router) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_42_a_strangers_evictions_are_learned_from_what_it_tells(kind: str, stream: bool):
-    """Its cache holds one prompt: the next time around what it had is gone, and so is all that is older."""
+def test_42_evictions_of_a_foreign_worker_are_learned_from_its_usage(kind: str, stream: bool):
+    """Its cache holds one prompt. In the next round its prefix is gone, and so is everything older."""
     more = {"stream": stream, "stream_options": {"include_usage": True}}
 
     async def main() -> None:
@@ -156,21 +156,23 @@ def test_42_a_strangers_evictions_are_learned_from_what_it_tells(kind: str, stre
             for body in (old, one, one):
                 assert (await ask(url, CHAT, body)).status == 200
             (told,) = tallies(router)
-            assert told[1] > told[0] * 0.25 and told[2] > told[0] * 0.25, "one was there the second time"
+            assert told[1] > told[0] * 0.25 and told[2] > told[0] * 0.25, "one prompt was cached the second time"
             for body in (two, one):
                 assert (await ask(url, CHAT, body)).status == 200
             (after,) = tallies(router)
-            assert after[1] > told[1] and after[2] - told[2] < (after[1] - told[1]) / 2, "expected, mostly in vain"
+            assert after[1] > told[1] and after[2] - told[2] < (after[1] - told[1]) / 2, (
+                "expected, but mostly evicted"
+            )
             assert worker.horizon_s > float("-inf")
             await ask(url, CHAT, old)
-            assert tallies(router)[0][1] == after[1], "what is older is not expected any more"
+            assert tallies(router)[0][1] == after[1], "older prefixes are no longer expected"
 
     run(main())
 
 
-def test_a_stranger_that_tells_nothing_is_not_counted():
+def test_a_foreign_worker_that_reports_no_usage_is_not_counted():
     async def main() -> None:
-        async with Foreign("vllm", tells=False) as foreign, routing(foreign) as (router, url):  # type: ignore[arg-type]
+        async with Foreign("vllm", reports_cached=False) as foreign, routing(foreign) as (router, url):  # type: ignore[arg-type]
             for stream in (True, False):
                 body = question("x", stream=stream, stream_options={"include_usage": True})
                 assert (await ask(url, CHAT, body)).status == 200
@@ -179,8 +181,8 @@ def test_a_stranger_that_tells_nothing_is_not_counted():
     run(main())
 
 
-def test_real_servers_tell_what_they_found_and_it_is_what_was_expected(servers: list[LiveServer]):
-    """Streamed and whole, with and without usage: all of them are counted."""
+def test_real_servers_report_the_cache_hits_that_were_expected(servers: list[LiveServer]):
+    """Streamed and whole answers, with and without usage, are all counted."""
     with live_router(servers[0].url) as router:
         for stream in (True, False, True, False):
             body = question("How wide is the gate?", stream=stream, temperature=0)
@@ -195,7 +197,7 @@ def test_real_servers_tell_what_they_found_and_it_is_what_was_expected(servers: 
     assert cached >= prompt * 0.7 and abs(cached - expected) < prompt * 0.1
 
 
-def test_a_stream_whose_usage_comes_before_its_last_words_in_another_piece_is_read():
+def test_usage_is_read_when_the_end_of_the_stream_arrives_in_another_piece():
     async def main() -> None:
         async with Foreign("sglang", pace_s=0.01) as foreign, routing(foreign) as (router, url):  # type: ignore[arg-type]
             body = question("x", stream=True, stream_options={"include_usage": True})

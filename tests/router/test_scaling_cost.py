@@ -1,6 +1,6 @@
-"""What grows with the fleet and with its clients, and what does not.
+"""Costs that may and that must not grow with the number of workers and clients.
 
-Workers here are fakes at the seam where connections are made, so that a thousand of them fit into one process.
+The workers are fakes in place of connection pools, so that a thousand of them fit into one process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ END = (
 
 
 class Host:
-    """A worker, and its pool of connections: it takes every request, and ends those it is asked to."""
+    """A worker and its connection pool: it accepts every request, and ends those that it is asked to end."""
 
     prefix, netloc = b"", b"fake"
 
@@ -84,7 +84,7 @@ class Host:
 
 
 class Line:
-    """A connection to it."""
+    """A connection to the worker."""
 
     reused = False
 
@@ -153,14 +153,16 @@ def test_one_abort_of_many_ids_is_one_message_for_each_worker_that_has_some(work
         a_few = [id for host in hosts[:4] for id in host.running]
         told = await end(router, a_few)
         assert len(told.aborted) == len(a_few) and not (told.errors or told.not_found or told.already_finished)
-        assert [len(host.aborts) for host in hosts] == [1] * 4 + [0] * (workers - 4), "the others are not disturbed"
+        assert [len(host.aborts) for host in hosts] == [1] * 4 + [0] * (workers - 4), (
+            "other requests are not affected"
+        )
         began_s = time.process_time()
         told = await end(router, [*ids, "nobody's"])
         took_s = time.process_time() - began_s
         assert len(told.aborted) == requests - len(a_few) and set(told.not_found) == {"nobody's", *a_few}
         assert {len(host.aborts) for host in hosts[4:]} == {1}
         assert router.live == {} and all(worker.in_flight == 0 for worker in router.fleet)
-        assert took_s < 0.002 * requests + 1.0, "it would take hours if each id were looked for everywhere"
+        assert took_s < 0.002 * requests + 1.0, "searching for each id at every worker would take hours"
 
     run(main(), timeout_s=300)
 
@@ -182,7 +184,7 @@ def test_choosing_among_a_thousand_workers_costs_at_most_three_times_as_much_as_
 
 
 def best_of(act: Callable[[], object], *, rounds: int, times: int) -> float:
-    """CPU time, of the best round: other work on the machine only ever adds."""
+    """CPU time of the best round, because other load on the machine only adds to it."""
     best = float("inf")
     for _ in range(rounds):
         began = time.process_time_ns()
@@ -194,7 +196,7 @@ def best_of(act: Callable[[], object], *, rounds: int, times: int) -> float:
 
 @pytest.mark.slow
 def test_42_an_index_of_a_hundred_thousand_conversations_stays_within_its_bound():
-    """The default has room for a million nodes; a conversation here takes about seven, those of its system prompt aside."""
+    """The default is a million nodes. A conversation takes about seven here, besides those of its system prompt."""
     index, workers = (
         PrefixIndex(fast_path=compiled_fast_path()),
         [Worker(f"http://worker-{number}") for number in range(8)],
