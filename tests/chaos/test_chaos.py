@@ -1,4 +1,4 @@
-"""A fleet of real processes, broken for a minute; and how a run ends that somebody stops."""
+"""Faults in a fleet of real processes for a minute, and the end of an interrupted run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chaos(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_S + 240)
-def test_36_41_53_a_minute_of_faults_costs_no_token_and_leaves_nothing_behind(tmp_path):
+def test_36_41_53_a_minute_of_faults_loses_no_token_and_leaks_nothing(tmp_path):
     done = chaos("--minutes", 1, "--clients", 32, "--seed", 3, "--report", tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     report = json.loads((tmp_path / "chaos.json").read_text())
@@ -35,7 +35,7 @@ def test_36_41_53_a_minute_of_faults_costs_no_token_and_leaves_nothing_behind(tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_S + 240)
-def test_a_minute_of_aborts_pauses_and_updates_leaves_the_processes_as_large_as_they_were(tmp_path):
+def test_a_minute_of_aborts_pauses_and_updates_does_not_grow_the_processes(tmp_path):
     done = chaos("--minutes", 1, "--clients", 32, "--only", "clients,operators", "--report", tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     report = json.loads((tmp_path / "chaos.json").read_text())
@@ -47,7 +47,7 @@ def test_a_minute_of_aborts_pauses_and_updates_leaves_the_processes_as_large_as_
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_S + 240)
-def test_a_run_that_is_interrupted_is_judged_by_what_there_was_and_leaves_no_process(tmp_path):
+def test_an_interrupted_run_is_judged_as_far_as_it_got_and_leaves_no_process(tmp_path):
     mark = str(tmp_path)
     process = subprocess.Popen(
         command("chaos", "--minutes", 60, "--clients", 8, "--servers", 2, "--report", tmp_path),
@@ -77,7 +77,7 @@ def _read(path: Path) -> str:
 
 
 def _running_with(mark: str) -> list[int]:
-    """Processes that have inherited it."""
+    """Processes whose environment contains `mark`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The parts of `headgate chaos`: what it breaks is broken, and what it checks is noticed."""
+"""The parts of `headgate chaos`: faults take effect, and the checks notice violations."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def echo_behind_proxy() -> AsyncIterator[tuple[FaultProxy, Callable[[], Coroutine[Any, Any, Connection]]]]:
-    """A server that says everything back, and a way to it."""
+    """An echo server behind a proxy, and a function that connects to it."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -116,7 +116,7 @@ async def echoes(connection: Connection, text: bytes) -> bool:
     return await reader.readexactly(len(text)) == text
 
 
-def test_bytes_pass_late_or_not_at_all_and_go_on_when_it_is_mended():
+def test_the_proxy_delays_and_stalls_bytes_until_it_is_restored():
     async def main() -> None:
         async with echo_behind_proxy() as (proxy, connect):
             connection = await connect()
@@ -136,7 +136,7 @@ def test_bytes_pass_late_or_not_at_all_and_go_on_when_it_is_mended():
     run(main())
 
 
-def test_a_reset_is_heard_by_both_sides_and_the_next_connection_is_well():
+def test_a_reset_reaches_both_sides_and_the_next_connection_works():
     async def main() -> None:
         async with echo_behind_proxy() as (proxy, connect):
             connection = await connect()
@@ -150,7 +150,7 @@ def test_a_reset_is_heard_by_both_sides_and_the_next_connection_is_well():
     run(main())
 
 
-def test_half_of_what_is_said_next_passes_and_then_it_ends():
+def test_a_cut_answer_passes_half_of_the_next_bytes_and_closes_the_connection():
     async def main() -> None:
         async with echo_behind_proxy() as (proxy, connect):
             reader, writer = connection = await connect()
@@ -163,7 +163,7 @@ def test_half_of_what_is_said_next_passes_and_then_it_ends():
     run(main())
 
 
-def test_nobody_connects_through_a_partition_and_what_it_held_is_gone_after_it():
+def test_a_partition_refuses_connections_and_resets_the_held_ones_when_it_ends():
     async def main() -> None:
         async with echo_behind_proxy() as (proxy, connect):
             held = await connect()
@@ -203,7 +203,7 @@ def judge() -> AnswerJudge:
     return AnswerJudge(reference)
 
 
-def test_a_whole_answer_with_the_right_tokens_is_well(judge):
+def test_a_whole_answer_with_the_right_tokens_passes(judge):
     assert judge.ended("x", ITEM, answer()) == "whole"
     assert not judge.failures and judge.checked == 1 and judge.tokens == 3
 
@@ -213,11 +213,11 @@ def test_a_whole_answer_with_the_right_tokens_is_well(judge):
     [
         ObservedChoice([1, 2, 4], [0, 0, 0], "abc", [("length", "max_tokens")]),
         ObservedChoice([1, 2], [0, 0], "ab", [("length", "max_tokens")]),  # one is lost
-        ObservedChoice([1, 2, 2, 3], [0] * 4, "abbc", [("length", "max_tokens")]),  # one is told twice
+        ObservedChoice([1, 2, 2, 3], [0] * 4, "abbc", [("length", "max_tokens")]),  # one is sent twice
         ObservedChoice([1, 2, 3], [0, 0, 0], "abd", [("length", "max_tokens")]),
         ObservedChoice([1, 2, 3], [0, 0, 0], "abc", [("stop", "eos")]),
         ObservedChoice([1, 2, 3], [0, 0], "abc", [("length", "max_tokens")]),
-        ObservedChoice([1, 2, 3], [9, 9, 9], "abc", [("length", "max_tokens")]),  # weights that nobody has sent
+        ObservedChoice([1, 2, 3], [9, 9, 9], "abc", [("length", "max_tokens")]),  # weights that were never sent
     ],
 )
 def test_any_other_answer_is_wrong(judge, wrong):
@@ -236,12 +236,12 @@ def test_any_other_answer_is_wrong(judge, wrong):
         answer(choices={0: ObservedChoice([1, 2, 3], [0] * 3, "abc", [])}),
     ],
 )
-def test_an_answer_has_one_end_all_its_choices_and_the_usage_that_was_told(judge, broken):
+def test_an_answer_without_one_end_all_choices_and_the_right_usage_is_malformed(judge, broken):
     assert judge.ended("x", ITEM, broken) == "failed"
     assert judge.unexplained == {"malformed": 1}
 
 
-def test_a_cut_answer_is_explained_by_the_abort_of_its_own_id_alone(judge):
+def test_a_cut_answer_is_explained_only_by_the_abort_of_its_own_id(judge):
     judge.aborted.add("x")
     assert judge.ended("x", ITEM, cut("api_abort")) == "cut"
     assert judge.ended("y", ITEM, cut("api_abort")) == "failed"
@@ -258,12 +258,12 @@ def test_a_cut_answer_is_explained_by_the_abort_of_its_own_id_alone(judge):
         (PauseInterval("abort", True, 1.0, 9.0), "failed"),  # long over
     ],
 )
-def test_a_cut_answer_is_explained_by_a_pause_that_it_has_met(judge, pause, outcome):
+def test_a_cut_answer_is_explained_by_a_pause_that_overlaps_it(judge, pause, outcome):
     judge.pauses.append(pause)
     assert judge.ended("x", ITEM, cut("pause")) == outcome
 
 
-def test_the_part_of_a_cut_answer_must_be_right_too(judge):
+def test_a_partial_answer_must_be_right_too(judge):
     judge.aborted.add("x")
     judge.ended(
         "x",
@@ -273,7 +273,7 @@ def test_the_part_of_a_cut_answer_must_be_right_too(judge):
     assert judge.wrong == 1
 
 
-def test_a_refusal_is_explained_while_a_pause_refuses_and_no_other_error_ever_is(judge):
+def test_only_a_pause_that_refuses_requests_explains_a_refusal_and_nothing_explains_other_errors(judge):
     refused = {"status": 503, "problem": "503 paused", "choices": {}}
     assert judge.ended("x", ITEM, answer(**refused)) == "failed"
     judge.pauses.append(PauseInterval("freeze", False, 10.5))
@@ -281,13 +281,13 @@ def test_a_refusal_is_explained_while_a_pause_refuses_and_no_other_error_ever_is
     judge.pauses.append(PauseInterval("freeze", True, 10.5))
     assert judge.ended("x", ITEM, answer(**refused)) == "refused"
     assert judge.ended("x", ITEM, answer(**refused | {"status": 200, "problem": "error paused"})) == "refused"
-    assert judge.ended("x", ITEM, answer(problem="error paused")) == "failed"  # it had been told tokens
+    assert judge.ended("x", ITEM, answer(problem="error paused")) == "failed"  # it had received tokens
     for problem in ("hung", "stream cut", "502 worker_lost", "ConnectionResetError", "503 no_worker"):
         judge.pauses[:] = [PauseInterval("freeze", True, 10.5)]
         assert judge.ended("x", ITEM, answer(problem=problem)) == "failed"
 
 
-def test_an_answer_of_several_weights_is_kept_to_be_looked_at_part_by_part(judge):
+def test_an_answer_of_several_weights_is_kept_and_checked_part_by_part(judge):
     judge.weights[1] = "b"
     mixed = ObservedChoice([1, 2, 3], [0, 1, 1], "abc", [("length", "max_tokens")])
     assert judge.ended("x", ITEM, answer(choices={0: mixed})) == "whole"
@@ -303,7 +303,7 @@ def sample(at_s: float, rss_mb: float, pid: int = 1) -> ProcessSample:
 
 
 class FixedReference(ReferenceAnswers):
-    """Says 100, 101, ... under any weights, and their numbers as text."""
+    """Answers 100, 101, ... under any weights, with the numbers as text."""
 
     def __init__(self) -> None:
         self._folders = {"a": Path(), "b": Path()}
@@ -335,7 +335,7 @@ def fixed_choice(end: int, begin: int = 0) -> ObservedChoice:
         ({"tokens": [*range(100, 108)], "versions": [0] * 5 + [1] * 3, "ends": [("abort", "pause")]}, 0),
     ],
 )
-def test_an_answer_of_several_weights_is_right_to_its_last_word(change: dict[str, Any], wrong: int):
+def test_an_answer_of_several_weights_is_checked_to_its_end(change: dict[str, Any], wrong: int):
     body = {"max_tokens": 10, "ignore_eos": True, "seed": 1, "temperature": 0.0}
     choice = replace(fixed_choice(10), **({"versions": [0] * 5 + [1] * 5} | change))
     judge = AnswerJudge(FixedReference(), weights={0: "a", 1: "b"})
@@ -344,21 +344,21 @@ def test_an_answer_of_several_weights_is_right_to_its_last_word(change: dict[str
     assert judge.wrong == wrong, judge.failures
 
 
-def test_memory_that_grows_is_noticed_and_a_process_that_was_started_again_is_not_compared():
+def test_growing_memory_is_noticed_and_restarted_processes_are_not_compared():
     flat = [sample(t, 100) for t in range(100)]
     assert list(memory_growth(flat)) == [("router", 100, 100)] and not memory_leaks(flat)
     assert memory_leaks([sample(t, 100 + t) for t in range(100)])
     assert not list(memory_growth([sample(t, 100 + t, pid=t // 50) for t in range(100)]))
 
 
-def test_descriptors_threads_and_tasks_that_stay_are_noticed():
+def test_leaked_descriptors_threads_and_tasks_are_noticed():
     before = {"router": IdleUsage(20, 4, 10)}
     assert leaked(before, before) == []
     found = leaked(before, {"router": IdleUsage(40, 10, 30)})
     assert [problem_text.partition(":")[0] for problem_text in found] == ["fds", "threads", "tasks"]
 
 
-def test_what_the_system_says_of_a_process():
+def test_process_stats_are_read_from_proc_and_none_for_an_ended_process():
     mine = process_stats(os.getpid())
     assert mine is not None and mine.rss_mb > 1 and mine.fds >= 3 and mine.threads >= 1
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -373,7 +373,7 @@ def test_a_traceback_in_a_log_is_a_bug():
     assert len(tracebacks.found) == 1
 
 
-def test_the_file_that_a_full_disk_has_cut_is_shorter_than_it_says(tmp_path):
+def test_the_truncated_model_has_half_of_its_weights_file(tmp_path):
     models = ChaosModels.write(tmp_path)
     whole, half = ((folder / "model.safetensors").stat().st_size for folder in (models.folders["b"], models.cut))
     assert half == whole // 2
@@ -397,11 +397,11 @@ def report() -> ChaosReport:
     )
 
 
-def test_a_report_is_a_table_json_and_a_picture(tmp_path):
+def test_a_report_is_a_table_json_and_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    answer = report()
-    assert answer.table().endswith("all is well") and "1 reset" in answer.table()
-    answer.save(tmp_path)
+    made = report()
+    assert made.table().endswith("all is well") and "1 reset" in made.table()
+    made.save(tmp_path)
     saved = json.loads((tmp_path / "chaos.json").read_text())
     assert saved["ok"] and saved["faults"] == {"reset": 1} and saved["latency_s"]["p50"] == 0.5
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -410,27 +410,27 @@ def test_a_report_is_a_table_json_and_a_picture(tmp_path):
 @pytest.mark.parametrize(
     "where", ["failures", "action_failures", "still_held", "leaks", "leftover_processes", "tracebacks"]
 )
-def test_whatever_was_found_makes_a_report_fail(where):
-    answer = report()
-    getattr(answer, where).append("something is wrong")
-    assert answer.problems and "FAILED: 1 problems" in answer.table() and "something is wrong" in answer.table()
+def test_every_kind_of_problem_makes_a_report_fail(where):
+    made = report()
+    getattr(made, where).append("something is wrong")
+    assert made.problems and "FAILED: 1 problems" in made.table() and "something is wrong" in made.table()
 
 
 # ----------------------------------------------------------------------------------------------------- hostile clients
 
 
-def test_every_hostile_kind_of_the_plan_is_a_deed_of_hostile_clients():
+def test_every_hostile_fault_kind_is_a_method_of_hostile_clients():
     assert all(hasattr(HostileClients, name) for name, kind in KINDS.items() if kind.group == "hostile")
 
 
-def test_57_the_error_that_tells_a_strict_client_of_a_cut_is_no_problem_and_any_other_is():
-    def echoed(code: str, *, strict: bool) -> ObservedAnswer:
+def test_57_only_the_error_that_explains_a_cut_to_a_strict_client_is_no_problem():
+    def received(code: str, *, strict: bool) -> ObservedAnswer:
         answer = ObservedAnswer(0.0, strict=strict)
         _add_event({"choices": [{"index": 0, "finish_reason": "length", "cause": "pause", "text": ""}]}, answer)
         _add_event({"error": {"code": code, "message": "cut short"}}, answer)
         return answer
 
-    cut = echoed("pause", strict=True)
+    cut = received("pause", strict=True)
     assert cut.problem is None and cut.choices[0].ends == [("abort", "pause")]
-    assert echoed("engine_lost", strict=True).problem == "error engine_lost"
-    assert echoed("pause", strict=False).problem == "error pause"
+    assert received("engine_lost", strict=True).problem == "error engine_lost"
+    assert received("pause", strict=False).problem == "error pause"

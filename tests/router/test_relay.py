@@ -413,7 +413,7 @@ def test_7_an_aborted_request_whose_body_is_not_utf_8_ends_with_its_cause():
             router.hold(queue=True)
             asked = asyncio.ensure_future(ask(url, CHAT, body))
             await until(lambda: ("", "odd", 0) in router.live)
-            told = await abort(router, AbortRequest(tags={"a": "b"}), RouterScope("", True), CallerHeaders())
+            told = await abort(router, AbortRequest(tags={"a": "b"}), Caller("", True), CallerHeaders())
             assert not told.aborted and not told.errors  # and it does not affect other aborts
             router.live["", "odd", 0].end()
             assert b'"cause":"api_abort"' in (await asked).body

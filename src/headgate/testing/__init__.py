@@ -1,1 +1,1 @@
-"""Fakes that are part of the product: the fake device, tiny models, a clock you turn by hand."""
+"""Test tools that are part of the product: a fake device, tiny models, a manual clock, the simulation, chaos runs."""

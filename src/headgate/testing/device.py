@@ -1,8 +1,8 @@
-"""A device without a model: its next token is a hash of the KV it actually reads.
+"""A device without a model: the next token is a hash of the KV that it actually reads.
 
-Each KV entry is a hash of the token, the weights and the entry before it, written where the plan says. A block that
-was freed too early, reused under a running transfer, hit under the wrong weights or never filled therefore becomes a
-wrong token, which any client can tell by comparing with `expected_token`.
+Each KV entry is a hash of the token, the weights and the previous entry, written where the plan specifies. A block that
+was freed too early, reused during a transfer, hit under the wrong weights or never filled therefore produces a wrong
+token, which a test detects by comparing with `expected_token`.
 
 Steps run in launch order, when `land` is called. Within a step all slices write before any slice reads, as on a real
 device.
@@ -20,7 +20,7 @@ Entry = int
 
 
 def entry(before: Entry, token: int, version: int) -> Entry:
-    """The KV entry of a token, given the one before it."""
+    """The KV entry of a token, given the previous entry."""
     return hash((before, token, version))
 
 
@@ -41,7 +41,7 @@ def expected_entries(tokens: Sequence[int], version: int) -> list[Entry]:
 
 
 def expected_token(tokens: Sequence[int], version: int, vocab_size: int) -> int:
-    """What a correct engine with weights `version` answers next."""
+    """The token that a correct engine with weights `version` samples after `tokens`."""
     return choose(expected_entries(tokens, version), vocab_size)
 
 
@@ -63,7 +63,7 @@ class FakeDevice:
         self._queue.append(plan)
 
     def land(self, lengths: Sequence[int] = ()) -> StepResult:
-        """Run the oldest launched step. Each slice that samples gives as many tokens as `lengths` has for it, or one."""
+        """Run the oldest launched step. `lengths`: tokens per slice that samples; one each if empty."""
         plan = self._queue.popleft()
         assert plan.version == self.version, "weights changed under a launched step"
         for join in plan.joins:
@@ -78,11 +78,11 @@ class FakeDevice:
         return StepResult(plan.step, tokens, {}, self._score(plan), lengths=list(lengths))
 
     def forget(self) -> None:
-        """All KV is lost."""
+        """Lose all KV."""
         self.kv = [[-1] * self.block_size for _ in self.kv]
 
     def write_tokens(self, row: int, position: int, tokens: list[int]) -> None:
-        """Replace what was sampled by the tokens of another device."""
+        """Replace sampled tokens by those of another device."""
         self._tokens[row][position:] = tokens
 
     def read(self, row: int, stop: int) -> list[Entry]:
@@ -93,7 +93,7 @@ class FakeDevice:
         assert count > 0, "a slice with nothing to compute has nothing to sample from"
         table, tokens, size = self._tables[row], self._tokens[row], self.block_size
         for position in range(start, start + count):
-            # Through the table, not through the row's own past: another sequence may have written it.
+            # Read through the block table: another sequence may have written the previous entry.
             before = self.kv[table[(position - 1) // size]][(position - 1) % size] if position else 0
             self.kv[table[position // size]][position % size] = entry(before, tokens[position], self.version)
 
@@ -108,7 +108,7 @@ class FakeDevice:
         return sampled
 
     def _choose_run(self, row: int, entries: list[Entry], length: int) -> list[int]:
-        """The next tokens after `entries`. No KV is written: the slices that compute these tokens are yet to come."""
+        """The next tokens after `entries`. No KV is written: later slices compute these tokens."""
         tokens: list[int] = []
         for _ in range(length):
             tokens.append(self._choose(row, entries))

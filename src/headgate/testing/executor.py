@@ -1,4 +1,4 @@
-"""An executor over the fake device, and a clock that is turned by hand."""
+"""An executor over the fake device, and a manual clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ManualClock:
 
 
 class FakeExecutor:
-    """Executor and resources. Runs plans on a `FakeDevice`: each at once, or, with `by_hand`, when `land` is called."""
+    """Executor and weight supply. Runs each plan on a `FakeDevice` at once or, with `by_hand`, when `land` is called."""
 
     def __init__(self, device: FakeDevice, *, by_hand: bool = False) -> None:
         self.device = device
@@ -31,7 +31,7 @@ class FakeExecutor:
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
-        assert not self.asleep, "a step was launched on memory that sleeps"
+        assert not self.asleep, "a step was launched while memory was asleep"
         self.plans.append(plan)
         self.device.launch(plan)
         self._futures.append(future)
@@ -40,11 +40,11 @@ class FakeExecutor:
         return future
 
     def land(self) -> None:
-        """The oldest launched step comes back."""
+        """Complete the oldest launched step."""
         self._futures.popleft().set_result(self.device.land())
 
     def fail(self, error: Exception) -> None:
-        """The oldest launched step breaks."""
+        """Fail the oldest launched step."""
         self._futures.popleft().set_exception(error)
 
     def load_weights(self, source: object) -> Future[None]:

@@ -1,7 +1,7 @@
-"""Checkpoints small enough to make in a test and real enough to be served: random weights in Hugging Face format.
+"""Writes checkpoints with random weights in Hugging Face format, small enough for a test and complete enough to serve.
 
-No torch here: bytes are written as `safetensors` lays them out, so that anything that only needs a model folder can
-have one.
+This module does not import torch: it writes the `safetensors` layout directly, so tests that only need a model folder do
+not need torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def tiny_model(
     tokenizer: bool = True,
     **config_overrides: Any,
 ) -> Path:
-    """Write a tiny random model to `folder` and return it; any key of `config.json` can be overridden."""
+    """Write a tiny random model to `folder` and return the folder; any key of `config.json` can be overridden."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = tiny_config(architecture, dtype) | config_overrides
@@ -85,7 +85,7 @@ def tiny_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def fill(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Matrices large enough that what comes next depends on what came before, not on the last token alone."""
+    """Random values, large enough that the next token depends on all previous tokens, not on the last one alone."""
     noise = random.standard_normal(shape, dtype=np.float32)
     if name.endswith("norm.weight"):
         return 1 + 0.1 * noise
@@ -149,7 +149,7 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray], dtype: str, shar
 
 
 def write_shard(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
-    """A safetensors file: the length of the header, the header, the bytes it points into."""
+    """Write a safetensors file: the length of the header, the header, and the tensor bytes."""
     encoded = {name: encode(tensor, dtype) for name, tensor in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -162,13 +162,13 @@ def write_shard(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
 
 
 def encode(tensor: np.ndarray, dtype: str) -> bytes:
-    if dtype == "bfloat16":  # which numpy does not know: the upper half of a float32
+    if dtype == "bfloat16":  # unsupported by numpy: the upper half of a float32
         return (np.ascontiguousarray(tensor).view(np.uint32) >> 16).astype(np.uint16).tobytes()
     return tensor.astype(dtype).tobytes()
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token per byte, and the specials after them."""
+    """One token per byte, followed by the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,5 +1,5 @@
-"""A real fleet on this machine, broken on purpose: processes killed and stopped, bytes lost, disks and descriptors gone.
+"""Fault injection into a fleet of real processes on this machine.
 
-`plan` draws what goes wrong from a seed, `deeds` does it, `proxy` stands between router and servers, `load` asks, and
-`judge` compares what every client was told with an undisturbed run. `docs/chaos.md` says what is checked.
+`plan` draws the faults from a seed, `actions` injects them, `proxy` carries the bytes between the router and the servers,
+`load` sends requests, and `judge` compares every answer with that of an undisturbed run. `docs/chaos.md` lists the checks.
 """

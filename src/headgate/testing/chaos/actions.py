@@ -1,4 +1,4 @@
-"""What each kind of fault does. Every deed mends what it broke, also when it is cancelled."""
+"""Injects faults and carries out control calls. Every action undoes its fault, also when it is cancelled."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from headgate.testing.chaos.reference import WeightsName
 
 log = logging.getLogger(__name__)
 
-CALL_S = 10.0  # that a control call is given, and
-MARGIN_S = 10.0  # how much later its answer may come, on a machine that has other work; the promise is 1 s
+CALL_S = 10.0  # timeout of a control call
+MARGIN_S = 10.0  # by which an answer may exceed its timeout on a loaded machine; the contract allows 1 s
 SHORT_S = 2.0
-FLUSH_S = 30.0  # that a call has which names no time
+FLUSH_S = 30.0  # default timeout of control calls
 UPDATE_S = 60.0
-RESUME_S = 120.0  # for an operator who says it again and again
+RESUME_S = 120.0  # for repeated attempts to resume
 DRAIN_S = 2.0
-TRIES, TRY_AGAIN_S = 5, 1.0  # of an update that not everybody has followed
-SPARE_FILES = 1  # descriptors that a server has left
-MOST_AT_ONCE = 8  # clients that leave, or requests that are aborted, in one go
+TRIES, RETRY_S = 5, 1.0  # of an update that did not reach all servers
+SPARE_FILES = 1  # descriptors that a server may still open
+MOST_AT_ONCE = 8  # clients that disconnect, or requests that are aborted, together
 
-Again = Callable[[], Awaitable[None]]
+Repeat = Callable[[], Awaitable[None]]
 
 
 class FleetOperator:
-    """Those who pause, update and resume; one after another, and never leaving before the fleet runs again."""
+    """Pauses, updates and resumes the fleet, one operation at a time. Each operation ends with a running fleet."""
 
     def __init__(self, fleet: ChaosFleet, judge: AnswerJudge, folders: Mapping[WeightsName, Path], bad: Path) -> None:
         self._url, self._judge = fleet.url, judge
@@ -65,16 +65,16 @@ class FleetOperator:
             await self._switch_weights({"strategy": "rolling", "drain_timeout": DRAIN_S})
 
     async def bad_update(self, absent: bool) -> None:
-        """From a folder that is not there, or a file that a full disk has cut short: refused, and nothing changes."""
+        """Update from a missing folder or a truncated file. It must be refused and change nothing."""
         async with self._turn, self._paused("freeze", refuses=False):
             version = self._version + 1
             path = self._bad / "absent" if absent else self._bad
             status, answer = await self._call("/v1/update_weights", {"path": str(path), "version": version}, CALL_S)
             if status < 400:
-                raise HeadgateError(f"weights that are not there were taken: {answer}")
+                raise HeadgateError(f"an update from missing or truncated weights was accepted: {answer}")
 
     async def resume(self) -> None:
-        """Until it is so: a server that is stopped cannot follow at once."""
+        """Repeat until it succeeds: a stopped server cannot resume at once."""
         until_s = clock() + RESUME_S
         while True:
             with suppress(*NO_ANSWER):
@@ -82,22 +82,22 @@ class FleetOperator:
                 if status in (200, 202):
                     return
             if clock() > until_s:
-                raise HeadgateError(f"the fleet cannot be resumed within {RESUME_S:g} s")
+                raise HeadgateError(f"the fleet could not be resumed within {RESUME_S:g} s")
             await asyncio.sleep(0.2)
 
     async def call_in_time(self) -> None:
-        """61: one of the calls that ask every server, with little time; it changes nothing but what is cached."""
+        """Rule 61: calls to every server that must be answered in time; they change nothing but the cache."""
         await self._call("/v1/abort_requests", {"req_ids": ["none"], "timeout": SHORT_S}, SHORT_S)
         await self._call("/v1/flush_cache", {}, FLUSH_S)
 
     async def resume_at_end(self) -> None:
-        """At the end: a server that missed an update gets it, and all run."""
+        """Resume the fleet after the last fault. Servers that missed an update catch up."""
         async with self._turn:
             await self.resume()
 
     @asynccontextmanager
-    async def _paused(self, mode: str, refuses: bool) -> AsyncIterator[Again]:
-        """Yields a way to say it again, to those who have come back since."""
+    async def _paused(self, mode: str, refuses: bool) -> AsyncIterator[Repeat]:
+        """Yields a function that repeats the pause, for servers that have restarted since."""
         pause = PauseInterval(mode, refuses, clock())
         self._judge.pauses.append(pause)
         body = {"mode": mode, "new_requests": "reject" if refuses else "queue", "timeout": CALL_S}
@@ -112,8 +112,8 @@ class FleetOperator:
             await self.resume()
             pause.ended_s = clock()
 
-    async def _switch_weights(self, more: Mapping[str, Any], before_again: Again | None = None) -> None:
-        """Several times with the same version, if some cannot follow; then the router tells those who come back."""
+    async def _switch_weights(self, more: Mapping[str, Any], before_retry: Repeat | None = None) -> None:
+        """Retry with the same version if it did not reach all servers. The router updates those that return later."""
         self._version += 1
         weights: WeightsName = "b" if self._weights == "a" else "a"
         self._judge.weights[self._version] = weights
@@ -123,9 +123,9 @@ class FleetOperator:
             if status in (200, 202):
                 self._weights = weights
                 return
-            await asyncio.sleep(TRY_AGAIN_S)
-            if before_again is not None:
-                await before_again()
+            await asyncio.sleep(RETRY_S)
+            if before_retry is not None:
+                await before_retry()
 
     async def _call(self, path: str, body: Mapping[str, Any], timeout_s: float) -> tuple[int, dict[str, Any]]:
         begun_s = clock()
@@ -141,7 +141,7 @@ class FleetOperator:
 
 
 class FaultInjector:
-    """Does what the plan says. A server is harmed only while another one is well; else clients are."""
+    """Injects planned faults. A server gets a fault only while another one is healthy; otherwise clients get one."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class FaultInjector:
         self._vanish, self._abort_some = vanish, abort
         self._rng = random.Random(seed)
         self._harmed: Counter[int] = Counter()
-        self._limits: dict[int, tuple[int, int]] = {}  # of open files, by process, before we came
+        self._limits: dict[int, tuple[int, int]] = {}  # by process: its original limits of open files
         self.done: Counter[str] = Counter()
         self.events: list[dict[str, Any]] = []
 
@@ -176,15 +176,15 @@ class FaultInjector:
             await self._other_fault(kind, fault)
 
     async def _feasible(self, fault: PlannedFault) -> tuple[str, int | None]:
-        """The fault that is done, and to which server."""
+        """The fault to inject, and its server if it has one."""
         if fault.kind not in HARMS_A_WORKER:
             return fault.kind, None
         victim = int(fault.which * len(self._fleet.workers))
         states = ["unknown"]
         with suppress(*NO_ANSWER):
             states = await self._fleet.states()
-        well = [i for i, state in enumerate(states) if state == "ready" and not self._harmed[i] and i != victim]
-        if well and self._fleet.workers[victim].pid is not None:
+        healthy = [i for i, state in enumerate(states) if state == "ready" and not self._harmed[i] and i != victim]
+        if healthy and self._fleet.workers[victim].pid is not None:
             return fault.kind, victim
         return ("vanish" if fault.which * 1000 % 1 < 0.5 else "abort"), None
 
@@ -224,7 +224,7 @@ class FaultInjector:
                 await control(self._fleet.url, "/v1/abort_requests", {"req_ids": ids, "wait": False}, MARGIN_S)
 
     async def _pause_while_waiting(self, fault: PlannedFault) -> None:
-        """While prompts wait to be computed elsewhere: those of a burst, which are all new."""
+        """Pause while a burst of new long prompts waits for the prefill server."""
         waiting = asyncio.ensure_future(self._hostile.long_prompts())
         try:
             await asyncio.sleep(0.05 * fault.which)
@@ -252,7 +252,7 @@ class FaultInjector:
         await self._stopped(engines_of(self._fleet.workers[victim].pid), lasts_s)
 
     async def _stop_across(self, victim: int, lasts_s: float) -> None:
-        """The engines of a server are stopped just when a control call reaches them."""
+        """Stop the engines of a server when a control call reaches them."""
         stopped = asyncio.ensure_future(self._stopped(engines_of(self._fleet.workers[victim].pid), lasts_s))
         try:
             await self._operators.call_in_time()
@@ -272,7 +272,7 @@ class FaultInjector:
                 send(pid, signal.SIGCONT)
 
     async def _few_files(self, victim: int, lasts_s: float) -> None:
-        """The server may open next to nothing more: no connection is accepted, no file read."""
+        """Limit the server's open files: it can accept no connection and open no file."""
         pid = self._fleet.workers[victim].pid
         assert pid is not None
         now = process_stats(pid)
@@ -281,7 +281,7 @@ class FaultInjector:
         try:
             before = self._limits.setdefault(pid, resource.prlimit(pid, resource.RLIMIT_NOFILE))
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (now.fds + SPARE_FILES, before[1]))
-        except OSError:  # it has died meanwhile
+        except OSError:  # the process has ended
             return
         try:
             await asyncio.sleep(lasts_s)

@@ -1,4 +1,4 @@
-"""What clients ask for: some of everything, few enough that each can be answered beforehand without any trouble."""
+"""The requests that clients send: a small, varied set, whose answers are recorded before faults are injected."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class CatalogueItem:
 
 
 def catalogue(seed: int, count: int = 48) -> list[CatalogueItem]:
-    """Chat and completions, streamed or not, greedy or sampled, with long prompts, two choices, ends of their own."""
+    """Chat and completions, streamed or not, greedy or sampled, some with long prompts, two choices or an early EOS."""
     rng = random.Random(seed)
     return [_item(number, rng) for number in range(count)]
 
 
 def _item(number: int, rng: random.Random) -> CatalogueItem:
-    long = number % 6 == 4  # enough for its prompt to be computed elsewhere
+    long = number % 6 == 4  # long enough that a prefill server computes the prompt
     text = " ".join(rng.choices(WORDS, k=240 if long else rng.randint(2, 20)))
     body: dict[str, Any] = {
         "stream": number % 3 != 2,

@@ -1,4 +1,4 @@
-"""One request, and all that its client is told, token by token."""
+"""Sends one request and records everything that the client receives, token by token."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ clock = time.monotonic
 @dataclass(slots=True)
 class ObservedChoice:
     tokens: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights, one per token
+    versions: list[int] = field(default_factory=list)  # weight version of each token
     text: str = ""
-    ends: list[tuple[str, str]] = field(default_factory=list)  # finish reason and cause; there should be one
+    ends: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # finish reason and cause; exactly one in a correct answer
     prompt: list[int] = field(default_factory=list)
 
     @property
@@ -31,7 +33,7 @@ class ObservedChoice:
 
 @dataclass(slots=True)
 class ObservedAnswer:
-    """Of one request. `problem` is what went wrong in words short enough to be counted by."""
+    """The answer to one request. `problem` is a short description by which failures are counted."""
 
     begun_s: float
     ended_s: float = 0.0
@@ -39,11 +41,11 @@ class ObservedAnswer:
     problem: str | None = None
     detail: str = ""
     choices: dict[int, ObservedChoice] = field(default_factory=dict)
-    output_tokens: int | None = None  # by its usage
-    done: int = 0  # times a stream said that it was over
+    output_tokens: int | None = None  # according to its usage
+    done: int = 0  # number of [DONE] events
     retry_after_s: float = 0.0
     first_s: float | None = None
-    strict: bool = False  # its client knows only OpenAI's finish reasons
+    strict: bool = False  # the client accepts only OpenAI's finish reasons
 
 
 async def send_request(
@@ -56,7 +58,7 @@ async def send_request(
     api_key: str | None = None,
     strict: bool = False,
 ) -> None:
-    """Fill `told` as the answer comes; only being cancelled is raised."""
+    """Fill `observed` while the answer arrives. Raises nothing but cancellation."""
     observed.strict = strict
     headers = {"X-OpenAI-Strict": "true"} if strict else {}
     try:
@@ -117,7 +119,7 @@ def _add_event(event: dict[str, Any], observed: ObservedAnswer) -> None:
 
 
 def _explained(error: dict[str, Any], observed: ObservedAnswer) -> bool:
-    """Whether it says to a strict client why a choice was cut, which is then an end like `abort`."""
+    """Whether the error tells a strict client why a choice was cut. Such a choice counts as ended by `abort`."""
     found = False
     for choice in observed.choices.values() if observed.strict else ():
         if choice.ends and choice.ends[-1] == ("length", error.get("code")):

@@ -1,7 +1,7 @@
-"""The processes that are tried: servers and a router, each with what the system says of it.
+"""The processes under test: servers and a router, and their resource usage.
 
-Servers are started and restarted by `ServerFleet`, as for `headgate up`; between the router and each of them stands a
-`FaultProxy`. The router is a process of its own and ends with us.
+A `ServerFleet` starts and restarts the servers, as for `headgate up`. A `FaultProxy` stands between the router and each
+server. The router is a separate process that ends with this one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headgate.testing.chaos.proxy import FaultProxy
 
 log = logging.getLogger(__name__)
 
-# Two tenants, so that what one of them does can be kept from the other; and an admin at the router and at the servers.
+# API keys of two tenants, which must be isolated from each other, of the admin, and of the router at its servers.
 LOAD_KEY, HOSTILE_KEY, ADMIN_KEY, WORKER_KEY = "key-of-polite", "key-of-rude", "key-of-operators", "key-of-router"
 ROUTER_KEYS = {
     "HEADGATE_API_KEYS": f"polite:{LOAD_KEY},rude:{HOSTILE_KEY}",
@@ -41,15 +41,15 @@ SERVER_KEYS = {"HEADGATE_WORKER_KEY": WORKER_KEY}
 
 START_S = 180.0
 DRAIN_S = 5.0
-ASK_S = 10.0
+GET_S = 10.0
 PATIENCE_S = 60.0
 POLL_S = 0.1
-NO_ANSWER = (OSError, EOFError, TimeoutError, ValueError, HttpFailure)  # answers, or nothing that could be read
+NO_ANSWER = (OSError, EOFError, TimeoutError, ValueError, HttpFailure)  # no answer, or an unreadable one
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """What the system says of a process."""
+    """Resource usage of a process, from /proc."""
 
     rss_mb: float
     fds: int
@@ -61,7 +61,7 @@ def process_stats(pid: int) -> ProcessStats | None:
         status = Path(f"/proc/{pid}/status").read_text()
         facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         if "VmRSS" not in facts:
-            return None  # a zombie has none
+            return None  # a zombie
         rss_mb, threads = int(facts["VmRSS"].split()[0]) / 1024, int(facts["Threads"])
         return ProcessStats(round(rss_mb, 1), len(os.listdir(f"/proc/{pid}/fd")), threads)
     except OSError:
@@ -83,8 +83,8 @@ def send(pid: int | None, number: int) -> None:
 
 
 async def get(url: str, path: str) -> bytes:
-    """What an address answers with 200; OSError if it does not."""
-    async with asyncio.timeout(ASK_S), call(HttpAddress.of(url), "GET", path, api_key=ADMIN_KEY) as answer:
+    """The body of the answer; OSError if its status is not 200."""
+    async with asyncio.timeout(GET_S), call(HttpAddress.of(url), "GET", path, api_key=ADMIN_KEY) as answer:
         body = await answer.body()
         if answer.status != 200:
             raise OSError(f"GET {path} answered {answer.status}")
@@ -92,7 +92,7 @@ async def get(url: str, path: str) -> bytes:
 
 
 async def metrics(url: str) -> dict[str, float]:
-    """Samples by name and labels, as they are written; of somebody who lives, though this machine may not run him."""
+    """Samples of /metrics, by name and labels. Retries, because a busy machine may not schedule the process at once."""
     until_s = clock() + PATIENCE_S
     while True:
         try:
@@ -165,24 +165,24 @@ def local_servers(
     environ: Mapping[str, str],
     on_ready: Callable[[ServerProcess], None],
 ) -> ServerFleet:
-    """Servers as `headgate up` has them: started again under their old addresses, and gone when we are."""
+    """Servers as in `headgate up`: restarted at the same addresses, and ended with this process."""
     recipe = Recipe(tuple(arguments), environ)
     launcher = LocalLauncher(dict.fromkeys(counts, recipe), drain_timeout_s=DRAIN_S)
     return ServerFleet(launcher, counts, Hooks(on_ready, on_leave=_ignore, on_gone=_ignore))
 
 
 def _ignore(server: ServerProcess) -> None:
-    """Nobody leaves, and addresses stay."""
+    """Servers are not removed, and addresses do not change."""
 
 
 class ChaosFleet:
-    """Use as `async with`; entered when every server takes requests through the router."""
+    """Use as `async with`; entered when every server receives requests through the router."""
 
     def __init__(self, arguments: Sequence[str], counts: Mapping[str, int], environ: Mapping[str, str]) -> None:
         self._environ = dict(environ)
         self.proxies = [FaultProxy() for _ in range(sum(counts.values()))]
         self._local = local_servers(arguments, counts, {**environ, **SERVER_KEYS}, self._on_ready)
-        self.seen: set[int] = set()  # every process there ever was
+        self.seen: set[int] = set()  # pids of all processes that ever ran
 
     @property
     def workers(self) -> list[ServerProcess]:
@@ -213,19 +213,19 @@ class ChaosFleet:
         self.proxies[worker.index].target = ("127.0.0.1", worker.port)
         self.note_processes()
 
-    # -- how they fare ------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------
 
     async def states(self) -> list[str]:
-        """The router's view, by server."""
-        record = msgspec.json.decode(await get(self.url, "/v1/workers"))
-        by_url = {worker["url"]: str(worker["state"]) for worker in record["workers"]}
+        """The state of each server, as reported by the router."""
+        answer = msgspec.json.decode(await get(self.url, "/v1/workers"))
+        by_url = {worker["url"]: str(worker["state"]) for worker in answer["workers"]}
         return [by_url.get(proxy.url, "unknown") for proxy in self.proxies]
 
     async def all_ready(self, timeout_s: float) -> None:
         until_s, states = clock() + timeout_s, ["unknown"]
         while set(states) != {"ready"}:
             if clock() > until_s:
-                raise HeadgateError(f"not every server takes requests after {timeout_s:g} s: {', '.join(states)}")
+                raise HeadgateError(f"not every server is ready after {timeout_s:g} s: {', '.join(states)}")
             if self.router.ended:
                 raise HeadgateError("the router has ended")
             await asyncio.sleep(POLL_S)
@@ -233,7 +233,7 @@ class ChaosFleet:
                 states = await self.states()
 
     def processes(self) -> dict[str, int]:
-        """By name: those that are there now."""
+        """Pids of the running processes, by name."""
         found: dict[str, int] = {"router": self.router.pid} if hasattr(self, "router") else {}
         for worker in self.workers:
             if worker.pid is None:
@@ -247,7 +247,7 @@ class ChaosFleet:
         self.seen |= set(self.processes().values())
 
     async def leftover_processes(self) -> list[int]:
-        """Processes of ours that have outlived the fleet; an engine ends by itself when it is run again."""
+        """Processes that outlive the fleet. An engine ends by itself as soon as it is scheduled, which may take a while."""
         until_s = clock() + PATIENCE_S
         while True:
             left = [pid for pid in sorted(self.seen) if process_stats(pid) is not None and _is_ours(pid)]
@@ -257,7 +257,7 @@ class ChaosFleet:
 
 
 def _is_ours(pid: int) -> bool:
-    """And no stranger that got the number since."""
+    """Whether the pid still belongs to the fleet, and was not reused."""
     with suppress(OSError):
         return b"headgate" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
@@ -266,7 +266,7 @@ def _is_ours(pid: int) -> bool:
 async def control(
     url: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
 ) -> tuple[int, dict[str, Any]]:
-    """A call of an operator: its status, and what it says."""
+    """Make a control call; returns its status and body."""
     data = msgspec.json.encode(body or {})
     async with asyncio.timeout(timeout_s), call(HttpAddress.of(url), "POST", path, data, ADMIN_KEY) as answer:
         return answer.status, msgspec.json.decode(await answer.body())

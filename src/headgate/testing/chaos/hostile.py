@@ -1,7 +1,7 @@
-"""Clients that wish the fleet ill. They are a tenant of their own, so that nothing they do may be seen by the others.
+"""Hostile clients. They are a separate tenant, so nothing that they do may affect the other clients.
 
-What they get is counted. A deed of theirs fails the run where a promise to somebody else, or to them, is broken: an id of
-another tenant's that is refused, a prompt of megabytes that is not refused at once.
+Their answers are counted. An attack fails the run if a guarantee to any client is broken: for example, a request is refused
+because another tenant uses its id, or a prompt of megabytes is not refused at once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from headgate.testing.chaos.judge import AnswerJudge
 
 PATIENCE_S = 180.0
 GIANT_BYTES = 8 * 2**20
-GIANT_S = 30.0  # for a prompt that cannot fit to be refused, on a machine that has other work
-STALLED = 6  # clients at once
-RECEIVE_BUFFER_BYTES = 2048  # of a socket that is not read
-BURST = 60  # requests at once
+GIANT_S = 30.0  # within which a prompt that cannot fit must be refused, on a loaded machine
+STALLED = 6  # concurrent stalled clients
+RECEIVE_BUFFER_BYTES = 2048  # of the stalled clients' sockets
+BURST = 60  # concurrent requests
 TWINS = 4
 
 
 class HostileClients:
-    """Each method is a fault of the plan, named like it."""
+    """Each public method with `lasts_s` is a fault kind of the plan, with the same name."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class HostileClients:
         self._address, self._items, self._judge = HttpAddress.of(url), items, judge
         self._in_flight = in_flight
         self._rng = random.Random(f"hostile {seed}")
-        self.answers: Counter[str] = Counter()  # what they were told, by deed
+        self.answers: Counter[str] = Counter()  # by attack and outcome
 
     async def stalled_readers(self, lasts_s: float) -> None:
-        """They ask for much and read nothing of it."""
+        """Request long answers and read nothing."""
         loop = asyncio.get_running_loop()
         body = {"prompt": "gate", "n": 16, "stream": True, "max_tokens": 500, "ignore_eos": True, "logprobs": 5}
         content = msgspec.json.encode(body)
@@ -75,12 +75,12 @@ class HostileClients:
         status = await self._post({"prompt": "gate " * (GIANT_BYTES // 5), "max_tokens": 1})
         self.answers[f"giant_prompts {status}"] += 1
         if status == 200:
-            raise HeadgateError("a prompt that fits no context was answered")
+            raise HeadgateError("a prompt that does not fit the context was answered")
         if clock() - begun_s > GIANT_S:
-            raise HeadgateError(f"a prompt that fits no context was refused after {clock() - begun_s:.1f} s")
+            raise HeadgateError(f"a prompt that does not fit was refused only after {clock() - begun_s:.1f} s")
 
     async def twins(self, lasts_s: float) -> None:
-        """Requests with ids that another tenant uses at this moment, or will use next."""
+        """Send requests with ids that another tenant uses now or will use next."""
         ids = self._in_flight()
         async with asyncio.TaskGroup() as tasks:
             for id in self._rng.sample(ids, min(len(ids), TWINS)):
@@ -90,7 +90,7 @@ class HostileClients:
         item, answer = self._rng.choice(self._items), ObservedAnswer(clock())
         await send_request(self._address, item, {"request_id": id}, answer, PATIENCE_S, api_key=HOSTILE_KEY)
         if answer.problem is not None and answer.problem.startswith("429"):
-            self.answers["twins 429"] += 1  # of a tenant that asks for much
+            self.answers["twins 429"] += 1  # allowed: this tenant sends many requests
             return
         self.answers[f"twins {self._judge.ended(id, item, answer)}"] += 1
 
@@ -102,7 +102,7 @@ class HostileClients:
         return {"prompt": f"gate {number}", "max_tokens": 20, "ignore_eos": True}
 
     async def long_prompts(self) -> None:
-        """Prompts that are computed by one server for another, with nothing of them in any cache."""
+        """Send long prompts that are in no cache, so that a prefill server computes them."""
         async with asyncio.TaskGroup() as tasks:
             for item in [item for item in self._items if item.number % 6 == 4][:BURST]:
                 tasks.create_task(self._long(item))
@@ -116,13 +116,13 @@ class HostileClients:
             self.answers[f"long_prompts {self._judge.ended(id, item, answer)}"] += 1
 
     async def forgers(self, lasts_s: float) -> None:
-        """They claim to have been told what no engine has made."""
+        """Resume an answer with forged progress, which no engine has generated."""
         claim = {"index": 0, "token_ids": [3, 4], "finish": ["stop", "eos", 2**31 - 1, 2**31 - 1, 2**31 - 1]}
         status = await self._post({"prompt": "gate", "max_tokens": 4, "resume": {"choices": [claim]}})
         self.answers[f"forgers {status}"] += 1
 
     async def _post(self, body: dict[str, Any]) -> int:
-        """The status of the answer, which is read; 0 if there was none."""
+        """Send a request and read the answer; returns its status, or 0 if there was no answer."""
         with suppress(*NO_ANSWER):
             async with asyncio.timeout(PATIENCE_S):
                 async with call(self._address, "POST", COMPLETIONS, msgspec.json.encode(body), HOSTILE_KEY) as answer:

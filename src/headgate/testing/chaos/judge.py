@@ -1,8 +1,8 @@
-"""Whether what clients were told is what they should have been told, and whether what was not is explained.
+"""Compares answers with the reference, and checks that every deviation is explained.
 
-An answer is whole or it was cut; it is cut only if somebody asked for that: an abort of its id, or a pause that was on
-while it lived. It is refused only while the fleet is paused. Everything else that a client sees is unexplained, whatever
-was done to the fleet: a router with a server that is well makes up for it.
+An answer is whole or cut. It may be cut only by an abort of its id, or by a pause that overlapped it. It may be refused
+only while the fleet is paused. Every other deviation is unexplained, whatever faults were injected: a router with one
+healthy server must hide them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headgate.testing.chaos.reference import MixedWeightsAnswer, ReferenceAnswer
 
 log = logging.getLogger(__name__)
 
-SHOWN = 20  # failures that are kept in words; all are counted
+SHOWN = 20  # failures whose text is kept; all are counted
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class PauseInterval:
     begun_s: float
     ended_s: float = float("inf")
 
-    def met(self, answer: ObservedAnswer) -> bool:
+    def overlaps(self, answer: ObservedAnswer) -> bool:
         return self.begun_s <= answer.ended_s and answer.begun_s <= self.ended_s
 
 
@@ -36,7 +36,7 @@ class PauseInterval:
 class AnswerJudge:
     reference: ReferenceAnswers
     pauses: list[PauseInterval] = field(default_factory=list)
-    aborted: set[str] = field(default_factory=set)  # ids that somebody asked to end
+    aborted: set[str] = field(default_factory=set)  # ids whose abort was requested
     weights: dict[int, WeightsName] = field(default_factory=lambda: {0: "a"})  # by version
     ends: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -48,13 +48,13 @@ class AnswerJudge:
     failures: list[str] = field(default_factory=list)
 
     def ended(self, request_id: str, item: CatalogueItem, answer: ObservedAnswer) -> str:
-        """Judge one request that ran to its end; in a word, what became of it."""
+        """Judge the answer to one request; returns the outcome: whole, cut, refused or failed."""
         outcome = self._ended(request_id, item, answer)
         self.ends[outcome] += 1
         return outcome
 
     def vanished(self, item: CatalogueItem, answer: ObservedAnswer) -> None:
-        """Its client has gone, and what it was told until then must still be right."""
+        """Judge the part of an answer that arrived before the client disconnected."""
         self.ends["vanished"] += 1
         for index, choice in answer.choices.items():
             self._compare(item, index, choice)
@@ -78,36 +78,40 @@ class AnswerJudge:
     def _problem(self, request_id: str, item: CatalogueItem, answer: ObservedAnswer) -> str:
         for index, choice in answer.choices.items():
             self._compare(item, index, choice)
-        # A stream that has shown life while it waited is refused by its last event.
+        # A stream that sent keep-alives while it waited is refused by its last event.
         refused = answer.problem in ("503 paused", "error paused") and not any(
             c.tokens for c in answer.choices.values()
         )
-        if refused and any(pause.refuses and pause.met(answer) for pause in self.pauses):
+        if refused and any(pause.refuses and pause.overlaps(answer) for pause in self.pauses):
             self.explained["503 paused"] += 1
             return "refused"
         if answer.problem == "502 worker_lost" and (
             self._explains("api_abort", request_id, answer) or self._explains("pause", request_id, answer)
         ):
-            # It was ended, and the server that had its part was lost before it could tell.
-            self.explained["cut: its part is lost"] += 1
+            # The request was ended, and its server was lost before it could return the partial answer.
+            self.explained["cut: partial answer lost"] += 1
             return "cut"
         return self._fail(answer.problem or "", request_id, item, answer.detail)
 
     def _explains(self, cause: str, request_id: str, answer: ObservedAnswer) -> bool:
         if cause == "api_abort":
             return request_id in self.aborted
-        return cause == "pause" and any(pause.mode != "freeze" and pause.met(answer) for pause in self.pauses)
+        return cause == "pause" and any(pause.mode != "freeze" and pause.overlaps(answer) for pause in self.pauses)
 
     def _malformed_part(self, item: CatalogueItem, answer: ObservedAnswer) -> str | None:
         if sorted(answer.choices) != list(range(item.choices)):
-            return f"choices {sorted(answer.choices)} of {item.choices}"
+            return f"received choices {sorted(answer.choices)}, but n was {item.choices}"
         if item.streamed and answer.done != 1:
-            return f"{answer.done} times [DONE]"
+            return f"received [DONE] {answer.done} times"
         for index, choice in answer.choices.items():
             if len(choice.ends) != 1:
-                return f"choice {index} has {len(choice.ends)} ends"
+                return f"choice {index} has {len(choice.ends)} finish reasons"
         tokens = sum(len(choice.tokens) for choice in answer.choices.values())
-        return None if answer.output_tokens == tokens else f"usage says {answer.output_tokens} tokens, not {tokens}"
+        return (
+            None
+            if answer.output_tokens == tokens
+            else f"the usage counts {answer.output_tokens} tokens instead of {tokens}"
+        )
 
     # -- tokens -------------------------------------------------------------------------
 
@@ -120,10 +124,10 @@ class AnswerJudge:
 
     def _difference(self, item: CatalogueItem, index: int, choice: ObservedChoice) -> str | None:
         if len(choice.versions) != len(choice.tokens):
-            return f"{len(choice.tokens)} tokens, and versions of {len(choice.versions)}"
+            return f"{len(choice.tokens)} tokens, but {len(choice.versions)} weight versions"
         unknown = set(choice.versions) - set(self.weights)
         if unknown:
-            return f"made by weights that nobody has sent: {sorted(unknown)}"
+            return f"generated by weights that were never sent: {sorted(unknown)}"
         weights = tuple(self.weights[version] for version in choice.versions)
         if len(set(weights)) > 1:
             self.mixed.append(MixedWeightsAnswer(item, index, choice, weights))
@@ -138,19 +142,19 @@ class AnswerJudge:
         if choice.tokens != (expected.tokens if whole else expected.tokens[: len(choice.tokens)]):
             return f"{first_difference(choice.tokens, expected.tokens)} under weights {weights}"
         if whole and (choice.text, choice.ends) != (expected.text, expected.ends):
-            return f"{choice.ends} {choice.text!r} and not {expected.ends} {expected.text!r}"
-        # A part may end in half a character, which is told as one that stands for it.
+            return f"{choice.ends} {choice.text!r} instead of {expected.ends} {expected.text!r}"
+        # A partial answer may end within a character, which is sent as U+FFFD.
         if not expected.text.startswith(choice.text.rstrip("\ufffd")):
-            return f"text {choice.text!r} does not begin {expected.text!r}"
+            return f"text {choice.text!r} is not a prefix of {expected.text!r}"
         return None
 
     async def check_mixed(self) -> None:
-        """Answers of which several sets of weights made a part each: every part follows from what is before it."""
+        """Check answers that several sets of weights generated: each part must continue the previous tokens."""
         for each, problem_text in await self.reference.differing(self.mixed):
             self.wrong += 1
             self._add_failure(f"wrong tokens: request {each.item.number}, choice {each.index}, {problem_text}")
 
-    # -- failing ------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------
 
     def _fail(self, problem: str, request_id: str, item: CatalogueItem, detail: str) -> str:
         self.unexplained[problem] += 1

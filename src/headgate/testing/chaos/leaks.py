@@ -1,7 +1,7 @@
-"""Whether everything is home when nobody asks any more, and whether the processes are as large as they were.
+"""Leak checks: an idle fleet holds nothing, and its processes have not grown.
 
-At rest, file descriptors, threads and tasks are compared with what they were at rest after the warm-up. Memory is compared
-under load: the median of the last fifth of the run with that of the first, of each process that has lived through both.
+The file descriptors, threads and tasks of the idle fleet are compared with those after the warm-up. Memory is compared
+under load: for each process that existed throughout the run, the median of the last fifth with that of the first fifth.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from headgate.testing.chaos.client import clock
 from headgate.testing.chaos.fleet import NO_ANSWER, ChaosFleet, metrics, process_stats
 
-IDLE_S = 90.0  # for the last lease to end and the last probe to come
+IDLE_S = 90.0  # for the last lease to expire and the last probe to finish
 SAMPLE_EVERY_S = 2.0
 SAMPLES, POLL_S = 5, 0.5
-WINDOW = 0.2  # of the run, for medians
+WINDOW = 0.2  # share of the run over which medians are taken
 
-# How much more there may be at rest than there was: probes and our own looks come and go.
+# Allowed increase at idle: probes and the checks themselves open connections.
 EXTRA_FDS, EXTRA_THREADS, EXTRA_TASKS = 6, 3, 6
 EXTRA_MEMORY, EXTRA_MEMORY_MB = 0.10, 16.0
 
@@ -49,14 +49,14 @@ class ProcessSample:
 class IdleUsage:
     fds: int
     threads: int
-    tasks: int  # -1: a process without an event loop
+    tasks: int  # -1 for a process without an event loop
 
     def least(self, other: IdleUsage) -> IdleUsage:
         return IdleUsage(min(self.fds, other.fds), min(self.threads, other.threads), min(self.tasks, other.tasks))
 
 
 class ProcessWatch:
-    """Looks at the processes every other second."""
+    """Samples the memory, descriptors and threads of all processes every `SAMPLE_EVERY_S` seconds."""
 
     def __init__(self, fleet: ChaosFleet, begun_s: float) -> None:
         self._fleet, self._begun_s = fleet, begun_s
@@ -76,7 +76,7 @@ class ProcessWatch:
 
 
 def memory_growth(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float, float]]:
-    """Of each process that lived through both windows: its name, and its median memory in the first and the last."""
+    """For each process that existed in both windows: its name, and its median memory in the first and the last one."""
     if not samples:
         return
     first_s, last_s = samples[0].at_s, samples[-1].at_s
@@ -85,22 +85,22 @@ def memory_growth(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float
         mine = [sample for sample in samples if sample.pid == pid and sample.process == name]
         early = [sample.rss_mb for sample in mine if sample.at_s <= first_s + window_s]
         late = [sample.rss_mb for sample in mine if sample.at_s >= last_s - window_s]
-        if early and late and mine[0].at_s <= first_s + SAMPLE_EVERY_S:  # it has not started meanwhile
+        if early and late and mine[0].at_s <= first_s + SAMPLE_EVERY_S:  # not restarted during the run
             yield name, round(median(early), 1), round(median(late), 1)
 
 
 def memory_leaks(samples: Sequence[ProcessSample]) -> list[str]:
     return [
-        f"memory: {name} has grown from {early:.0f} to {late:.0f} MB"
+        f"memory: {name} grew from {early:.0f} to {late:.0f} MB"
         for name, early, late in memory_growth(samples)
         if late > early * (1 + EXTRA_MEMORY) + EXTRA_MEMORY_MB
     ]
 
 
 async def at_rest(fleet: ChaosFleet) -> dict[str, IdleUsage]:
-    """By process: what it has open while nobody asks anything, the least of several looks."""
+    """The usage of each process while no requests are sent: the minimum of several samples."""
     for proxy in fleet.proxies:
-        proxy.reset()  # connections that are kept for later are no leak
+        proxy.reset()  # pooled connections are not leaks
     found: dict[str, IdleUsage] = {}
     for _ in range(SAMPLES):
         await asyncio.sleep(POLL_S)
@@ -122,7 +122,7 @@ async def _tasks(fleet: ChaosFleet) -> dict[str, int]:
 def leaked(before: Mapping[str, IdleUsage], after: Mapping[str, IdleUsage]) -> list[str]:
     limits = {"fds": EXTRA_FDS, "threads": EXTRA_THREADS, "tasks": EXTRA_TASKS}
     return [
-        f"{what}: {name} has {getattr(after[name], what)} at rest, and had {getattr(before[name], what)}"
+        f"{what}: {name} has {getattr(after[name], what)} when idle, but had {getattr(before[name], what)} before"
         for name in before.keys() & after.keys()
         for what, more in limits.items()
         if getattr(after[name], what) > getattr(before[name], what) + more
@@ -130,7 +130,7 @@ def leaked(before: Mapping[str, IdleUsage], after: Mapping[str, IdleUsage]) -> l
 
 
 async def still_held(fleet: ChaosFleet) -> list[str]:
-    """What is not home yet."""
+    """Metrics of an idle fleet that are not zero."""
     found = [f"{name} is {value:g}" for name, value in _nonzero(await metrics(fleet.url), "router_", ROUTER_AT_REST)]
     for worker in fleet.workers:
         page = await metrics(worker.url)
@@ -146,8 +146,8 @@ def _nonzero(page: Mapping[str, float], prefix: str, names: Sequence[str]) -> It
 
 
 async def wait_until_idle(fleet: ChaosFleet, timeout_s: float = IDLE_S) -> list[str]:
-    """Wait until everything is; what is not by then."""
-    until_s, left = clock() + timeout_s, ["nobody has answered"]
+    """Wait until everything is released; returns what is still held after `timeout_s`."""
+    until_s, left = clock() + timeout_s, ["no process has answered"]
     while left and clock() < until_s:
         try:
             left = await still_held(fleet)
@@ -159,7 +159,7 @@ async def wait_until_idle(fleet: ChaosFleet, timeout_s: float = IDLE_S) -> list[
 
 
 async def weight_differences(fleet: ChaosFleet) -> list[str]:
-    """Servers whose weights are not those of the others."""
+    """A problem if the servers do not all have the same weights."""
     versions: dict[str, Any] = {}
     for worker in fleet.workers:
         page = await metrics(worker.url)

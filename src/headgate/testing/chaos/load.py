@@ -1,4 +1,4 @@
-"""The clients: each asks, reads to the end, and asks again, until it is told that it is over."""
+"""The load: clients that send a request, read the whole answer and send the next one, until `over` is set."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from headgate.testing.chaos.catalogue import CatalogueItem
 from headgate.testing.chaos.client import ObservedAnswer, clock, send_request
 from headgate.testing.chaos.judge import AnswerJudge
 
-PATIENCE_S = 180.0  # of a client; beyond it the request has hung
-MAX_THINK_S = 0.5  # at most, between an answer and the next question
-STRICT = 0.15  # of all clients know only OpenAI's finish reasons
-MAX_RETRY_WAIT_S = 2.0  # when told to come back later
+PATIENCE_S = 180.0  # client timeout; a request that takes longer has hung
+MAX_THINK_S = 0.5  # maximum pause between an answer and the next request
+STRICT = 0.15  # share of requests that accept only OpenAI's finish reasons
+MAX_RETRY_WAIT_S = 2.0  # limit on Retry-After
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """For the timeline."""
+    """One entry of the timeline."""
 
     at_s: float
     took_s: float
@@ -38,7 +38,7 @@ class LoadClient:
 
 
 class ClientLoad:
-    """Use `run` in a task, and `over` to have every client finish and leave."""
+    """Start `run` in a task. Set `over` to let every client finish its request and end."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ClientLoad:
                 tasks.create_task(self._run_client(client))
 
     def vanish(self, count: int) -> int:
-        """So many clients hang up in the middle of what they are told."""
+        """Disconnect up to `count` clients in the middle of their answers; returns how many."""
         leaving = self._choose_clients(count)
         for client in leaving:
             client.leaving = True
@@ -73,13 +73,13 @@ class ClientLoad:
         return len(leaving)
 
     def abort(self, count: int) -> list[str]:
-        """Ids of requests that somebody else is going to end."""
+        """Choose up to `count` requests that the caller will abort; returns their ids."""
         ids = [client.request_id for client in self._choose_clients(count)]
         self._judge.aborted |= set(ids)
         return ids
 
     def ids(self) -> list[str]:
-        """Of all requests that are under way."""
+        """Ids of all requests in flight."""
         return [client.request_id for client in self._clients if client.task is not None]
 
     def _choose_clients(self, count: int) -> list[LoadClient]:
@@ -98,7 +98,7 @@ class ClientLoad:
         client.request_id = f"chaos-{client.number}-{self.sent}"
         more: dict[str, object] = {"request_id": client.request_id}
         if rng.random() < 0.3:
-            more["cache_salt"] = client.request_id  # its prompt is in nobody's cache
+            more["cache_salt"] = client.request_id  # its prompt is in no cache
         strict = rng.random() < STRICT
         sending = send_request(self._address, item, more, answer, PATIENCE_S, api_key=self._api_key, strict=strict)
         client.task = asyncio.ensure_future(sending)

@@ -1,4 +1,4 @@
-"""What goes wrong and when: a function of the seed."""
+"""The kinds of faults, and the plan of a run: which fault happens when, as a function of the seed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headgate.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    group: str  # servers: done to one of them, and never to the last that is well
-    share: float  # of all faults, relative to the others
+    group: str  # "servers": injected into one server, and never into the last healthy one
+    share: float  # relative frequency
     lasts_s: tuple[float, float] = (0.0, 0.0)
 
 
@@ -52,7 +52,7 @@ HARMS_A_WORKER = frozenset(name for name, kind in KINDS.items() if kind.group in
 class PlannedFault:
     at_s: float
     kind: str
-    which: float  # from 0 to 1: whom it meets
+    which: float  # from 0 to 1: selects the victim and the variant
     lasts_s: float
 
 
@@ -64,14 +64,14 @@ def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple
     for number in range(1, int(seconds / every_s) + 1):
         (kind,) = rng.choices(kinds, shares)
         shortest_s, longest_s = KINDS[kind].lasts_s
-        # Most are short; the longest outlast every patience there is in the router.
+        # Most are short; the longest exceed every timeout of the router.
         lasts_s = shortest_s + (longest_s - shortest_s) * rng.random() ** 2
         faults.append(PlannedFault(number * every_s, kind, rng.random(), lasts_s))
     return faults
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Kinds of faults, by their own names or those of groups; all of them if none is named."""
+    """The kinds of faults with these names or in these groups; all kinds if `names` is empty."""
     for name in names:
         if name not in KINDS and name not in GROUPS:
             raise RequestError(f"there is no fault {name!r}; there are {', '.join((*GROUPS, *KINDS))}")

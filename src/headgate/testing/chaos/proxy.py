@@ -1,7 +1,7 @@
-"""What stands between the router and one server: bytes pass, until somebody has them come late, not at all, or in half.
+"""A TCP proxy between the router and one server, which can delay, hold back, cut or reset connections.
 
-One object per server, whose address the router knows; the server behind it may die and come back. All trouble is a field
-that is read when bytes come, so that mending is to set it back.
+There is one proxy per server. The router knows only the proxy's address, so the server may restart elsewhere. Every fault
+is a field that is read when bytes arrive; setting it back ends the fault.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import socket
 import struct
 from contextlib import suppress
 
-RESET = struct.pack("ii", 1, 0)  # linger for no time: the other side hears a reset instead of an end
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: the peer receives RST instead of FIN
 PIECE = 65536
 
 
 class ProxiedConnection:
-    """One connection of the router's, and ours to the server for it."""
+    """One connection from the router, and its counterpart to the server."""
 
     def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
         self.near, self.far = near, far
@@ -26,21 +26,21 @@ class ProxiedConnection:
         for writer in (self.near, self.far):
             sock = writer.get_extra_info("socket")
             if sock is not None:
-                with suppress(OSError, ValueError):  # it is being closed
+                with suppress(OSError, ValueError):  # already closing
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             writer.transport.abort()
 
 
 class FaultProxy:
-    """Use as `async with`; `url` is what the router is told, `target` where the server listens."""
+    """Use as `async with`. `url` is the address for the router, `target` the address of the server."""
 
     def __init__(self) -> None:
         self.target: tuple[str, int] | None = None
         self.url = ""
         self.delay_s = 0.0
         self.links: set[ProxiedConnection] = set()
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
         self._refuses = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -54,35 +54,35 @@ class FaultProxy:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # connections that were closed are so a turn later
+        await asyncio.sleep(0)  # closing a connection takes one more iteration of the event loop
 
-    # -- trouble ------------------------------------------------------------------------
+    # -- faults -------------------------------------------------------------------------
 
     def stall(self) -> None:
-        """Bytes stay where they are, in both directions; connections are taken, and hear nothing."""
-        self._flows.clear()
+        """Hold back all bytes in both directions. New connections are accepted and stay silent."""
+        self._flowing.clear()
 
     def partition(self) -> None:
-        """What is open falls silent, and nobody can connect."""
+        """Hold back all bytes and refuse new connections."""
         self._refuses = True
-        self._flows.clear()
+        self._flowing.clear()
 
     def restore(self) -> None:
-        """All flows again; connections that a partition has held are gone, as on a path that forgot them."""
-        forgotten, self._refuses, self.delay_s = self._refuses, False, 0.0
-        if forgotten:
+        """End all faults. Connections from before a partition are reset, as if the path had lost their state."""
+        partitioned, self._refuses, self.delay_s = self._refuses, False, 0.0
+        if partitioned:
             self.reset()
-        self._flows.set()
+        self._flowing.set()
 
     def reset(self) -> int:
-        """Every connection, now; how many there were."""
+        """Reset every connection; returns how many there were."""
         links = tuple(self.links)
         for link in links:
             link.reset()
         return len(links)
 
     def cut_next_answers(self) -> int:
-        """Of what the server says next on each connection, half passes, and then it ends."""
+        """On each connection, pass half of the next bytes from the server and then close it."""
         for link in self.links:
             link.cut_next = True
         return len(self.links)
@@ -101,9 +101,8 @@ class FaultProxy:
         try:
             far_reader, far_writer = await asyncio.open_connection(*self.target)
         except OSError:
-            ProxiedConnection(
-                writer, writer
-            ).reset()  # as close to a refused connection as someone who listens can get
+            # A listening socket cannot refuse a connection; a reset is the closest equivalent.
+            ProxiedConnection(writer, writer).reset()
             return
         link = ProxiedConnection(writer, far_writer)
         self.links.add(link)
@@ -111,7 +110,7 @@ class FaultProxy:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._pass(link, reader, far_writer, answers=False))
                 both.create_task(self._pass(link, far_reader, writer, answers=True))
-        except* (OSError, EOFError, RuntimeError):  # the last one is uvloop's word for a connection that is closed
+        except* (OSError, EOFError, RuntimeError):  # uvloop raises RuntimeError for a closed connection
             link.reset()
         finally:
             self.links.discard(link)
@@ -124,15 +123,15 @@ class FaultProxy:
         while piece := await reader.read(PIECE):
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            await self._flows.wait()
+            await self._flowing.wait()
             if answers and link.cut_next:
                 writer.write(piece[: len(piece) // 2])
-                writer.close()  # and no reset, which would take along what was not read yet
+                writer.close()  # no reset, which would discard bytes that were not read yet
                 link.far.transport.abort()
                 return
             writer.write(piece)
             await writer.drain()
-        await self._flows.wait()
+        await self._flowing.wait()
         if writer.can_write_eof():
             with suppress(OSError):
                 writer.write_eof()

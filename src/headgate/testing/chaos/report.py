@@ -1,4 +1,4 @@
-"""What came of a run: a table, JSON, and a picture of its course."""
+"""The report of a chaos run: a table, JSON, and a timeline plot."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ChaosReport:
     samples: list[ProcessSample] = field(default_factory=list)
     at_rest: dict[str, tuple[IdleUsage, IdleUsage]] = field(default_factory=dict)
     judged: dict[str, Any] = field(default_factory=dict)
-    hostile: dict[str, int] = field(default_factory=dict)  # what hostile clients were told
+    hostile: dict[str, int] = field(default_factory=dict)  # outcomes of hostile clients' requests
     router: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
     kv_transfers: int = 0
-    failures: list[str] = field(default_factory=list)  # of clients, in words
+    failures: list[str] = field(default_factory=list)  # wrong or unexplained answers
     action_failures: list[str] = field(default_factory=list)
     still_held: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
@@ -57,8 +57,8 @@ class ChaosReport:
 
     @property
     def problems(self) -> list[str]:
-        """Everything that should not be; nothing, if all is well."""
-        logged = [f"a bug was logged: {text}" for text in self.tracebacks]
+        """All problems of the run; empty if it succeeded."""
+        logged = [f"a traceback was logged: {text}" for text in self.tracebacks]
         return [
             *self.failures,
             *self.action_failures,
@@ -68,7 +68,7 @@ class ChaosReport:
             *logged,
         ]
 
-    # -- words --------------------------------------------------------------------------
+    # -- text ---------------------------------------------------------------------------
 
     def table(self) -> str:
         judged, settings = self.judged, self.settings
@@ -77,20 +77,20 @@ class ChaosReport:
             f"{what}, seed {settings.seed}, {self.seconds:g} s",
             "",
             _row("faults", f"{sum(self.faults.values())}: {_counts(self.faults)}"),
-            _row("requests", f"{self.sent}: {_counts(judged.get('ends', {}))} (those of the warm-up among them)"),
+            _row("requests", f"{self.sent}: {_counts(judged.get('ends', {}))} (including the warm-up)"),
             _row(
                 "tokens",
-                f"{judged.get('tokens', 0)} in {judged.get('answers_compared', 0)} answers that were compared",
+                f"{judged.get('tokens', 0)} in {judged.get('answers_compared', 0)} compared answers",
             ),
             _row("mixed", f"{judged.get('answers_of_several_weights', 0)} answers under several sets of weights"),
             _row("hostile", _counts(self.hostile) or "none"),
             _row("router", f"{_counts(self.router)}"),
-            _row("servers", f"{self.restarts} started again; KV of {self.kv_transfers} prompts moved between them"),
+            _row("servers", f"{self.restarts} restarts; KV of {self.kv_transfers} prompts transferred between them"),
             _row("control calls", f"{_counts(self.controls)}; slowest {self.slowest_control_s:g} s"),
             _row("explained", _counts(judged.get("explained", {})) or "0"),
             _row("unexplained", _counts(judged.get("unexplained", {})) or "0"),
             _row("wrong answers", str(judged.get("wrong_answers", 0))),
-            _row("not home", "; ".join(self.still_held) or "nothing"),
+            _row("still held", "; ".join(self.still_held) or "nothing"),
             _row("grown", "; ".join(self.leaks) or "nothing"),
             _row(
                 "memory, MB",
@@ -132,10 +132,10 @@ class ChaosReport:
         (folder / "chaos.json").write_bytes(self.as_json())
         self.draw(folder / "timeline.png")
 
-    # -- a picture ----------------------------------------------------------------------
+    # -- plot ---------------------------------------------------------------------------
 
     def draw(self, path: Path) -> None:
-        """Above each other: answers per second by how they ended, how long they took, what was done, and memory."""
+        """Four plots on one time axis: answers per second by outcome, latency, faults, and memory."""
         pyplot = drawing()
         figure, axes = pyplot.subplots(
             4, 1, figsize=(13, 11), sharex=True, layout="constrained", height_ratios=(2, 2, 3, 2)

@@ -29,7 +29,7 @@ class ChaosSettings:
 
     @property
     def counts(self) -> dict[str, int]:
-        """One computes prompts for the others."""
+        """Servers by role: one prefill server, the others mixed."""
         return {"mixed": self.servers - 1, "prefill": 1}
 
     @property

@@ -196,7 +196,7 @@ def _check_content(request: PlannedRequest, answer: JudgedAnswer, circumstances:
 def _was_returned_for_rescheduling(
     request: PlannedRequest, choice: JudgedChoice, circumstances: Circumstances
 ) -> bool:
-    """Whether the choice was rescheduled (rule 34) and then aborted, paused or overdue: it has ids and no text."""
+    """Whether the choice was returned for rescheduling (rule 34) and then ended early: it has ids and no text."""
     rescheduled = (
         circumstances.reschedules and choice.finish == "abort" and choice.cause in ("api_abort", "deadline", "pause")
     )
