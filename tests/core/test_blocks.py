@@ -32,7 +32,7 @@ def test_a_hit_block_is_not_evicted():
     assert pool.available == 0 and pool.lookup([b"a"]) == [block]
 
 
-def test_two_holders_must_both_let_go():
+def test_a_block_with_two_holders_is_free_after_both_release_it():
     pool = BlockPool(2, 4)
     (block,) = pool.allocate(1)
     pool.retain([block])
@@ -50,7 +50,7 @@ def test_a_block_released_too_often_is_a_bug():
         pool.release(blocks)
 
 
-def test_the_first_block_under_a_key_stays():
+def test_the_first_block_published_under_a_key_is_kept():
     pool = BlockPool(2, 4)
     first, second = pool.allocate(2)
     pool.publish(first, b"a")
@@ -77,7 +77,7 @@ def cache(pool: BlockPool, keys: list[bytes], now_s: float) -> None:
     pool.release(blocks)
 
 
-def test_the_horizon_is_when_the_most_recently_evicted_block_was_let_go():
+def test_the_horizon_is_when_the_most_recently_evicted_block_was_released():
     pool = BlockPool(4, 4)
     cache(pool, [b"a", b"b"], 1.0)
     cache(pool, [b"c", b"d"], 2.0)
@@ -101,7 +101,7 @@ def test_a_flush_moves_the_horizon_to_now_and_old_blocks_do_not_move_it_back():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=60))
-def test_whatever_was_let_go_after_the_horizon_is_found(uses: list[tuple[int, int]]):
+def test_every_prefix_released_after_the_horizon_is_cached(uses: list[tuple[int, int]]):
     pool, last_used = BlockPool(8, 4), dict[tuple[bytes, ...], float]()
     for now_s, (prompt, length) in enumerate(uses):
         keys = tuple(b"%d" % prompt + b"." * depth for depth in range(length))

@@ -18,7 +18,7 @@ def test_a_lease_is_found_only_by_its_own_generation():
     assert leases.find(lease.id, 7) is None and len(leases) == 0
 
 
-def test_a_renewed_lease_lives_longer():
+def test_a_renewed_lease_expires_later():
     leases = table()
     kept, lost = leases.grant(1, 0, (1,), until_s=10), leases.grant(2, 0, (2,), until_s=10)
     assert leases.renew(kept.id, 7, until_s=20)
@@ -27,7 +27,7 @@ def test_a_renewed_lease_lives_longer():
     assert [lease.id for lease in leases.overdue(20)] == [kept.id, lost.id]
 
 
-def test_what_happens_to_leases_is_told_in_order_and_once():
+def test_lease_events_are_reported_in_order_and_once():
     leases = table()
     lease = leases.grant(5, 0, (1, 2), until_s=10)
     leases.fill(lease.id, 1)

@@ -19,7 +19,7 @@ from headgate.testing.device import expected_entries
 from tests.core.engine import BLOCK_SIZE, VOCAB_SIZE, Engine, prompt_of
 
 
-def test_a_request_runs_to_its_limit_and_leaves_nothing_behind():
+def test_a_request_runs_to_its_limit_and_releases_everything():
     engine = Engine()
     engine.add(1, prompt=6, max_tokens=5)
     engine.run()
@@ -135,7 +135,7 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it():
 @pytest.mark.parametrize(
     ("fields", "count"), [({}, 2), ({"ignore_eos": True}, 6), ({"min_tokens": 1}, 2), ({"min_tokens": 2}, 6)]
 )
-def test_eos_ends_the_answer_unless_told_otherwise(fields, count):
+def test_eos_ends_the_answer_unless_ignore_eos_is_set(fields, count):
     eos = Engine().answer(prompt_of(1), 2)[1]
     engine = Engine(eos_token_ids=(eos,))
     engine.add(1, sampling=SamplingParams(max_tokens=6, **fields))
@@ -144,7 +144,7 @@ def test_eos_ends_the_answer_unless_told_otherwise(fields, count):
     assert engine.ended[1].cause == ("eos" if count == 2 else "max_tokens")
 
 
-def test_an_answer_begun_elsewhere_goes_on_from_its_own_tokens():
+def test_an_answer_begun_on_another_engine_continues_from_its_tokens():
     engine = Engine()
     answer = engine.answer(prompt_of(1), 6)
     engine.add(1, max_tokens=6, generated=tuple(answer[:4]))
@@ -153,7 +153,7 @@ def test_an_answer_begun_elsewhere_goes_on_from_its_own_tokens():
     assert engine.ended[1].output_tokens == 6 and engine.ended[1].prompt_tokens == 4
 
 
-def test_an_answer_that_was_complete_elsewhere_ends_at_once():
+def test_an_answer_that_was_complete_on_another_engine_ends_at_once():
     engine = Engine(eos_token_ids=(7,))
     engine.add(1, max_tokens=2, generated=(5, 6))
     engine.add(2, max_tokens=9, generated=(5, 7))
@@ -172,25 +172,25 @@ def test_an_answer_that_was_complete_elsewhere_ends_at_once():
         ([1, VOCAB_SIZE], 1, "token id 1000 is outside the vocabulary of 1000"),
     ],
 )
-def test_what_can_never_run_is_refused_with_a_reason(prompt, max_tokens, message):
+def test_a_request_that_can_never_run_is_refused_with_a_reason(prompt, max_tokens, message):
     engine = Engine()
     with pytest.raises(RequestError, match=message):
         engine.add(1, prompt=prompt, max_tokens=max_tokens)
     assert not engine.scheduler.sequences and not engine.scheduler.waiting
 
 
-def test_an_unknown_token_in_an_answer_begun_elsewhere_is_refused_too():
+def test_an_unknown_token_among_generated_tokens_is_refused_too():
     with pytest.raises(RequestError, match="token id 1000 is outside the vocabulary of 1000"):
         Engine().add(1, generated=(5, VOCAB_SIZE))
 
 
-def test_what_does_not_fit_the_cache_is_refused_though_the_model_could_take_it():
+def test_a_request_larger_than_the_cache_is_refused_even_if_it_fits_the_model():
     engine = Engine(blocks=4, max_context=100)
     with pytest.raises(ContextTooLong, match="together this engine takes 16"):
         engine.add(1, prompt=10, max_tokens=7)
 
 
-def test_an_id_that_is_live_is_refused_and_one_that_is_done_may_come_again():
+def test_a_live_id_is_refused_and_a_finished_one_may_be_reused():
     engine = Engine()
     engine.add(1, max_tokens=1)
     with pytest.raises(DuplicateId, match="request 1 is already running"):
@@ -213,7 +213,7 @@ def test_an_abort_before_running_takes_no_step():
     assert engine.launch() is None
 
 
-def test_an_abort_gives_back_blocks_at_once_and_the_row_when_the_running_step_has_landed():
+def test_an_abort_releases_blocks_at_once_and_the_row_when_the_running_step_lands():
     engine = Engine(blocks=8, running=1)
     engine.add(1, prompt=4)
     engine.add(2, prompt=4)
@@ -227,7 +227,7 @@ def test_an_abort_gives_back_blocks_at_once_and_the_row_when_the_running_step_ha
     assert 1 not in engine.tokens, "a token that lands after the terminal output is dropped"
 
 
-def test_blocks_of_an_aborted_sequence_are_right_for_the_next_owner_while_its_steps_still_write_to_them():
+def test_blocks_of_an_aborted_sequence_are_correct_for_the_next_owner_despite_pending_writes():
     engine = Engine(blocks=2)
     engine.add(1, prompt=6, max_tokens=2)
     engine.launch()
@@ -268,7 +268,7 @@ def test_a_deadline_ends_a_sequence_wherever_it_is():
     assert engine.ended[3].cause == "max_tokens"
 
 
-def test_timings_say_when_things_happened():
+def test_timings_record_when_a_sequence_started_and_ended():
     engine = Engine()
     engine.scheduler.tick(1.0)
     engine.add(1, max_tokens=2)
@@ -289,7 +289,7 @@ def run_one_by_one(engine: Engine) -> list[int]:
     return list(engine.ended)
 
 
-def test_priority_then_due_time_then_arrival_decide_who_goes_first():
+def test_the_queue_is_ordered_by_priority_then_due_time_then_arrival():
     engine = Engine(running=1)
     engine.add(1)
     engine.add(2, timeout_s=40.0)
@@ -300,7 +300,7 @@ def test_priority_then_due_time_then_arrival_decide_who_goes_first():
     assert run_one_by_one(engine) == [4, 3, 2, 1, 6, 5]
 
 
-def test_a_request_without_a_deadline_is_not_starved_by_newer_ones_with():
+def test_a_request_without_a_deadline_is_not_starved_by_newer_ones_with_deadlines():
     engine = Engine(running=1, patience_s=60.0)
     engine.add(1)
     engine.scheduler.tick(50.0)
@@ -330,7 +330,7 @@ def test_a_sequence_of_lower_priority_is_the_victim_even_if_it_is_older():
     assert list(engine.ended) == [2, 1]
 
 
-def test_who_was_preempted_is_readmitted_before_anyone_fresh():
+def test_a_preempted_sequence_is_readmitted_before_new_ones():
     engine = Engine(blocks=8, running=2)
     engine.add(1, prompt=8, max_tokens=16)
     engine.add(2, prompt=8, max_tokens=20)
@@ -408,7 +408,7 @@ def test_admission_leaves_a_block_for_each_running_sequence():
 # -- hold and go on ---------------------------------------------------------------
 
 
-def test_frozen_means_that_nothing_runs_and_nothing_is_lost():
+def test_a_frozen_scheduler_runs_nothing_and_loses_nothing():
     engine = Engine()
     engine.add(1)
     engine.step()
@@ -422,7 +422,7 @@ def test_frozen_means_that_nothing_runs_and_nothing_is_lost():
     assert engine.tokens[1] == engine.answer(prompt_of(1), 4)
 
 
-def test_draining_finishes_what_has_started_and_admits_nothing_fresh():
+def test_draining_finishes_started_sequences_and_admits_no_new_ones():
     engine = Engine(running=1)
     engine.add(1)
     engine.add(2)
@@ -436,7 +436,7 @@ def test_draining_finishes_what_has_started_and_admits_nothing_fresh():
     assert list(engine.ended) == [1, 2]
 
 
-def test_draining_readmits_the_preempted():
+def test_draining_readmits_preempted_sequences():
     engine = Engine(blocks=8)
     engine.add(1, prompt=8, max_tokens=16)
     engine.add(2, prompt=8, max_tokens=16)
@@ -449,7 +449,7 @@ def test_draining_readmits_the_preempted():
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_new_weights_make_new_tokens_and_never_hit_old_kv(recompute):
+def test_new_weights_change_tokens_and_never_hit_old_kv(recompute):
     engine = Engine()
     engine.add(1, prompt=8, max_tokens=4)
     engine.step()
@@ -467,7 +467,7 @@ def test_new_weights_make_new_tokens_and_never_hit_old_kv(recompute):
         assert engine.tokens[1][1:] == engine.answer(prompt, 3)
 
 
-def test_42_the_horizon_is_when_what_was_evicted_had_ended_and_new_weights_move_it_to_now():
+def test_42_the_horizon_is_when_the_evicted_sequence_ended_and_new_weights_move_it_to_now():
     engine = Engine(blocks=8)
     for now_s, id in enumerate((1, 2), start=1):
         engine.scheduler.tick(now_s)
@@ -498,7 +498,7 @@ def test_a_block_half_filled_by_old_weights_is_not_published():
     assert engine.tokens[2] == engine.answer(prompt_of(1, 8), 4) and engine.ended[2].cached_tokens == 0
 
 
-def test_weights_change_only_when_quiesced_and_told_everything():
+def test_weights_change_only_when_quiesced_and_all_outputs_were_taken():
     engine = Engine()
     engine.add(1)
     engine.launch()
@@ -506,7 +506,7 @@ def test_weights_change_only_when_quiesced_and_told_everything():
         engine.scheduler.weights_changed(1, recompute=True)
 
 
-def test_what_ran_when_all_kv_was_lost_computes_it_again():
+def test_running_sequences_recompute_when_all_kv_is_lost():
     engine = Engine()
     engine.add(1, prompt=8, max_tokens=1)
     engine.run()
@@ -524,7 +524,7 @@ def test_what_ran_when_all_kv_was_lost_computes_it_again():
     assert engine.tokens[3] == engine.answer(prompt_of(1, 8), 4) and engine.ended[3].cached_tokens == 0
 
 
-def test_kv_that_others_count_on_is_not_given_up():
+def test_kv_on_lease_or_in_transfer_is_not_discarded():
     engine, ticket = prefilled()
     engine.scheduler.pause(Flow.FROZEN)
     assert engine.scheduler.lends_kv
@@ -535,7 +535,7 @@ def test_kv_that_others_count_on_is_not_given_up():
     engine.scheduler.kv_lost()
 
 
-def test_flushing_drops_the_cached_blocks_alone():
+def test_flushing_drops_only_cached_blocks():
     engine = Engine()
     engine.add(1, prompt=8, max_tokens=1)
     engine.run()
@@ -585,7 +585,7 @@ def test_the_first_tokens_carry_the_version_of_the_first_weights():
     assert scheduler.take_outputs().version == 7
 
 
-def test_a_sampled_tokens_log_probability_goes_with_it():
+def test_a_sampled_token_is_reported_with_its_log_probability():
     engine = Engine()
     engine.add(1, max_tokens=1)
     plan = engine.scheduler.schedule()
@@ -631,13 +631,13 @@ def test_an_export_ends_when_its_kv_has_been_fetched():
     assert end_of(engine) == ("stop", "exported")
 
 
-def test_an_export_that_the_other_engine_gives_up_ends_at_once():
+def test_an_export_that_the_peer_releases_unfetched_ends_at_once():
     engine, ticket = prefilled()
     engine.scheduler.end_lease(ticket.lease, ticket.generation, fetched=False)
     assert end_of(engine) == ("abort", "transfer_failed") and engine.pool.held == 0
 
 
-def test_the_ticket_comes_before_the_prompt_is_computed_and_blocks_are_lent_as_they_fill():
+def test_the_ticket_is_issued_before_the_prompt_is_computed_and_blocks_are_lent_as_they_fill():
     engine = Engine(budget=4)
     engine.add(1, prompt=14, export_kv=True)
     plan = engine.launch()
@@ -669,20 +669,20 @@ def test_a_prompt_without_a_whole_block_has_nothing_to_export():
     assert not any(told.tickets for told in engine.told)
 
 
-def test_an_engine_that_others_cannot_reach_exports_nothing():
+def test_an_engine_without_a_transport_exports_nothing():
     engine = Engine(exports=False)
     with pytest.raises(RequestError, match="serves no KV to others"):
         engine.add(1, prompt=9, export_kv=True)
 
 
-def test_an_export_goes_on_from_what_was_generated():
+def test_an_export_includes_generated_tokens():
     engine = Engine()
     engine.add(1, prompt=4, export_kv=True, generated=(5, 6, 7, 8, 9))
     engine.run()
     assert ticket_of(engine).tokens == 8
 
 
-def test_a_lease_that_nobody_fetches_expires():
+def test_an_unfetched_lease_expires():
     engine, _ = prefilled(lease_s=30.0)
     assert engine.scheduler.next_deadline_s == 30.0
     engine.scheduler.tick(29.9)
@@ -692,7 +692,7 @@ def test_a_lease_that_nobody_fetches_expires():
     assert end_of(engine) == ("abort", "transfer_failed")
 
 
-def test_an_export_waits_only_so_long_for_room_and_then_has_its_own_time():
+def test_an_export_has_a_limited_wait_for_blocks_and_then_its_own_timeout():
     engine = Engine(blocks=8, export_wait_s=5.0, lease_s=100.0)
     engine.add(1, prompt=20, max_tokens=8)
     engine.launch()
@@ -718,7 +718,7 @@ def test_an_aborted_export_leaves_no_lease():
     assert not engine.scheduler.leases and engine.pool.held == 0
 
 
-def test_32_an_export_that_must_make_room_is_given_up_at_once():
+def test_32_an_export_chosen_for_preemption_ends_at_once():
     engine = Engine(blocks=8)
     engine.add(1, prompt=9, max_tokens=20)
     engine.add(2, prompt=13, export_kv=True, priority=1)
@@ -740,7 +740,7 @@ def test_kv_of_mixed_weights_is_not_exported(recompute):
     assert end_of(engine) == ("abort", "weights") and not engine.scheduler.leases
 
 
-def test_33_what_finds_no_room_is_given_back_to_be_resumed_elsewhere():
+def test_33_a_sequence_without_room_is_returned_for_rescheduling():
     engine = Engine(blocks=8, reschedules=True)
     engine.add(1, prompt=9, max_tokens=20)
     engine.add(2, prompt=13, max_tokens=12, priority=1)
@@ -751,7 +751,7 @@ def test_33_what_finds_no_room_is_given_back_to_be_resumed_elsewhere():
     assert engine.scheduler.counters.rescheduled == 1 and engine.scheduler.counters.preemptions == 0
 
 
-def test_74_a_sequence_that_must_be_computed_again_is_not_given_back():
+def test_74_a_sequence_marked_for_recomputation_is_not_returned_for_rescheduling():
     engine = Engine(blocks=8, reschedules=True)
     engine.add(1, prompt=9, max_tokens=20)
     engine.add(2, prompt=13, max_tokens=12, priority=1, recompute=True)
@@ -761,7 +761,7 @@ def test_74_a_sequence_that_must_be_computed_again_is_not_given_back():
 
 
 @pytest.mark.parametrize(("reschedules", "reason"), [(True, "pd_reschedule"), (False, "abort")])
-def test_33_what_a_shutdown_cuts_can_be_resumed_elsewhere(reschedules, reason):
+def test_33_sequences_cut_by_a_shutdown_can_be_resumed_on_another_engine(reschedules, reason):
     engine = Engine(reschedules=reschedules)
     engine.add(1, prompt=9, max_tokens=20)
     engine.add(2, prompt=9, export_kv=True)
@@ -791,7 +791,7 @@ def test_a_transfer_begins_when_the_last_step_that_touches_its_blocks_has_landed
     assert (fetch.id, len(fetch.blocks)) == (1, 2)
 
 
-def test_who_is_gone_before_its_transfer_could_begin_fetches_nothing():
+def test_a_sequence_that_ends_before_its_transfer_begins_fetches_nothing():
     engine = waiting_to_fetch()
     engine.scheduler.abort([1], "client_disconnect")
     assert engine.pool.available == 3 and engine.scheduler.unwanted == [1]
@@ -854,7 +854,7 @@ def test_a_ticket_is_good_for_one_fetch_even_if_the_sequence_is_preempted_later(
     assert d.tokens[1] == d.answer(prompt_of(1, 10), 4)
 
 
-def test_blocks_that_we_have_are_not_fetched():
+def test_locally_cached_blocks_are_not_fetched():
     d = fetching(prefilled()[1])
     d.scheduler.abort([1], "api_abort")
     d.listen()
@@ -865,7 +865,7 @@ def test_blocks_that_we_have_are_not_fetched():
     assert fetch.skip == 1 and len(fetch.blocks) == 1
 
 
-def test_a_ticket_for_less_than_we_have_is_not_used():
+def test_a_ticket_for_less_than_the_local_cache_is_not_used():
     d = Engine()
     d.add(2, prompt=prompt_of(1, 9), max_tokens=1)
     d.run()
@@ -899,7 +899,7 @@ def test_a_ticket_for_every_token_leaves_one_to_compute():
     assert d.launch().counts == [1]
 
 
-def test_who_no_longer_wants_what_a_ticket_names_says_so_once():
+def test_an_unused_ticket_is_reported_as_unwanted_once():
     d = fetching(prefilled()[1], blocks=8)
     d.scheduler.abort([1], "api_abort")
     assert d.scheduler.unwanted == [1]
@@ -938,7 +938,7 @@ def test_kv_that_lands_after_a_weight_change_is_not_used(recompute):
 GRAMMAR = SamplingParams(max_tokens=4, grammar="start: /.*/")
 
 
-def test_a_sequence_with_a_grammar_waits_until_its_token_is_seen():
+def test_a_sequence_with_a_grammar_waits_until_its_token_is_known():
     engine = Engine()
     engine.add(1, sampling=GRAMMAR)
     engine.add(2)
@@ -960,7 +960,7 @@ def test_a_prompt_under_a_grammar_is_computed_ahead_like_any_other():
     assert engine.launch() is None
 
 
-def test_a_token_that_broke_its_grammar_ends_the_request_and_is_not_told():
+def test_a_token_that_broke_its_grammar_ends_the_request_and_is_not_sent():
     engine = Engine()
     engine.add(1, sampling=GRAMMAR)
     engine.add(2)
@@ -1059,7 +1059,7 @@ def test_tokens_before_the_one_that_broke_its_grammar_count():
     assert engine.tokens[2] == engine.answer(prompt_of(2), 4)
 
 
-def test_tokens_of_a_sequence_that_was_aborted_meanwhile_are_not_taken_for_those_of_the_next():
+def test_tokens_of_a_sequence_aborted_during_the_step_are_not_assigned_to_the_next_one():
     engine = Engine()
     engine.add(1)
     engine.add(2, max_tokens=5)
@@ -1082,7 +1082,7 @@ def test_a_block_that_accepted_tokens_fill_is_published_by_the_slice_that_comput
 
 
 @pytest.mark.parametrize("length", [0, 2])
-def test_a_step_that_another_one_was_planned_upon_has_one_token(length):
+def test_a_step_that_a_later_plan_depends_on_has_one_token(length):
     engine = Engine()
     engine.add(1, max_tokens=9)
     engine.launch()
@@ -1091,7 +1091,7 @@ def test_a_step_that_another_one_was_planned_upon_has_one_token(length):
         engine.land(length)
 
 
-def test_an_engine_that_takes_no_grammars_refuses_them():
+def test_an_engine_without_grammar_support_refuses_grammars():
     engine = Engine(takes_grammars=False)
     with pytest.raises(RequestError, match="no tokenizer that a grammar could be matched with") as refused:
         engine.add(1, sampling=GRAMMAR)
@@ -1099,7 +1099,7 @@ def test_an_engine_that_takes_no_grammars_refuses_them():
     engine.add(1)
 
 
-def test_a_request_is_checked_when_it_is_made():
+def test_a_request_is_validated_when_it_is_constructed():
     with pytest.raises(ValueError, match="the prompt is empty"):
         GenerateRequest(1, ())
 
@@ -1111,7 +1111,7 @@ def rows_of(engine: Engine) -> dict[str, int]:
     return dict(Counter(seq.request.tenant for seq in engine.scheduler.running))
 
 
-def test_63_a_tenant_alone_leaves_rows_to_others_and_a_newcomer_runs_at_once():
+def test_63_a_single_tenant_leaves_rows_free_and_a_new_tenant_runs_at_once():
     engine = Engine(running=10, blocks=200)
     for id in range(20):
         engine.add(id, max_tokens=50, tenant="greedy")
@@ -1122,7 +1122,7 @@ def test_63_a_tenant_alone_leaves_rows_to_others_and_a_newcomer_runs_at_once():
     assert rows_of(engine) == {"greedy": 8, "polite": 1}
 
 
-def test_62_a_suspended_sequence_computes_nothing_until_it_goes_on():
+def test_62_a_suspended_sequence_computes_nothing_until_it_resumes():
     engine = Engine()
     engine.add(1, max_tokens=10)
     engine.add(2, max_tokens=10)
@@ -1135,7 +1135,7 @@ def test_62_a_suspended_sequence_computes_nothing_until_it_goes_on():
     assert engine.ended[1].cause == "max_tokens"
 
 
-def test_62_what_was_launched_for_a_suspended_sequence_still_lands():
+def test_62_launched_steps_of_a_suspended_sequence_still_land():
     engine = Engine()
     engine.add(1, max_tokens=10)
     engine.launch()
@@ -1144,7 +1144,7 @@ def test_62_what_was_launched_for_a_suspended_sequence_still_lands():
     assert len(engine.tokens[1]) == 1 and engine.launch() is None
 
 
-def test_62_a_drain_waits_for_no_reader():
+def test_62_a_drain_does_not_wait_for_clients_that_do_not_read():
     engine = Engine()
     engine.add(1, max_tokens=10)
     engine.step()
@@ -1154,7 +1154,7 @@ def test_62_a_drain_waits_for_no_reader():
     assert engine.ended[1].cause == "max_tokens" and engine.scheduler.drained
 
 
-def test_63_where_there_is_one_tenant_it_has_all_rows():
+def test_63_requests_without_tenants_may_use_all_rows():
     engine = Engine(running=10, blocks=200)
     for id in range(20):
         engine.add(id, max_tokens=50)
@@ -1162,7 +1162,7 @@ def test_63_where_there_is_one_tenant_it_has_all_rows():
     assert rows_of(engine) == {"": 10}
 
 
-def test_63_one_row_is_given_to_any_tenant():
+def test_63_a_single_row_may_go_to_any_tenant():
     engine = Engine(running=1)
     engine.add(1, tenant="a")
     engine.add(2, tenant="b")
@@ -1170,7 +1170,7 @@ def test_63_one_row_is_given_to_any_tenant():
     assert set(engine.ended) == {1, 2}
 
 
-def test_63_the_tenant_with_the_fewest_rows_is_next_whatever_priority_others_give_themselves():
+def test_63_the_tenant_with_the_fewest_rows_is_next_regardless_of_the_priorities_of_others():
     engine = Engine(running=4, blocks=200)
     for id in range(6):
         engine.add(id, max_tokens=3 + id, tenant="a", priority=-5)
@@ -1180,7 +1180,7 @@ def test_63_the_tenant_with_the_fewest_rows_is_next_whatever_priority_others_giv
     assert [seq.id for seq in engine.scheduler.running] == [0, 11, 1]  # the fourth is kept for a third tenant
 
 
-def test_63_a_tenant_alone_leaves_blocks_to_others():
+def test_63_a_single_tenant_leaves_blocks_free():
     engine = Engine(running=30, blocks=100, budget=1000)
     for id in range(20):
         engine.add(id, prompt=47, max_tokens=2, tenant="greedy")
@@ -1194,7 +1194,7 @@ def test_63_a_tenant_alone_leaves_blocks_to_others():
     assert len(engine.ended) == 21
 
 
-def test_63_the_tenant_that_owns_most_is_preempted_and_its_first_sequence_last():
+def test_63_the_tenant_with_the_most_blocks_is_preempted_and_its_first_sequence_last():
     engine = Engine(running=8, blocks=12)
     engine.add(1, prompt=4, max_tokens=30, tenant="greedy")
     engine.add(2, prompt=4, max_tokens=30, tenant="greedy")
@@ -1206,7 +1206,7 @@ def test_63_the_tenant_that_owns_most_is_preempted_and_its_first_sequence_last()
     assert {id: end.finish_reason for id, end in engine.ended.items()} == dict.fromkeys((1, 2, 3), "length")
 
 
-def test_63_a_step_looks_only_at_the_tenants_whose_turn_it_may_be(monkeypatch: pytest.MonkeyPatch):
+def test_63_a_step_considers_only_tenants_that_may_be_next(monkeypatch: pytest.MonkeyPatch):
     engine, looked = Engine(blocks=24), []
     engine.add(0, prompt=20, max_tokens=60, tenant="busy")
     engine.step()

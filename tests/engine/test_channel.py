@@ -11,7 +11,7 @@ from headgate.protocol.output import Outputs
 INFO = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "none", "none")
 
 
-def test_a_message_that_comes_while_another_is_sent_is_received(tmp_path: Path):
+def test_a_message_that_arrives_during_a_send_is_received(tmp_path: Path):
     """ZeroMQ signals an arrival once, and a send takes the signal: the receiver must look again by itself."""
 
     async def main() -> None:

@@ -97,7 +97,7 @@ def test_62_an_unread_stream_of_a_tenant_suspends_its_sequence(tmp_path):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_62_a_stream_without_a_tenant_is_made_whether_it_is_read_or_not(tmp_path):
+def test_62_a_stream_without_a_tenant_is_generated_whether_it_is_read_or_not(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path)
         async with stage.client() as client, client.generate(ask(1, 90)) as stream:
@@ -108,7 +108,7 @@ def test_62_a_stream_without_a_tenant_is_made_whether_it_is_read_or_not(tmp_path
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_63_readers_of_a_tenant_do_not_wait_for_all_readers_of_another(tmp_path):
+def test_63_streams_of_one_tenant_do_not_wait_for_all_streams_of_another(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path)
         woken: list[str] = []
@@ -146,7 +146,7 @@ def test_a_slow_reader_gets_everything_in_one_chunk(tmp_path):
     asyncio.run(main())
 
 
-def test_leaving_a_stream_early_sends_exactly_one_abort(tmp_path):
+def test_closing_a_stream_early_sends_exactly_one_abort(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path)
         async with stage.client() as client:
@@ -170,7 +170,7 @@ def test_a_finished_stream_sends_no_abort(tmp_path):
     asyncio.run(main())
 
 
-def test_a_burst_of_disconnects_is_few_messages_and_loses_none(tmp_path):
+def test_a_burst_of_disconnects_sends_few_messages_and_loses_no_abort(tmp_path):
     """Sentence 13: coalesced, at most 1,024 ids each, none lost, none twice."""
     count = 1500
 
@@ -193,7 +193,7 @@ def test_a_burst_of_disconnects_is_few_messages_and_loses_none(tmp_path):
     asyncio.run(main())
 
 
-def test_a_refusal_is_raised_where_the_answer_is_read(tmp_path):
+def test_a_refusal_is_raised_to_the_reader_of_the_stream(tmp_path):
     async def main() -> None:
         async with Stage(tmp_path).client() as client:
             with pytest.raises(RequestError, match="together this engine takes 100") as refusal:
@@ -203,7 +203,7 @@ def test_a_refusal_is_raised_where_the_answer_is_read(tmp_path):
     asyncio.run(main())
 
 
-def test_when_the_engine_is_lost_every_stream_ends_and_none_opens(tmp_path):
+def test_a_lost_engine_ends_every_stream_and_refuses_new_ones(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path, by_hand=True)
         async with stage.client() as client:
@@ -235,7 +235,7 @@ def test_a_ping_is_answered_while_a_step_runs(tmp_path):
     asyncio.run(main())
 
 
-def test_an_engine_that_does_not_answer_is_given_up_on(tmp_path):
+def test_an_engine_that_does_not_answer_is_declared_lost(tmp_path):
     async def main() -> None:
         with pytest.raises(EngineDead, match=r"has not answered in 0\.05 s"):
             async with connected(f"ipc://{tmp_path}/nobody.sock", 0, timeout_s=0.05):
@@ -260,7 +260,7 @@ def test_a_frame_that_cannot_be_read_is_dropped_and_logged(tmp_path, caplog):
     assert sum("cannot be read" in record.message for record in caplog.records) == 4
 
 
-def test_14_a_failed_send_is_logged_with_engine_and_ids_and_delays_nobody(tmp_path, caplog):
+def test_14_a_failed_send_is_logged_with_engine_and_ids_and_delays_no_other_request(tmp_path, caplog):
     async def main() -> None:
         broken, sound = Stage(tmp_path / "broken", by_hand=True), Stage(tmp_path / "sound")
         async with broken.client() as first, sound.client() as second:

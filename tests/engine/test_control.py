@@ -50,7 +50,7 @@ def finish(harness: Harness) -> None:
 # -- stop and wait ------------------------------------------------------------------
 
 
-def test_3_a_stop_is_answered_when_blocks_are_free_and_clients_were_told():
+def test_3_a_stop_is_answered_when_blocks_are_free_and_clients_were_notified():
     harness = busy()
     held = harness.scheduler.pool.held
     number = harness.call(Stop([1, 5, 99], "api_abort"))
@@ -73,7 +73,7 @@ def fetching() -> Harness:
     return harness
 
 
-def test_3_7_a_second_stop_waits_for_the_blocks_as_the_first_does():
+def test_3_7_a_second_stop_waits_for_the_blocks_like_the_first():
     harness = fetching()
     first, second = harness.call(Stop([1], "api_abort")), harness.call(Stop([1], "api_abort"))
     harness.loop.turn()
@@ -85,7 +85,7 @@ def test_3_7_a_second_stop_waits_for_the_blocks_as_the_first_does():
     assert harness.loop.idle
 
 
-def test_3_a_stop_whose_time_is_up_says_what_is_still_held():
+def test_3_a_stop_that_times_out_reports_what_is_still_held():
     harness = fetching()
     number = harness.call(Stop([1], "api_abort", timeout_s=2.0))
     harness.loop.turn()
@@ -96,7 +96,7 @@ def test_3_a_stop_whose_time_is_up_says_what_is_still_held():
     harness.run()
 
 
-def test_stopping_all_means_all_that_are_live_at_that_moment():
+def test_stopping_all_means_all_requests_live_at_that_moment():
     harness = busy()
     number = harness.call(Stop(None, "api_abort"))
     harness.submit(7)
@@ -120,7 +120,7 @@ def test_6_a_stop_on_a_paused_engine_is_immediate():
 # -- pause and resume ---------------------------------------------------------------
 
 
-def test_18_23_an_aborting_pause_gives_every_client_its_part_and_leaves_nothing():
+def test_18_23_a_pause_with_abort_returns_partial_answers_and_releases_everything():
     harness = busy()
     land(harness)
     number = harness.call(Pause("abort"))
@@ -134,7 +134,7 @@ def test_18_23_an_aborting_pause_gives_every_client_its_part_and_leaves_nothing(
     assert harness.loop.idle and harness.scheduler.pool.held == 0
 
 
-def test_19_from_the_first_instant_of_a_pause_new_requests_are_refused():
+def test_19_new_requests_are_refused_as_soon_as_a_pause_begins():
     harness = busy()
     harness.call(Pause("drain"))
     harness.submit(7)
@@ -144,7 +144,7 @@ def test_19_from_the_first_instant_of_a_pause_new_requests_are_refused():
     finish(harness)
 
 
-def test_19_or_queued_as_asked_and_run_after_the_resume():
+def test_19_new_requests_are_queued_if_the_pause_says_so_and_run_after_the_resume():
     harness = busy()
     harness.call(Pause("abort", queue=True))
     harness.submit(7)
@@ -157,7 +157,7 @@ def test_19_or_queued_as_asked_and_run_after_the_resume():
     assert harness.tokens(7) == answer(7, 4)
 
 
-def test_18_a_draining_pause_finishes_what_has_started_and_keeps_the_rest():
+def test_18_a_draining_pause_finishes_started_requests_and_keeps_the_rest():
     harness = busy()
     number = harness.call(Pause("drain"))
     harness.loop.turn()
@@ -170,7 +170,7 @@ def test_18_a_draining_pause_finishes_what_has_started_and_keeps_the_rest():
     assert harness.tokens(5) == answer(5, 6)
 
 
-def test_20_a_drain_whose_time_is_up_forces_the_rest_out_and_names_them():
+def test_20_a_drain_that_times_out_aborts_the_rest_and_names_them():
     harness = busy()
     number = harness.call(Pause("drain", timeout_s=1.0))
     harness.loop.turn()
@@ -182,7 +182,7 @@ def test_20_a_drain_whose_time_is_up_forces_the_rest_out_and_names_them():
     assert {ended.id: ended.cause for ended in harness.ends()} == dict.fromkeys([1, 2, 3, 4], "pause")
 
 
-def test_18_a_freeze_keeps_everything_and_goes_on_as_if_nothing_had_happened():
+def test_18_a_freeze_keeps_everything_and_continues_without_a_trace():
     harness = busy()
     number = harness.call(Pause("freeze"))
     harness.loop.turn()
@@ -199,7 +199,7 @@ def test_18_a_freeze_keeps_everything_and_goes_on_as_if_nothing_had_happened():
 
 
 @pytest.mark.parametrize("mode", ["abort", "drain", "freeze"])
-def test_24_pausing_and_resuming_twice_is_as_once(mode):
+def test_24_pause_and_resume_are_idempotent(mode):
     harness = Harness()
     for _ in range(2):
         first, second = harness.call(Pause(mode)), harness.call(Pause(mode))
@@ -212,7 +212,7 @@ def test_24_pausing_and_resuming_twice_is_as_once(mode):
         assert harness.answers[first].state == harness.answers[second].state == "running"
 
 
-def test_24_a_resume_cancels_a_pause_under_way():
+def test_24_a_resume_cancels_a_pause_in_progress():
     harness = busy()
     number = harness.call(Pause("drain"))
     harness.loop.turn()
@@ -225,7 +225,7 @@ def test_24_a_resume_cancels_a_pause_under_way():
     assert harness.tokens(6) == answer(6, 6)
 
 
-def test_24_a_cancelled_pause_forces_nobody_out_though_another_follows_at_once():
+def test_24_a_cancelled_pause_aborts_no_request_even_if_another_pause_follows_at_once():
     harness = busy()
     first = harness.call(Pause("drain", timeout_s=5.0))
     harness.loop.turn()
@@ -286,7 +286,7 @@ def test_25_weights_are_refused_unless_paused():
     assert isinstance(denied, Denied) and (denied.status, denied.code) == (409, "not_paused")
 
 
-def test_27_new_weights_make_the_next_version_and_tokens_carry_it():
+def test_27_new_weights_increment_the_version_and_tokens_carry_it():
     harness = paused()
     number = harness.call(UpdateWeights(FileSource("path")))
     harness.loop.turn()
@@ -334,7 +334,7 @@ def test_25_a_full_update_ends_the_quarantine():
 # -- sleep --------------------------------------------------------------------------
 
 
-def test_a_frozen_engine_sleeps_and_wakes_and_goes_on_as_if_nothing_had_happened():
+def test_a_frozen_engine_sleeps_wakes_and_continues_unchanged():
     harness = paused()
     asleep = harness.call(Sleep())
     harness.loop.turn()
@@ -349,7 +349,7 @@ def test_a_frozen_engine_sleeps_and_wakes_and_goes_on_as_if_nothing_had_happened
     assert [harness.tokens(id) for id in range(1, 7)] == [answer(id, 6) for id in range(1, 7)]
 
 
-def test_kv_on_lease_does_not_sleep():
+def test_an_engine_with_kv_on_lease_refuses_to_sleep():
     harness = Harness()
     harness.submit(1, max_tokens=1, export_kv=True)
     harness.loop.turn()
@@ -365,7 +365,7 @@ def test_kv_on_lease_does_not_sleep():
 # -- looking ------------------------------------------------------------------------
 
 
-def test_what_is_in_flight_can_be_seen():
+def test_requests_in_flight_are_listed():
     harness = busy()
     land(harness)
     number = harness.call(ListSequences())
@@ -381,7 +381,7 @@ def test_what_is_in_flight_can_be_seen():
     finish(harness)
 
 
-def test_flushing_tells_how_many_blocks_were_dropped():
+def test_flushing_reports_how_many_blocks_were_dropped():
     harness = Harness()
     harness.submit(1)
     harness.run()
@@ -390,7 +390,7 @@ def test_flushing_tells_how_many_blocks_were_dropped():
     assert harness.answers[number] == Flushed(2)
 
 
-def test_25_the_same_update_asked_again_is_done_already(tmp_path):
+def test_25_a_repeated_update_succeeds_without_loading_again(tmp_path):
     weights = tmp_path / "new.safetensors"
     weights.write_bytes(b"new")
     harness = Harness()

@@ -120,21 +120,21 @@ def test_a_request_without_a_seed_is_given_one():
     assert join.sampling.seed is not None
 
 
-def test_a_closed_loop_turns_no_more():
+def test_a_closed_loop_runs_no_more_turns():
     harness = Harness()
     harness.loop.close()
     with pytest.raises(EngineDead, match="the engine is closed"):
         harness.loop.turn()
 
 
-def test_a_step_is_told_in_one_message():
+def test_the_outputs_of_a_step_are_sent_in_one_message():
     harness = Harness()
     harness.submit(1, 2, 3)
     harness.run()
     assert [told.ids for told in harness.heard[0]] == [[1, 2, 3]] * 4
 
 
-def test_each_client_hears_only_of_its_own_requests():
+def test_each_client_receives_only_outputs_of_its_own_requests():
     harness = Harness()
     theirs = 7 << CLIENT_SHIFT | 1
     harness.submit(1, theirs)
@@ -146,7 +146,7 @@ def test_each_client_hears_only_of_its_own_requests():
     assert [refused.id for refused in harness.refusals()] == [999, prompt_too_long]
 
 
-def test_a_refusal_says_why_and_disturbs_nobody():
+def test_a_refusal_has_a_reason_and_does_not_affect_other_requests():
     harness = Harness()
     harness.submit(1)
     harness.submit(2, max_tokens=1000)
@@ -158,7 +158,7 @@ def test_a_refusal_says_why_and_disturbs_nobody():
     assert harness.tokens(1) == answer(1, 4)
 
 
-def test_the_next_step_is_launched_before_the_last_one_is_told():
+def test_the_next_step_is_launched_before_the_outputs_of_the_last_one_are_sent():
     harness = Harness(by_hand=True)
     launched: list[int] = []
     harness.loop._send = lambda *_: launched.append(len(harness.executor.plans))
@@ -263,7 +263,7 @@ def test_an_engine_goes_to_sleep_only_when_transfers_have_settled():
     assert harness.executor.asleep == ("kv_cache",)
 
 
-def test_28_a_lease_that_was_renewed_in_time_is_kept_however_late_the_loop_is():
+def test_28_a_lease_renewed_in_time_is_kept_however_late_the_loop_runs():
     transport = RecordingTransport()
     harness = Harness(transport=transport)
     harness.submit(1, export_kv=True)
@@ -299,7 +299,7 @@ def test_blocks_are_withdrawn_before_anything_is_launched_that_writes_to_them():
     assert reused and all(reused) and [ended.cause for ended in harness.ends()] == ["preempted", "max_tokens"]
 
 
-def test_a_ticket_is_held_from_the_start_and_let_go_when_it_is_not_wanted():
+def test_a_ticket_is_attached_at_submission_and_released_when_it_is_unwanted():
     transport = RecordingTransport()
     harness = Harness(transport=transport, by_hand=True)
     (key,) = harness.scheduler.admission.new_sequence(request(1), 1, 0.0).keys(1, version=0, block_size=4)
@@ -337,7 +337,7 @@ def test_closing_wakes_a_sleeping_loop():
     assert not thread.is_alive()
 
 
-def test_the_status_tells_what_the_engine_is_doing():
+def test_the_status_reports_what_the_engine_is_doing():
     harness = Harness(by_hand=True)
     harness.submit(1, 2, 3, 4, 5)
     harness.loop.turn()

@@ -59,26 +59,26 @@ async def read(replicas: Replicas, request: GenerateRequest) -> list[int]:
     return tokens
 
 
-def test_a_request_that_kills_its_engine_does_not_go_through_the_whole_fleet():
+def test_a_request_that_crashes_its_engines_is_not_retried_on_the_whole_fleet():
     engine = DyingEngine([0] * 10)
     assert asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,)))) == []
     assert len(engine.asked) == MOST_MOVES + 1
 
 
-def test_a_stream_that_gets_on_may_move_as_often_as_it_must():
+def test_a_stream_that_makes_progress_may_move_any_number_of_times():
     engine = DyingEngine([1, 1, 1, 1, 1, 0, 0, 0])
     assert len(asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,))))) == 5
     assert engine.asked[5].generated == (0,) * 5
 
 
-def test_a_moved_stream_has_only_what_is_left_of_its_time():
+def test_a_moved_stream_has_only_the_rest_of_its_timeout():
     engine = DyingEngine([1, 1, 0, 0, 0])
     asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,), timeout_s=600.0)))
     times = [request.timeout_s for request in engine.asked]
     assert times == sorted(times, reverse=True) and 0 < times[-1] < 600
 
 
-def test_what_the_engines_are_is_known_while_none_is_there():
+def test_engine_info_is_known_while_no_engine_is_connected():
     async def main() -> None:
         replicas, engine, started = replicas_over(None), DyingEngine([]), asyncio.Future[None]()
         with pytest.raises(EngineDead, match="no engine is ready yet"):
@@ -110,7 +110,7 @@ class LateEngine:
         return EngineState("running", version=self.version)
 
 
-def test_an_update_that_succeeded_too_late_to_be_told_does_not_take_the_fleet_out_of_service():
+def test_an_update_whose_success_is_reported_too_late_does_not_take_the_fleet_out_of_service():
     async def main() -> None:
         replicas = replicas_over(LateEngine())
         for _ in range(2):
@@ -121,7 +121,7 @@ def test_an_update_that_succeeded_too_late_to_be_told_does_not_take_the_fleet_ou
     asyncio.run(main())
 
 
-def test_20_a_stream_may_be_asked_to_end_in_the_moment_in_which_its_wait_for_an_engine_times_out():
+def test_20_a_stream_may_be_aborted_when_its_wait_for_an_engine_times_out():
     """A pause that came in that moment was answered with 500. Found by seed 148919683."""
 
     async def wait_and_end() -> list[str]:

@@ -47,7 +47,7 @@ def busy(harness: Harness) -> Harness:
 
 
 @pytest.mark.parametrize(("blocks", "run_ahead"), [(32, 1), (32, 3), (14, 2)])
-def test_what_a_sound_engine_leaves_is_consistent(tmp_path, blocks, run_ahead):
+def test_the_evidence_of_a_correct_engine_is_consistent(tmp_path, blocks, run_ahead):
     path = run_and_crash(busy(recorded(tmp_path, blocks=blocks, run_ahead=run_ahead)), tmp_path, steps=20)
     found = replay(path)
     assert found.fault is None and found.steps > 20 and "on fire" in found.error
@@ -67,7 +67,7 @@ def test_steps_with_several_tokens_per_slice_are_run_again(tmp_path):
     assert str(replay(path)) == "4 plans run again; every plan is consistent"
 
 
-def test_the_evidence_says_what_the_engine_was_doing(tmp_path, caplog):
+def test_the_evidence_records_what_the_engine_was_doing(tmp_path, caplog):
     path = run_and_crash(busy(recorded(tmp_path)), tmp_path, steps=3)
     left = read_evidence(path)
     assert "RuntimeError: the device is on fire" in left.error and left.state == "running"
@@ -87,7 +87,7 @@ def test_only_the_last_plans_are_kept_and_they_are_enough(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_change_of_weights_is_no_inconsistency(tmp_path, recompute):
+def test_a_weight_update_is_not_an_inconsistency(tmp_path, recompute):
     harness = busy(recorded(tmp_path))
     harness.loop.turn()
     harness.call(Pause("freeze"))
@@ -102,7 +102,7 @@ def test_a_change_of_weights_is_no_inconsistency(tmp_path, recompute):
     assert replay(path).fault is None
 
 
-def test_an_engine_that_is_told_to_stop_leaves_nothing(tmp_path):
+def test_an_engine_that_is_stopped_writes_no_evidence(tmp_path):
     harness = busy(recorded(tmp_path))
     harness.loop.turn()
     harness.loop.close()
@@ -122,13 +122,13 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_error(tmp_path, caplo
     assert "evidence of the crash could not be written" in caplog.text
 
 
-def test_an_engine_that_dies_again_and_again_does_not_fill_the_disk(tmp_path):
+def test_an_engine_that_crashes_repeatedly_does_not_fill_the_disk(tmp_path):
     for _ in range(40):
         last = write_private(tmp_path, b"{}")
     assert len(list(tmp_path.iterdir())) == evidence_module.FILES and last.exists()
 
 
-def test_80_the_last_crash_is_kept_although_the_wall_clock_was_set_back(tmp_path):
+def test_80_the_last_crash_is_kept_even_if_the_wall_clock_was_set_back(tmp_path):
     for number in range(evidence_module.FILES + 1):
         last = write_private(tmp_path, b"{}")
         os.utime(last, (2e9 - number, 2e9 - number))  # each seems to be older than the one before
@@ -190,11 +190,11 @@ SOUND = plan(0, (0, 0, 5, True), joins=(join(0, "abcde", (0, 1)),))
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_replay_finds_the_first_plan_that_makes_no_sense(tmp_path, later, expected):
+def test_a_replay_finds_the_first_inconsistent_plan(tmp_path, later, expected):
     assert fault(tmp_path, SOUND, later) == (None if expected is None else 1, expected)
 
 
-def test_what_came_before_the_first_plan_is_taken_on_trust(tmp_path):
+def test_kv_from_before_the_first_plan_is_trusted(tmp_path):
     hit = plan(7, (1, 4, 1, True), joins=(join(1, "abcde", (2, 3)),))
     stranger = plan(8, (3, 40, 1, True))
     assert fault(tmp_path, hit, stranger) == (None, None)
@@ -206,14 +206,14 @@ def test_what_came_before_the_first_plan_is_taken_on_trust(tmp_path):
     )
 
 
-def test_a_block_that_a_stranger_was_given_may_hold_anything(tmp_path):
+def test_a_block_of_an_unknown_sequence_may_hold_anything(tmp_path):
     ours = plan(7, (1, 0, 4, True), joins=(join(1, "abcd", (2,)),))
     given = plan(8, (3, 40, 1, True), grown=((3, (2,)),))
     hit = plan(9, (2, 4, 1, True), joins=(join(2, "ABCDE", (2, 4)),))
     assert fault(tmp_path, ours, given, hit) == (None, None)
 
 
-def test_blocks_that_were_fetched_hold_what_was_fetched(tmp_path):
+def test_fetched_blocks_hold_the_fetched_kv(tmp_path):
     fetch = Fetch(0, Ticket("other", 1, 0, 4, 0, b""), 0, (5,))
     fetching = plan(1, (0, 5, 1, True), fetches=(fetch,))
     hit = plan(2, (1, 4, 1, True), joins=(join(1, "ABCDE", (5, 6)),))
@@ -222,7 +222,7 @@ def test_blocks_that_were_fetched_hold_what_was_fetched(tmp_path):
     assert fault(tmp_path, SOUND, not_fetched, hit)[0] == 2
 
 
-def test_a_person_can_replay_a_file(tmp_path, capsys):
+def test_a_file_can_be_replayed_from_the_command_line(tmp_path, capsys):
     path = run_and_crash(busy(recorded(tmp_path)), tmp_path, steps=3)
     assert main(["replay", str(path)]) == 0
     said = capsys.readouterr().out

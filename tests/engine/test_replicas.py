@@ -43,7 +43,7 @@ async def collect(replicas: Replicas, seed: int, count: int) -> list[int]:
         return [token async for chunk in chunks for token in chunk.tokens]
 
 
-def test_streams_go_on_when_their_engine_is_killed_and_it_comes_back(folder):
+def test_streams_continue_when_their_engine_is_killed_and_restarts(folder):
     async def main() -> None:
         async with asyncio.timeout(250), started(folder, CONFIG, count=2) as replicas:
             undisturbed = await asyncio.gather(*(collect(replicas, seed, 450) for seed in range(8)))
@@ -85,7 +85,7 @@ async def update(replicas: Replicas, source: Source) -> list[str]:
     return [replica.state for replica in replicas.replicas]
 
 
-def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_streams(folder, tmp_path, caplog):
+def test_55_a_restarted_engine_has_the_weights_of_the_fleet_or_gets_no_streams(folder, tmp_path, caplog):
     new = tiny_model(tmp_path / "new", seed=1)
 
     async def main() -> None:
@@ -124,7 +124,7 @@ def test_55_an_engine_that_comes_back_has_the_weights_of_the_fleet_or_gets_no_st
     assert caplog.text.count("engine 0 holds weights of version 0 and the fleet 2") == 1
 
 
-def test_18_24_an_engine_that_comes_back_is_what_the_fleet_was_asked_last(folder):
+def test_18_24_a_restarted_engine_takes_the_state_last_requested_for_the_fleet(folder):
     """A pause that a resume has cancelled is not remembered; one that is under way already counts."""
 
     async def main() -> None:
@@ -159,7 +159,7 @@ def test_18_24_an_engine_that_comes_back_is_what_the_fleet_was_asked_last(folder
 
 
 @pytest.mark.parametrize("mode", ["freeze", "drain", "abort"])
-def test_18_56_a_stream_that_loses_its_engine_while_the_fleet_is_paused_waits_or_has_its_part(folder, mode):
+def test_18_56_a_stream_that_loses_its_engine_during_a_pause_waits_or_ends_with_its_part(folder, mode):
     async def main() -> None:
         async with asyncio.timeout(200), started(folder, CONFIG, count=2) as replicas:
             undisturbed = await collect(replicas, 1, 450)
@@ -184,7 +184,7 @@ def test_18_56_a_stream_that_loses_its_engine_while_the_fleet_is_paused_waits_or
     asyncio.run(main())
 
 
-def test_58_a_deadline_passes_while_there_is_no_engine(folder):
+def test_58_a_deadline_expires_while_there_is_no_engine(folder):
     async def main() -> None:
         async with asyncio.timeout(100), started(folder, CONFIG) as replicas:
             os.kill(replicas.replicas[0].pid, signal.SIGSTOP)
@@ -198,7 +198,7 @@ def test_58_a_deadline_passes_while_there_is_no_engine(folder):
     asyncio.run(main())
 
 
-def test_50_55_nobody_waits_for_engines_that_have_all_lost_the_weights_of_the_fleet(folder):
+def test_50_55_requests_do_not_wait_when_all_engines_lack_the_weights_of_the_fleet(folder):
     async def main() -> None:
         async with asyncio.timeout(100), started(folder, CONFIG) as replicas:
             replicas.replicas[0].outdated = True
@@ -209,7 +209,7 @@ def test_50_55_nobody_waits_for_engines_that_have_all_lost_the_weights_of_the_fl
     asyncio.run(main())
 
 
-def test_one_that_cannot_be_started_again_leaves_the_others_alone(folder, monkeypatch, caplog):
+def test_an_engine_that_cannot_restart_does_not_affect_the_others(folder, monkeypatch, caplog):
     async def main() -> None:
         async with asyncio.timeout(100), started(folder, CONFIG, count=2) as replicas:
             monkeypatch.setattr("headgate.engine.replicas.START_TIMEOUT_S", 0.01)
@@ -225,7 +225,7 @@ def test_one_that_cannot_be_started_again_leaves_the_others_alone(folder, monkey
     asyncio.run(main())
 
 
-def test_43_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(folder):
+def test_43_an_engine_that_does_not_answer_is_named_and_delays_no_caller(folder):
     async def main() -> None:
         async with asyncio.timeout(250), started(folder, CONFIG, count=2) as replicas:
             first, second = replicas.replicas
@@ -264,7 +264,7 @@ def test_an_engine_that_cannot_start_is_an_error_with_a_reason(tmp_path, capfd):
     assert "has no config.json" in capfd.readouterr().err
 
 
-def test_leaving_ends_the_engine_processes(folder):
+def test_closing_replicas_ends_the_engine_processes(folder):
     async def main() -> int:
         async with asyncio.timeout(250), started(folder, CONFIG) as replicas:
             pid = replicas.replicas[0].pid

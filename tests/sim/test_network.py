@@ -86,7 +86,7 @@ def run_in_world(test: Callable[[Pair], Awaitable[None]], conditions: NetworkCon
         return loop.time()
 
 
-def test_a_day_takes_no_time():
+def test_a_virtual_day_takes_no_real_time():
     async def wait(pair):
         await asyncio.sleep(86400)
 
@@ -105,7 +105,7 @@ def test_bytes_arrive_whole_and_in_order_however_they_are_cut():
     run_in_world(talk)
 
 
-def test_a_cut_is_silent_and_what_waited_arrives_when_it_ends():
+def test_a_cut_is_silent_and_held_bytes_arrive_when_it_ends():
     async def talk(pair):
         pair.loop.network.cut("client", "server")
         pair.transport.write(b"hello")
@@ -118,7 +118,7 @@ def test_a_cut_is_silent_and_what_waited_arrives_when_it_ends():
     run_in_world(talk)
 
 
-def test_a_host_that_dies_resets_its_connections_and_says_nothing_more():
+def test_a_killed_process_resets_its_connections_and_sends_nothing_more():
     async def talk(pair):
         pair.server_host.kill()
         pair.server.transport.write(b"too late")
@@ -130,7 +130,7 @@ def test_a_host_that_dies_resets_its_connections_and_says_nothing_more():
     run_in_world(talk)
 
 
-def test_a_machine_that_is_lost_leaves_its_peers_without_a_word():
+def test_peers_of_an_isolated_machine_are_not_notified():
     async def talk(pair):
         pair.loop.network.isolate("server")
         pair.server_host.kill()
@@ -143,7 +143,7 @@ def test_a_machine_that_is_lost_leaves_its_peers_without_a_word():
     run_in_world(talk)
 
 
-def test_a_stopped_host_does_nothing_until_it_goes_on():
+def test_a_stopped_process_does_nothing_until_it_resumes():
     async def talk(pair):
         pair.server_host.stop()
         pair.transport.write(b"hello")
@@ -169,7 +169,7 @@ def test_a_writer_is_held_back_until_its_reader_has_caught_up():
     run_in_world(talk, NetworkConditions(high_water=500))
 
 
-def test_a_close_comes_after_the_last_byte():
+def test_a_close_arrives_after_the_last_byte():
     async def talk(pair):
         pair.transport.write(b"bye")
         pair.transport.close()
@@ -179,7 +179,7 @@ def test_a_close_comes_after_the_last_byte():
     run_in_world(talk)
 
 
-def test_who_says_that_no_more_comes_still_listens():
+def test_a_half_closed_connection_still_receives():
     async def talk(pair):
         pair.server.eof_received = lambda: True
         pair.transport.write(b"that is all")
@@ -192,7 +192,7 @@ def test_who_says_that_no_more_comes_still_listens():
     run_in_world(talk)
 
 
-def test_what_passes_a_slow_line_is_late_and_in_order():
+def test_bytes_on_a_slow_connection_are_late_and_in_order():
     async def talk(pair):
         pair.loop.network.slow_down("client", "server", 1000.0)
         for i in range(20):
@@ -205,7 +205,7 @@ def test_what_passes_a_slow_line_is_late_and_in_order():
     run_in_world(talk)
 
 
-def test_kv_alone_is_damaged_and_the_harm_is_counted():
+def test_only_kv_is_damaged_and_the_damage_is_counted():
     async def talk(pair):
         network = pair.loop.network
         network.damage = KvDamage(corrupted=1.0)
@@ -230,7 +230,7 @@ def test_kv_that_is_cut_short_ends_with_its_connection():
     run_in_world(talk)
 
 
-def test_waiting_for_what_never_comes_is_noticed():
+def test_waiting_for_an_event_that_never_happens_is_noticed():
     with world() as loop, pytest.raises(SimulationHung, match="no timer is left"):
         loop.run_until_complete(loop.create_future())
 

@@ -14,7 +14,7 @@ from headgate.testing.sim.world import simulate
 from tests.sim.plans import SHORT_DRAIN, action, request
 
 
-def test_44_a_worker_that_shuts_down_in_a_pause_gets_requests_again_when_it_is_back(run_plan):
+def test_44_a_worker_that_shuts_down_during_a_pause_gets_requests_after_its_restart(run_plan):
     """It answers the pause as *draining*, which the router took for its own draining, and never ended."""
     pause = action(0.3, "pause", mode="drain", new_requests="reject", timeout=5.0)
     report, world = run_plan([request("a"), request("b")], pause, action(0.4, "shutdown"))
@@ -32,7 +32,7 @@ def test_a_second_signal_after_the_deadline_of_a_shutdown_changes_nothing(run_pl
     assert report.actions["shutdown"] == 2
 
 
-def test_22_a_control_call_that_a_shutdown_breaks_off_is_no_bug(run_plan):
+def test_22_a_control_call_interrupted_by_a_shutdown_is_not_logged_as_a_bug(run_plan):
     """The handler was cancelled under the HTTP server, which logged it as an exception of ours."""
     stuck = action(0.3, "stop_engine", duration_s=20.0, which=0.0)
     pause = action(0.4, "pause_one", mode="drain", timeout=60.0)
@@ -48,7 +48,7 @@ def test_5_a_stream_that_is_aborted_in_the_routers_queue_ends_with_its_usage(run
     assert waiting.reply.events()[-2]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
-def test_20_a_server_ends_though_its_engine_dies_while_it_is_stopped(run_plan):
+def test_20_a_server_shuts_down_even_if_its_engine_dies_while_the_server_is_stopped(run_plan):
     """The engine's end and the keeper's cancellation came in one turn; the keeper heard of the first alone, and went on."""
     held = action(0.6, "stop_server", duration_s=2.0)
     report, _ = run_plan([], action(0.5, "shutdown"), held, action(0.7, "kill_engine", which=0.0), **SHORT_DRAIN)
@@ -56,7 +56,7 @@ def test_20_a_server_ends_though_its_engine_dies_while_it_is_stopped(run_plan):
 
 
 @pytest.mark.parametrize("more", [{"deadline_ms": 5000}, {}], ids=["with a deadline", "with a ticket"])
-def test_49_a_retry_is_known_although_the_router_has_written_into_the_first_try(run_plan, more):
+def test_49_a_retry_is_recognised_although_the_router_modified_the_first_attempt(run_plan, more):
     """What is left of the time, and the ticket, differ from try to try; the worker took that for another request."""
     first = request("first", headers={"idempotency-key": "k"}, **more)
     first.retries = True
@@ -68,7 +68,7 @@ def test_49_a_retry_is_known_although_the_router_has_written_into_the_first_try(
 
 
 @pytest.mark.parametrize("duration_s", [0.05, 0.5])
-def test_29_a_worker_that_was_away_shortly_does_not_end_the_pause_of_its_fleet(run_plan, duration_s):
+def test_29_a_worker_that_restarts_quickly_does_not_end_the_pause_of_its_fleet(run_plan, duration_s):
     """It was back before anybody missed it, and ran; the router took that for somebody's resume, and for all workers."""
     report, _ = run_plan(
         [], action(0.3, "pause_and_kill", duration_s=duration_s, mode="abort", whole=True, which=0.0)
@@ -77,7 +77,7 @@ def test_29_a_worker_that_was_away_shortly_does_not_end_the_pause_of_its_fleet(r
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_5_an_answer_that_waits_for_another_worker_is_aborted_as_any_other(run_plan, stream):
+def test_5_an_answer_that_waits_for_another_worker_is_aborted_like_any_other(run_plan, stream):
     """Its worker had ended it, shutting down; that was what its client was told, and not that somebody had aborted it."""
     away = action(0.1, "kill_server", target="server1", duration_s=6.0)
     abort = action(3.0, "abort", req_ids=["a"], wait=True)
@@ -87,7 +87,7 @@ def test_5_an_answer_that_waits_for_another_worker_is_aborted_as_any_other(run_p
     assert report.ends == {"api_abort": 1}
 
 
-def test_49_a_retry_goes_to_whoever_is_making_the_answer(run_plan):
+def test_49_a_retry_goes_to_the_worker_that_generates_the_answer(run_plan):
     """The worker of a key was remembered when it had answered, so a retry of a client that left was made twice."""
     first = request("first", headers={"idempotency-key": "k"})
     first.retries = True
@@ -98,7 +98,7 @@ def test_49_a_retry_goes_to_whoever_is_making_the_answer(run_plan):
 
 
 @pytest.mark.parametrize("late_s", [0.85, 1.0])
-def test_19_a_server_that_shuts_down_is_not_told_as_a_paused_fleet(run_plan, late_s):
+def test_19_a_server_that_shuts_down_is_not_reported_as_a_paused_fleet(run_plan, late_s):
     """It said so in answer to a control call; its state was taken for a pause, of which clients were told."""
     stop, flush = action(0.3, "stop_server", duration_s=0.5), action(0.4, "flush")
     report, _ = run_plan([request("late", late_s)], stop, flush, action(0.5, "shutdown"), servers=1)
@@ -115,95 +115,95 @@ def test_29_a_worker_that_dies_while_others_are_still_being_paused_does_not_end_
     assert not report.failures
 
 
-def test_5_an_abort_tells_what_the_client_was_told_and_not_what_a_lost_worker_made():
+def test_5_an_abort_reports_the_tokens_that_the_client_received_not_those_of_a_lost_worker():
     """A worker that was cut off for a while said later how far it had come on its own."""
     assert not simulate(631, actors=False).failures
 
 
-def test_36_an_answer_may_go_back_to_a_worker_that_was_paused_when_it_left():
+def test_36_an_answer_may_return_to_a_worker_that_was_paused_when_it_left():
     """Its last two workers were updated one after the other; the first was well again, and was not asked."""
     assert not simulate(1371, actors=False).failures
 
 
 @pytest.mark.parametrize("seed", [1972, 3659])
-def test_34_an_answer_that_its_stop_string_ended_in_the_moment_it_was_to_move_is_told_as_it_is(seed):
+def test_34_an_answer_ended_by_its_stop_string_while_it_was_rescheduled_is_sent_as_finished(seed):
     """The worker had no room for it, and told all ids again, with those after the stop string, or no text at all."""
     assert not simulate(seed, actors=False).failures
 
 
-def test_5_an_abort_of_an_answer_whose_worker_shuts_down_is_told_as_an_abort():
+def test_5_an_abort_of_an_answer_whose_worker_shuts_down_is_reported_as_an_abort():
     """One that was to move elsewhere kept the reason for that."""
     assert not simulate(2710, actors=False).failures
 
 
-def test_5_what_a_deadline_ended_is_not_said_to_be_aborted():
+def test_5_a_request_ended_by_its_deadline_is_not_reported_as_aborted():
     """The engine stood still for eight seconds; when it went on, the deadline came before the abort."""
     assert not simulate(3288, actors=False).failures
 
 
-def test_44_a_probe_that_was_asked_before_an_update_does_not_make_its_worker_an_old_one():
+def test_44_a_probe_sent_before_an_update_does_not_mark_its_worker_as_outdated():
     """Its answer came after the update's, and the only worker was paused and updated once more, under its requests."""
     assert not simulate(7457, actors=False).failures
 
 
 @pytest.mark.parametrize("seed", [6687, 6906])
-def test_19_who_asks_while_the_only_server_shuts_down_is_not_told_of_a_pause(seed):
+def test_19_a_request_during_the_shutdown_of_the_only_server_is_not_refused_as_paused(seed):
     """Nobody had paused anything; the router knew no word for a worker that ends."""
     assert not simulate(seed, actors=False).failures
 
 
 @pytest.mark.parametrize("seed", [7039, 7491])
-def test_46_who_finds_one_worker_full_and_the_other_in_an_update_is_told_of_the_full_one(seed):
+def test_46_a_request_that_finds_one_worker_full_and_one_updating_is_refused_as_full(seed):
     """The last refusal was told, which was a pause that one worker alone was in."""
     assert not simulate(seed, actors=False).failures
 
 
-def test_29_who_was_started_anew_during_a_pause_of_the_fleet_does_not_end_it():
+def test_29_a_worker_restarted_during_a_pause_of_the_fleet_does_not_end_the_pause():
     """The pause's answer of its former life was noted for the new one, which ran: somebody had resumed it, it seemed."""
     assert not simulate(7289, actors=False).failures
 
 
-def test_2_what_had_finished_when_its_worker_died_is_not_said_to_be_aborted():
+def test_2_a_request_that_had_finished_when_its_worker_died_is_not_reported_as_aborted():
     """All that its slow client still lacked was the end of the stream, which the router told itself."""
     assert not simulate(6551, actors=False).failures
 
 
-def test_5_an_abort_counts_the_tokens_that_its_worker_told_with_the_end():
+def test_5_an_abort_counts_the_tokens_that_its_worker_sent_with_the_end():
     """They stood in the veiled event of a pause alone, which no journal told of."""
     assert not simulate(9645, actors=False).failures
 
 
 @pytest.mark.parametrize("seed", [5481, 6401, 6452, 6931, 7622, 9504, 9711, 9733])
-def test_what_the_judge_has_been_wrong_about(seed):
+def test_seeds_that_the_judge_misjudged(seed):
     """It waited for servers that had ended themselves, for one router's fleet when another's was resumed or had died,
     and for answers that are made for a key, took a retry's old answer for one of old weights, and wanted the text of a
     choice that was given back when its request was aborted or overdue."""
     assert not simulate(seed, actors=False).failures
 
 
-def test_a_seed_decides_all_that_happens():
+def test_a_seed_determines_the_whole_run():
     """Who was asked first whether a pause still holds was decided by where workers lie in memory."""
     assert len({simulate(3168, actors=False).hash for _ in range(5)}) == 1
 
 
-def test_58_a_refusal_that_comes_after_the_deadline_is_told_as_the_deadline():
+def test_58_a_refusal_after_the_deadline_is_reported_as_the_deadline():
     """A worker that was paused for its update refused what was long overdue, and its client was told to try again later."""
     assert not simulate(8670, actors=False).failures
 
 
-def test_a_router_does_not_hold_a_fleet_for_a_pause_that_nobody_could_follow():
+def test_a_router_does_not_hold_requests_for_a_pause_that_no_worker_carried_out():
     """Its engine died while it was asked; somebody resumed the fleet through the other router, and this one went on."""
     assert not simulate(3543, actors=False).failures
 
 
-def test_29_what_a_rolling_update_cuts_goes_on_at_the_worker_it_has_updated(run_plan):
+def test_29_an_answer_cut_by_a_rolling_update_continues_on_the_updated_worker(run_plan):
     """There was no other worker, and its client was told of a pause. Found by seed 1008076."""
     report, _ = run_plan([request("a")], action(0.2, "roll"), servers=1, profile=EngineProfile(step_s=0.05))
     assert not report.failures
     assert report.ends == {"max_tokens": 1} and report.counts["resumes"] == 1
 
 
-def test_18_an_answer_whose_connection_breaks_waits_for_a_fleet_that_others_have_paused(run_plan):
+def test_18_an_answer_whose_connection_breaks_waits_for_workers_paused_by_other_callers(run_plan):
     """One worker drained for an update, the other was paused; its client was told that a worker was lost (1004056)."""
     requests = [request(name, to="router1") for name in "ab"]
     pause = action(0.7, "pause_one", "server1", mode="abort", new_requests="reject", timeout=1.0)
@@ -213,7 +213,7 @@ def test_18_an_answer_whose_connection_breaks_waits_for_a_fleet_that_others_have
     assert report.ends == {"max_tokens": 1, "pause": 1}
 
 
-def test_36_an_answer_goes_back_to_the_worker_that_lost_it_if_the_other_has_old_weights(run_plan):
+def test_36_an_answer_returns_to_the_worker_that_lost_it_if_the_other_has_old_weights(run_plan):
     """The refusal of that one came last, and was what its client was told. Found by seed 1004957."""
     requests = [request("a", 1.0), request("b", 1.0)]
     broken = action(1.8, "reset", between=["router", "server1"])
@@ -222,7 +222,7 @@ def test_36_an_answer_goes_back_to_the_worker_that_lost_it_if_the_other_has_old_
     assert report.ends == {"max_tokens": 2}
 
 
-def test_55_a_request_waits_for_another_worker_when_its_own_comes_back_with_old_weights(run_plan):
+def test_55_a_request_waits_for_another_worker_when_its_own_restarts_with_old_weights(run_plan):
     """It was refused, although whoever came a moment later waited. Found by seed 1008916."""
     lost = [action(0.8, "return_old", "server1", which=0.0), action(1.8, "return_old", "server0", which=0.0)]
     report, _ = run_plan([request("a", 1.8, max_tokens=12)], action(0.8, "roll"), *lost)
@@ -231,9 +231,7 @@ def test_55_a_request_waits_for_another_worker_when_its_own_comes_back_with_old_
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 10.0], ids=["before it has followed", "when it has followed"])
-def test_24_a_worker_that_joins_again_during_a_pause_is_seen_to_be_resumed_through_another_router(
-    run_plan, timeout_s
-):
+def test_24_a_router_notices_that_another_one_resumed_a_worker_re_added_during_a_pause(run_plan, timeout_s):
     """As a worker of the fleet it was a new one, and was paused again, and so for ever. Found by seed 1000112."""
     away = action(1.0, "stop_server", duration_s=8.0)
     pause = action(1.0, "pause", undo_via="router1", mode="freeze", new_requests="queue", timeout=timeout_s)
@@ -241,7 +239,7 @@ def test_24_a_worker_that_joins_again_during_a_pause_is_seen_to_be_resumed_throu
     assert not report.failures
 
 
-def test_24_a_pause_that_a_worker_has_followed_after_a_restart_is_seen_to_be_resumed(run_plan):
+def test_24_a_router_notices_the_resume_of_a_worker_that_paused_after_a_restart(run_plan):
     """Its restart was noticed after the resume, and it was paused again; the answer had not named the new process."""
     short = action(1.0, "kill_server", "server1", duration_s=0.05)
     pause = action(
@@ -253,7 +251,7 @@ def test_24_a_pause_that_a_worker_has_followed_after_a_restart_is_seen_to_be_res
 
 
 @pytest.mark.parametrize("tags", [{}, {"tags": {"run": "a"}}], ids=["by name", "by tags"])
-def test_2_an_abort_is_told_by_the_worker_that_has_the_answer_now(run_plan, tags):
+def test_2_an_abort_is_reported_by_the_worker_that_has_the_answer_now(run_plan, tags):
     """Another worker still made it for its key, since its connection had broken, and had come to other tokens (1001790)."""
     keyed = request("a", headers={"idempotency-key": "k"})
     abort = action(1.0, "abort_tags", **tags) if tags else action(1.0, "abort", req_ids=["a"])
@@ -266,7 +264,7 @@ def test_2_an_abort_is_told_by_the_worker_that_has_the_answer_now(run_plan, tags
 
 
 @pytest.mark.parametrize("at_s", [0.58, 0.62], ids=["before the abort has come", "after it"])
-def test_5_the_client_of_an_aborted_answer_gets_it_though_the_connection_to_its_worker_breaks_then(run_plan, at_s):
+def test_5_a_client_gets_its_aborted_answer_even_if_the_connection_to_the_worker_breaks(run_plan, at_s):
     """It was told that a worker was lost, and with it what there was, which the router knew (1008649)."""
     cut = request("a", stream=False)
     broken = action(at_s, "reset", between=["router", "server1"])
@@ -275,7 +273,7 @@ def test_5_the_client_of_an_aborted_answer_gets_it_though_the_connection_to_its_
     assert report.ends == {"api_abort": 1} and cut.reply.json()["choices"][0]["text"]
 
 
-def test_49_an_abort_of_a_try_that_its_client_has_left_says_nothing_of_the_next_try(run_plan):
+def test_49_an_abort_of_an_abandoned_attempt_says_nothing_about_the_retry(run_plan):
     """The judge took what was said of the first for the second, which had begun meanwhile. Found by seed 778730."""
     first = request("a", headers={"idempotency-key": "k"})
     first.retries = True
@@ -285,7 +283,7 @@ def test_49_an_abort_of_a_try_that_its_client_has_left_says_nothing_of_the_next_
     assert report.counts["asked again"] == 1
 
 
-def test_49_an_abort_of_what_is_made_for_a_key_says_nothing_of_the_answer_that_its_client_has(run_plan):
+def test_49_an_abort_of_an_answer_kept_for_a_key_says_nothing_about_the_answer_already_sent(run_plan):
     """Another worker had answered since; the judge took the one that was aborted for it. Found by seed 1003056."""
     keyed = request("a", headers={"idempotency-key": "k"})
     broken, slow = (
@@ -297,7 +295,7 @@ def test_49_an_abort_of_what_is_made_for_a_key_says_nothing_of_the_answer_that_i
     assert report.ends == {"max_tokens": 1}
 
 
-def test_25_a_server_whose_update_broke_off_refuses_requests(run_plan):
+def test_25_a_server_whose_update_failed_halfway_refuses_requests(run_plan):
     """The judge wanted an answer of an engine that had no whole weights. Found by seed 1006994."""
     requests = [request(name, 1.0, to=f"server{i}") for i, name in enumerate("abcd")]
     report, _ = run_plan(requests, action(0.3, "update", mode="abort"), update_breaks=1.0, servers=4)
@@ -305,7 +303,7 @@ def test_25_a_server_whose_update_broke_off_refuses_requests(run_plan):
     assert report.ends["503 engine_lost"] == 1
 
 
-def test_65_what_another_tenant_has_under_the_id_of_a_client_that_left_is_not_left_behind(run_plan):
+def test_65_a_request_of_another_tenant_with_the_same_id_is_not_a_leak(run_plan):
     """The judge took one for the other. Found by seed 91700196."""
     leaving, staying = request("a"), request("a@bob", headers={"x-request-id": "a"})
     leaving.behaviour = ClientBehaviour(leaves_after_s=0.1)
@@ -327,7 +325,7 @@ def test_63_a_tenant_whose_own_requests_fill_the_queue_is_refused(run_plan):
 
 
 @pytest.mark.parametrize("stopped", [("server1",), ("server0", "server1")], ids=["its server", "all servers"])
-def test_69_an_aborted_answer_is_told_by_its_deadline_with_what_there_is(run_plan, stopped):
+def test_69_an_aborted_answer_is_sent_by_its_deadline_with_the_tokens_received_so_far(run_plan, stopped):
     """Its text was asked of another server without what there was, and for longer than that. Found by seed 2700067."""
     cut = request("a", stream=False, deadline_ms=1500)
     stops = [action(0.4, "stop_server", server, duration_s=9.0) for server in stopped]
@@ -337,7 +335,7 @@ def test_69_an_aborted_answer_is_told_by_its_deadline_with_what_there_is(run_pla
 
 
 @pytest.mark.parametrize(("mode", "end"), [("abort", "pause"), ("freeze", "max_tokens")])
-def test_71_a_request_that_waits_for_weights_obeys_a_pause_like_any_other(run_plan, mode, end):
+def test_71_a_pause_applies_to_a_request_that_waits_for_weights(run_plan, mode, end):
     """It was refused with what the last worker had said, that its engine had old weights. Found by seed 41300220."""
     lost = [action(1.0, "return_old", f"server{i}", which=0.0) for i in (0, 1)]
     pause = action(1.8, "pause", mode=mode, new_requests="reject", timeout=1.0, duration_s=0.5)
@@ -346,7 +344,7 @@ def test_71_a_request_that_waits_for_weights_obeys_a_pause_like_any_other(run_pl
     assert report.ends == {end: 1}
 
 
-def test_55_a_worker_that_comes_back_with_older_weights_during_a_rolling_update_gets_no_requests(run_plan):
+def test_55_a_worker_that_restarts_with_older_weights_during_a_rolling_update_gets_no_requests(run_plan):
     """During a rolling update any weights were good enough. Found by seed 6550026."""
     returned = [action(2.0, "cut", duration_s=2.0), action(2.3, "kill_server", duration_s=0.2)]
     report, _ = run_plan([request("a", 2.1)], action(0.1, "roll"), *returned, action(2.2, "roll"), servers=1)
@@ -354,7 +352,7 @@ def test_55_a_worker_that_comes_back_with_older_weights_during_a_rolling_update_
     assert report.ends == {"max_tokens": 1}
 
 
-def test_72_a_request_that_has_moved_is_listed_once_though_another_worker_still_makes_it_for_its_key(run_plan):
+def test_72_a_moved_request_is_listed_once_although_another_worker_still_generates_it_for_its_key(run_plan):
     keyed = request("a", headers={"idempotency-key": "k"})
     broken = action(0.3, "reset", between=["router", "server1"])
     report, _ = run_plan([keyed], broken, action(0.6, "look"))
@@ -362,7 +360,7 @@ def test_72_a_request_that_has_moved_is_listed_once_though_another_worker_still_
     assert report.counts["resumes"] == 1
 
 
-def test_71_what_was_accepted_before_a_pause_waits_for_a_server_that_comes_back_paused(run_plan):
+def test_71_a_request_accepted_before_a_pause_waits_for_a_server_that_returns_paused(run_plan):
     """The fleet had been resumed meanwhile, and the server had not heard of it. Found by seed 300000874."""
     requests = [request("a"), request("b", 0.1)]
     requests[0].behaviour = ClientBehaviour(leaves_after_s=15.0)
@@ -376,7 +374,7 @@ def test_71_what_was_accepted_before_a_pause_waits_for_a_server_that_comes_back_
     assert report.ends == {"left": 1, "max_tokens": 1}
 
 
-def test_24_a_router_that_was_cut_off_sees_that_its_fleet_was_resumed(run_plan):
+def test_24_a_router_that_was_cut_off_notices_that_its_fleet_was_resumed(run_plan):
     """A worker that was out of reach counted as one that had not followed, and was paused again."""
     pause = action(0.5, "pause", undo_via="router1", duration_s=4.0, mode="freeze", new_requests="queue", timeout=1.0)
     report, world = run_plan([], pause, action(1.0, "cut", duration_s=12.0), servers=1, routers=2)
@@ -384,7 +382,7 @@ def test_24_a_router_that_was_cut_off_sees_that_its_fleet_was_resumed(run_plan):
     assert not world.holds("router")
 
 
-def test_24_a_router_does_not_look_at_workers_that_have_left_its_fleet(run_plan):
+def test_24_a_router_ignores_workers_that_have_left_its_fleet(run_plan):
     """One that joins again is paused with the fleet, whatever was asked of it elsewhere. Found by seed 1912348608."""
     elsewhere = action(0.3, "remove", via="router1", duration_s=8.0)
     pause = action(1.4, "pause", undo_via="router1", duration_s=0.5, mode="freeze", new_requests="queue", timeout=0.2)
@@ -394,13 +392,13 @@ def test_24_a_router_does_not_look_at_workers_that_have_left_its_fleet(run_plan)
 
 
 @pytest.mark.parametrize("seed", [1912345972, 1912353006])
-def test_24_a_pause_is_neither_asked_again_after_a_resume_elsewhere_nor_done_while_a_worker_runs(seed):
+def test_24_a_pause_is_not_repeated_after_another_routers_resume_nor_complete_while_a_worker_runs(seed):
     """A worker was paused again for an update, after another router had resumed it. A pause that another one had replaced
     was answered 200 with a running fleet, whose worker had just been started anew."""
     assert not simulate(seed).failures
 
 
-def test_63_a_request_whose_choices_take_all_places_leaves_some_to_other_tenants(run_plan):
+def test_63_a_request_whose_choices_fill_a_server_leaves_capacity_to_other_tenants(run_plan):
     """It was alone when it came, and was given all of them. Found by seed 1912349599."""
     greedy = request("a", n=8)
     hostile.assign(greedy, hostile.BOB)
@@ -410,7 +408,7 @@ def test_63_a_request_whose_choices_take_all_places_leaves_some_to_other_tenants
     assert report.ends == {"max_tokens": 8}
 
 
-def test_71_what_a_pause_has_kept_is_not_refused_by_a_server_that_is_paused_again_after_the_resume():
+def test_71_a_request_kept_by_a_pause_is_not_refused_by_a_server_paused_again_after_the_resume():
     """A server that had come back was paused like the fleet, after the fleet had been resumed."""
     assert not simulate(1912348010).failures
 
@@ -421,7 +419,7 @@ def test_29_another_router_fails_no_request_while_servers_are_updated_one_by_one
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_5_the_usage_of_an_answer_that_a_router_ends_has_the_length_of_its_prompt(run_plan, stream):
+def test_5_the_usage_of_an_answer_ended_by_a_router_counts_its_prompt(run_plan, stream):
     """The router learned it from the end of an answer, and the worker was lost before that."""
     usage = {"stream_options": {"include_usage": True}} if stream else {}
     cut = request("a", stream=stream, deadline_ms=1500, **usage)
@@ -434,7 +432,7 @@ def test_5_the_usage_of_an_answer_that_a_router_ends_has_the_length_of_its_promp
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("joins_again", [True, False])
-def test_71_a_pause_that_aborts_ends_requests_at_a_worker_that_leaves_the_fleet(run_plan, stream, joins_again):
+def test_71_a_pause_with_abort_ends_requests_on_a_worker_that_leaves_the_fleet(run_plan, stream, joins_again):
     """No pause reaches such a worker, and its requests went on. Found by seeds 1912348545, 1912348808 and 3889145659."""
     cut, slow = request("a", stream=stream), action(0.2, "slow_engine", "server1", duration_s=9.0, times=10.0)
     leave = action(0.4, "remove", "server1", duration_s=0.1 if joins_again else 5.0)
@@ -444,7 +442,7 @@ def test_71_a_pause_that_aborts_ends_requests_at_a_worker_that_leaves_the_fleet(
     assert report.ends == {"pause": 1} and report.counts["tokens"] < 60
 
 
-def test_2_a_worker_that_was_asked_to_end_one_request_is_not_believed_about_another(run_plan):
+def test_2_a_workers_answer_counts_only_for_requests_it_was_asked_to_abort(run_plan):
     """The answer named what the worker claimed. Found by seeds 1912347863 and 1912352248."""
     slow = [action(0.1, "slow_engine", f"server{i}", duration_s=9.0, times=10.0) for i in (0, 1)]
     lie = action(0.2, "lie", "server0", duration_s=9.0, lie=None, ids=["a"])
@@ -456,7 +454,7 @@ def test_2_a_worker_that_was_asked_to_end_one_request_is_not_believed_about_anot
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_49_a_kept_answer_is_replayed_though_the_weights_are_others_since(run_plan, stream):
+def test_49_a_kept_answer_is_replayed_although_the_weights_have_changed(run_plan, stream):
     """The router took its worker for one that had come back with old weights. Found by seed 126303143."""
     first = request("a", headers={"idempotency-key": "k"}, stream=stream)
     first.retries, first.behaviour = True, ClientBehaviour(leaves_after_s=0.8)

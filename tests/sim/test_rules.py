@@ -11,7 +11,7 @@ from tests.sim.plans import action, request
 TWO = {"settings": ServerSettings(engines=2)}
 
 
-def test_7_what_was_asked_to_end_goes_on_in_no_other_engine(run_plan):
+def test_7_an_aborted_request_does_not_continue_on_another_engine(run_plan):
     """Its engine hangs when it is asked to end, and dies before it has heard of that."""
     stall = action(0.4, "stall_engine", which=0.0, duration_s=2.0)
     abort = action(0.5, "abort", req_ids=["a"], wait=True)
@@ -21,20 +21,20 @@ def test_7_what_was_asked_to_end_goes_on_in_no_other_engine(run_plan):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["an engine", "a server"])
-def test_29_who_comes_back_to_a_paused_fleet_is_paused(run_plan, whole):
+def test_29_a_process_that_restarts_in_a_paused_fleet_is_paused(run_plan, whole):
     killed = action(0.3, "pause_and_kill", duration_s=3.0, mode="freeze", whole=whole, which=0.0)
     report, _ = run_plan([request("a", to="server0")] if not whole else [], killed)
     assert not report.failures
 
 
-def test_55_an_engine_that_comes_back_with_other_weights_gets_no_streams(run_plan):
+def test_55_an_engine_that_restarts_with_other_weights_gets_no_streams(run_plan):
     late = [request(f"late-{i}", 2.0 + i / 20, to="server0", max_tokens=2) for i in range(12)]
     report, _ = run_plan(late, action(0.2, "update", mode="abort"), action(1.5, "return_old", which=0.0), **TWO)
     assert not report.failures
     assert {version for each in late for version in read(each).choices[0].versions} == {1}
 
 
-def test_55_a_worker_that_comes_back_with_other_weights_gets_no_requests(run_plan):
+def test_55_a_worker_that_restarts_with_other_weights_gets_no_requests(run_plan):
     late = [request(f"late-{i}", 1.5 + i / 20, max_tokens=2) for i in range(30)]
     gone = action(1.0, "kill_server", duration_s=0.5)
     report, _ = run_plan(late, action(0.2, "update", mode="abort"), gone)

@@ -36,7 +36,7 @@ def first_fresh_seed() -> int:
 
 
 @pytest.mark.parametrize("offset", range(0, FRESH_SEEDS, SEEDS_PER_TEST))
-def test_a_fleet_in_trouble_keeps_every_promise(offset):
+def test_a_fleet_under_faults_keeps_every_guarantee(offset):
     first = first_fresh_seed() + offset
     counts: Counter[str] = Counter()
     for seed in range(first, first + SEEDS_PER_TEST):
@@ -47,7 +47,7 @@ def test_a_fleet_in_trouble_keeps_every_promise(offset):
     assert counts["resumes"] > 0 and counts["transfers"] > 0
 
 
-def test_a_commit_names_its_seeds_and_outside_a_checkout_the_version_does(tmp_path, monkeypatch):
+def test_fresh_seeds_depend_on_the_commit_or_outside_a_checkout_on_the_version(tmp_path, monkeypatch):
     inside = first_fresh_seed()
     monkeypatch.setenv("GIT_DIR", str(tmp_path))  # which is no repository
     outside = first_fresh_seed()
@@ -56,7 +56,7 @@ def test_a_commit_names_its_seeds_and_outside_a_checkout_the_version_does(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_thousand_more_seeds_keep_every_promise():
+def test_two_thousand_more_seeds_keep_every_guarantee():
     summary = run_seeds(range(200, 2200))
     assert not summary.failures
     assert summary.counts["resumes"] > 300
@@ -65,7 +65,7 @@ def test_two_thousand_more_seeds_keep_every_promise():
     assert {"KV corrupted", "KV cut short", "queue full", "client left", "deadline passed"} <= summary.faults.keys()
 
 
-def test_every_kind_of_trouble_is_drawn_and_so_are_two_routers_and_roles():
+def test_every_kind_of_action_is_drawn_and_so_are_two_routers_and_roles():
     plans = [draw(seed) for seed in range(300)]
     assert {action.kind for plan in plans for action in plan.actions} == {*TROUBLE, *KV_TROUBLE, *CONTROL}
     assert {plan.routers for plan in plans} == {1, 2}
@@ -73,7 +73,7 @@ def test_every_kind_of_trouble_is_drawn_and_so_are_two_routers_and_roles():
     assert {action.via for plan in plans for action in plan.actions} == {*ROUTERS}
 
 
-def test_about_half_of_all_plans_have_hostile_actors_and_every_deed_of_theirs_is_drawn():
+def test_about_half_of_all_plans_have_hostile_actors_and_every_hostile_action_is_drawn():
     pairs = [(draw(seed), hostile.draw(seed)) for seed in range(300)]
     with_actors = [theirs for plain, theirs in pairs if repr(plain) != repr(theirs)]
     assert 100 < len(with_actors) < 200
@@ -81,7 +81,7 @@ def test_about_half_of_all_plans_have_hostile_actors_and_every_deed_of_theirs_is
     assert any(plan.tenants for plan in with_actors)
 
 
-def test_every_kind_of_trouble_is_carried_out():
+def test_every_kind_of_action_is_implemented():
     assert not [what for what in (*TROUBLE, *KV_TROUBLE, *CONTROL, *hostile.ACTIONS) if not hasattr(Actions, what)]
 
 
@@ -102,7 +102,7 @@ def test_the_same_seed_is_the_same_run_to_the_byte_in_any_process():
     assert len(set(hashes[0])) == 6
 
 
-def test_a_range_of_seeds_is_told_in_sums(capsys):
+def test_a_range_of_seeds_is_summed_up(capsys):
     assert main(["simulate", "--seeds", "0:3", "--jobs", "1"]) == 0
     told = capsys.readouterr().out
     assert "3 seeds" in told and "failures  0" in told
@@ -110,14 +110,14 @@ def test_a_range_of_seeds_is_told_in_sums(capsys):
         assert f"\n{name}" in told
 
 
-def test_the_trace_of_a_seed_says_who_did_what_when(capsys):
+def test_the_trace_of_a_seed_names_processes_and_their_actions(capsys):
     assert main(["simulate", "--seed", "1", "--trace"]) == 0
     told = capsys.readouterr().out
     assert "clients/ask-0" in told and "server0/engine0" in told and "seed 1: passed" in told
 
 
 @pytest.mark.parametrize("seeds", ["5", "9:3", "a:b", "3:3"])
-def test_a_range_that_is_none_is_refused_in_a_sentence(seeds, capsys):
+def test_an_invalid_range_of_seeds_is_refused_with_an_explanation(seeds, capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "--seeds", seeds])
     assert "a range of seeds is A:B" in capsys.readouterr().err
