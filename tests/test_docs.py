@@ -75,7 +75,7 @@ def test_every_endpoint_is_documented(made):
 def test_the_table_of_operations_matches_the_code(hooks):
     page = (ROOT / "docs/api.md").read_text("utf-8")
     assert hooks.with_table(page) == page, "run python docs/hooks.py"
-    assert "| `POST /v1/pause` | Hold all engines | admin | answered for the fleet |" in page
+    assert "| `POST /v1/pause` | Pause all engines | admin | answered for the fleet |" in page
 
 
 def test_operations_that_need_no_key_are_documented():

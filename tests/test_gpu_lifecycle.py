@@ -48,14 +48,14 @@ class TestAbort:
         yield
         asyncio.run(test_abort.idle(server))
 
-    test_2 = on_gpu(test_abort.test_2_an_abort_says_what_it_aborted_what_had_finished_and_what_nobody_knows)
-    test_3 = on_gpu(test_abort.test_3_when_an_abort_is_answered_blocks_are_free_and_the_client_has_its_end)
-    test_4 = on_gpu(test_abort.test_4_the_base_id_aborts_every_choice_and_a_choices_id_that_one)
+    test_2 = on_gpu(test_abort.test_2_an_abort_lists_aborted_finished_and_unknown_requests)
+    test_3 = on_gpu(test_abort.test_3_an_abort_is_answered_after_blocks_are_freed_and_the_client_has_the_end)
+    test_4 = on_gpu(test_abort.test_4_the_request_id_aborts_every_choice_and_a_choice_id_only_that_one)
     test_5_streaming = on_gpu(test_abort.test_5_the_client_of_an_aborted_stream_gets_every_token_once)
-    test_5_waiting = on_gpu(test_abort.test_5_and_so_does_one_that_waits_for_the_whole_answer)
+    test_5_waiting = on_gpu(test_abort.test_5_the_client_of_an_aborted_complete_answer_gets_every_token_once)
     test_6_in_the_queue = on_gpu(test_abort.test_6_a_waiting_request_is_aborted_without_ever_running)
     test_6_in_its_prompt = on_gpu(test_abort.test_6_a_prefilling_request_is_aborted_at_the_next_step)
-    test_6_frozen = on_gpu(test_abort.test_6_one_on_a_frozen_engine_is_aborted_at_once)
+    test_6_frozen = on_gpu(test_abort.test_6_a_request_on_a_frozen_engine_is_aborted_at_once)
     test_7 = on_gpu(
         test_abort.test_7_aborting_twice_while_finishing_or_after_a_disconnect_is_bounded_and_leaves_nothing
     )
@@ -75,15 +75,15 @@ class TestPause:
 
     test_17_abort = on_gpu(test_pause.test_17_18_23_twenty_streams_with_room_for_eight_are_paused_at_once)
     test_17_storm = on_gpu(test_pause.test_17_24_aborts_and_pauses_fired_two_hundred_times_in_any_order_hang_nothing)
-    test_18_drain = on_gpu(test_pause.test_18_a_drain_lets_what_has_started_finish_and_keeps_the_rest_for_later)
+    test_18_drain = on_gpu(test_pause.test_18_a_drain_finishes_started_requests_and_keeps_the_rest_for_later)
     test_18_freeze = on_gpu(test_pause.test_18_a_freeze_in_the_middle_of_thirty_two_seeded_streams_changes_nothing)
-    test_19 = on_gpu(test_pause.test_19_a_paused_server_refuses_with_a_time_to_retry_or_queues_as_asked)
-    test_20 = on_gpu(test_pause.test_20_a_drain_whose_time_is_up_names_whom_it_forced_out_and_ends_paused)
-    test_21 = on_gpu(test_pause.test_21_requests_that_slip_in_while_a_pause_begins_are_caught_or_refused)
-    test_22 = on_gpu(test_pause.test_22_clients_have_their_last_words_before_a_pause_is_answered)
-    test_24_twice = on_gpu(test_pause.test_24_pausing_and_resuming_twice_at_once_is_as_once)
+    test_19 = on_gpu(test_pause.test_19_a_paused_server_refuses_with_a_time_to_retry_or_queues_as_requested)
+    test_20 = on_gpu(test_pause.test_20_a_drain_that_times_out_lists_the_requests_it_ended_and_is_paused)
+    test_21 = on_gpu(test_pause.test_21_requests_that_arrive_while_a_pause_begins_are_paused_or_refused)
+    test_22 = on_gpu(test_pause.test_22_clients_receive_the_end_before_a_pause_is_answered)
+    test_24_twice = on_gpu(test_pause.test_24_concurrent_repeated_pauses_and_resumes_have_the_effect_of_one)
     test_24_cancelled = on_gpu(test_pause.test_24_a_resume_cancels_a_pending_pause_whose_middle_state_is_visible)
-    test_59_sleep = on_gpu(test_pause.test_59_a_control_call_whose_time_is_up_is_accepted_and_done_later)
+    test_59_sleep = on_gpu(test_pause.test_59_a_control_call_that_times_out_is_accepted_and_completed_later)
 
 
 class TestWeights:
@@ -118,11 +118,11 @@ class TestWeights:
 
     test_25_refused = on_gpu(test_weights.test_25_weights_are_refused_unless_paused)
     test_25_new = on_gpu(
-        test_weights.test_25_26_27_new_weights_under_load_make_new_tokens_and_a_response_says_which_made_which
+        test_weights.test_25_26_27_after_an_update_under_load_a_response_reports_the_weights_of_each_token
     )
     test_25_same = on_gpu(test_weights.test_25_the_same_weights_in_the_middle_of_seeded_streams_change_nothing)
-    test_25_bad = on_gpu(test_weights.test_25_a_bad_update_under_load_names_what_is_wrong_and_the_old_weights_go_on)
-    test_sleep = on_gpu(test_weights.test_sleep_gives_memory_back_and_wakeup_takes_it_again)
+    test_25_bad = on_gpu(test_weights.test_25_a_bad_update_under_load_reports_its_error_and_the_old_weights_keep_serving)
+    test_sleep = on_gpu(test_weights.test_sleep_releases_memory_and_wakeup_allocates_it_again)
     test_26_flush = on_gpu(test_weights.test_26_a_flush_drops_cached_blocks_whenever_nothing_holds_them)
 
 

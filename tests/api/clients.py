@@ -1,4 +1,4 @@
-"""Many clients of a live server in one event loop, each reading a stream and keeping what it heard."""
+"""Many clients of a live server in one event loop; each reads a stream and keeps what it receives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass
 class Heard:
-    """What one client was told."""
+    """What one client received."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Heard:
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     comments: int = 0
-    done: bool = False  # [DONE] has come
+    done: bool = False  # [DONE] was received
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -83,7 +83,7 @@ async def stream(
 
 @asynccontextmanager
 async def streaming(url: str, bodies: list[dict[str, Any]], **options: Any) -> AsyncIterator[list[Heard]]:
-    """Streams of which the block sees the middle; at its end all have been read to theirs."""
+    """Runs the block while streams are in progress; at its end all streams have been read completely."""
     heard = [Heard() for _ in bodies]
     async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         for body, each in zip(bodies, heard, strict=True):
@@ -92,7 +92,7 @@ async def streaming(url: str, bodies: list[dict[str, Any]], **options: Any) -> A
 
 
 async def begun(heard: list[Heard], count: int | None = None) -> None:
-    """Wait until so many streams have their first token."""
+    """Wait until this many streams have their first token."""
     wanted = len(heard) if count is None else count
     await until(lambda: sum(each.begun.is_set() for each in heard) >= wanted)
 
@@ -107,11 +107,11 @@ async def until(true: Callable[[], bool | Awaitable[bool]], timeout_s: float = 6
 
 
 class Missed(Exception):
-    """What a test is about was over before the test came to it: its process had not been run for a while."""
+    """The state under test had passed before the test reached it, because its process was not scheduled."""
 
 
 def unless_missed(main: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-    """Run a test that must catch something in the middle; if it came too late, again with so many times as much to do."""
+    """Run a test that must observe work in progress; if it was too late, repeat it with a multiple of the work."""
     for longer in (1, 3, 8):
         try:
             asyncio.run(main(longer))

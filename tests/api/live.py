@@ -1,4 +1,4 @@
-"""A real server for tests: engine processes on a tiny model, and the API in a thread, on a port of its own."""
+"""A real server for tests: engine processes with a tiny model, and the API in a thread, on its own port."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LiveServer:
 
     @contextmanager
     def stopped(self, engine: int = 0) -> Iterator[None]:
-        """That engine's process does not run while the block does."""
+        """Stops the process of this engine while the block runs."""
         pid = self.host.replicas[engine].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -121,7 +121,7 @@ def live_server(
         host = ServerContext("0", MODEL, engines.replicas, ledger)
         listener = take_port("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        if send_bytes is not None:  # of the kernel, per connection
+        if send_bytes is not None:  # the kernel's send buffer per connection
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
         app = build_app(api, host, keys or Keys(), 1 << 20)
         server = HttpServer(app, listener, known.set, stall_s, app.begin)

@@ -1,4 +1,4 @@
-"""The API in front of an engine that does what a test says, called without a network."""
+"""The API in front of a scripted engine, called without a network."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> Serv
 
 
 class Client:
-    """One request to an app. What has been received is in `status` and `body`."""
+    """One request to an app. `status` and `body` have what was received so far."""
 
     def __init__(self, app: ServerApp, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Real servers for tests: `headgate serve` as a process of its own, on a free port of this machine."""
+"""Real servers for tests: `headgate serve` as a separate process, on a free port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_S = 120.0
 
 @dataclass
 class Served:
-    """A server process; its log is read as it comes."""
+    """A server process; its log is read as it is written."""
 
     process: subprocess.Popen[str]
     url: str = ""
@@ -34,7 +34,7 @@ class Served:
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False, **options)
 
     def engine_pids(self) -> dict[int, int]:
-        """By index: the children of the server that are engines."""
+        """The engine processes of the server, by index."""
         pid = self.process.pid
         pids = {}
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -62,7 +62,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 @contextmanager
 def serving(*arguments: object, **environment: str) -> Iterator[Served]:
-    """A server that is ready, and is killed at the end unless the test has stopped it."""
+    """A server that is ready; it is killed at the end unless the test has stopped it."""
     process = subprocess.Popen(
         command("serve", *arguments, "--port", 0, "--log-format", "json", "--log-level", "debug"),
         stderr=subprocess.PIPE,
@@ -103,7 +103,7 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """The first true value of `condition`, asked again and again until the deadline."""
+    """Polls `condition` until the deadline, and returns its first true value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
@@ -118,14 +118,14 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def metric_values(page: str) -> dict[str, float]:
-    """Samples by name and labels, as they are written."""
+    """Samples by name and labels, in the text format."""
     lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
 
 @contextmanager
 def up(*arguments: object, hurry: bool = False, **environment: str) -> Iterator[Served]:
-    """`headgate up` that is ready, and has ended when this has; in a `hurry`, without draining."""
+    """A `headgate up` process that is ready; it is stopped at the end, in a `hurry` without draining."""
     process = subprocess.Popen(
         command("up", *arguments, "--port", 0, "--log-format", "json"),
         stderr=subprocess.PIPE,

@@ -20,8 +20,8 @@ from headgate.testing.tiny import tiny_model
 from tests.api.clients import Heard, Missed, asking, begun, get, post, send, streaming, unless_missed, until
 from tests.api.live import LiveServer, live_server
 
-LONG = 15000  # tokens: many seconds of work, so that something can happen meanwhile
-ROOM = 4  # answers of one tenant that run at once; one more row is kept for others
+LONG = 15000  # tokens: many seconds of work, so that a test can act meanwhile
+ROOM = 4  # answers of one tenant that run at once; one more row is reserved for others
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def server(model: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(autouse=True)
 def clean(server: LiveServer) -> Iterator[None]:
-    """Every test leaves the server as it found it: nobody in, nothing held, nothing marked."""
+    """Every test leaves the server idle: no requests in flight, nothing held, nothing marked."""
     yield
     asyncio.run(running_and_idle(server, "root"))
 
@@ -100,7 +100,7 @@ ROOT = {"key": "root"}
         ({"stop_all": True}, "stop_all"),
     ],
 )
-def test_1_what_does_not_say_what_to_abort_is_refused_and_aborts_nothing(server: LiveServer, body: Any, param: str):
+def test_1_an_abort_that_names_nothing_is_refused_and_aborts_nothing(server: LiveServer, body: Any, param: str):
     async def main() -> None:
         async with streaming(server.url, [asking(400)], **ROOT) as (heard,):
             await begun([heard])
@@ -111,7 +111,7 @@ def test_1_what_does_not_say_what_to_abort_is_refused_and_aborts_nothing(server:
     asyncio.run(main())
 
 
-def test_2_an_abort_says_what_it_aborted_what_had_finished_and_what_nobody_knows(server: LiveServer):
+def test_2_an_abort_lists_aborted_finished_and_unknown_requests(server: LiveServer):
     async def main() -> None:
         await post(server.url, "/v1/completions", asking(request_id="done"), "root")
         async with streaming(server.url, [asking(LONG, request_id="live")], **ROOT) as (heard,):
@@ -127,7 +127,7 @@ def test_2_an_abort_says_what_it_aborted_what_had_finished_and_what_nobody_knows
     asyncio.run(main())
 
 
-def test_2_the_id_in_the_body_of_an_answer_names_its_request_too(server: LiveServer):
+def test_2_the_id_in_the_body_of_an_answer_also_identifies_its_request(server: LiveServer):
     async def main() -> None:
         whole = await post(server.url, "/v1/completions", asking(), "root")
         told = await abort(server, req_ids=[whole.body["id"], whole.body["id"] + "-0", whole.headers["x-request-id"]])
@@ -136,7 +136,7 @@ def test_2_the_id_in_the_body_of_an_answer_names_its_request_too(server: LiveSer
     asyncio.run(main())
 
 
-def test_3_when_an_abort_is_answered_blocks_are_free_and_the_client_has_its_end(server: LiveServer):
+def test_3_an_abort_is_answered_after_blocks_are_freed_and_the_client_has_the_end(server: LiveServer):
     async def main() -> None:
         async with streaming(server.url, [asking(LONG) for _ in range(2 * ROOM)], **ROOT) as heard:
             await begun(heard, ROOM)
@@ -150,7 +150,7 @@ def test_3_when_an_abort_is_answered_blocks_are_free_and_the_client_has_its_end(
     asyncio.run(main())
 
 
-def test_3_59_an_abort_whose_time_is_up_says_what_is_still_held(server: LiveServer):
+def test_3_59_an_abort_that_times_out_lists_what_is_still_held(server: LiveServer):
     async def main() -> None:
         async with streaming(server.url, [asking(LONG, request_id="held")], **ROOT) as (heard,):
             await begun([heard])
@@ -163,7 +163,7 @@ def test_3_59_an_abort_whose_time_is_up_says_what_is_still_held(server: LiveServ
     asyncio.run(main())
 
 
-def test_59_an_abort_that_nobody_waits_for_is_accepted(server: LiveServer):
+def test_59_an_abort_without_wait_is_answered_with_accepted(server: LiveServer):
     async def main() -> None:
         async with streaming(server.url, [asking(LONG, request_id="x")], **ROOT) as (heard,):
             await begun([heard])
@@ -175,7 +175,7 @@ def test_59_an_abort_that_nobody_waits_for_is_accepted(server: LiveServer):
     asyncio.run(main())
 
 
-def test_4_the_base_id_aborts_every_choice_and_a_choices_id_that_one(server: LiveServer):
+def test_4_the_request_id_aborts_every_choice_and_a_choice_id_only_that_one(server: LiveServer):
     async def main(longer: int) -> None:
         body = asking(1500 * longer, request_id="n", n=3, seed=5, temperature=1)
         async with streaming(server.url, [body], **ROOT) as (heard,):
@@ -221,7 +221,7 @@ def test_5_the_client_of_an_aborted_stream_gets_every_token_once(server: LiveSer
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_5_and_so_does_one_that_waits_for_the_whole_answer(server: LiveServer, path: str):
+def test_5_the_client_of_an_aborted_complete_answer_gets_every_token_once(server: LiveServer, path: str):
     async def main() -> None:
         body = asking(LONG, seed=3, request_id="cut")
         if path.startswith("/v1/chat"):
@@ -275,7 +275,7 @@ async def phase(server: LiveServer, id: str, wanted: str, heard: Heard | None = 
 
 def test_6_a_prefilling_request_is_aborted_at_the_next_step(server: LiveServer):
     async def main(longer: int) -> None:
-        prompt = [i % 250 + longer for i in range(12000)]  # not the one before, which is cached
+        prompt = [i % 250 + longer for i in range(12000)]  # differs from the earlier prompt, which is cached
         async with streaming(server.url, [asking(8, prompt=prompt, request_id="long")], **ROOT) as (heard,):
             await phase(server, "long", "running", heard)
             told = await abort(server, req_ids=["long"])
@@ -287,7 +287,7 @@ def test_6_a_prefilling_request_is_aborted_at_the_next_step(server: LiveServer):
     unless_missed(main)
 
 
-def test_6_one_on_a_frozen_engine_is_aborted_at_once(server: LiveServer):
+def test_6_a_request_on_a_frozen_engine_is_aborted_at_once(server: LiveServer):
     async def main() -> None:
         async with streaming(
             server.url, [asking(LONG, request_id=f"f{i}") for i in range(ROOM + 1)], **ROOT
@@ -304,7 +304,7 @@ def test_6_one_on_a_frozen_engine_is_aborted_at_once(server: LiveServer):
 
 @contextmanager
 def busy_pool(server: LiveServer) -> Iterator[None]:
-    """The threads that tokenise and build grammars have other work while the block lasts."""
+    """Keeps the threads that tokenise and build grammars busy while the block runs."""
     done = threading.Event()
     for _ in range(2):
         server.api.pool.submit(done.wait, 100)
@@ -321,7 +321,7 @@ def busy_pool(server: LiveServer) -> Iterator[None]:
         pytest.param({"response_format": {"type": "json_object"}, "ignore_eos": False}, id="waiting-for-a-grammar"),
     ],
 )
-def test_6_one_that_no_engine_has_heard_of_is_aborted_and_never_sent_to_one(server: LiveServer, fields: Any):
+def test_6_a_request_that_no_engine_has_is_aborted_and_never_sent_to_one(server: LiveServer, fields: Any):
     async def main() -> None:
         before = (await status(server)).prompt_tokens
         with busy_pool(server):
@@ -344,7 +344,7 @@ def test_6_one_that_no_engine_has_heard_of_is_aborted_and_never_sent_to_one(serv
     asyncio.run(main())
 
 
-def test_6_one_that_waits_for_an_engine_is_aborted_without_one(model: Path):
+def test_6_a_request_that_waits_for_an_engine_is_aborted_without_one(model: Path):
     async def main(server: LiveServer) -> None:
         replica = server.host.replicas[0]
         await until(lambda: replica.client is not None)
@@ -355,7 +355,7 @@ def test_6_one_that_waits_for_an_engine_is_aborted_without_one(model: Path):
             await until(lambda: any(0 in r.streams for r in server.api.ledger.named("none")) or bool(heard.ends))
             told = await post(server.url, "/v1/abort_requests", {"req_ids": ["none"]})
             if replica.client is not None:
-                raise Missed  # an engine is there again
+                raise Missed  # an engine has restarted
             assert told.result["aborted"] == [{"request_id": "none", "output_token_count": 0}]
         assert heard.end == ("abort", "api_abort")
 
@@ -418,7 +418,7 @@ def test_9_new_requests_are_accepted_while_an_abort_waits(server: LiveServer):
 # ------------------------------------------------------------------------------------------------------ whose and which
 
 
-def test_11_a_tenant_sees_and_aborts_its_own_requests_alone(server: LiveServer):
+def test_11_a_tenant_sees_and_aborts_only_its_own_requests(server: LiveServer):
     async def main() -> None:
         async with (
             streaming(
@@ -446,7 +446,7 @@ def test_11_a_tenant_sees_and_aborts_its_own_requests_alone(server: LiveServer):
     asyncio.run(main())
 
 
-def test_tenants_that_use_the_same_id_end_their_own_and_the_admin_both(server: LiveServer):
+def test_with_the_same_id_each_tenant_ends_its_own_request_and_the_admin_all(server: LiveServer):
     async def main() -> None:
         body, path = asking(LONG, request_id="same"), "/v1/abort_requests"
         async with (
@@ -469,7 +469,7 @@ def test_tenants_that_use_the_same_id_end_their_own_and_the_admin_both(server: L
     asyncio.run(main())
 
 
-def test_52_an_abort_by_tags_ends_exactly_what_carries_them(server: LiveServer):
+def test_52_an_abort_by_tags_ends_exactly_the_requests_with_these_tags(server: LiveServer):
     async def main() -> None:
         def tagged(id: str, **tags: str) -> dict[str, Any]:
             return asking(LONG, request_id=id, tags=tags)
@@ -489,7 +489,7 @@ def test_52_an_abort_by_tags_ends_exactly_what_carries_them(server: LiveServer):
     asyncio.run(main())
 
 
-def test_16_causes_are_told_apart_in_metrics_and_in_answers(server: LiveServer):
+def test_16_metrics_and_answers_distinguish_causes(server: LiveServer):
     async def main() -> None:
         before = server.api.ledger.metrics.aborts.copy()
         bodies = [asking(LONG, request_id="api"), asking(LONG, deadline_ms=200), asking(LONG, request_id="gone")]

@@ -1,4 +1,4 @@
-"""A pause governs requests that are accepted and that no engine has yet (sentence 71)."""
+"""A pause applies to accepted requests that no engine has yet (sentence 71)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def without_engine(server: LiveServer) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def without_threads(server: LiveServer) -> AsyncIterator[None]:
-    """Nothing is tokenised while the block runs."""
+    """Blocks tokenisation while the block runs."""
     free, before = threading.Event(), state.LONG_TEXT
     state.LONG_TEXT = 0
     blockers = [server.api.pool.submit(free.wait, 60) for _ in range(state.TEXT_THREADS)]
@@ -135,7 +135,7 @@ def test_69_a_deadline_holds_while_a_prompt_waits_for_a_thread(server: LiveServe
     asyncio.run(main())
 
 
-def test_61_an_abort_does_not_blame_the_client_of_a_request_whose_prompt_is_still_being_read(server: LiveServer):
+def test_61_an_abort_of_a_request_whose_prompt_is_being_tokenised_does_not_report_an_unread_end(server: LiveServer):
     async def main() -> None:
         hindrance = AsyncExitStack()
         await hindrance.enter_async_context(without_threads(server))
@@ -149,7 +149,7 @@ def test_61_an_abort_does_not_blame_the_client_of_a_request_whose_prompt_is_stil
     asyncio.run(main())
 
 
-def test_19_71_a_request_that_comes_during_a_pause_is_new_also_if_the_pause_is_asked_again(server: LiveServer):
+def test_19_71_a_request_that_arrives_during_a_pause_is_new_even_if_the_pause_is_repeated(server: LiveServer):
     async def main() -> None:
         await pause(server, "freeze")
         async with streaming(server.url, [asking(8)]) as heard, without_threads(server):

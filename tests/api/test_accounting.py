@@ -1,4 +1,4 @@
-"""What the records say was made is what the engines say they made, to the token (sentence 53)."""
+"""The usage records and the engines report exactly the same number of tokens (sentence 53)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(autouse=True)
 def adds_up(server: LiveServer) -> Iterator[None]:
-    """After every test, all records of the server so far together are all that its engines have told."""
+    """After every test, the records of the server add up to what its engines have reported."""
     yield
     ledger = server.api.ledger
     asyncio.run(until(lambda: not ledger.live and not ledger.unsettled))
-    # A client has its last token when the engine's loop is about to say that nothing runs.
+    # A client has its last token shortly before the engine reports that nothing runs.
     wait_until(lambda: all(not (status.running or status.waiting) for status in map(server.status, range(2))))
     statuses = [server.status(index) for index in range(2)]
     told = sum(status.output_tokens for status in statuses)
@@ -46,12 +46,12 @@ async def record(server: LiveServer, id: str) -> Any:
     return (await get(server.url, f"/v1/requests/{id}")).body["usage"]
 
 
-def test_53_what_was_made_after_a_stop_string_is_in_the_record_and_not_in_the_answer(server: LiveServer):
+def test_53_tokens_after_a_stop_string_are_in_the_record_and_not_in_the_answer(server: LiveServer):
     async def overshoot(stop: str, id: str, busy_s: float) -> int:
         body = asking(1000, prompt="a tale", stop=stop, request_id=id)
         async with streaming(server.url, [body]) as (heard,):
             await begun([heard])
-            # An API that is busy with something else: the engine runs ahead of it.
+            # The API is busy, so the engine runs ahead of it.
             server.loop.call_soon_threadsafe(time.sleep, busy_s)
         assert heard.end == ("stop", "stop_string")
         (choice,) = (await record(server, id))["choices"]
@@ -62,7 +62,7 @@ def test_53_what_was_made_after_a_stop_string_is_in_the_record_and_not_in_the_an
         async with streaming(server.url, [asking(1000, prompt="a tale")]) as (whole,):
             pass
         stop = next(whole.text[i : i + 2] for i in range(400, 900) if whole.text.index(whole.text[i : i + 2]) == i)
-        for i in range(8):  # longer each time, should this machine be slow
+        for i in range(8):  # longer each time, in case this machine is slow
             if await overshoot(stop, f"stop-{i}", 0.5 * 1.5**i):
                 return
         raise AssertionError("no engine was ahead of us even once")
@@ -70,7 +70,7 @@ def test_53_what_was_made_after_a_stop_string_is_in_the_record_and_not_in_the_an
     asyncio.run(main())
 
 
-def test_53_each_of_several_choices_has_its_own(server: LiveServer):
+def test_53_each_choice_has_its_own_engine_tokens(server: LiveServer):
     async def main() -> None:
         body = asking(30, n=3, seed=3, temperature=1, request_id="three")
         async with streaming(server.url, [body]):
@@ -80,7 +80,7 @@ def test_53_each_of_several_choices_has_its_own(server: LiveServer):
     asyncio.run(main())
 
 
-def test_69_a_deadline_holds_while_the_engines_are_stopped_and_their_late_words_count_once(server: LiveServer):
+def test_69_a_deadline_holds_while_engines_are_stopped_and_their_late_output_counts_once(server: LiveServer):
     async def main() -> None:
         bodies = [asking(LONG, n=2, deadline_ms=2000, request_id=f"held-{i}") for i in range(4)]
         async with streaming(server.url, bodies) as heard:
@@ -103,7 +103,7 @@ def test_69_a_deadline_holds_while_the_engines_are_stopped_and_their_late_words_
     asyncio.run(main())
 
 
-def test_53_tokens_that_a_request_came_with_were_not_made_here(server: LiveServer):
+def test_53_tokens_that_a_request_was_resumed_with_are_not_engine_tokens(server: LiveServer):
     async def main() -> None:
         async with streaming(server.url, [asking(20, prompt="go on")]) as (whole,):
             pass
@@ -117,7 +117,7 @@ def test_53_tokens_that_a_request_came_with_were_not_made_here(server: LiveServe
     asyncio.run(main())
 
 
-def test_53_what_nobody_heard_any_more_is_recorded_when_the_engine_has_said_it(server: LiveServer):
+def test_53_tokens_after_a_disconnection_are_recorded_once_the_engine_reports_them(server: LiveServer):
     async def main() -> None:
         causes = set()
         for i in range(10):
@@ -131,7 +131,7 @@ def test_53_what_nobody_heard_any_more_is_recorded_when_the_engine_has_said_it(s
             causes.add((usage["finish_reason"], usage["cause"]))
             for choice in usage["choices"]:
                 assert choice["output_tokens"] <= choice["engine_tokens"] <= LONG
-        assert causes - {("length", "max_tokens")} == {("abort", "client_disconnect")}  # or it was over before
+        assert causes - {("length", "max_tokens")} == {("abort", "client_disconnect")}  # or it had finished before
 
     asyncio.run(main())
 
@@ -154,7 +154,7 @@ def test_53_preempted_aborted_paused_and_overdue_requests_add_up_too(server: Liv
 
     async def main() -> None:
         seen: set[str] = set()
-        for i in range(10):  # on a busy machine the engines may be done before we look
+        for i in range(10):  # on a busy machine the engines may be done before the check
             bodies = [asking(1500, prompt=f"{i} {j}", request_id=f"long-{i}-{j}") for j in range(6)]
             seen |= await preempted([*bodies, asking(1500, prompt="late", deadline_ms=1, request_id=f"late-{i}")])
             if seen >= {"api_abort", "pause", "deadline"}:
@@ -164,7 +164,7 @@ def test_53_preempted_aborted_paused_and_overdue_requests_add_up_too(server: Liv
     asyncio.run(main())
 
 
-def test_53_a_probe_is_accounted_for_like_anyone(server: LiveServer):
+def test_53_a_probe_is_accounted_like_any_request(server: LiveServer):
     async def main() -> None:
         before = server.api.ledger.metrics.tokens["engine"]
         assert (await get(server.url, "/health_generate")).status == 200
@@ -174,7 +174,7 @@ def test_53_a_probe_is_accounted_for_like_anyone(server: LiveServer):
     asyncio.run(main())
 
 
-def test_records_of_ended_requests_do_not_wait_for_the_collector(server: LiveServer):
+def test_records_of_ended_requests_are_freed_without_the_garbage_collector(server: LiveServer):
     def kept() -> int:
         return sum(type(found) is Record for found in gc.get_objects())
 

@@ -1,4 +1,4 @@
-"""How many requests are in flight, who waits, who is refused (46); and that places come home however a wait ends."""
+"""Requests in flight, waiting and refused (46); places are released however a wait ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def waiting(admission: Admission, tenant: str = "") -> asyncio.Task[None]:
     return task
 
 
-def test_46_room_is_given_in_the_order_of_arrival():
+def test_46_places_are_given_in_order_of_arrival():
     async def main() -> None:
         admission = Admission(1, 10)
         await admission.enter("")
@@ -55,12 +55,12 @@ def test_63_tenants_that_have_nothing_in_flight_get_places_in_turns():
     run(main())
 
 
-def test_46_nobody_overtakes_those_who_wait():
+def test_46_a_new_request_does_not_overtake_waiting_ones():
     async def main() -> None:
         admission = Admission(1, 10)
         await admission.enter("")
         first = await waiting(admission)
-        admission.leave("")  # the place is `first`'s, who has not run yet
+        admission.leave("")  # the place goes to `first`, whose task has not run yet
         assert not admission.try_enter("")
         await first
         admission.leave("")
@@ -68,7 +68,7 @@ def test_46_nobody_overtakes_those_who_wait():
     run(main())
 
 
-def test_46_beyond_the_queue_a_request_is_refused_at_once_and_says_what_is_full():
+def test_46_a_request_beyond_the_queue_is_refused_at_once_with_the_limits():
     async def main() -> None:
         admission = Admission(2, 1)
         await admission.enter("")
@@ -84,7 +84,7 @@ def test_46_beyond_the_queue_a_request_is_refused_at_once_and_says_what_is_full(
     run(main())
 
 
-def test_46_room_goes_to_the_tenant_that_has_least_in_flight():
+def test_46_a_free_place_goes_to_the_tenant_with_the_fewest_in_flight():
     async def main() -> None:
         admission = Admission(3, 10)
         for _ in range(3):
@@ -101,7 +101,7 @@ def test_46_room_goes_to_the_tenant_that_has_least_in_flight():
     run(main())
 
 
-def test_46_a_full_queue_takes_a_newcomer_in_place_of_one_of_the_tenant_that_waits_most():
+def test_46_a_full_queue_replaces_a_request_of_the_tenant_with_the_most_waiting():
     async def main() -> None:
         admission = Admission(1, 3)
         await admission.enter("many")
@@ -114,7 +114,7 @@ def test_46_a_full_queue_takes_a_newcomer_in_place_of_one_of_the_tenant_that_wai
         admission.leave("many")
         await tasks[0]  # neither tenant has anything in flight: the first in the queue is first
         admission.leave("many")
-        await few  # then the other tenant has its turn
+        await few  # then it is the other tenant's turn
         admission.leave("few")
         await tasks[1]
         admission.leave("many")
@@ -123,8 +123,8 @@ def test_46_a_full_queue_takes_a_newcomer_in_place_of_one_of_the_tenant_that_wai
     run(main())
 
 
-def test_46_a_newcomer_in_the_moment_in_which_somebody_leaves_the_queue():
-    """The wait of the one that would have to go has been cancelled, and its task has not run yet."""
+def test_46_a_request_that_arrives_while_another_leaves_the_queue():
+    """The wait that would be replaced has been cancelled, and its task has not run yet."""
 
     async def main() -> None:
         admission = Admission(1, 2)
@@ -143,13 +143,13 @@ def test_46_a_newcomer_in_the_moment_in_which_somebody_leaves_the_queue():
     run(main())
 
 
-def test_a_wait_that_is_cancelled_as_it_ends_gives_its_place_on():
+def test_a_wait_that_is_cancelled_as_it_ends_releases_its_place():
     async def main() -> None:
         admission = Admission(1, 10)
         await admission.enter("")
         first, second = await waiting(admission), await waiting(admission)
         admission.leave("")  # given to `first`
-        first.cancel()  # which leaves in the same turn
+        first.cancel()  # cancelled in the same iteration of the loop
         await asyncio.gather(first, return_exceptions=True)
         await second
         assert admission.in_flight == 1
@@ -159,14 +159,14 @@ def test_a_wait_that_is_cancelled_as_it_ends_gives_its_place_on():
     run(main())
 
 
-def test_without_a_limit_nobody_waits():
+def test_without_a_limit_no_request_waits():
     admission = Admission(None, 0)
     assert all(admission.try_enter("x") for _ in range(1000))
     assert admission.in_flight == 1000
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_46_whatever_happens_the_limit_holds_and_every_place_comes_home(seed: int):
+def test_46_under_random_operations_the_limit_holds_and_every_place_is_released(seed: int):
     rng = random.Random(seed)
     admission = Admission(3, 5)
     ended: Counter[str] = Counter()
@@ -175,7 +175,7 @@ def test_46_whatever_happens_the_limit_holds_and_every_place_comes_home(seed: in
         try:
             async with admission.place(tenant):
                 assert admission.in_flight <= 3 and admission.waiting <= 5
-                for _ in range(rng.choice((1, 1, 10))):  # turns of the loop: the seed decides, not the time
+                for _ in range(rng.choice((1, 1, 10))):  # iterations of the loop: decided by the seed, not by time
                     await asyncio.sleep(0)
                 if rng.random() < 0.2:
                     raise ValueError

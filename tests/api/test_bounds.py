@@ -1,4 +1,4 @@
-"""Control calls while engines are stopped or killed: answered in time, truthfully, and kept (sentences 61 and 75)."""
+"""Control calls while engines are stopped or killed are answered in time and correctly, and stay in force (61, 75)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.api.clients import Told, asking, begun, get, post, send, streaming, u
 from tests.api.live import LiveServer, live_server
 
 LONG = 2000
-AT_MOST_S = 8.0  # for a call with a timeout of half a second, on a machine that does not run us for some seconds
+AT_MOST_S = 8.0  # for a call with a timeout of half a second, on a machine that may not schedule us for some seconds
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_61_an_abort_is_answered_in_time_while_the_engine_is_stopped(server: Liv
 
 
 @pytest.mark.parametrize(("path", "pauses"), [("/pause", True), ("/pause_generation", True), ("/flush_cache", False)])
-def test_61_names_of_other_systems_do_not_say_that_all_is_done(
+def test_61_compatible_apis_do_not_report_success_before_all_is_done(
     server: LiveServer, path: str, pauses: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(control, "DEFAULT_TIMEOUT_S", 0.5)
@@ -130,7 +130,7 @@ def test_61_names_of_other_systems_do_not_say_that_all_is_done(
 
 
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/start_weight_update"])
-def test_61_an_update_that_cannot_hold_all_engines_lets_them_run_again(
+def test_61_an_update_that_cannot_pause_all_engines_resumes_them(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
 ):
     body = {"model_path": str(tmp_path)} if path == "/update_weights_from_disk" else {}
@@ -152,7 +152,7 @@ def test_75_a_pause_outlives_the_only_engine(server: LiveServer, mode: str):
     async def main() -> None:
         async with streaming(server.url, [asking(LONG)]) as heard:
             await begun(heard)
-            signal_engine(server, signal.SIGSTOP)  # the pause finds it at work
+            signal_engine(server, signal.SIGSTOP)  # stopped while it is working
             pausing = asyncio.create_task(post(server.url, "/v1/pause", {"mode": mode, "timeout": 60}))
             await until(lambda: server.host.ledger.metrics.pauses[mode] > before)
             await kill(server)

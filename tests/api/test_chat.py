@@ -39,7 +39,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("stop", [None, ["6", "jj"], "E"])
-def test_the_deltas_of_a_stream_add_up_to_the_whole_answer(server: LiveServer, seed: int, stop: Any):
+def test_the_deltas_of_a_stream_add_up_to_the_complete_answer(server: LiveServer, seed: int, stop: Any):
     body = asking("naïve 😀 文字", seed=seed, stop=stop, max_tokens=120)
     whole = server.post(PATH, body).json()["choices"][0]
     streamed = chunks(server.events(PATH, body))
@@ -65,7 +65,7 @@ def test_a_stop_string_is_cut_and_counts_the_tokens_up_to_it(server: LiveServer)
     assert with_stop["message"]["content"] == text[: text.index(stop) + 1]
 
 
-def test_choices_have_seeds_of_their_own_and_interleave(server: LiveServer):
+def test_choices_have_their_own_seeds_and_interleave(server: LiveServer):
     whole = server.post(PATH, asking(n=3)).json()
     texts = [choice["message"]["content"] for choice in whole["choices"]]
     assert len(set(texts)) == 3 and [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
@@ -79,7 +79,7 @@ def test_without_a_seed_answers_differ(server: LiveServer):
     assert len(texts) == 3
 
 
-def test_usage_counts_the_prompt_once_and_says_what_was_cached(server: LiveServer):
+def test_usage_counts_the_prompt_once_and_reports_cached_tokens(server: LiveServer):
     body = asking(
         "a prompt that is longer than one block of the cache", n=2, cache_salt="usage", **LONG | {"max_tokens": 5}
     )
@@ -111,7 +111,7 @@ def test_logprobs_come_with_every_token(server: LiveServer):
 
 @pytest.mark.parametrize("stop", [None, "6"])
 @pytest.mark.parametrize("cut", [1, 13, 37])
-def test_going_on_from_generated_ids_equals_an_uninterrupted_run(server: LiveServer, cut: int, stop: Any):
+def test_continuing_from_generated_ids_equals_an_uninterrupted_run(server: LiveServer, cut: int, stop: Any):
     body = asking(return_token_ids=True, ignore_eos=True, max_tokens=60, stop=stop, frequency_penalty=0.5)
     whole = server.post(PATH, body).json()
     ids = whole["choices"][0]["completion_token_ids"]
@@ -139,7 +139,7 @@ def test_the_request_id_is_the_label_and_comes_back(server: LiveServer):
         assert response.json()["id"] == "chatcmpl-mine"
 
 
-def test_a_deadline_ends_the_answer_with_what_there_is(server: LiveServer):
+def test_a_deadline_ends_the_request_with_a_partial_answer(server: LiveServer):
     body = asking(deadline_ms=20, ignore_eos=True, max_tokens=450)
     choice = server.post(PATH, body).json()["choices"][0]
     assert (choice["finish_reason"], choice["cause"]) == ("abort", "deadline")
@@ -191,7 +191,7 @@ def test_harmless_fields_are_ignored(server: LiveServer):
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(server: LiveServer, fields: Any, param: str):
+def test_unsupported_values_are_refused_with_the_name_of_the_field(server: LiveServer, fields: Any, param: str):
     problem = error(server.post(PATH, asking(**fields)), 400)
     assert problem["param"] == param
     assert problem["code"] and problem["message"]
@@ -209,7 +209,7 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(server: LiveS
         b'{"seed": 1%s}' % (b"0" * 5000),
     ],
 )
-def test_what_is_not_json_is_refused(server: LiveServer, body: bytes):
+def test_a_body_that_is_not_json_is_refused(server: LiveServer, body: bytes):
     with server.http as http:
         error(http.post(PATH, content=body), 400)
 
@@ -223,7 +223,7 @@ def test_another_model_is_not_found(server: LiveServer):
     assert error(server.post(PATH, asking(model="other")), 404)["code"] == "model_not_found"
 
 
-# -- clients that leave ----------------------------------------------------------
+# -- clients that disconnect ------------------------------------------------------
 
 
 def idle(server: LiveServer) -> bool:
@@ -232,10 +232,10 @@ def idle(server: LiveServer) -> bool:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_is_aborted_at_once(server: LiveServer, stream: bool):
+def test_the_request_of_a_client_that_disconnects_is_aborted_at_once(server: LiveServer, stream: bool):
     """Sentence 12."""
     aborts, counts = 0, server.api.ledger.metrics.aborts
-    for _ in range(10):  # again, if the answer had come before this thread could leave
+    for _ in range(10):  # repeated if the answer was complete before this thread could disconnect
         before = counts["client_disconnect"]
         with server.http as http:
             leave(http, asking(n=8, ignore_eos=True, max_tokens=450, stream=stream))

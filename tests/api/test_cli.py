@@ -1,4 +1,4 @@
-"""The command line: one sentence and an exit code for what cannot be, help that fits on a screen."""
+"""The command line: errors are one sentence and an exit code, and the help fits on a screen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(*arguments: object, timeout_s: float = 100, **environment: str) -> subpr
 
 
 def the_sentence(result: subprocess.CompletedProcess[str]) -> str:
-    """What was said about a failure: one line that says who speaks, and nothing else but progress bars."""
+    """The error message: one line that begins with the program's name, and otherwise only progress bars."""
     assert "Traceback" not in result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("headgate: ")]
     return line
@@ -46,7 +46,7 @@ def test_help_fits_on_a_screen(arguments, capsys, monkeypatch):
     assert len(lines) <= 44 and max(map(len, lines)) <= 80
 
 
-def test_a_taken_port_is_told_before_the_model_is_looked_for(tmp_path):
+def test_a_port_in_use_is_reported_before_the_model_is_searched(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         result = run("serve", tmp_path / "no-model", "--port", port)
@@ -56,13 +56,13 @@ def test_a_taken_port_is_told_before_the_model_is_looked_for(tmp_path):
     )
 
 
-def test_a_folder_without_a_model_is_one_sentence(tmp_path):
+def test_a_folder_without_a_model_is_reported_in_one_sentence(tmp_path):
     result = run("serve", tmp_path, "--port", 0)
     assert result.returncode == 1
     assert str(tmp_path) in the_sentence(result) and "holds no model" in the_sentence(result)
 
 
-def test_too_little_memory_is_one_sentence(tmp_path):
+def test_too_little_memory_is_reported_in_one_sentence(tmp_path):
     model = tiny_model(tmp_path / "model")
     result = run("serve", model, "--port", 0, "--kv-blocks", 1, "--max-context", 512)
     assert result.returncode == 1
@@ -81,7 +81,7 @@ def test_too_little_memory_is_one_sentence(tmp_path):
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
     ],
 )
-def test_a_flag_that_makes_no_sense_is_one_sentence(flags, about, tmp_path, capsys):
+def test_an_invalid_flag_is_reported_in_one_sentence(flags, about, tmp_path, capsys):
     model = tiny_model(tmp_path / "model")
     assert cli.main(["serve", str(model), "--port", "0", *flags], {}) in (1, 2)
     errors = capsys.readouterr().err
@@ -90,12 +90,12 @@ def test_a_flag_that_makes_no_sense_is_one_sentence(flags, about, tmp_path, caps
 
 def test_ctrl_c_while_loading_ends_at_once_and_cleanly(tmp_path):
     model = tiny_model(tmp_path / "model")
-    # Again, if it had loaded before this process was run again.
+    # Repeated if the model had loaded before this process was scheduled.
     assert any(interrupted(model) for _ in range(5))
 
 
 def interrupted(model: Path) -> bool:
-    """Whether the signal came in time."""
+    """Whether the signal arrived in time."""
     process = subprocess.Popen(
         command("serve", model, "--port", 0, "--log-level", "info"),
         stderr=subprocess.PIPE,
@@ -103,7 +103,7 @@ def interrupted(model: Path) -> bool:
         text=True,
         env=clean_environment(),
     )
-    # It says so when it starts its engines, which takes a while.
+    # It logs this when it starts its engines, which takes a while.
     line = next(line for line in process.stderr if "starting" in line)
     process.send_signal(signal.SIGINT)
     timer = threading.Timer(60, process.kill)
@@ -143,13 +143,13 @@ def test_a_variable_for_keys_that_is_empty_does_not_open_the_server(name, capsys
         (["lifecycle", "--concurrency", "0"], "concurrency"),
     ],
 )
-def test_a_bench_that_makes_no_sense_is_one_sentence(arguments, about, capsys):
+def test_an_invalid_benchmark_is_reported_in_one_sentence(arguments, about, capsys):
     assert cli.main(["bench", *arguments], {}) == cli.WRONG_USE
     errors = capsys.readouterr().err
     assert about in errors and errors.count("\n") == 1
 
 
-def test_the_pace_is_told_with_the_load(capsys):
+def test_the_pace_is_shown_with_the_load(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "serve", "--help"])
     load = capsys.readouterr().out.partition("\nload:")[2].partition("\nrequests:")[0]

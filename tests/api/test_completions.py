@@ -55,7 +55,7 @@ def test_several_prompts_are_answered_in_their_order(server: LiveServer, prompts
     "fields",
     [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 1}, {"n": 3}, {"stop": ["q", "Z"]}],
 )
-def test_the_pieces_of_a_stream_add_up_to_the_whole_answer(server: LiveServer, fields: dict[str, Any]):
+def test_the_pieces_of_a_stream_add_up_to_the_complete_answer(server: LiveServer, fields: dict[str, Any]):
     body = asking("naïve 文", return_token_ids=True, max_tokens=60, **fields)
     for choice in answer(server, body)["choices"]:
         pieces = [piece for piece in streamed(server, body) if piece["index"] == choice["index"]]
@@ -97,7 +97,7 @@ def test_a_bias_forbids_and_forces_tokens(server: LiveServer):
     assert forced[0] not in forbidden
 
 
-def test_a_stop_token_ends_the_answer_and_is_no_text(server: LiveServer):
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_the_text(server: LiveServer):
     free = answer(server, asking(return_token_ids=True))["choices"][0]["completion_token_ids"]
     body = asking(stop_token_ids=[free[9]], return_token_ids=True)
     choice = answer(server, body)["choices"][0]
@@ -106,7 +106,7 @@ def test_a_stop_token_ends_the_answer_and_is_no_text(server: LiveServer):
 
 
 @pytest.mark.parametrize("cut", [1, 11, 23])
-def test_going_on_from_generated_ids_equals_an_uninterrupted_run(server: LiveServer, cut: int):
+def test_continuing_from_generated_ids_equals_an_uninterrupted_run(server: LiveServer, cut: int):
     body = asking(return_token_ids=True, repetition_penalty=1.3)
     whole = answer(server, body)
     ids, text = whole["choices"][0]["completion_token_ids"], whole["choices"][0]["text"]
@@ -115,7 +115,7 @@ def test_going_on_from_generated_ids_equals_an_uninterrupted_run(server: LiveSer
     assert joined(piece["completion_token_ids"] for piece in rest) == ids[cut:]
 
 
-def test_5_what_was_generated_before_is_no_part_of_the_prompt_that_was_cached(server: LiveServer):
+def test_5_resumed_tokens_do_not_count_as_cached_prompt_tokens(server: LiveServer):
     body = asking(prompt=[5, 6, 7], return_token_ids=True, max_tokens=120)
     ids = answer(server, body)["choices"][0]["completion_token_ids"]
     usage = answer(server, body | {"generated_token_ids": ids[:100]})["usage"]
@@ -141,7 +141,7 @@ def test_5_what_was_generated_before_is_no_part_of_the_prompt_that_was_cached(se
         ({"delivered_chars": 5, "generated_token_ids": [70]}, None),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(server: LiveServer, fields: Any, param: Any):
+def test_unsupported_values_are_refused_with_the_name_of_the_field(server: LiveServer, fields: Any, param: Any):
     response = server.post(PATH, asking(**fields))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param

@@ -37,7 +37,7 @@ SCHEMAS = {"weather": WEATHER, "now": {"maxProperties": 0}}
 
 
 def say(grammar: str, rng: random.Random) -> str:
-    """Something that `grammar` allows, chosen byte by byte."""
+    """A text that `grammar` allows, chosen byte by byte."""
     matcher = LLMatcher(_any_bytes(), grammar)
     said = bytearray()
     while not matcher.is_stopped():
@@ -68,11 +68,11 @@ def allows(grammar: str | None, text: str) -> bool:
         {"tools": []},
     ],
 )
-def test_where_nothing_is_demanded_anything_may_be_said(body):
+def test_without_constraints_there_is_no_grammar(body):
     assert constraint_for(**body) is None
 
 
-def test_a_response_format_is_the_grammar_of_its_schema():
+def test_a_response_format_becomes_the_grammar_of_its_schema():
     named = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
     assert constraint_for(response_format=named) == json_schema(PERSON)
     assert constraint_for(response_format={"type": "json_schema", "name": "person", "schema": PERSON}) == json_schema(
@@ -84,7 +84,7 @@ def test_a_response_format_is_the_grammar_of_its_schema():
 
 @pytest.mark.parametrize("format", ToolFormat)
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_required_call_is_always_one_that_can_be_read_and_obeyed(format, parallel):
+def test_a_required_call_can_always_be_parsed_and_matches_its_schema(format, parallel):
     grammar = constraint_for(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel, format=format)
     rng, counts = random.Random(0), set()
     for _ in range(40):
@@ -97,13 +97,13 @@ def test_a_required_call_is_always_one_that_can_be_read_and_obeyed(format, paral
 
 
 @pytest.mark.parametrize("name", [{"function": {"name": "now"}}, {"name": "now"}])
-def test_a_named_function_is_the_one_that_is_called(name):
+def test_a_named_function_is_the_only_one_that_can_be_called(name):
     grammar = constraint_for(tools=TOOLS, tool_choice={"type": "function", **name}, parallel_tool_calls=False)
     said = say(grammar, random.Random(0))
     assert "".join(said.split()) == '<tool_call>{"name":"now","arguments":{}}</tool_call>'
 
 
-def test_beside_a_response_format_the_model_may_answer_or_call():
+def test_with_a_response_format_and_tools_the_model_may_answer_or_call():
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     grammar = constraint_for(response_format=schema, tools=TOOLS)
     assert allows(grammar, '{"age": 7}')
@@ -140,13 +140,13 @@ def test_beside_a_response_format_the_model_may_answer_or_call():
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
-            "no tool is",
+            "there is no tool",
         ),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "auto, none, required"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "auto, none, required"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(body, param, message):
+def test_a_constraint_that_cannot_be_enforced_is_refused_by_name(body, param, message):
     with pytest.raises(RequestError, match=message) as refused:
         constraint_for(**body)
     assert refused.value.param == param

@@ -1,4 +1,4 @@
-"""What the control calls wait for and refuse, in front of engines that answer when a test says so."""
+"""What control calls wait for and refuse, with engines that answer when a test releases them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.simulated import run
 
 
 class Engines:
-    """Two of them; every command is answered with what is next in `answers`, when `free` is set."""
+    """Two engines; every command is answered with the next of `answers` once `free` is set."""
 
     def __init__(self, *answers: dict[int, Any]) -> None:
         self.commands: list[Command] = []
@@ -43,7 +43,7 @@ def controls(engines: Engines) -> tuple[Controls, Ledger]:
 PAUSED = EngineState("paused", "abort", True, 3)
 
 
-def test_24_25_while_weights_move_other_changes_are_refused_before_any_engine_hears_of_them():
+def test_24_25_during_a_weight_update_other_changes_are_refused_before_they_reach_an_engine():
     async def main() -> None:
         engines = Engines({0: PAUSED, 1: PAUSED})
         control, _ = controls(engines)
@@ -65,7 +65,7 @@ def test_24_25_while_weights_move_other_changes_are_refused_before_any_engine_he
     run(main())
 
 
-def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been_told():
+def test_22_a_pause_is_answered_after_the_clients_of_ended_requests_have_the_end():
     async def main() -> None:
         engines = Engines({0: EngineState("paused", "abort", True, 0, {7: 5})})
         engines.free.set()
@@ -82,7 +82,7 @@ def test_22_a_pause_is_answered_only_when_the_clients_of_what_it_ended_have_been
     run(main())
 
 
-def test_72_a_request_with_several_choices_is_one_that_a_pause_has_ended():
+def test_72_a_pause_counts_a_request_with_several_choices_once():
     async def main() -> None:
         engines = Engines({0: EngineState("paused", "abort", True, 0, {7: 5, 8: 5, 9: 0})})
         engines.free.set()
@@ -103,7 +103,7 @@ def test_72_a_request_with_several_choices_is_one_that_a_pause_has_ended():
     run(main())
 
 
-def test_an_engine_that_is_down_is_named_and_one_that_refuses_makes_the_call_an_error():
+def test_an_engine_that_is_down_is_listed_and_a_refusal_by_an_engine_fails_the_call():
     async def main() -> None:
         dead, denied = EngineDead("engine 1 is down"), Denied(409, "conflict", "no")
         engines = Engines({0: PAUSED, 1: dead}, {0: PAUSED, 1: denied}, {0: dead, 1: dead})
@@ -132,5 +132,5 @@ def test_an_engine_that_is_down_is_named_and_one_that_refuses_makes_the_call_an_
         (set(), "running"),
     ],
 )
-def test_the_state_of_several_engines_is_the_one_that_says_most(seen: set[str], state: str):
+def test_the_state_of_several_engines_is_the_most_significant_one(seen: set[str], state: str):
     assert overall(seen) == state

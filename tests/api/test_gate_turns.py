@@ -1,4 +1,4 @@
-"""The gate of a server with several tenants: requests begin in turns, and refusals for want of a place come first (63)."""
+"""The gate with several tenants: requests begin in turn, and callers without a free place are refused early (63)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENANTS = {"greedy": "kg", "polite": "kp"}
 
 
 class Stage:
-    """A gate, and what has come through it."""
+    """A gate, and the requests that passed it."""
 
     def __init__(self, tenants: dict[str, str], limit: int = 10) -> None:
         self.ledger = Ledger(ServerMetrics(), limit=limit, sharing=Sharing(tenants))
@@ -62,13 +62,13 @@ def test_63_a_tenant_that_has_all_its_places_is_refused_before_its_body_is_read(
     asyncio.run(main())
 
 
-def test_63_calls_that_need_no_place_are_not_refused_for_want_of_one():
+def test_63_calls_that_need_no_place_are_not_refused_without_one():
     async def main() -> None:
         stage = Stage(TENANTS)
         async with stage.ledger.admit(tenant="greedy", kind="completion", choices=8):
             assert await stage.ask("kg", path="/v1/requests") is None
             assert await stage.ask("kg", (b"idempotency-key", b"again")) is None
-            # A large body may be refused for good, which its sender shall hear.
+            # A large body may be refused permanently, which its sender must learn.
             assert await stage.ask("kg", (b"content-length", b"%d" % (FREE_BYTES + 1))) is None
 
     asyncio.run(main())
@@ -89,7 +89,7 @@ def test_63_a_request_does_not_wait_for_all_requests_of_another_tenant_to_begin(
     asyncio.run(main())
 
 
-def test_63_where_there_is_one_tenant_every_request_begins_at_once():
+def test_63_with_one_tenant_every_request_begins_at_once():
     async def main() -> None:
         stage, begun = Stage({}), []
         for i in range(1000):

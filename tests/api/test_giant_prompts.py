@@ -1,4 +1,4 @@
-"""What a prompt may cost is bounded before it is spent (64), and so is the memory of bodies, per tenant (63)."""
+"""The cost of a prompt is bounded before it is tokenised (64), and the memory of bodies is bounded per tenant (63)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headgate.text.tokenizer import Tokenizer
 from tests.api.live import LiveServer
 from tests.text.conftest import byte_fallback, byte_level, word_piece
 
-TEXT = "word " * 180_000  # the largest body that the server of these tests takes, for 512 tokens of context
+TEXT = "word " * 180_000  # about the largest body that the test server accepts, for a context of 512 tokens
 USER = {"role": "user", "content": TEXT}
 
 
@@ -65,7 +65,7 @@ def test_64_a_refusal_does_not_repeat_a_giant_name(server: LiveServer, body: Any
         ("/tokenize", {"messages": [USER]}),
     ],
 )
-def test_64_a_text_that_cannot_fit_is_refused_from_its_length(server: LiveServer, path: str, body: Any):
+def test_64_a_text_that_cannot_fit_is_refused_by_its_length(server: LiveServer, path: str, body: Any):
     response = server.post(path, body)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -82,7 +82,7 @@ def test_64_a_text_that_cannot_fit_is_refused_from_its_length(server: LiveServer
         ("/inference/v1/generate", {"token_ids": [5] * 600}),
     ],
 )
-def test_64_token_ids_that_cannot_fit_are_refused_from_their_number(server: LiveServer, path: str, body: Any):
+def test_64_token_ids_that_cannot_fit_are_refused_by_their_number(server: LiveServer, path: str, body: Any):
     response = server.post(path, body)
     assert response.status_code == 400
     assert response.json()["error"]["message"] == "prompt has at least 600 tokens; this model takes 512"
@@ -103,13 +103,13 @@ def test_64_a_body_of_very_many_values_is_refused_before_they_are_built(server: 
     assert error["message"] == "the body has more than 69632 values; this model takes 512 tokens"
 
 
-def test_64_commas_in_a_text_are_no_values(server: LiveServer):
+def test_64_commas_in_a_string_do_not_count_as_values(server: LiveServer):
     message = server.post("/v1/completions", {"prompt": "a," * 200_000}).json()["error"]["message"]
     assert message.startswith("prompt has at least ")
 
 
-def test_64_a_text_that_cannot_fit_is_refused_while_it_comes(server: LiveServer):
-    body = b'{"prompt": "' + b"word " * 100_000  # and more to come
+def test_64_a_text_that_cannot_fit_is_refused_while_it_arrives(server: LiveServer):
+    body = b'{"prompt": "' + b"word " * 100_000  # incomplete
     head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 1000000\r\n\r\n"
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), 60) as connection:
@@ -118,7 +118,7 @@ def test_64_a_text_that_cannot_fit_is_refused_while_it_comes(server: LiveServer)
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_64_many_prompts_of_token_ids_are_not_taken_for_a_text(server: LiveServer):
+def test_64_many_prompts_of_token_ids_are_not_mistaken_for_a_text(server: LiveServer):
     body = {"prompt": [[100_000_005] * 500] * 64, "max_tokens": 1, "user": ", " + " " * 10_000}
     assert "outside the vocabulary" in server.post("/v1/completions", body).json()["error"]["message"]
 
@@ -149,12 +149,12 @@ def removing() -> Tokenizer:
 
 
 @pytest.mark.parametrize("make", [word_piece, stripping, removing])
-def test_64_tokenizers_that_drop_text_have_no_longest_token(make: Any):
+def test_64_tokenizers_that_drop_text_have_no_maximum_token_length(make: Any):
     assert longest_token(make().backend) is None
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, composing])
-def test_64_no_text_has_fewer_tokens_than_its_length_says(make: Any):
+def test_64_no_text_has_fewer_tokens_than_the_bound_from_its_length(make: Any):
     tokenizer, draw = make(), random.Random(64)
     longest = longest_token(tokenizer.backend)
     assert longest is not None
@@ -174,7 +174,7 @@ def bodies(*tenants: str) -> Bodies:
     return Bodies(Sharing(tenants), MAX)
 
 
-def test_63_the_memory_for_bodies_is_bounded_and_one_tenant_cannot_have_it_all():
+def test_63_the_memory_for_bodies_is_bounded_and_one_tenant_cannot_take_all_of_it():
     shared = bodies("greedy", "polite")
     charges = [shared.charge("greedy") for _ in range(BODIES_AT_ONCE)]
     for charge in charges[:-1]:
@@ -197,7 +197,7 @@ def test_63_a_single_tenant_has_all_the_memory_for_bodies():
     shared.charge("only").announced(FREE_BYTES)  # small ones are not counted
 
 
-def test_63_a_body_of_unknown_length_is_charged_as_it_comes():
+def test_63_a_body_of_unknown_length_is_charged_as_it_arrives():
     shared = bodies("a", "b")
     parts = [{"type": "http.request", "body": b"x" * FREE_BYTES, "more_body": True} for _ in range(11)]
 

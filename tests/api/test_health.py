@@ -1,4 +1,4 @@
-"""Busy is not dead, wedged is not healthy (sentence 50), judged without processes; `test_server` has them."""
+"""A busy engine is healthy, a wedged one is not (sentence 50). Without processes; `test_server` has those tests."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def view(quiet_s: float, *, busy: bool) -> EngineView:
         (view(0.5, busy=False), "ok"),
         (view(0.5, busy=True), "ok"),
         (view(60, busy=True), "busy"),  # a long prefill
-        (view(60, busy=False), "wedged"),  # the loop hangs, and no step is there to wait for
-        (view(3600, busy=True), "wedged"),  # no step is that long
+        (view(60, busy=False), "wedged"),  # the loop hangs without a step on the device
+        (view(3600, busy=True), "wedged"),  # longer than any step
         (EngineView(0, 0, INFO, None), "wedged"),  # does not answer
-        (EngineView(0, 1, None, None), "down"),  # is being started again
+        (EngineView(0, 1, None, None), "down"),  # restarting
         (replace(view(0.5, busy=False), outdated=True), "outdated"),
         (replace(view(60, busy=False), outdated=True), "wedged"),
     ],
 )
-def test_what_an_engine_says_of_itself(engine, state):
+def test_the_health_of_an_engine_follows_from_its_pong(engine, state):
     assert judge(engine).state == state
 
 
@@ -54,7 +54,7 @@ def test_a_server_is_as_healthy_as_its_engines(states, status):
     assert overall(states) == status
 
 
-def test_50_55_whoever_has_only_engines_without_the_weights_of_the_fleet_is_not_ready():
+def test_50_55_a_server_with_only_outdated_engines_is_not_ready():
     good, old = view(0.5, busy=False), replace(view(0.5, busy=False), outdated=True)
     assert judge_readiness([old]) == Readiness(False, "outdated")
     assert judge_readiness([good, old]) == Readiness(True)
@@ -62,6 +62,6 @@ def test_50_55_whoever_has_only_engines_without_the_weights_of_the_fleet_is_not_
 
 
 @pytest.mark.parametrize(("outdated", "state"), [(True, "outdated"), (False, "running")])
-def test_55_the_load_of_an_engine_without_the_weights_of_its_server_says_so(outdated, state):
+def test_55_the_load_of_an_outdated_engine_reports_it_as_outdated(outdated, state):
     load = sglang.load_of(replace(view(0.5, busy=False), outdated=outdated))
     assert load is not None and load["state"] == state

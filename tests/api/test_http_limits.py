@@ -1,4 +1,4 @@
-"""What a connection may send, and how long it may take, before any handler hears of it."""
+"""Limits of size and time of a request, before any handler is called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def anyio_backend() -> str:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body and takes its time over the answer, if the path says so."""
+    """Reads the body, and answers slowly if the path requests it."""
     more, body = True, b""
     while more:
         message = await receive()
@@ -48,7 +48,7 @@ class Peer:
         self.writer.write(data)
 
     async def rest(self) -> bytes:
-        """All that comes until the server hangs up."""
+        """All bytes until the server closes the connection."""
         async with asyncio.timeout(60):
             return await self.reader.read()
 
@@ -74,7 +74,7 @@ Hurried = Callable[[Ask], Awaitable[bytes]]
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Hurried:
-    """Ask a server that is in a hurry. One that hung up before it had heard a word is given more time."""
+    """Sends to a server with short deadlines, and retries with longer ones if it closed before reading anything."""
 
     async def answered(ask: Ask) -> bytes:
         answer = b""
@@ -90,7 +90,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Hurried:
     return answered
 
 
-# A little beyond the limit: a server that hangs up on more than it has read resets the connection, and its answer is lost.
+# A little beyond the limit: closing a connection with unread bytes resets it, and the response is lost.
 @pytest.mark.parametrize(
     "head",
     [
@@ -100,14 +100,14 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Hurried:
         b"GET /" + b"x" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n",
     ],
 )
-async def test_a_head_beyond_the_limit_is_431_and_the_end_of_the_connection(head):
+async def test_a_head_beyond_the_limit_gets_431_and_the_connection_is_closed(head):
     async with connected() as peer:
         peer.send(head)
         answer = await peer.rest()
     assert answer.startswith(b"HTTP/1.1 431 ") and b'"headers_too_large"' in answer
 
 
-async def test_trailers_are_bounded_as_headers_are():
+async def test_trailers_are_bounded_like_headers():
     async with connected() as peer:
         peer.send(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert b"100 Continue" in await peer.reader.readuntil(b"\r\n\r\n")
@@ -115,7 +115,7 @@ async def test_trailers_are_bounded_as_headers_are():
         assert (await peer.rest()).startswith(b"HTTP/1.1 431 ")
 
 
-async def test_a_head_below_the_limit_and_a_body_beyond_it_are_heard():
+async def test_a_head_below_the_limit_with_a_body_beyond_it_is_accepted():
     long = b"x" * 8 * MAX_HEAD_BYTES
     async with connected() as peer:
         peer.send(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\nX-Long: " % len(long))
@@ -123,7 +123,7 @@ async def test_a_head_below_the_limit_and_a_body_beyond_it_are_heard():
         assert (await peer.rest()).count(b"x") == len(long)
 
 
-async def test_what_is_not_http_is_told_in_openais_shape():
+async def test_bytes_that_are_not_http_get_an_error_in_openais_format():
     async with connected() as peer:
         peer.send(b"hello?\r\n\r\n")
         answer = await peer.rest()
@@ -131,7 +131,7 @@ async def test_what_is_not_http_is_told_in_openais_shape():
 
 
 @pytest.mark.parametrize(("sent", "part"), [(GET, b"head"), (POST + b"half", b"body")])
-async def test_a_request_that_does_not_come_whole_is_408_when_its_time_is_up(hurried, sent, part):
+async def test_a_request_that_does_not_arrive_in_time_gets_408(hurried, sent, part):
     async def ask(peer: Peer) -> bytes:
         peer.send(sent)
         return await peer.rest()
@@ -141,7 +141,7 @@ async def test_a_request_that_does_not_come_whole_is_408_when_its_time_is_up(hur
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"])
-async def test_a_connection_on_which_nothing_begins_is_closed_without_a_word(monkeypatch, sent):
+async def test_a_connection_without_a_request_is_closed_without_a_response(monkeypatch, sent):
     monkeypatch.setattr(module, "HEAD_S", 0.3)
     async with connected() as peer:
         peer.send(sent)
@@ -159,7 +159,7 @@ async def test_the_second_request_of_a_connection_has_a_deadline_too(hurried):
     assert (await hurried(ask)).startswith(b"HTTP/1.1 408 ")
 
 
-@pytest.mark.parametrize("behind", [b"", GET])  # half a request that need not be heard yet
+@pytest.mark.parametrize("behind", [b"", GET])  # a pipelined request
 async def test_an_answer_may_take_longer_than_its_request(hurried, behind):
     async def ask(peer: Peer) -> bytes:
         peer.send(b"GET /slow HTTP/1.1\r\n\r\n" + behind)

@@ -1,4 +1,4 @@
-"""Answers that are kept for their keys: what finding one costs, and whose are dropped. Numbers: docs/lifecycle.md."""
+"""Answers kept for their keys: the cost of a lookup, and which answers are dropped. Numbers: docs/lifecycle.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 async def answer(
     replays: Replays, tenant: str, key: str, body: bytes = b"{}", work: idempotency.Work | None = None
 ) -> bytes:
-    """What a request with this key gets; a new one is answered with `body`."""
+    """The answer to a request with this key; a new one is answered with `body`."""
     request: Any = SimpleNamespace(state=SimpleNamespace(tenant=tenant, request_id="r"))
     sent: list[Any] = []
 
@@ -44,7 +44,7 @@ async def answer(
 
 
 def instructions(replays: Replays, key: str) -> int:
-    """Of Python, that a new request with this key costs."""
+    """The number of Python calls that a new request with this key costs."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -62,7 +62,7 @@ def instructions(replays: Replays, key: str) -> int:
     return count
 
 
-def test_63_a_request_with_a_key_costs_the_same_however_many_answers_are_kept():
+def test_63_the_cost_of_a_request_with_a_key_does_not_depend_on_the_number_of_kept_answers():
     costs = []
     for kept in (10, 20_000):
         replays = Replays(Clock())
@@ -77,7 +77,7 @@ def test_63_a_request_with_a_key_costs_the_same_however_many_answers_are_kept():
     assert costs[1] < 2 * costs[0]
 
 
-def test_49_63_keys_of_one_tenant_never_push_out_anothers(monkeypatch: pytest.MonkeyPatch):
+def test_49_63_keys_of_one_tenant_never_evict_those_of_another(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(idempotency, "MOST_BYTES", 100_000)
 
     async def main() -> None:
@@ -94,11 +94,11 @@ def test_49_63_keys_of_one_tenant_never_push_out_anothers(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_49_63_answers_in_the_making_take_bounded_memory_and_their_clients_get_them(
+def test_49_63_unfinished_answers_use_bounded_memory_and_reach_their_clients(
     monkeypatch: pytest.MonkeyPatch, at_once: bool
 ):
     monkeypatch.setattr(idempotency, "MAKING_BYTES", 10_000)
-    chunk, count = b"x" * 100, 40  # with what keeping them takes, all of one answer are more than there is room for
+    chunk, count = b"x" * 100, 40  # with overhead, one answer exceeds the limit
 
     async def main() -> None:
         replays, go_on = Replays(Clock()), asyncio.Event()
@@ -125,7 +125,7 @@ def test_49_63_answers_in_the_making_take_bounded_memory_and_their_clients_get_t
     asyncio.run(main())
 
 
-def test_49_answers_are_forgotten_in_time_also_of_a_tenant_that_asks_no_more():
+def test_49_answers_expire_even_for_a_tenant_that_sends_no_more_requests():
     async def main() -> None:
         clock = Clock()
         replays = Replays(clock)
@@ -143,7 +143,7 @@ def test_49_answers_are_forgotten_in_time_also_of_a_tenant_that_asks_no_more():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_shared_store_keeps_the_newest_of_each_tenant_and_all_of_a_small_part(seed: int):
+def test_a_shared_store_keeps_the_newest_entries_and_all_of_a_small_tenant(seed: int):
     rng, store, most = random.Random(seed), TenantStore[int](120), 120
     put: dict[str, list[int]] = {"a": [], "b": [], "small": []}  # weights; the index is the key
     for _ in range(500):
@@ -157,8 +157,8 @@ def test_a_shared_store_keeps_the_newest_of_each_tenant_and_all_of_a_small_part(
         assert None not in kept["small"]
 
 
-def test_49_74_an_answer_that_was_given_back_for_want_of_room_is_not_kept():
-    """A router asks the same server again, with the same key, when that is the only one."""
+def test_49_74_an_answer_that_was_returned_for_lack_of_room_is_not_kept():
+    """A router sends the request again to the same server, with the same key, if there is no other server."""
 
     async def main() -> None:
         replays = Replays(Clock())

@@ -1,6 +1,6 @@
-"""The journal, byte for byte, on an engine that says what a test wants; see docs/decisions/0006-the-journal.md.
+"""The journal, byte for byte, with a scripted engine; see docs/decisions/0006-the-journal.md.
 
-Sentence 36: an answer that another server goes on with equals the one that nobody disturbed.
+Sentence 36: an answer that another server continues equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def no_coalescing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Engine:
-    """Says `text`, or goes on with it, and ends as told; weights change after `change` tokens."""
+    """Generates `text`, or continues it, and ends as specified; weights change after `change` tokens."""
 
     text: str
     reason: FinishReason = "length"
@@ -129,7 +129,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 CHATTING = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETING = {"prompt": "ab"}
 
-# What is asked, and what the engine says. Some of it goes with streams alone.
+# Requests, and what the engine generates. Some apply to streams only.
 FEATURES: dict[str, tuple[str, dict[str, Any], Engine]] = {
     "chat": (CHAT, CHATTING | USAGE, Engine(TALK)),
     "chat in chunks": (CHAT, CHATTING, Engine(TALK, size=3)),
@@ -183,7 +183,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "stream"), CASES)
-def test_36_an_answer_cut_at_any_block_and_carried_on_elsewhere_is_the_same_to_the_byte(
+def test_36_an_answer_cut_at_any_block_and_continued_by_another_server_is_identical(
     model: Path, name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if name == "a strict client":
@@ -197,7 +197,7 @@ def test_36_an_answer_cut_at_any_block_and_carried_on_elsewhere_is_the_same_to_t
         resume = resume_of(told[:k], stream=stream)
         rest = journalled(model, engine, path, body | {"resume": resume})
         assert shown(b"".join(told[:k]) + rest) == shown(whole), f"cut before block {k}: {told[k]!r}"
-        # And cut again: what both journals say together is as good as one.
+        # Cut a second time: both journals together are equivalent to one.
         again = [*told[:k], *blocks(rest)[:2]][: len(told) - 1]
         last = journalled(model, engine, path, body | {"resume": resume_of(again, stream=stream)})
         assert shown(b"".join(again) + last) == shown(whole), f"cut before block {k} and two later"
@@ -208,7 +208,7 @@ def same_but_time(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "stream"), CASES)
-def test_a_journal_changes_nothing_that_a_client_sees(model: Path, name: str, stream: bool):
+def test_a_journal_does_not_change_what_the_client_reads(model: Path, name: str, stream: bool):
     path, body, engine = (FEATURES | STREAMED)[name]
     body = body | {"stream": stream}
     seen = shown(journalled(model, engine, path, body))
@@ -225,7 +225,7 @@ def test_the_time_of_the_answer_is_the_one_in_the_header(model: Path, stream: bo
 
 
 def test_the_lines_of_a_journal(model: Path):
-    """As documented: tokens, versions and characters of a block; several lines where the weights changed."""
+    """The documented form: tokens, versions and characters of a block; several lines if the weights changed."""
     body = journalled(
         model, Engine("hé!", size=2, change=1), COMPLETIONS, COMPLETING | {"stream": True, "stop": ["!?"]}
     )
@@ -240,20 +240,20 @@ def test_the_lines_of_a_journal(model: Path):
     assert b"\n:f 0 length max_tokens 2 0 4\ndata: {" in body
 
 
-def test_53_the_lengths_of_prompts_are_told_once_each(model: Path):
-    """So that a router which ends the answer itself knows its usage."""
+def test_53_the_length_of_each_prompt_is_written_once(model: Path):
+    """A router that ends the answer itself needs it for the usage."""
     for stream in (True, False):
         asked = COMPLETING | {"stream": stream, "prompt": [[5, 6, 7], [8, 9], [8, 9]], "n": 2}
         body = journalled(model, Engine("ab", size=1), COMPLETIONS, asked)
         assert body.startswith(b":p 7\n:j ") and body.count(b":p ") == 1
 
 
-def test_tokens_whose_text_is_held_back_are_told_at_once(model: Path):
+def test_tokens_whose_text_is_held_back_are_journaled_at_once(model: Path):
     told = blocks(journalled(model, Engine("ab<!", size=1), CHAT, CHATTING | {"stream": True, "stop": ["<!-"]}))
-    assert told[2] == b":j 0 0 2 27\n\n"  # "<" may begin a stop string: an id, and no more characters than before
+    assert told[2] == b":j 0 0 2 27\n\n"  # "<" may begin a stop string: an id, and no additional characters
 
 
-# -- ends that nobody wished for ---------------------------------------------------------------------------------------
+# -- withheld ends -----------------------------------------------------------------------------------------------------
 
 VEILED: list[tuple[FinishReason, Cause]] = [
     *(("abort", cause) for cause in ("pause", "shutdown", "preempted", "transfer_failed", "engine_lost")),
@@ -270,7 +270,7 @@ KINDS = [
 @pytest.mark.parametrize(("path", "body"), KINDS)
 @pytest.mark.parametrize(("reason", "cause"), VEILED)
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_end_that_nobody_wished_for_is_veiled_and_without_the_veil_it_is_what_it_would_have_been(
+def test_a_movable_end_is_withheld_and_its_release_equals_the_normal_end(
     model: Path, path: str, body: dict[str, Any], reason: FinishReason, cause: Cause, strict: bool
 ):
     engine = Engine(TALK[:9], reason, cause, size=2)
@@ -283,12 +283,14 @@ def test_an_end_that_nobody_wished_for_is_veiled_and_without_the_veil_it_is_what
     plain = ask(model, engine, path, body, {"X-Request-Id": "moved"} | strictly).body
     expected = plain if body.get("stream") else b"data: " + plain + b"\n\n"
     assert same_but_time(shown(told) + unveiled(told)) == same_but_time(expected)
-    assert told.count(b":m :j 0 ") == bool(body.get("stream"))  # the last tokens, for whoever takes the veil away
-    assert told.count(b":m :f 0 %b %b " % (reason.encode(), cause.encode())) == 1  # 73: the truth, strict or not
+    assert told.count(b":m :j 0 ") == bool(body.get("stream"))  # the last tokens, in case the end is released
+    assert (
+        told.count(b":m :f 0 %b %b " % (reason.encode(), cause.encode())) == 1
+    )  # 73: the actual reason, strict or not
 
 
 @pytest.mark.parametrize(("path", "body"), KINDS)
-def test_an_answer_that_was_veiled_goes_on_elsewhere_as_if_it_had_not_been(
+def test_an_answer_with_a_withheld_end_continues_on_another_server_unchanged(
     model: Path, path: str, body: dict[str, Any]
 ):
     whole = journalled(model, Engine(TALK), path, body)
@@ -309,7 +311,7 @@ def texts(body: bytes) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_choice_that_ends_veiled_leaves_the_others_as_they_are_and_veils_the_closing(model: Path, stream: bool):
+def test_a_withheld_end_of_a_choice_does_not_affect_others_and_withholds_the_closing(model: Path, stream: bool):
     ends = Engine("abc", "abort", "pause").script(model), Engine("defghi").script(model)
     body = COMPLETING | {"n": 2, "seed": 0, "stream": stream}
     body |= USAGE if stream else {}
@@ -325,7 +327,7 @@ def test_a_choice_that_ends_veiled_leaves_the_others_as_they_are_and_veils_the_c
     closing = blocks(told)[-1]
     assert shown(closing) == b"" and (b"[DONE]" in unveiled(closing)) == stream
     assert texts(shown(told) + unveiled(told)) == {0: "abc", 1: "defghi"}
-    # Only the first choice is run again, here as another engine would.
+    # Only the first choice is run again, as on another server.
     resume = resume_of(blocks(told), stream=stream)
     assert [choice["finish"] is not None for choice in resume["choices"]] == [False, True]
     client, engines = ask_and_look(model, Engine("abcxyz"), COMPLETIONS, body | {"resume": resume})
@@ -336,7 +338,7 @@ def test_a_choice_that_ends_veiled_leaves_the_others_as_they_are_and_veils_the_c
 
 
 @pytest.mark.parametrize("cause", ["api_abort", "deadline", "client_disconnect", "grammar"])
-def test_an_end_that_somebody_wished_for_is_not_veiled(model: Path, cause: Cause):
+def test_a_requested_end_is_not_withheld(model: Path, cause: Cause):
     told = journalled(model, Engine("hi", "abort", cause), CHAT, CHATTING | {"stream": True})
     assert b":m " not in told and f":f 0 abort {cause} ".encode() in told and b"[DONE]" in told
 
@@ -346,7 +348,7 @@ def test_an_end_that_somebody_wished_for_is_not_veiled(model: Path, cause: Cause
     ("error", "status"),
     [(EngineDead("killed"), 503), (Unavailable("paused", code="paused"), 503), (RequestError("no"), 400)],
 )
-def test_a_failure_after_the_start_is_veiled_if_another_server_may_do_better(
+def test_a_failure_after_the_start_is_withheld_if_another_server_may_continue(
     model: Path, stream: bool, error: Exception, status: int
 ):
     told = ask(model, Engine("hello", error=error), CHAT, CHATTING | {"stream": stream}).body
@@ -358,7 +360,7 @@ def test_a_failure_after_the_start_is_veiled_if_another_server_may_do_better(
     assert resume_of(blocks(told), stream=stream)["choices"][0]["token_ids"] == Engine("hell").ids(model)
 
 
-def test_tokens_that_wait_to_be_told_together_are_told_before_a_failure(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_batched_tokens_are_journaled_before_a_failure(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(journal, "WHOLE_EVERY_S", 3600.0)
     told = blocks(ask(model, Engine("hello", error=EngineDead("killed")), CHAT, CHATTING).body)
     assert [b":m " in block for block in told] == [False, False, True]
@@ -372,7 +374,7 @@ def test_an_engine_lost_before_the_first_token_is_a_503_with_a_journal_too(model
     assert "x-headgate-journal" not in client.headers
 
 
-def test_a_silent_engine_is_covered_by_comments_also_when_the_answer_is_told_whole(model: Path):
+def test_a_complete_answer_has_keep_alive_comments_while_the_engine_is_silent(model: Path):
     """Sentence 51."""
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -385,14 +387,14 @@ def test_a_silent_engine_is_covered_by_comments_also_when_the_answer_is_told_who
     assert client.status == 200 and b'"choices"' in client.body
 
 
-def test_tokens_of_a_whole_answer_are_told_together_and_not_one_by_one(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tokens_of_a_complete_answer_are_journaled_in_batches(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(journal, "WHOLE_EVERY_S", 3600.0)
     first, rest, answer = blocks(journalled(model, Engine("hello"), CHAT, CHATTING))
     assert first.count(b":j ") == 1 and answer.startswith(b"data: {")
-    assert rest.count(b":j ") == 4 and b":f " in rest  # the end is not kept waiting
+    assert rest.count(b":j ") == 4 and b":f " in rest  # the end is sent at once
 
 
-# -- ends that were there already --------------------------------------------------------------------------------------
+# -- resuming an answer that has ended----------------------------------------------------------------------------------
 
 
 def going_on(**choice: Any) -> dict[str, Any]:
@@ -412,7 +414,7 @@ def going_on(**choice: Any) -> dict[str, Any]:
         ({}, "ab<eos>", 1, "b", "eos"),
     ],
 )
-def test_ids_that_end_an_answer_end_it_at_once_and_no_engine_is_asked(
+def test_resumed_ids_that_end_an_answer_end_it_without_an_engine(
     model: Path, body: dict[str, Any], said: str, chars: int, rest: str, cause: str
 ):
     ids = Engine(said.removesuffix("<eos>"), extra=[EOS] if said.endswith("<eos>") else []).ids(model)
@@ -426,20 +428,20 @@ def test_ids_that_end_an_answer_end_it_at_once_and_no_engine_is_asked(
 
 
 @pytest.mark.parametrize("fields", [{"min_tokens": 2}, {"ignore_eos": True}])
-def test_a_stop_token_that_does_not_end_the_answer_is_no_end(model: Path, fields: dict[str, Any]):
+def test_a_resumed_stop_token_that_does_not_apply_does_not_end_the_answer(model: Path, fields: dict[str, Any]):
     asked = COMPLETING | fields | going_on(token_ids=[70, EOS], delivered_chars=1)
     _, engines = ask_and_look(model, Engine("more!"), COMPLETIONS, asked)
     assert len(engines.streams) == 1
 
 
-def test_an_answer_whose_choices_have_all_ended_is_closed_and_no_engine_is_asked(model: Path):
+def test_an_answer_whose_choices_have_all_ended_is_closed_without_an_engine(model: Path):
     asked = COMPLETING | going_on(token_ids=[70], delivered_chars=1, finish=["length", "max_tokens", 2, 1, 1])
     client, engines = ask_and_look(model, Engine("never"), COMPLETIONS, asked)
     usage, done = shown(client.body).split(b"\n\n")[:-1]
     assert client.status == 200 and client.headers["x-headgate-journal"] == "1" and done == b"data: [DONE]"
     told = json.loads(usage[6:])["usage"]
     assert (told["prompt_tokens"], told["completion_tokens"]) == (2, 1)
-    assert told["prompt_tokens_details"]["cached_tokens"] == 0  # 68: nothing was looked up here
+    assert told["prompt_tokens_details"]["cached_tokens"] == 0  # 68: no cache was used here
     assert engines.streams == []
 
 
@@ -455,7 +457,7 @@ def test_an_answer_whose_choices_have_all_ended_is_closed_and_no_engine_is_asked
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_68_claims_that_the_prompt_and_the_ids_contradict_are_refused_and_move_no_counter(
+def test_68_claims_that_contradict_the_prompt_or_the_ids_are_refused_and_not_counted(
     model: Path, finish: list[Any], stream: bool
 ):
     app = scripted_app(model, ScriptedEngines(Engine("never").script(model)))
@@ -471,15 +473,15 @@ def test_68_claims_that_the_prompt_and_the_ids_contradict_are_refused_and_move_n
     assert not any(app.state.api.ledger.metrics.tokens.values())
 
 
-def test_68_counts_that_a_router_does_not_know_are_made_here(model: Path):
+def test_68_counts_that_a_router_does_not_have_are_computed_here(model: Path):
     asked = COMPLETING | going_on(token_ids=[70], finish=["abort", "deadline", 0, 2**31 - 1, 2**31 - 1])
     client, _ = ask_and_look(model, Engine("never"), COMPLETIONS, asked)
     usage = json.loads(shown(client.body).split(b"\n\n")[-3][6:])["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 1)
 
 
-def test_68_what_is_handed_in_is_told_in_the_usage_and_counted_nowhere(model: Path):
-    """Of a finished choice and of one that goes on: only the prompt, and tokens that were made here, are counted."""
+def test_68_resumed_tokens_are_in_the_usage_and_in_no_metric(model: Path):
+    """For a finished choice and one that continues: only the prompt and tokens generated here are counted."""
     app = scripted_app(model, ScriptedEngines(Engine("abc").script(model)))
     ended = {"index": 0, "token_ids": [70, 70, 70], "versions": [[0, 3]], "finish": ["stop", "eos", 2, 2, 3]}
     begun = {"index": 1, "token_ids": [70], "versions": [[0, 1]]}
@@ -498,7 +500,7 @@ def test_68_what_is_handed_in_is_told_in_the_usage_and_counted_nowhere(model: Pa
     assert (ledger.metrics.tokens["output"], ledger.metrics.tokens["cached"]) == (made, 0)
 
 
-def test_53_the_record_of_a_resumed_answer_tells_of_all_its_choices(model: Path):
+def test_53_the_record_of_a_resumed_answer_has_all_its_choices(model: Path):
     app = scripted_app(model, ScriptedEngines(Engine("abc").script(model)))
     ended = {"index": 0, "token_ids": [70], "versions": [[0, 1]], "finish": ["stop", "eos", 2, 1, 1]}
     stopped = {"index": 1, "token_ids": [71, 72], "versions": [[0, 2]]}
@@ -515,11 +517,11 @@ def test_53_the_record_of_a_resumed_answer_tells_of_all_its_choices(model: Path)
     assert told == [("stop", "eos", 1), ("stop", "stop_string", 2), ("length", "max_tokens", 3)]
 
 
-# -- SGLang's stream repeats itself --------------------------------------------------------------------------------------
+# -- SGLang's cumulative streams -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_of_sglangs_goes_on_with_all_that_was_said_before(model: Path, stream: bool):
+def test_a_resumed_sglang_answer_repeats_the_earlier_text(model: Path, stream: bool):
     body = {"text": "ab", "sampling_params": {"max_new_tokens": 99}, "stream": stream}
     whole = journalled(model, Engine(TALK), GENERATE, body)
     told = blocks(whole)
@@ -547,7 +549,7 @@ ONE = {"index": 0, "token_ids": [70], "versions": [[0, 1]], "delivered_chars": 1
         ("/v1/responses", {"choices": [ONE]}, "resume"),
     ],
 )
-def test_a_resume_that_makes_no_sense_is_refused_by_name(model: Path, path: str, body: dict[str, Any], param: str):
+def test_an_invalid_resume_is_refused_by_name(model: Path, path: str, body: dict[str, Any], param: str):
     asked = {"input": "a"} if path == "/v1/responses" else COMPLETING
     client = ask(model, Engine("never"), path, asked | {"stream": True, "resume": body})
     assert client.status == 400, client.body
@@ -574,12 +576,12 @@ def test_what_a_journal_cannot_rebuild_cannot_be_resumed(model: Path, path: str,
 
 
 @pytest.mark.parametrize("value", ["", "now", "-1", "1.5", "٣", "1" * 13])
-def test_a_journal_that_began_at_no_time_is_refused(model: Path, value: str):
+def test_a_journal_header_without_a_valid_time_is_refused(model: Path, value: str):
     client = ask(model, Engine("never"), CHAT, CHATTING, {"X-Headgate-Journal": value})
     assert client.status == 400 and json.loads(client.body)["error"]["param"] == "X-Headgate-Journal"
 
 
-def test_a_stream_of_responses_has_no_journal_and_a_whole_response_has_one(model: Path):
+def test_a_responses_stream_has_no_journal_and_a_complete_response_has_one(model: Path):
     stream = ask(model, Engine("hi"), "/v1/responses", {"input": "a", "stream": True})
     assert stream.status == 200 and "x-headgate-journal" not in stream.headers and b"\n:j" not in stream.body
     whole = journalled(model, Engine(TALK), "/v1/responses", {"input": "a"})
@@ -610,7 +612,7 @@ def seeds(model: Path, body: dict[str, Any], headers: dict[str, str]) -> list[in
     return asked
 
 
-def test_with_a_journal_the_seeds_follow_from_the_name_of_the_request(model: Path):
+def test_with_a_journal_the_seeds_derive_from_the_request_id(model: Path):
     first = seeds(model, {"n": 3}, HEADERS)
     assert first == seeds(model, {"n": 3}, HEADERS) and len(set(first)) == 3
     assert first != seeds(model, {"n": 3}, HEADERS | {"X-Request-Id": "another"})
@@ -619,7 +621,7 @@ def test_with_a_journal_the_seeds_follow_from_the_name_of_the_request(model: Pat
     assert seeds(model, {}, {"X-Request-Id": "moved"}) != seeds(model, {}, {"X-Request-Id": "moved"})
 
 
-def test_49_a_retry_with_the_same_key_gets_the_same_journal_whatever_it_is_called(model: Path):
+def test_49_a_retry_with_the_same_key_gets_the_same_journal_under_any_request_id(model: Path):
     app = scripted_app(model, engines := ScriptedEngines(Engine("hello").script(model)))
 
     async def main() -> list[bytes]:
@@ -632,7 +634,7 @@ def test_49_a_retry_with_the_same_key_gets_the_same_journal_whatever_it_is_calle
             bodies.append(client.body)
         plain = Client(app, CHAT, CHATTING, {"Idempotency-Key": "k"})
         await asyncio.wait_for(plain.call(), 60)
-        assert plain.status == 422  # it did not ask for a journal
+        assert plain.status == 422  # it did not request a journal
         return bodies
 
     first, second = asyncio.run(main())
@@ -642,7 +644,7 @@ def test_49_a_retry_with_the_same_key_gets_the_same_journal_whatever_it_is_calle
 @pytest.mark.parametrize(
     ("least", "status"), [("3", 200), ("2", 200), ("4", 503), ("", 400), ("-1", 400), ("9" * 30, 400)]
 )
-def test_55_a_server_with_older_weights_than_a_router_asks_for_makes_no_answer(model, least, status):
+def test_55_a_server_with_older_weights_than_required_refuses_the_request(model, least, status):
     engines = ScriptedEngines(Engine("hello").script(model))
     client = Client(
         scripted_app(model, engines), CHAT, CHATTING, {**HEADERS, LEAST_VERSION_HEADER: least, "idempotency-key": "k"}

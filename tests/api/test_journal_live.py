@@ -1,6 +1,6 @@
-"""Sentences 36 and 56 over two real servers: what one has begun the other goes on with, wherever it was cut.
+"""Sentences 36 and 56 with two real servers: one continues the other's answer, wherever it was cut.
 
-How tokens gather into events is a matter of timing; what is compared is all that the events of a choice add up to.
+The grouping of tokens into events depends on timing, so the tests compare the combined content of a choice's events.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pair(model: Path) -> Iterator[Pair]:
 
 
 def ask(server: LiveServer, path: str, body: dict[str, Any], name: str) -> bytes:
-    """The body of a journalled answer. No request finds another one's prefix, so that usage is always the same."""
+    """The body of a journaled answer. No request finds another's prefix in the cache, so usage is always the same."""
     headers = {"X-Headgate-Journal": str(CREATED), "X-Request-Id": name}
     response = server.post(path, body | {"cache_salt": str(next(NAMES))}, headers=headers)
     assert response.status_code == 200, response.text
@@ -54,7 +54,7 @@ def ask(server: LiveServer, path: str, body: dict[str, Any], name: str) -> bytes
 
 
 def summed(events: bytes) -> dict[str, Any]:
-    """All that the events of an answer say, however they were cut."""
+    """The combined content of an answer's events, however they were split."""
     told: dict[str, Any] = {"choices": {}, "heads": set(), "done": 0, "usage": [], "errors": []}
     for line in events.decode().split("\n"):
         if line == "data: [DONE]":
@@ -86,7 +86,7 @@ def add_up(total: Any, more: dict[str, Any]) -> None:
             case None:
                 pass
             case _:
-                total.setdefault(name, []).append(value)  # once each: a role or an id that is told twice shows
+                total.setdefault(name, []).append(value)  # a role or an id that occurs twice is detected
 
 
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 5}
@@ -132,7 +132,7 @@ SCORED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", [*FEATURES, *SCORED])
-def test_36_56_a_stream_cut_anywhere_and_carried_on_by_another_server_adds_up_to_the_same(pair: Pair, name: str):
+def test_36_56_a_stream_cut_anywhere_and_continued_by_another_server_is_identical(pair: Pair, name: str):
     path, body = (FEATURES | SCORED)[name]
     body = body | {"stream": True}
     whole = ask(pair[0], path, body, name.replace(" ", "-"))
@@ -145,20 +145,20 @@ def test_36_56_a_stream_cut_anywhere_and_carried_on_by_another_server_adds_up_to
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_36_56_a_whole_answer_cut_anywhere_and_carried_on_by_another_server_is_the_same(pair: Pair, name: str):
+def test_36_56_a_complete_answer_cut_anywhere_and_continued_by_another_server_is_identical(pair: Pair, name: str):
     path, body = FEATURES[name]
     streamed = blocks(ask(pair[0], path, body | {"stream": True}, name.replace(" ", "-")))
     whole = shown(ask(pair[0], path, body, name.replace(" ", "-")))
     for k in range(len(streamed)):
-        # The journal of a stream has every cut there is; that of a whole answer only some.
+        # The journal of a stream has every possible cut; that of a complete answer only some.
         resume = {"resume": resume_of(streamed[:k], stream=False)}
         rest = shown(ask(pair[1], path, body | resume, name.replace(" ", "-")))
         assert rest == whole, f"cut before block {k}: {streamed[k]!r}"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_journal_of_one_server_is_that_of_the_other(pair: Pair, stream: bool):
-    """An oracle for the two above: they compare with the first server's undisturbed run alone."""
+def test_two_servers_write_the_same_journal(pair: Pair, stream: bool):
+    """Checks the assumption of the two tests above, which compare with an uninterrupted run on the first server only."""
     path, body = FEATURES["without a seed"]
     first, second = (ask(server, path, body | {"stream": stream}, "same") for server in pair)
     assert summed(shown(first)) == summed(shown(second))
@@ -188,7 +188,7 @@ async def read(server: LiveServer, body: dict[str, Any], headers: dict[str, str]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_pause_in_the_middle_is_veiled_and_the_answer_goes_on_elsewhere(pair: Pair, stream: bool):
+def test_the_end_by_a_pause_is_withheld_and_another_server_continues(pair: Pair, stream: bool):
     body = COMPLETING | USAGE | {"stream": stream, "max_tokens": 2500, "n": 2, "cache_salt": "paused"}
     if not stream:
         del body["stream_options"]
@@ -229,7 +229,7 @@ def test_a_pause_in_the_middle_is_veiled_and_the_answer_goes_on_elsewhere(pair: 
 
 
 def shape(value: Any) -> Any:
-    """What kinds of things were said, and how often."""
+    """The kinds of lines, with their counts."""
     match value:
         case dict():
             return {name: shape(each) for name, each in value.items()}
@@ -241,7 +241,7 @@ def shape(value: Any) -> Any:
 # -- tenants -------------------------------------------------------------------------------------------------------------
 
 
-def test_11_the_admin_may_ask_on_behalf_of_a_tenant_and_nobody_else_may(model: Path):
+def test_11_only_the_admin_may_act_for_a_tenant(model: Path):
     keys = Keys({"alice": "ka", "bob": "kb"}, admin="root")
     prompt = "a prompt that is long enough to fill a block or two of the cache" * 2
     body = {"prompt": prompt, "max_tokens": 2}

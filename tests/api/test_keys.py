@@ -1,4 +1,4 @@
-"""Who may call what."""
+"""Access control by API keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_either_header_carries_a_key_and_authorization_wins(keys):
 def test_a_wrong_key_is_refused(keys, wrong):
     headers = [(b"x-api-key", wrong.encode("latin-1"))]
     if wrong.strip() == "ka":
-        assert keys.caller(CHAT, headers).tenant == "alice"  # spaces around a header's value do not count
+        assert keys.caller(CHAT, headers).tenant == "alice"  # spaces around a header's value are ignored
         return
     with pytest.raises(Unauthorized):
         keys.caller(CHAT, headers)
@@ -63,14 +63,14 @@ def acting(tenant: str) -> list[tuple[bytes, bytes]]:
     return [(b"x-headgate-tenant", tenant.encode())]
 
 
-def test_11_the_admin_may_call_as_any_tenant_and_is_then_no_admin(keys):
+def test_11_the_admin_may_act_as_any_tenant_and_then_has_no_admin_rights(keys):
     for name in ("alice", "carol", "jürgen"):
         assert keys.caller(CHAT, [*bearer("root"), *acting(name)]) == Caller(name, admin=False)
     with pytest.raises(Forbidden):
         keys.caller(PAUSE, [*bearer("root"), *acting("alice")])
 
 
-def test_nobody_else_may_call_as_a_tenant(keys):
+def test_only_the_admin_may_act_as_a_tenant(keys):
     for caller in (bearer("ka"), bearer("kb")):
         with pytest.raises(Forbidden):
             keys.caller(CHAT, [*caller, *acting("alice")])
@@ -78,18 +78,20 @@ def test_nobody_else_may_call_as_a_tenant(keys):
         keys.caller(CHAT, acting("alice"))
     with pytest.raises(Forbidden):
         Keys(exposed=True).caller(CHAT, acting("alice"))
-    assert Keys().caller(CHAT, acting("alice")) == Caller("alice", admin=False)  # whoever is on this machine is admin
+    assert Keys().caller(CHAT, acting("alice")) == Caller(
+        "alice", admin=False
+    )  # any caller on this machine is an admin
 
 
 @pytest.mark.parametrize("name", [b"a:b", b"a\tb", b"\xff", b"x" * 257])
-def test_a_tenant_that_cannot_be_one_is_refused(keys, name):
+def test_an_invalid_tenant_name_is_refused(keys, name):
     with pytest.raises(RequestError) as refusal:
         keys.caller(CHAT, [*bearer("root"), (b"x-headgate-tenant", name)])
     assert refusal.value.param == "X-Headgate-Tenant"
 
 
 @pytest.mark.parametrize("path", [*declared(Access.ADMIN), "/v1/pause/", "/v1/update_weights/x"])
-def test_control_is_closed_to_tenants_and_open_to_the_admin(keys, path):
+def test_control_calls_are_refused_to_tenants_and_allowed_to_the_admin(keys, path):
     assert keys.caller(path, bearer("root")).admin
     with pytest.raises(Forbidden):
         keys.caller(path, bearer("ka"))
@@ -98,7 +100,7 @@ def test_control_is_closed_to_tenants_and_open_to_the_admin(keys, path):
 @pytest.mark.parametrize(
     "path", ["/v1/pauses", "/", "", "/v1/modelsx", "/v1//models", "/v1/chat", "/LIVE", "/live/x"]
 )
-def test_a_path_that_is_not_declared_belongs_to_the_admin(keys, path):
+def test_an_undeclared_path_requires_the_admin_key(keys, path):
     assert keys.caller(path, bearer("root")).admin
     with pytest.raises(Forbidden):
         keys.caller(path, bearer("ka"))
@@ -106,7 +108,7 @@ def test_a_path_that_is_not_declared_belongs_to_the_admin(keys, path):
         keys.caller(path, [])
 
 
-def test_67_an_empty_name_is_a_caller_without_a_key_and_takes_nothing_but_the_rights_of_an_admin(keys):
+def test_67_an_empty_tenant_name_removes_admin_rights_and_changes_nothing_else(keys):
     assert keys.caller(CHAT, [*bearer("root"), *acting("")]) == Caller("", admin=False)
     assert keys.caller(CHAT, [*bearer("ka"), *acting("")]) == Caller("alice", admin=False)
     with pytest.raises(Forbidden):
@@ -117,7 +119,7 @@ def test_67_an_empty_name_is_a_caller_without_a_key_and_takes_nothing_but_the_ri
         assert open_to_all.caller(CHAT, acting("")) == Caller("", admin=False)
 
 
-def test_66_a_server_with_a_worker_key_takes_nothing_from_callers_without_a_key():
+def test_66_a_server_with_a_worker_key_refuses_callers_without_a_key():
     keys = Keys(admin="root", worker="work")
     for path in (CHAT, PAUSE, "/v1/models"):
         for headers in ([], bearer("wrong"), acting("alice")):
@@ -143,7 +145,7 @@ def test_without_keys_an_exposed_server_refuses_control_and_warns():
     assert "control calls are refused" in keys.warning
 
 
-def test_with_tenants_alone_nobody_controls():
+def test_with_tenant_keys_alone_control_calls_are_refused():
     keys = Keys({"alice": "ka"}, exposed=True)
     with pytest.raises(Forbidden, match="--admin-key"):
         keys.caller(PAUSE, bearer("ka"))
@@ -168,7 +170,7 @@ OWN = [(b"host", b"127.0.0.1:8000")]
         [(b"host", b"localhost:8000")],
         [(b"host", b"[::1]:8000")],
         [*OWN, (b"origin", b"http://127.0.0.1:8000"), (b"sec-fetch-site", b"same-origin")],  # a page of ours
-        [*OWN, (b"sec-fetch-site", b"none")],  # typed by a person
+        [*OWN, (b"sec-fetch-site", b"none")],  # typed into the address bar
     ],
 )
 def test_without_keys_programs_and_pages_of_this_machine_control_the_server(headers):
@@ -182,13 +184,13 @@ def test_without_keys_programs_and_pages_of_this_machine_control_the_server(head
         [*OWN, (b"origin", b"http://127.0.0.1:3000")],  # another server of this machine
         [*OWN, (b"origin", b"null")],
         [*OWN, (b"sec-fetch-site", b"cross-site")],  # an image
-        [(b"host", b"evil.example:8000")],  # a name that points here
+        [(b"host", b"evil.example:8000")],  # a foreign name that resolves to this machine
         [(b"host", b"evil.example:8000"), (b"origin", b"http://evil.example:8000")],
         [(b"host", b"[::1")],
         [(b"origin", b"http://127.0.0.1:8000")],
     ],
 )
-def test_without_keys_a_page_from_elsewhere_controls_nothing(headers):
+def test_without_keys_a_web_page_of_another_site_is_refused_control(headers):
     with pytest.raises(Forbidden, match="Origin or Host"):
         Keys().caller(PAUSE, headers)
     assert Keys().caller(CHAT, headers) == Caller("", admin=False)
@@ -233,17 +235,17 @@ def test_keys_are_read_from_lines_commas_or_json(tmp_path):
         "{",
     ],
 )
-def test_keys_that_make_no_sense_are_refused_by_the_file_they_are_in(text):
+def test_invalid_keys_are_refused_with_the_name_of_their_file(text):
     with pytest.raises(RequestError, match="the-file"):
         parse_keys(text, "the-file")
 
 
-def test_a_key_file_that_is_not_there_is_one_sentence(tmp_path):
+def test_a_missing_key_file_is_reported_in_one_sentence(tmp_path):
     with pytest.raises(RequestError, match="cannot be read"):
         read_keys(tmp_path / "none")
 
 
-def test_a_key_file_that_is_not_text_is_one_sentence(tmp_path):
+def test_a_key_file_that_is_not_text_is_reported_in_one_sentence(tmp_path):
     file = tmp_path / "keys"
     file.write_bytes(b"alice:\xff\xfe")
     with pytest.raises(RequestError, match="not UTF-8"):

@@ -1,4 +1,4 @@
-"""Admission and accounting: everyone who gets in is counted once on the way out (sentences 46, 47, 53, 63)."""
+"""Admission and accounting: every admitted request is counted once at its end (sentences 46, 47, 53, 63)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_finished_request_is_accounted_with_its_times_and_tokens(ledger,
     assert ledger.past("a").usage is usage and ledger.in_flight == 0 and not ledger.live
 
 
-async def test_choices_have_their_own_pace(ledger, clock):
+async def test_the_latency_between_tokens_is_measured_per_choice(ledger, clock):
     async with ledger.admit(kind="chat", choices=2) as record:
         for _ in range(3):
             for choice in (0, 1):
@@ -79,7 +79,7 @@ async def test_choices_have_their_own_pace(ledger, clock):
     assert ledger.metrics.between_tokens.sum == pytest.approx(0.2 * 4)
 
 
-async def test_leaving_without_an_end_is_a_disconnect_with_the_tokens_so_far(ledger, ended):
+async def test_a_record_closed_without_an_end_is_a_disconnection_with_the_tokens_so_far(ledger, ended):
     async with ledger.admit(kind="chat", choices=2) as record:
         record.prompt(10, 0)
         record.prompt(10, 1)
@@ -101,7 +101,7 @@ async def test_leaving_without_an_end_is_a_disconnect_with_the_tokens_so_far(led
         (BaseExceptionGroup("", [asyncio.CancelledError()]), "abort", "client_disconnect"),
     ],
 )
-async def test_an_error_says_why_a_request_was_cut(ledger, ended, error, reason, cause):
+async def test_an_error_sets_the_cause_of_a_cut_request(ledger, ended, error, reason, cause):
     with suppress(type(error)):
         async with ledger.admit(kind="chat") as record:
             record.tokens(1)
@@ -169,7 +169,7 @@ async def test_tenants_may_use_the_same_id_and_keep_their_own_records(ledger, cl
     assert ledger.past("a").usage is bobs.usage  # the latest
 
 
-async def test_80_which_request_of_a_name_is_the_latest_does_not_depend_on_the_wall_clock(ledger, clock, monkeypatch):
+async def test_80_the_latest_request_of_a_name_does_not_depend_on_the_wall_clock(ledger, clock, monkeypatch):
     for tenant, wall_s in (("alice", 2e9), ("bob", 1e9)):  # set back by thirty years between the two
         monkeypatch.setattr(time, "time", lambda wall_s=wall_s: wall_s)
         clock.now_s += 1
@@ -178,7 +178,7 @@ async def test_80_which_request_of_a_name_is_the_latest_does_not_depend_on_the_w
     assert ledger.past("a").usage.tenant == "bob"
 
 
-async def test_a_refusal_that_is_heard_of_twice_counts_once(ledger):
+async def test_a_refusal_that_is_reported_twice_counts_once(ledger):
     ledger.close()
     with pytest.raises(Unavailable) as refusal:
         async with ledger.admit(kind="chat"):
@@ -187,7 +187,7 @@ async def test_a_refusal_that_is_heard_of_twice_counts_once(ledger):
     assert ledger.metrics.refused == {"shutting_down": 1}
 
 
-async def test_closing_refuses_newcomers_and_lets_the_others_end(ledger):
+async def test_closing_refuses_new_requests_and_lets_the_others_end(ledger):
     async with ledger.admit(kind="chat"):
         ledger.close()
         with pytest.raises(Unavailable) as refusal:
@@ -200,7 +200,7 @@ async def test_closing_refuses_newcomers_and_lets_the_others_end(ledger):
     assert refusal.value.code == "shutting_down"
 
 
-async def test_the_history_is_bounded_and_forgets_the_oldest(ledger):
+async def test_the_history_is_bounded_and_drops_the_oldest(ledger):
     for i in range(20):
         async with ledger.admit(label=str(i), kind="chat") as record:
             finish(record)
@@ -240,7 +240,7 @@ async def test_every_request_is_accounted_once_whatever_happens(ledger, ended):
     assert ledger.in_flight == 0 and not ledger.live
 
 
-async def test_the_oldest_request_without_progress_shows(ledger, clock):
+async def test_the_longest_time_without_progress_is_reported(ledger, clock):
     assert ledger.oldest_without_progress_s == 0
     async with ledger.admit(kind="chat") as record:
         clock.now_s += 3
@@ -254,14 +254,14 @@ async def test_63_one_tenant_cannot_take_the_last_places_while_there_may_be_othe
     async with AsyncExitStack() as stack:
         for _ in range(80):
             await stack.enter_async_context(ledger.admit(tenant="greedy", kind="chat"))
-        with pytest.raises(QueueFull, match="you have 80 of 100 places, and the rest is kept for others"):
+        with pytest.raises(QueueFull, match="you have 80 of 100 places, and the rest is reserved for others"):
             await stack.enter_async_context(ledger.admit(tenant="greedy", kind="chat"))
         await stack.enter_async_context(ledger.admit(tenant="polite", kind="chat", choices=10))
         assert ledger.in_flight == 90
     assert ledger.in_flight == 0
 
 
-async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
+async def test_63_a_single_tenant_has_all_places_until_another_address_sends_a_request():
     ledger = Ledger(ServerMetrics(), limit=4)
     first = ledger.admit(share=ledger.sharing.name("", "10.0.0.1"), kind="chat", choices=4)
     async with first, ledger.admit(share=ledger.sharing.name("", "10.0.0.2"), kind="chat"):
@@ -273,7 +273,7 @@ async def test_63_a_single_tenant_has_all_places_until_another_address_asks():
             assert ledger.in_flight == 4
 
 
-async def test_68_tokens_that_were_handed_in_move_no_counter_when_the_client_leaves():
+async def test_68_resumed_tokens_are_not_counted_when_the_client_disconnects():
     ledger = Ledger(ServerMetrics(), limit=4)
     async with ledger.admit(kind="chat", choices=2) as record:
         for choice in range(2):
@@ -290,9 +290,9 @@ async def test_68_tokens_that_were_handed_in_move_no_counter_when_the_client_lea
     [
         ([], [("", "10.0.0.1"), ("", "10.0.0.1")], False),
         ([], [("", "10.0.0.1"), ("", "10.0.0.2")], True),
-        ([], [("", "2001:db8::1"), ("", "2001:db8::2")], False),  # of one network
+        ([], [("", "2001:db8::1"), ("", "2001:db8::2")], False),  # the same network
         ([], [("", "2001:db8::1"), ("", "2001:db8:0:1::1")], True),
-        ([], [("alice", "127.0.0.1")], True),  # named by a router, which has more of them
+        ([], [("alice", "127.0.0.1")], True),  # named by a router, which has more tenants
         (["alice"], [("alice", "10.0.0.1"), ("alice", "10.0.0.2")], False),
         (["alice", "bob"], [], True),
     ],
@@ -306,7 +306,7 @@ def test_63_places_are_shared_once_there_may_be_others(
     assert sharing.several is several
 
 
-def test_63_probes_and_control_calls_take_nothing_so_a_single_tenant_keeps_all_places():
+def test_63_probes_and_control_calls_use_no_share_so_a_single_tenant_keeps_all_places():
     sharing = Sharing(["alice"])
     sharing.takes(sharing.name("alice", "10.0.0.1"))
     sharing.name("", "10.0.0.2")  # a probe
@@ -316,7 +316,7 @@ def test_63_probes_and_control_calls_take_nothing_so_a_single_tenant_keeps_all_p
     assert sharing.several
 
 
-def test_63_whatever_tenants_take_one_that_has_nothing_finds_a_place():
+def test_63_a_tenant_with_nothing_in_flight_always_finds_a_place():
     draw = random.Random(63)
     for _ in range(200):
         shares, held = Shares(draw.randrange(8, 300)), []

@@ -1,4 +1,4 @@
-"""A thousand streams at once, and five hundred clients that vanish."""
+"""A thousand concurrent streams, and five hundred clients that disconnect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headgate.testing.tiny import tiny_model
 from tests.api.serving import Served, serving, wait_until
 
 STREAMS = 1000
-KINDS = 20  # different questions, so that each answer can be known
+KINDS = 20  # different prompts, whose answers are known
 TOKENS = 12
 
 
@@ -91,7 +91,7 @@ def gauges(server: Served) -> tuple[float, float, float]:
     return value("num_requests_running"), value("num_requests_waiting"), value("kv_blocks_held")
 
 
-def test_five_hundred_clients_that_vanish_leave_nothing_behind(server: Served):
+def test_five_hundred_clients_that_disconnect_leave_nothing_held(server: Served):
     async def vanish(i: int) -> None:
         reader, writer = await opened(server.url, question(i % KINDS, max_tokens=450, stream=True))
         try:
@@ -107,7 +107,7 @@ def test_five_hundred_clients_that_vanish_leave_nothing_behind(server: Served):
             await asyncio.gather(*(vanish(i) for i in range(500)))
 
     asyncio.run(main())
-    # Their 225,000 tokens would take many times as long.
+    # Generating their 225,000 tokens would take many times as long.
     deadline_s = time.monotonic() + 60
     while (left := gauges(server)) != (0, 0, 0):
         assert time.monotonic() < deadline_s, f"running, waiting, blocks held: {left}"

@@ -1,4 +1,4 @@
-"""The page that Prometheus reads."""
+"""The Prometheus metrics page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_page_can_be_parsed_and_has_every_promised_name():
     assert families >= NAMES
 
 
-def test_an_engine_shows_what_it_said_and_a_silent_one_that_it_is_down():
+def test_an_engine_shows_its_status_and_one_that_does_not_answer_is_down():
     values = metric_values(page().render().decode())
     assert values['headgate:num_requests_running{engine="0"}'] == 2
     assert values['headgate:num_requests_waiting{engine="0"}'] == 5

@@ -1,4 +1,4 @@
-"""Sentence 56: what an answer must obey and what it carries survives preemption, a pause and another engine."""
+"""Sentence 56: the constraints and extras of an answer survive preemption, a pause and a move to another engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_56_features_survive_preemption_a_freeze_the_same_weights_and_a_dead_eng
             return len(live) == 15 and sum(record.outputs(0) > 20 for record in live) >= 8
 
         await until(busy)
-        await pause(server, mode="freeze", new_requests="queue")  # for those whose grammar is not ready yet
+        await pause(server, mode="freeze", new_requests="queue")  # for requests whose grammar is not ready yet
         await post(server.url, "/v1/update_weights", {"path": str(model)})
         await resume(server)
         pid = server.host.replicas[0].pid

@@ -1,4 +1,4 @@
-"""The official client, as its users call it."""
+"""OpenAI's official client library."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_stream_that_was_cut_raises_for_strict_clients(client: openai.OpenAI):
 
 
 @pytest.mark.parametrize("header", [{}, {"X-Headgate-Journal": "1700000000"}])
-def test_a_journal_between_the_events_is_nothing_to_the_client(client: openai.OpenAI, header: dict[str, str]):
+def test_the_client_ignores_a_journal_between_the_events(client: openai.OpenAI, header: dict[str, str]):
     stream = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=30, seed=1, n=2, stream=True, extra_headers=header
     )

@@ -23,7 +23,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def calls_of(routes: Iterable[Route]) -> set[tuple[str, str]]:
-    """What a description has to have; the dashboard is for browsers."""
+    """The operations that a description must have; the dashboard is not part of the API."""
     return {
         (route.path.replace(":path}", "}"), method.lower())
         for route in routes
@@ -46,7 +46,7 @@ def test_every_route_of_a_router_is_described_and_nothing_else():
         assert router.router.bridge is not None
         app: Any = router.router.bridge._app
         routes = calls_of(app.routes)
-    relayed = {(path, "post") for path in RELAYED - {"/v1/embeddings"}}  # only other systems' workers have this one
+    relayed = {(path, "post") for path in RELAYED - {"/v1/embeddings"}}  # only workers of other systems have it
     assert described_by(router_description("0")) == routes | relayed
 
 

@@ -1,4 +1,4 @@
-"""Pauses and resumes of one router are carried out in the order in which it has asked for them."""
+"""Pauses and resumes of one router are carried out in the order in which it sent them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def test_24_a_pause_that_arrives_after_a_later_resume_of_its_router_is_refused()
     run(main())
 
 
-def test_24_a_call_may_be_repeated_under_its_number():
+def test_24_a_call_may_be_repeated_with_its_number():
     orders = Orders()
     assert taken(orders, Order("a", 3)) and taken(orders, Order("a", 3)) and not taken(orders, Order("a", 2))
 
 
 @pytest.mark.parametrize("other", [Order("b", 1), UNORDERED], ids=["a router", "an operator"])
-def test_24_a_resume_may_depend_on_no_other_caller_having_asked_since(other: Order):
+def test_24_a_resume_can_be_conditional_on_no_call_by_others_since(other: Order):
     orders = Orders()
     assert not taken(orders, Order("a", 1, OWN))
     assert taken(orders, Order("a", 2)) and taken(orders, Order("a", 3, OWN))
     assert taken(orders, other) and not taken(orders, Order("a", 4, OWN))
 
 
-def test_24_a_pause_may_depend_on_the_server_running():
+def test_24_a_pause_can_be_conditional_on_a_running_server():
     orders = Orders()
     assert not taken(orders, Order("a", 1, RUNNING), paused=True)
     assert taken(orders, Order("a", 2, RUNNING))
@@ -68,5 +68,5 @@ def test_an_order_that_cannot_be_read_is_refused(value: str):
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-headgate-order": ""}, {"x-headgate-only-if": OWN}])
-def test_a_call_without_an_order_is_an_operators(headers: dict[str, str]):
+def test_a_call_without_an_order_is_always_carried_out(headers: dict[str, str]):
     assert Order.of(headers) == UNORDERED

@@ -73,7 +73,7 @@ async def is_paused(server: LiveServer) -> Any:
 
 
 async def arrived(server: LiveServer, count: int) -> None:
-    """Until the engine has so many requests."""
+    """Wait until the engine has this many requests."""
 
     async def all_in() -> bool:
         now = await status(server)
@@ -155,7 +155,7 @@ def test_17_24_aborts_and_pauses_fired_two_hundred_times_in_any_order_hang_nothi
     asyncio.run(main())
 
 
-def test_18_a_drain_lets_what_has_started_finish_and_keeps_the_rest_for_later(server: LiveServer):
+def test_18_a_drain_finishes_started_requests_and_keeps_the_rest_for_later(server: LiveServer):
     async def main(longer: int) -> None:
         async with streaming(server.url, [asking(700 * longer) for _ in range(ROOM + 3)]) as heard:
             await begun(heard, ROOM)
@@ -163,7 +163,7 @@ def test_18_a_drain_lets_what_has_started_finish_and_keeps_the_rest_for_later(se
             waiting = (await status(server)).waiting
             await resume(server)
             if waiting != 3:
-                raise Missed  # some had ended before, or had not come yet
+                raise Missed  # some had ended before, or had not arrived yet
             assert told.result["state"] == "paused"
             assert told.result["finished"] == ROOM and told.result["aborted"] == 0
         assert {each.end for each in heard} == {("length", "max_tokens")}
@@ -182,11 +182,11 @@ def test_18_a_freeze_in_the_middle_of_thirty_two_seeded_streams_changes_nothing(
             told = await pause(server, mode="freeze")
             assert told.result["state"] == "paused" and told.result["aborted"] == 0
             frozen, running = (await status(server)).output_tokens, (await status(server)).running
-            await asyncio.sleep(held_s)  # not waiting for something: the pause itself
+            await asyncio.sleep(held_s)  # the duration of the pause; not a wait for a condition
             still = (await status(server)).output_tokens
             await resume(server)
             if not running:
-                raise Missed  # not in the middle
+                raise Missed  # not in progress
             assert still == frozen
         assert [each.tokens for each in heard] == [each.tokens for each in undisturbed]
         assert [each.text for each in heard] == [each.text for each in undisturbed]
@@ -195,7 +195,7 @@ def test_18_a_freeze_in_the_middle_of_thirty_two_seeded_streams_changes_nothing(
 
 
 @pytest.mark.parametrize("mode", ["abort", "drain", "freeze"])
-def test_19_a_paused_server_refuses_with_a_time_to_retry_or_queues_as_asked(server: LiveServer, mode: str):
+def test_19_a_paused_server_refuses_with_a_time_to_retry_or_queues_as_requested(server: LiveServer, mode: str):
     async def main() -> None:
         await pause(server, mode=mode)
         refused = await complete(server)
@@ -214,7 +214,7 @@ def test_19_a_paused_server_refuses_with_a_time_to_retry_or_queues_as_asked(serv
     asyncio.run(main())
 
 
-def test_20_a_drain_whose_time_is_up_names_whom_it_forced_out_and_ends_paused(server: LiveServer):
+def test_20_a_drain_that_times_out_lists_the_requests_it_ended_and_is_paused(server: LiveServer):
     async def main() -> None:
         bodies = [asking(LONG, request_id="slow"), asking(LONG, request_id="twice", n=2)]
         async with streaming(server.url, bodies) as heard:
@@ -227,8 +227,8 @@ def test_20_a_drain_whose_time_is_up_names_whom_it_forced_out_and_ends_paused(se
     asyncio.run(main())
 
 
-def test_59_a_control_call_whose_time_is_up_is_accepted_and_done_later(server: LiveServer, monkeypatch):
-    monkeypatch.setattr(control, "QUERY_TIMEOUT_S", 0.1)  # the answer says how things stand, too
+def test_59_a_control_call_that_times_out_is_accepted_and_completed_later(server: LiveServer, monkeypatch):
+    monkeypatch.setattr(control, "QUERY_TIMEOUT_S", 0.1)  # the answer includes the state of the engines
 
     async def main() -> None:
         await pause(server)
@@ -246,7 +246,7 @@ def test_59_a_control_call_whose_time_is_up_is_accepted_and_done_later(server: L
     asyncio.run(main())
 
 
-def test_21_requests_that_slip_in_while_a_pause_begins_are_caught_or_refused(server: LiveServer):
+def test_21_requests_that_arrive_while_a_pause_begins_are_paused_or_refused(server: LiveServer):
     async def main() -> None:
         heard: list[Heard] = []
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -265,7 +265,7 @@ def test_21_requests_that_slip_in_while_a_pause_begins_are_caught_or_refused(ser
     asyncio.run(main())
 
 
-def test_22_clients_have_their_last_words_before_a_pause_is_answered(server: LiveServer):
+def test_22_clients_receive_the_end_before_a_pause_is_answered(server: LiveServer):
     async def main() -> None:
         async with streaming(server.url, [asking(LONG, request_id=f"w{i}") for i in range(12)]) as heard:
             await begun(heard, ROOM)
@@ -277,7 +277,7 @@ def test_22_clients_have_their_last_words_before_a_pause_is_answered(server: Liv
     asyncio.run(main())
 
 
-def test_24_pausing_and_resuming_twice_at_once_is_as_once(server: LiveServer):
+def test_24_concurrent_repeated_pauses_and_resumes_have_the_effect_of_one(server: LiveServer):
     async def main() -> None:
         for mode in ("abort", "drain", "freeze"):
             told = await asyncio.gather(*(pause(server, mode=mode) for _ in range(4)))
@@ -307,7 +307,7 @@ def test_24_a_resume_cancels_a_pending_pause_whose_middle_state_is_visible(serve
             await resume(server)
             told = await pausing
             if told.result["state"] == "paused":
-                raise Missed  # what it waited for ended in the same moment
+                raise Missed  # the requests it waited for ended at the same moment
             assert told.result["state"] == "running"
         assert heard.end == ("length", "max_tokens")
 
@@ -338,7 +338,7 @@ def test_28_a_pause_shows_in_metrics_health_stays_green_and_readiness_goes_red(s
 
 
 async def says(server: LiveServer, path: str, code: int, **fields: Any) -> bool:
-    """Asked until it is so: an engine that this machine does not run for a while does not answer in time."""
+    """Polls: an engine that is not scheduled for a while does not answer in time."""
     told = await get(server.url, path)
     return told.status == code and fields.items() <= told.body.items()
 
@@ -390,7 +390,7 @@ def test_59_every_control_answer_has_an_id_a_status_and_a_result(server: LiveSer
 # ------------------------------------------------------------------------------------------------------- several engines
 
 
-def test_24_all_engines_are_held_and_each_says_what_became_of_it(pair: LiveServer):
+def test_24_all_engines_are_paused_and_each_outcome_is_reported(pair: LiveServer):
     async def main() -> None:
         async with streaming(pair.url, [asking(LONG) for _ in range(12)]) as heard:
             await begun(heard)
@@ -403,7 +403,7 @@ def test_24_all_engines_are_held_and_each_says_what_became_of_it(pair: LiveServe
     asyncio.run(main())
 
 
-def test_24_an_engine_that_comes_back_during_a_pause_comes_back_paused(pair: LiveServer):
+def test_24_an_engine_that_restarts_during_a_pause_is_paused(pair: LiveServer):
     async def main() -> None:
         replica = pair.host.replicas[1]
         await pause(pair, mode="freeze")
@@ -412,7 +412,7 @@ def test_24_an_engine_that_comes_back_during_a_pause_comes_back_paused(pair: Liv
         await until(lambda: replica.client is None)
         told = await pause(pair, mode="freeze")
         if replica.client is not None:
-            raise Missed  # it is back already
+            raise Missed  # it has restarted already
         assert told.status == 202 and [e["state"] for e in told.result["engines"]] == ["paused", "down"]
         await until(lambda: replica.client is not None)
         assert (await is_paused(pair))["state"] == "paused"

@@ -1,4 +1,4 @@
-"""A prefill request, with which a router has the prompt of another request computed, has no entry and no count (72)."""
+"""A prefill request, which computes the prompt of another request, is not listed or counted itself (72)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where prompts are made: on the event loop if they are short, in a thread if anything about them is long."""
+"""Prompts are tokenised on the event loop if they are short, and in a thread if any part of them is long."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTEXT = 8192
 
 
 class WhereFrom(Tokenizer):
-    """Notes the thread that it is asked from."""
+    """Records the thread that calls it."""
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         self.thread = threading.current_thread()
@@ -48,7 +48,7 @@ def calling(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
 
 
-def test_a_short_prompt_is_made_on_the_loop() -> None:
+def test_a_short_prompt_is_tokenised_on_the_event_loop() -> None:
     assert made_on_the_loop(tools=[{"type": "function"}], chat_template_kwargs={"thinking": False})
 
 
@@ -66,11 +66,11 @@ def test_a_short_prompt_is_made_on_the_loop() -> None:
     ],
     ids=["text", "part", "messages", "reasoning", "arguments", "tool", "tools", "variables"],
 )
-def test_a_prompt_with_anything_long_is_made_in_a_thread(body: dict[str, Any]) -> None:
+def test_a_prompt_with_a_long_part_is_tokenised_in_a_thread(body: dict[str, Any]) -> None:
     assert not made_on_the_loop(**body)
 
 
-def test_a_message_that_is_refused_in_a_thread_is_refused_to_the_caller() -> None:
+def test_a_refusal_in_a_thread_reaches_the_caller() -> None:
     none = cast(Any, SimpleNamespace(info=SimpleNamespace(max_context=CONTEXT), sharing=Sharing()))
     tokenizer, template = byte_level(), ChatTemplate("")
     api = Api(engines=none, ledger=none, model_name="m", created=0, tokenizer=tokenizer, template=template)
@@ -84,7 +84,7 @@ def test_a_message_that_is_refused_in_a_thread_is_refused_to_the_caller() -> Non
 
 
 class Counting(Tokenizer):
-    """Counts the characters that it is asked to encode."""
+    """Counts the characters that it encodes."""
 
     encoded = 0
 
@@ -123,7 +123,7 @@ def test_64_a_text_that_could_fit_by_its_length_alone_is_counted_in_pieces() -> 
 
 
 @pytest.mark.parametrize("make", [byte_fallback, word_piece], ids=["byte_fallback", "word_piece"])
-def test_64_tokenizers_that_swallow_text_are_asked_for_a_bounded_part_of_it(make: Callable[[], Tokenizer]) -> None:
+def test_64_a_tokenizer_that_drops_text_is_given_a_bounded_part_of_it(make: Callable[[], Tokenizer]) -> None:
     api, tokenizer = counting_api(make())
     with pytest.raises(ContextTooLong):
         asyncio.run(text_prompt(api, "q7 " * 10_000_000))
@@ -133,7 +133,7 @@ def test_64_tokenizers_that_swallow_text_are_asked_for_a_bounded_part_of_it(make
     api.pool.shutdown()
 
 
-def test_64_token_ids_are_refused_from_their_number() -> None:
+def test_64_token_ids_are_refused_by_their_number() -> None:
     api, _ = counting_api()
     with pytest.raises(ContextTooLong, match="at least 8193 tokens; this model takes 8192"):
         asyncio.run(text_prompt(api, [1] * (CONTEXT + 1)))
@@ -141,7 +141,7 @@ def test_64_token_ids_are_refused_from_their_number() -> None:
 
 
 @pytest.mark.parametrize("prompts", [["q7 " * 100] * 64, [[1] * 100] * 64], ids=["texts", "ids"])
-def test_64_many_short_prompts_of_one_request_do_not_hold_the_event_loop(prompts: list[Any]) -> None:
+def test_64_many_short_prompts_of_one_request_do_not_block_the_event_loop(prompts: list[Any]) -> None:
     async def main() -> None:
         api, _ = counting_api()
         reading = asyncio.ensure_future(text_prompts(api, prompts, echo=True))
@@ -155,7 +155,7 @@ def test_64_many_short_prompts_of_one_request_do_not_hold_the_event_loop(prompts
 
 
 def test_63_threads_for_texts_are_shared_among_tenants() -> None:
-    """One tenant's texts take one of two threads, so that another's is read at once."""
+    """One tenant's texts use one of two threads, so another tenant's text is tokenised at once."""
 
     async def main() -> None:
         api, _ = counting_api()
@@ -175,7 +175,7 @@ def test_63_threads_for_texts_are_shared_among_tenants() -> None:
     asyncio.run(main())
 
 
-def test_63_a_thread_keeps_its_place_when_its_caller_leaves() -> None:
+def test_63_a_thread_keeps_its_place_when_its_caller_is_cancelled() -> None:
     async def main() -> None:
         api, _ = counting_api()
         go = threading.Event()

@@ -1,4 +1,4 @@
-"""A refused request leaves nothing behind, without the collector's help: a prompt may have megabytes (63, 64)."""
+"""The memory of a refused request is freed without the garbage collector: a prompt may have megabytes (63, 64)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_64_the_body_of_a_refused_request_is_freed_at_once(tmp_path: Path, monke
     seen: list[weakref.ref[Any]] = []
 
     class Known(list[int]):
-        """Token ids that can be watched."""
+        """Token ids whose release can be observed."""
 
     def make(ids: Any) -> Any:
         known = Known(ids)
@@ -46,8 +46,8 @@ def test_64_the_body_of_a_refused_request_is_freed_at_once(tmp_path: Path, monke
         gc.enable()
 
 
-def test_a_request_that_goes_on_after_an_error_is_not_ended_by_another_that_was_refused_with_it():
-    """An engine that is lost gives all its streams the same error; some are refused with it, and others move."""
+def test_an_error_shared_with_a_refused_request_does_not_end_a_request_that_continues():
+    """A lost engine raises the same error in all its streams; some requests are refused with it, others move."""
     error = EngineDead("the engine was lost")
 
     async def stream() -> AsyncIterator[str]:
@@ -64,7 +64,7 @@ def test_a_request_that_goes_on_after_an_error_is_not_ended_by_another_that_was_
         assert await anext(going_on) == "moved"
         client = Client(Gate(refuse, Keys()), "/v1/completions", {})
         await client.call()
-        for _ in range(10):  # turns of the event loop, in which it would be closed
+        for _ in range(10):  # iterations of the event loop, in which it would be closed
             await asyncio.sleep(0)
         assert client.status == 503 and await anext(going_on) == "and told"
 

@@ -1,4 +1,4 @@
-"""What is in flight, what happened to it, what it cost, and one generation per key. Numbers cite docs/lifecycle.md."""
+"""Lists, timelines and usage of requests, and one generation per key. Numbers cite docs/lifecycle.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def abort_all(server: LiveServer) -> None:
     await post(server.url, "/v1/abort_requests", {"abort_all": True})
 
 
-def test_what_is_in_flight_is_listed_with_phase_age_tokens_and_worker(server: LiveServer):
+def test_requests_in_flight_are_listed_with_phase_age_tokens_and_worker(server: LiveServer):
     async def main() -> None:
         bodies = [asking(LONG, request_id=f"r{i}", tags={"run": "7"}) for i in range(3)]
         async with streaming(server.url, bodies) as heard:
@@ -84,7 +84,7 @@ def test_53_one_request_has_a_timeline_and_a_usage_record_after_its_end(server: 
     asyncio.run(main())
 
 
-def test_53_there_is_a_usage_record_also_when_nobody_was_there_to_read(server: LiveServer):
+def test_53_there_is_a_usage_record_even_if_the_client_has_disconnected(server: LiveServer):
     async def main() -> None:
         leaving = asyncio.create_task(stream(server.url, asking(LONG, request_id="left"), heard := Heard()))
         await begun([heard])
@@ -146,7 +146,7 @@ def test_49_a_retry_attaches_to_the_running_request_or_replays_its_result(server
     asyncio.run(main())
 
 
-def test_49_a_client_that_lost_its_connection_gets_the_whole_answer_by_asking_again(server: LiveServer):
+def test_49_a_client_that_lost_its_connection_gets_the_complete_answer_by_a_retry(server: LiveServer):
     async def main() -> None:
         body = asking(900, temperature=1, stream=True)
         async with with_key(server, "lost") as client:
@@ -161,7 +161,7 @@ def test_49_a_client_that_lost_its_connection_gets_the_whole_answer_by_asking_ag
     asyncio.run(main())
 
 
-def test_49_an_answer_that_is_too_long_to_be_kept_is_made_once_and_not_repeated(server: LiveServer, monkeypatch):
+def test_49_an_answer_that_is_too_long_to_be_kept_is_generated_once_and_not_replayed(server: LiveServer, monkeypatch):
     monkeypatch.setattr("headgate.api.generate.idempotency.LONGEST_ANSWER", 2000)
 
     async def main() -> None:
@@ -176,7 +176,7 @@ def test_49_an_answer_that_is_too_long_to_be_kept_is_made_once_and_not_repeated(
     asyncio.run(main())
 
 
-def test_49_a_key_goes_with_one_request_and_a_refusal_is_not_kept(server: LiveServer):
+def test_49_a_key_belongs_to_one_request_and_a_refusal_is_not_kept(server: LiveServer):
     async def main() -> None:
         async with with_key(server, "mine") as client:
             refused = await client.post(PATH, json=asking(10**6))
@@ -188,7 +188,7 @@ def test_49_a_key_goes_with_one_request_and_a_refusal_is_not_kept(server: LiveSe
     asyncio.run(main())
 
 
-def test_58_a_deadline_passes_and_a_client_leaves_while_nothing_else_happens(server: LiveServer):
+def test_58_deadlines_and_disconnections_take_effect_on_an_otherwise_idle_server(server: LiveServer):
     async def main() -> None:
         await post(server.url, "/v1/pause", {"mode": "freeze", "new_requests": "queue"})
         cut = await post(server.url, PATH, asking(deadline_ms=100))

@@ -21,7 +21,7 @@ def answer(server: LiveServer, body: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def test_an_answer_is_that_of_the_same_chat(server: LiveServer):
+def test_a_response_equals_the_answer_of_the_same_chat(server: LiveServer):
     chat = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me."}]}
     same = server.post("/v1/chat/completions", chat | {"max_tokens": 30, "seed": 5}).json()
     whole = answer(server, asking(instructions="Be kind."))
@@ -30,7 +30,7 @@ def test_an_answer_is_that_of_the_same_chat(server: LiveServer):
     assert whole["usage"]["output_tokens"] == same["usage"]["completion_tokens"]
 
 
-def test_events_come_in_order_and_add_up_to_the_whole_answer(server: LiveServer):
+def test_events_are_in_order_and_add_up_to_the_complete_answer(server: LiveServer):
     body = asking(ignore_eos=True, return_token_ids=True)
     whole = answer(server, body)
     events = [json.loads(event) for event in server.events(PATH, body)]
@@ -57,7 +57,7 @@ def test_events_come_in_order_and_add_up_to_the_whole_answer(server: LiveServer)
     assert final["incomplete_details"] == {"reason": "max_output_tokens"} and final["cause"] == "max_tokens"
 
 
-def test_a_conversation_with_calls_is_understood(server: LiveServer):
+def test_a_conversation_with_tool_calls_is_converted_to_messages(server: LiveServer):
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "How warm?"}]},
         {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
@@ -68,7 +68,7 @@ def test_a_conversation_with_calls_is_understood(server: LiveServer):
     assert answer(server, asking(items))["status"] in ("completed", "incomplete")
 
 
-def test_logprobs_come_when_included(server: LiveServer):
+def test_logprobs_are_returned_when_included(server: LiveServer):
     body = asking(include=["message.output_text.logprobs"], top_logprobs=2, ignore_eos=True)
     logprobs = answer(server, body)["output"][0]["content"][0]["logprobs"]
     assert len(logprobs) == 30 and all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
@@ -87,7 +87,7 @@ def test_logprobs_come_when_included(server: LiveServer):
         ({"max_tokens": 3}, "max_tokens"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(server: LiveServer, fields: Any, param: str):
+def test_unsupported_values_are_refused_with_the_name_of_the_field(server: LiveServer, fields: Any, param: str):
     response = server.post(PATH, asking(**fields))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param

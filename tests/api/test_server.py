@@ -1,4 +1,4 @@
-"""The server as a process, on a tiny model: probes, limits, keys, dying engines, and the ways to stop it."""
+"""The server as a process, with a tiny model: probes, limits, keys, engine failures and shutdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headgate.api.control.health import PING_TIMEOUT_S
 from headgate.testing.tiny import tiny_model
 from tests.api.serving import Served, clean_environment, command, events, metric_values, serving, wait_until
 
-LONG = 15000  # tokens: many seconds of work, so that something can happen meanwhile
+LONG = 15000  # tokens: many seconds of work, so that a test can act meanwhile
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def pair(model) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def guarded(model, tmp_path_factory) -> Iterator[Served]:
-    """One engine with keys, that runs one answer and lets none wait."""
+    """One engine with keys that runs one answer and has no queue."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("alice:key-of-alice\nbob:key-of-bob\n")
     arguments = ("--api-keys", keys, "--max-running", 1, "--max-queue", 0, "--kv-blocks", 1024)
@@ -50,7 +50,7 @@ def ask(prompt: str = "hello", max_tokens: int = 8, **more: object) -> dict[str,
 
 @contextmanager
 def streaming(client: httpx.Client, body: dict[str, object]) -> Iterator[Iterator[dict]]:
-    """A stream whose first event has come."""
+    """A stream whose first event has arrived."""
     with client.stream("POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}) as response:
         assert response.status_code == 200, response.read()
         stream = events(response)
@@ -84,7 +84,7 @@ def error_of(response: httpx.Response) -> dict:
 # ----------------------------------------------------------------------------------------------- probes and paths
 
 
-def test_the_ready_line_for_machines_says_what_runs(pair):
+def test_the_machine_readable_ready_line_describes_the_server(pair):
     assert pair.ready["model"] == "tiny" and pair.ready["dtype"] == "float32"
     assert pair.ready["kv_blocks"] == 2048 and pair.ready["max_context"] == 16384 and pair.ready["replicas"] == 2
 
@@ -97,7 +97,7 @@ def test_probes_are_green(pair):
     assert [engine["state"] for engine in green["engines"]] == ["ok", "ok"]
 
 
-def test_what_is_not_there_is_404_and_the_wrong_method_is_405_in_openais_shape(pair):
+def test_unknown_paths_get_404_and_wrong_methods_405_in_openais_format(pair):
     with pair.client() as client:
         missing, wrong = client.get("/v2/nothing"), client.delete("/v1/chat/completions")
     assert missing.status_code == 404 and error_of(missing)["code"] == "not_found"
@@ -105,7 +105,7 @@ def test_what_is_not_there_is_404_and_the_wrong_method_is_405_in_openais_shape(p
     assert wrong.headers["allow"] == "POST"
 
 
-def test_a_request_keeps_the_id_it_came_with_and_gets_one_otherwise(pair):
+def test_a_request_keeps_its_own_id_or_gets_a_generated_one(pair):
     with pair.client() as client:
         assert client.get("/live", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
         assert client.get("/live").headers["x-request-id"].startswith("req-")
@@ -113,7 +113,7 @@ def test_a_request_keeps_the_id_it_came_with_and_gets_one_otherwise(pair):
     assert bad.status_code == 400 and error_of(bad)["param"] == "X-Request-Id"
 
 
-def test_a_body_beyond_the_limit_is_413_told_or_not(pair):
+def test_a_body_beyond_the_limit_gets_413_with_or_without_a_declared_length(pair):
     piece = b"x" * 2**20
     assert answer_to(pair, b"Content-Length: 1073741824\r\n\r\n").startswith(b"HTTP/1.1 413 ")
     chunks = b"".join(b"100000\r\n%b\r\n" % piece for _ in range(33))
@@ -134,13 +134,13 @@ def answer_to(served: Served, rest: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": 1e999}'])
-def test_a_body_that_is_no_request_is_the_callers_mistake(pair, body):
+def test_an_invalid_body_is_a_client_error(pair, body):
     with pair.client() as client:
         response = client.post("/v1/completions", content=body)
     assert response.status_code in (400, 422) and error_of(response)["type"] == "invalid_request_error"
 
 
-def test_whatever_is_refused_is_counted_once(pair, guarded):
+def test_every_refusal_is_counted_once(pair, guarded):
     def refused(client: httpx.Client) -> dict[str, float]:
         values = metric_values(client.get("/metrics").text)
         name = 'headgate:requests_refused_total{code="'
@@ -150,9 +150,7 @@ def test_whatever_is_refused_is_counted_once(pair, guarded):
         before, before_guarded = refused(client), refused(nobody)
         client.get("/v2/nothing")
         client.post("/v1/completions", content=b"{")
-        client.post(
-            "/v1/completions", json=ask(max_tokens=100_000)
-        )  # an engine refuses it, and the ledger hears that
+        client.post("/v1/completions", json=ask(max_tokens=100_000))  # an engine refuses it, and the ledger counts it
         answer_to(pair, b"Content-Length: 1073741824\r\n\r\n")
         nobody.post("/v1/completions", json=ask())
         after, after_guarded = refused(client), refused(nobody)
@@ -169,7 +167,7 @@ def test_a_duplicate_of_a_live_id_is_409(pair):
 
 
 def looked(client: httpx.Client) -> dict[str, float]:
-    """The metrics when both engines had a say in them: who does not answer at once is left out."""
+    """The metrics of a scrape that both engines answered; one that does not answer in time is left out."""
 
     def whole() -> dict[str, float] | None:
         values = metric_values(client.get("/metrics").text)
@@ -183,11 +181,11 @@ def test_metrics_add_up(pair):
         return sum(value for key, value in values.items() if key.startswith(name + "{"))
 
     with pair.client() as client:
-        # Whatever an earlier test left running has ended.
+        # Requests of earlier tests have ended.
         before = wait_until(lambda: (v := looked(client))["headgate:num_requests_in_flight"] == 0 and v)
         usages = [client.post("/v1/completions", json=ask(f"{i} hello", n=2)).json()["usage"] for i in range(3)]
         with streaming(client, ask(max_tokens=LONG)):
-            pass  # the client leaves
+            pass  # the client disconnects
         after = wait_until(lambda: (v := looked(client))["headgate:num_requests_in_flight"] == 0 and v)
         names = [f"headgate:{name}" for name in ("num_requests_running", "num_requests_waiting", "kv_blocks_held")]
         idle = wait_until(lambda: not any(total(v := looked(client), name) for name in names) and v)
@@ -217,8 +215,8 @@ def states(health: httpx.Response) -> set[str]:
     return {engine["state"] for engine in health.json()["engines"]}
 
 
-def test_a_stopped_engine_turns_health_red_within_5_s_and_green_again(pair):
-    """Sentence 50. The 5 s are the server's, which is asked how long it waits: this machine may stop it too."""
+def test_a_stopped_engine_makes_health_fail_within_5_s_and_recover(pair):
+    """Sentence 50. The 5 s are measured by the server, because this machine may not schedule the test."""
     assert PING_TIMEOUT_S < 5
     pid = pair.engine_pids()[0]
     with pair.client() as client:
@@ -234,9 +232,9 @@ def test_a_stopped_engine_turns_health_red_within_5_s_and_green_again(pair):
         wait_until(lambda: client.get("/health").status_code == 200)
 
 
-def test_a_stream_whose_engine_is_killed_goes_on_in_the_other_one(pair):
+def test_a_stream_whose_engine_is_killed_continues_on_the_other_one(pair):
     with pair.client() as client:
-        for count in (1500, 4500, 12000):  # it is longer, if it was over before its engine could be killed
+        for count in (1500, 4500, 12000):  # longer if it ended before its engine could be killed
             with streaming(client, ask("a long story", count)) as stream:
                 expected, _ = tokens_of(stream)
             assert len(expected) == count
@@ -257,7 +255,7 @@ def test_a_stream_whose_engine_is_killed_goes_on_in_the_other_one(pair):
 # ---------------------------------------------------------------------------------------------------- keys, limits
 
 
-def test_keys_open_what_they_should(guarded):
+def test_keys_allow_what_they_should(guarded):
     clients = map(guarded.client, (None, "wrong", "key-of-alice", "key-of-root"))
     with ExitStack() as stack:
         nobody, stranger, alice, admin = map(stack.enter_context, clients)
@@ -292,7 +290,7 @@ def test_beyond_queue_and_concurrency_is_429_with_a_time_to_retry(guarded):
     assert int(full.headers["retry-after"]) >= 1
 
 
-def test_keys_are_in_no_log(guarded):
+def test_keys_do_not_appear_in_logs(guarded):
     assert len(guarded.log) > 10 and "key-of-" not in json.dumps(guarded.log)
 
 
@@ -301,7 +299,7 @@ def test_keys_are_in_no_log(guarded):
 
 def test_sigterm_lets_streams_finish_refuses_new_ones_and_exits_with_0(guarded):
     """The last test with this server."""
-    wait_until(lambda: takes(guarded))  # the one before has left, and its place may still be on its way home
+    wait_until(lambda: takes(guarded))  # the place of the previous request may not be released yet
     with guarded.client("key-of-alice") as client, streaming(client, ask(max_tokens=1000)) as stream:
         guarded.process.send_signal(signal.SIGTERM)
         wait_until(lambda: any("stopping" in message for message in guarded.messages()))
@@ -324,12 +322,12 @@ def refuses(served: Served) -> bool:
     except httpx.ConnectError:
         return True
     except httpx.TransportError:
-        pass  # it was in the queue of the listener when that was closed
+        pass  # it was in the listener's backlog when the listener was closed
     return False
 
 
-def test_the_deadline_of_a_drain_ends_streams_with_what_they_have(pair):
-    """The last test with this server; a second signal makes the deadline now."""
+def test_the_deadline_of_a_drain_ends_streams_with_partial_answers(pair):
+    """The last test with this server; a second signal ends the drain at once."""
     with pair.client() as client, streaming(client, ask(max_tokens=LONG)) as stream:
         pair.process.send_signal(signal.SIGINT)
         wait_until(lambda: any("stopping" in message for message in pair.messages()))
@@ -340,7 +338,7 @@ def test_the_deadline_of_a_drain_ends_streams_with_what_they_have(pair):
     assert pair.process.wait(60) == 0
 
 
-def test_a_person_gets_a_block_with_a_command_that_works_when_pasted(model):
+def test_the_start_up_message_has_a_command_that_works_when_pasted(model):
     process = subprocess.Popen(
         command("serve", model, "--port", 0, "--drain-timeout", 0),
         *(-1, None, None, subprocess.PIPE, subprocess.PIPE),

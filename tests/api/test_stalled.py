@@ -25,7 +25,7 @@ from tests.stalled import LAST_CHUNK, RECEIVE_BYTES, SEND_BYTES, Mute, mute
 
 PATH = "/v1/completions"
 PLACES = 24
-LONG = 4000  # tokens: far more bytes than all buffers take
+LONG = 4000  # tokens: far more bytes than all buffers hold
 STALL_S = 4.0
 
 
@@ -40,14 +40,14 @@ def serving(model: Path, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
-    """Gives up a client after STALL_S."""
+    """Drops a client after STALL_S."""
     with serving(model, stall_s=STALL_S) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def patient(model: Path) -> Iterator[LiveServer]:
-    """Gives up a client long after every test."""
+    """Does not drop a client within any test."""
     with serving(model, stall_s=600.0) as server:
         yield server
 
@@ -74,7 +74,7 @@ def details(server: LiveServer, id: str) -> Any:
 
 
 def fill(server: LiveServer, id: str) -> None:
-    """Wait until the answer of this request is held up by its client."""
+    """Wait until the client delays the answer of this request."""
     assert eventually(lambda: any(is_held_up(record) for record in server.api.ledger.named(id)))
 
 
@@ -86,7 +86,7 @@ def is_held_up(record: Any) -> bool:
 # -------------------------------------------------------------------------------------------------- being given up
 
 
-def test_62_a_client_that_reads_nothing_is_ended_and_all_places_are_free(server: LiveServer):
+def test_62_the_request_of_a_client_that_reads_nothing_ends_and_frees_its_places(server: LiveServer):
     with (
         mute(server.url, PATH, wordy("mute-0", n=PLACES // 2)) as first,
         mute(server.url, PATH, wordy("mute-1", n=PLACES // 2)) as second,
@@ -106,19 +106,19 @@ def test_62_a_client_that_reads_nothing_is_ended_and_all_places_are_free(server:
     assert 'headgate:requests_total{cause="client_stalled",finish_reason="abort"}' in page
 
 
-def test_62_a_whole_answer_that_is_not_read_and_the_request_behind_it_end_too(server: LiveServer):
-    """The first has its place until the engine has finished it, the second until its client is given up."""
+def test_62_an_unread_complete_answer_and_the_pipelined_request_after_it_end_too(server: LiveServer):
+    """The first keeps its place until the engine has finished it, the second until its client is dropped."""
     body = asking(2000, logprobs=5)
     with mute(server.url, PATH, body | {"request_id": "first"}) as client:
         client.post(PATH, body | {"request_id": "second", "stream": True})
         assert eventually(lambda: bool(server.api.ledger.past("second", "")))
         assert details(server, "first")["usage"]["finish_reason"] == "length"
         assert details(server, "second")["usage"]["cause"] == "client_stalled"
-        assert len(client.rest()) < 100_000  # the connection was broken before it had even the first of them
+        assert len(client.rest()) < 100_000  # the connection was closed before the first answer was complete
 
 
 def test_62_a_slow_client_that_reads_gets_everything(server: LiveServer):
-    """It takes longer than the stall timeout, and never longer than that from one byte to the next."""
+    """It takes longer than the stall timeout in total, but never that long between two bytes."""
     heard, began_s = b"", time.monotonic()
     with mute(server.url, PATH, wordy("slow")) as client:
         while time.monotonic() - began_s < 2 * STALL_S:
@@ -130,7 +130,7 @@ def test_62_a_slow_client_that_reads_gets_everything(server: LiveServer):
     assert details(server, "slow")["usage"]["finish_reason"] == "length"
 
 
-def test_62_bytes_that_leave_are_progress_and_bytes_that_are_written_are_not():
+def test_62_sent_bytes_are_progress_and_buffered_bytes_are_not():
     async def main() -> None:
         transports: list[asyncio.Transport] = []
         listener = socket.create_server(("127.0.0.1", 0))
@@ -148,7 +148,7 @@ def test_62_bytes_that_leave_are_progress_and_bytes_that_are_written_are_not():
                 await asyncio.sleep(0.01)
             transport = transports[0]
             outflow = Outflow(transport)
-            assert outflow.stalled_s(0.0) == 0.0  # nothing waits
+            assert outflow.stalled_s(0.0) == 0.0  # nothing is buffered
             transport.write(b"x" * 10**6)
             await settled(outflow, 100.0)
             transport.write(b"x" * 10**6)
@@ -167,7 +167,7 @@ def test_62_bytes_that_leave_are_progress_and_bytes_that_are_written_are_not():
 
 
 async def settled(outflow: Outflow, now_s: float) -> None:
-    """Until the kernels have taken what they take without a reader."""
+    """Wait until the kernel buffers are full."""
     quiet = 0
     while quiet < 10:
         await asyncio.sleep(0.02)
@@ -185,7 +185,7 @@ def test_62_an_abort_waits_two_seconds_for_a_client_that_reads_nothing(patient: 
         fill(patient, "deaf")
         began_s = time.monotonic()
         answer = patient.post("/v1/abort_requests", {"abort_all": True, "timeout": 60})
-        assert time.monotonic() - began_s < 20  # two seconds and a crowded machine, and not its timeout
+        assert time.monotonic() - began_s < 20  # two seconds plus the delay of a busy machine, but not the timeout
         assert (answer.status_code, answer.json()["status"]) == (202, "accepted")
         result = answer.json()["result"]
         assert [(each["request_id"], each["code"]) for each in result["errors"]] == [("deaf", "not_told")]
@@ -208,7 +208,7 @@ def test_62_a_pause_waits_two_seconds_for_a_client_that_reads_nothing(patient: L
 
 
 def test_62_clients_that_read_are_waited_for(monkeypatch: pytest.MonkeyPatch):
-    """As long as the caller has time, and one that reads nothing for two seconds."""
+    """A reading client for as long as the caller allows, one that reads nothing for two seconds."""
 
     class Buffer:
         def __init__(self, size: int, *, drains: bool) -> None:
@@ -251,7 +251,7 @@ def test_62_a_shutdown_does_not_wait_for_a_client_that_reads_nothing(model: Path
 
 
 def _grows(served: Any) -> bool:
-    """Whether more of the answer leaves the server, within half a second."""
+    """Whether the server sends more of the answer within half a second."""
     with served.client() as http:
         before = http.get("/v1/requests").json()["data"]
         time.sleep(0.5)
@@ -262,7 +262,7 @@ def _grows(served: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------------- keys
 
 
-def test_49_62_an_answer_with_a_key_is_not_held_up_by_a_client_that_does_not_read(patient: LiveServer):
+def test_49_62_a_client_that_does_not_read_does_not_delay_an_answer_with_a_key(patient: LiveServer):
     body = wordy("keyed")
     with mute(patient.url, PATH, body, idempotency_key="k") as client:
         assert eventually(lambda: bool(patient.api.ledger.past("keyed", "")))
@@ -275,7 +275,7 @@ def test_49_62_an_answer_with_a_key_is_not_held_up_by_a_client_that_does_not_rea
 # -------------------------------------------------------------------------------------------------------- INFO lines
 
 
-def test_a_disconnected_stream_leaves_one_line(patient: LiveServer, caplog: pytest.LogCaptureFixture):
+def test_a_disconnected_stream_is_logged_in_one_line(patient: LiveServer, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "headgate.api")
     with mute(patient.url, PATH, wordy("gone")) as client:
         client.read()

@@ -1,4 +1,4 @@
-"""What a stream does when its engine is silent, lost, or cuts its tokens in unlucky places."""
+"""Streams whose engine is silent, is lost, or splits tokens inside characters and stop strings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(body: bytes) -> list[Any]:
 
 
 def saying(text: str, model: Path, sizes: tuple[int, ...] = (1,)) -> Any:
-    """An engine that says `text`, in chunks of those numbers of tokens, over and over."""
+    """An engine that generates `text` repeatedly, in chunks of these numbers of tokens."""
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None
     ids = tokenizer.encode(text)
@@ -70,7 +70,9 @@ def run(model: Path, engines: ScriptedEngines, body: dict[str, Any], path: str =
 
 @pytest.mark.parametrize("sizes", [(1,), (2, 3), (7,), (1, 4, 2)])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
-def test_deltas_are_whole_characters_and_end_before_the_stop_string(model: Path, path: str, sizes: tuple[int, ...]):
+def test_deltas_are_complete_characters_and_end_before_the_stop_string(
+    model: Path, path: str, sizes: tuple[int, ...]
+):
     text = "Grüße 😀 und 漢字, dann ENDE und mehr"
     body: dict[str, Any] = {"stream": True, "stop": ["ENDE"]}
     body |= {CHAT: asking(), "/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}[path]
@@ -88,7 +90,7 @@ def test_deltas_are_whole_characters_and_end_before_the_stop_string(model: Path,
     assert engines.open == 0
 
 
-def test_a_silent_engine_is_covered_by_comments(model: Path):
+def test_a_stream_has_keep_alive_comments_while_the_engine_is_silent(model: Path):
     """Sentence 51."""
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -132,7 +134,7 @@ def test_an_engine_lost_before_the_first_byte_is_a_503(model: Path, stream: bool
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_closes_its_streams(model: Path, stream: bool):
+def test_a_disconnected_client_closes_its_streams(model: Path, stream: bool):
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk([70], [0])
         await asyncio.get_running_loop().create_future()
@@ -162,13 +164,13 @@ def test_the_token_that_ended_the_answer_is_not_text_but_counts(model: Path):
     assert (choice["finish_reason"], choice["cause"]) == ("stop", "stop_token")
 
 
-def test_tokens_that_piled_up_are_one_event(model: Path):
+def test_tokens_that_accumulated_are_sent_as_one_event(model: Path):
     engines = ScriptedEngines(saying("a" * 100, model, (50,)))
     events = data(run(model, engines, asking()).body)
     assert len(events) == 3  # two pieces and the end
 
 
-def test_a_call_in_the_text_becomes_a_tool_call(model: Path):
+def test_a_call_in_the_text_is_returned_as_a_tool_call(model: Path):
     text = 'Let me see. <tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 

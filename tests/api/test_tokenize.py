@@ -8,13 +8,13 @@ from tests.api.live import MODEL, LiveServer
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve 😀 文字", "<|im_start|>"])
-def test_text_survives_the_way_there_and_back(server: LiveServer, text: str):
+def test_tokenize_and_detokenize_are_inverse(server: LiveServer, text: str):
     answer = server.post("/tokenize", {"prompt": text}).json()
     assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 512
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
 
 
-def test_messages_are_tokenised_as_chat_does(server: LiveServer):
+def test_messages_are_tokenised_like_those_of_chat(server: LiveServer):
     messages = [{"role": "user", "content": "hi"}]
     tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
     chat = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
@@ -23,7 +23,7 @@ def test_messages_are_tokenised_as_chat_does(server: LiveServer):
     assert tokens[: len(without)] == without and len(without) < len(tokens)
 
 
-def test_tokens_can_be_spelled_and_special_ones_skipped(server: LiveServer):
+def test_token_strings_can_be_returned_and_special_tokens_skipped(server: LiveServer):
     answer = server.post("/tokenize", {"prompt": "a<|im_end|>", "return_token_strs": True}).json()
     assert answer["token_strs"] == ["a", "<|im_end|>"]
     body = {"tokens": answer["tokens"], "skip_special_tokens": True}

@@ -1,4 +1,4 @@
-"""Spans for those who collect them."""
+"""OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CHOICE = ChoiceUsage(0, "stop", "eos", prompt_tokens=10, cached_tokens=4, output
 USAGE = UsageRecord("a", "alice", "chat", "stop", "eos", 1000.0, 0.5, 2.0, (CHOICE, CHOICE))
 
 
-def test_without_an_endpoint_nothing_is_imported_or_said(caplog):
+def test_without_an_endpoint_nothing_is_imported_or_logged(caplog):
     with tracing(None, "m", "1") as trace:
         assert trace is None
     assert not caplog.records
 
 
-def test_an_endpoint_without_the_library_is_a_warning_that_says_what_to_install(caplog, monkeypatch):
+def test_an_endpoint_without_the_library_logs_a_warning_with_the_install_command(caplog, monkeypatch):
     real = builtins.__import__
 
     def without(name: str, *rest: object) -> object:
@@ -32,7 +32,7 @@ def test_an_endpoint_without_the_library_is_a_warning_that_says_what_to_install(
     assert "headgate[otel]" in caplog.text and "http://collector" in caplog.text
 
 
-def test_a_span_says_what_the_usage_record_says():
+def test_a_span_has_the_values_of_the_usage_record():
     said = attributes(USAGE, "m")
     assert said["gen_ai.request.model"] == "m" and said["gen_ai.response.id"] == "a"
     assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (20, 6)

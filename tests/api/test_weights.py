@@ -70,7 +70,7 @@ def test_25_weights_are_refused_unless_paused(server: LiveServer, new: Path):
     asyncio.run(main())
 
 
-def test_25_26_27_new_weights_under_load_make_new_tokens_and_a_response_says_which_made_which(
+def test_25_26_27_after_an_update_under_load_a_response_reports_the_weights_of_each_token(
     server: LiveServer, old: Path, new: Path
 ):
     async def main(longer: int) -> None:
@@ -149,7 +149,7 @@ def corrupt(path: Path) -> None:
         (corrupt, "has SHA-256"),
     ],
 )
-def test_25_a_bad_update_under_load_names_what_is_wrong_and_the_old_weights_go_on(
+def test_25_a_bad_update_under_load_reports_its_error_and_the_old_weights_keep_serving(
     server: LiveServer, new: Path, tmp_path: Path, spoil: Callable[[Any], None], reason: str
 ):
     tensors, path = load_file(new / "model.safetensors"), tmp_path / "model.safetensors"
@@ -198,8 +198,8 @@ def test_25_a_missing_file_and_a_version_that_is_not_new_are_refused(server: Liv
     asyncio.run(main())
 
 
-def test_24_25_while_weights_move_nothing_else_changes_an_engines_state(server: LiveServer, old: Path):
-    """A group whose trainer never comes keeps the engines in the middle, until its own timeout."""
+def test_24_25_during_a_weight_update_nothing_else_changes_the_state_of_an_engine(server: LiveServer, old: Path):
+    """A group whose trainer never joins keeps the engines updating until the group's timeout."""
 
     async def main(longer: int) -> None:
         await pause(server)
@@ -223,7 +223,7 @@ def test_24_25_while_weights_move_nothing_else_changes_an_engines_state(server: 
     unless_missed(main)
 
 
-def test_sleep_gives_memory_back_and_wakeup_takes_it_again(server: LiveServer):
+def test_sleep_releases_memory_and_wakeup_allocates_it_again(server: LiveServer):
     async def main() -> None:
         before = await answer(server)
         await pause(server)

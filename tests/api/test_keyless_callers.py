@@ -1,4 +1,4 @@
-"""Where nobody needs a key: who knows an id may see and end that request, and nothing else."""
+"""Without keys, a caller that knows an id may see and end that request, and no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def local(model: Path) -> Iterator[LiveServer]:
         yield server
 
 
-def test_strangers_end_and_see_no_more_than_the_ids_they_know(exposed: LiveServer):
+def test_callers_without_a_key_see_and_end_only_requests_whose_ids_they_know(exposed: LiveServer):
     async def main() -> None:
         url = exposed.url
         bodies = [asking(LONG, request_id=id, tags={"run": "1"}) for id in ("one", "two")]
@@ -58,7 +58,7 @@ def test_strangers_end_and_see_no_more_than_the_ids_they_know(exposed: LiveServe
     asyncio.run(main())
 
 
-def test_a_web_page_from_elsewhere_is_a_stranger_and_our_own_is_not(local: LiveServer):
+def test_a_web_page_of_another_site_has_no_admin_rights_and_our_own_has(local: LiveServer):
     with httpx.Client(base_url=local.url, timeout=60, trust_env=False) as client:
         evil, own = {"Origin": "https://evil.example"}, {"Origin": local.url}
         for path, body in (("/v1/pause", {}), ("/v1/abort_requests", {"abort_all": True})):

@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("storm") / "tiny", max_position_embeddings=8192)
 
 
-def test_10_13_53_in_a_storm_of_aborts_everyone_gets_one_end_and_nothing_is_left(model: Path, record_property):
+def test_10_13_53_under_many_aborts_every_client_gets_one_end_and_nothing_is_held(model: Path, record_property):
     async def main(server: LiveServer) -> None:
         choose = random.Random(7)
         gate = asyncio.Semaphore(AT_ONCE)
@@ -65,13 +65,13 @@ def test_10_13_53_in_a_storm_of_aborts_everyone_gets_one_end_and_nothing_is_left
         record_property("abort_messages_per_engine", messages)
         print(f"{aborts} aborts, abort messages per engine: {messages}")
         assert sum(messages) < aborts / 2
-        # To the token, although three in four were cut where nobody heard the last ones.
+        # Exact, although three in four were cut and their last tokens were not delivered.
         told = sum(status.output_tokens for status in statuses)
         assert server.api.ledger.metrics.tokens["engine"] == told > server.api.ledger.metrics.tokens["output"]
 
 
 def idle_status(server: LiveServer, index: int) -> EngineStatus:
-    """An engine tells of an end a moment before it has a new status."""
+    """An engine reports an end slightly before its status changes."""
     assert eventually(lambda: not ((now := server.status(index)).running or now.waiting or now.held_blocks))
     return server.status(index)
 
@@ -80,7 +80,7 @@ def judge(server: LiveServer, heard: dict[str, Heard], gone: set[str]) -> None:
     ledger = server.api.ledger
     assert len(heard) == COUNT and ledger.in_flight == 0
     stayed = [each for id, each in heard.items() if id not in gone]
-    # On a machine that is busy with something else, an answer may be done before anybody gets to abort it.
+    # On a busy machine, an answer may be complete before it is aborted.
     assert {each.end for each in stayed} <= {("abort", "api_abort"), ("length", "max_tokens")}
     assert sum(each.end == ("abort", "api_abort") for each in stayed) > 0.9 * len(stayed)
     assert all(each.done for each in stayed) and all(len(each.ends) <= 1 for each in heard.values())

@@ -1,4 +1,4 @@
-"""Clients written for SGLang and vLLM, unchanged but for the address: paths, bodies and fields are what they use."""
+"""Clients written for SGLang and vLLM, unchanged except for the address: the paths, bodies and fields that they use."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PARAMS = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True, "skip_sp
 # ------------------------------------------------------------------------------------------------------------- SGLang
 
 
-def test_sglang_says_which_stop_string_came_and_answers_a_batch_with_a_list(server: LiveServer):
+def test_sglang_reports_the_matched_stop_string_and_answers_a_batch_with_a_list(server: LiveServer):
     whole = server.post("/generate", {"text": "a", "sampling_params": PARAMS}).json()["text"]
     params = PARAMS | {"stop": ["never-said", whole[4:7]]}
     stopped = server.post("/generate", {"text": "a", "sampling_params": params}).json()
@@ -78,14 +78,14 @@ def test_sglang_says_which_stop_string_came_and_answers_a_batch_with_a_list(serv
     assert one["output_ids"] == alone["output_ids"]
 
 
-def test_sglang_takes_biases_by_name_and_refuses_a_schema_that_is_no_json(server: LiveServer):
+def test_sglang_accepts_biases_by_name_and_refuses_a_schema_that_is_not_json(server: LiveServer):
     biased = {"input_ids": [1, 2], "sampling_params": PARAMS | {"logit_bias": {"65": 100}}}
     assert set(server.post("/generate", biased).json()["output_ids"]) == {65}
     refused = server.post("/generate", {"text": "a", "sampling_params": PARAMS | {"json_schema": "{nothing"}})
     assert refused.status_code == 400, refused.text
 
 
-def test_sglang_generate_from_ids_has_what_slime_reads(server: LiveServer):
+def test_sglang_generate_from_ids_returns_the_fields_that_slime_reads(server: LiveServer):
     body = {"input_ids": [1, 2, 3], "sampling_params": PARAMS, "return_logprob": True, "rid": "slime-1"}
     output = server.post("/generate", body).json()
     meta = output["meta_info"]
@@ -115,8 +115,8 @@ def test_sglang_streams_repeat_the_text_so_far(server: LiveServer):
     assert [bool(output["meta_info"]["finish_reason"]) for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
-def test_sglang_abort_all_gives_partial_rollouts_that_can_go_on(server: LiveServer):
-    """As slime's partial rollout does: abort, keep the tokens, ask again with prompt and tokens as input."""
+def test_sglang_abort_all_returns_partial_rollouts_that_can_be_continued(server: LiveServer):
+    """Like slime's partial rollout: abort, keep the tokens, send a new request with prompt and tokens as input."""
 
     async def main() -> None:
         async with connect(server) as client:
@@ -150,7 +150,7 @@ def test_sglang_abort_by_rid_ends_that_request(server: LiveServer):
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
-def test_sglang_pause_holds_new_requests_until_continue(server: LiveServer, mode: str):
+def test_sglang_new_requests_wait_during_a_pause_until_continue(server: LiveServer, mode: str):
     async def main(longer: int) -> None:
         async with connect(server) as client:
             params = PARAMS | {"max_new_tokens": LONG if mode == "abort" else min(4000 * longer, LONG)}
@@ -188,7 +188,7 @@ def test_sglang_weights_are_updated_from_disk_as_slime_does(server: LiveServer, 
     assert answer()["output_ids"] == old["output_ids"] and answer()["meta_info"]["weight_version"] == "6"
 
 
-def test_sglang_information_has_what_frameworks_read(server: LiveServer):
+def test_sglang_information_has_the_fields_that_frameworks_read(server: LiveServer):
     with server.http as http:
         for path in ("/model_info", "/get_model_info"):
             assert http.get(path).json()["weight_version"].isdecimal() and http.get(path).json()["is_generation"]
@@ -200,14 +200,14 @@ def test_sglang_information_has_what_frameworks_read(server: LiveServer):
         assert http.get("/health_generate").status_code == 200
 
 
-def test_63_a_probe_that_makes_a_token_is_no_second_tenant(server: LiveServer):
+def test_63_a_probe_that_generates_a_token_is_not_a_second_tenant(server: LiveServer):
     assert server.post("/v1/completions", {"prompt": "hello", "max_tokens": 1}).status_code == 200
     with server.http as http:
         assert http.get("/health_generate").status_code == 200
     assert not server.api.ledger.sharing.several
 
 
-def test_42_loads_tell_how_far_back_the_prefix_cache_reaches(server: LiveServer):
+def test_42_loads_report_the_horizon_of_the_prefix_cache(server: LiveServer):
     def age_s() -> float:
         with server.http as http:
             told = http.get("/v1/loads").json()
@@ -301,7 +301,7 @@ def greedy(server: LiveServer) -> list[int]:
 
 
 def sent_by_a_trainer(folder: Path, place: tuple[str, int], call: Callable[[], httpx.Response]) -> httpx.Response:
-    """What `call` is answered while a trainer sends the weights in `folder`."""
+    """The answer to `call` while a trainer sends the weights in `folder`."""
     tensors, where = dict(SafetensorsFolder(folder)), "tcp://{}:{}".format(*place)
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(send_weights, tensors, where, 2, timeout_s=60)
@@ -311,7 +311,7 @@ def sent_by_a_trainer(folder: Path, place: tuple[str, int], call: Callable[[], h
 
 
 def test_vllm_weight_transfer_in_the_order_of_trl(server: LiveServer, new: Path, folder: Path):
-    """Init, start, update, finish; the server is held from start to finish and then goes on under the new weights."""
+    """Init, start, update, finish; the server is paused from start to finish and then continues with the new weights."""
     old, place = greedy(server), free_place()
     meeting = {"transport": "headgate", "master_address": place[0], "master_port": place[1], "world_size": 2}
     assert server.post("/init_weight_transfer_engine", {"init_info": meeting | {"rank_offset": 1}}).status_code == 200
@@ -325,7 +325,7 @@ def test_vllm_weight_transfer_in_the_order_of_trl(server: LiveServer, new: Path,
     assert wrong.status_code == 400 and f"of version {version}" in wrong.json()["error"]["message"]
     assert server.post("/finish_weight_update", {}).status_code == 200
     assert server.status().state == "running" and greedy(server) != old
-    # Back again, from files.
+    # Restore the old weights from files.
     server.post("/start_weight_update", None)
     told = server.post("/update_weights", {"update_info": {"path": str(folder / "old"), "version": version + 5}})
     assert told.json()["weight_version"] == str(version + 5)
@@ -333,14 +333,14 @@ def test_vllm_weight_transfer_in_the_order_of_trl(server: LiveServer, new: Path,
     assert greedy(server) == old
 
 
-def test_vllm_finish_leaves_a_pause_alone_that_somebody_else_asked_for(server: LiveServer):
+def test_vllm_finish_does_not_resume_a_pause_of_another_caller(server: LiveServer):
     server.post("/pause?mode=keep", None)
     for path in ("/start_weight_update", "/finish_weight_update"):
         assert server.post(path, None).status_code == 200
     assert server.status().state == "paused"
 
 
-def test_sglang_weights_from_a_trainer_that_sends_our_way(server: LiveServer, new: Path, folder: Path):
+def test_sglang_weights_from_a_trainer_with_our_transport(server: LiveServer, new: Path, folder: Path):
     old, place = greedy(server), free_place()
     meeting = {"master_address": place[0], "master_port": place[1], "rank_offset": 1, "world_size": 2}
     body = meeting | {"group_name": "headgate", "backend": "gloo"}
@@ -368,7 +368,7 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(
     ("path", "body", "why"), UNSUPPORTED, ids=lambda value: value if str(value)[:1] == "/" else ""
 )
-def test_54_what_would_have_to_be_unpickled_is_refused_by_name(server: LiveServer, path: str, body: Any, why: str):
+def test_54_pickled_data_is_refused_by_field_name(server: LiveServer, path: str, body: Any, why: str):
     refused = server.post(path, body)
     told = refused.json()["error"]
     assert refused.status_code == 400 and told["code"] == "unsupported_transfer" and why in told["message"]
