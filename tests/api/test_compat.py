@@ -322,7 +322,7 @@ def test_vllm_weight_transfer_in_the_order_of_trl(server: LiveServer, new: Path,
     version = server.status().version
     assert told.status_code == 200 and told.json()["weight_version"] == str(version)
     wrong = server.post("/finish_weight_update", {"weight_version": "999"})
-    assert wrong.status_code == 400 and f"of version {version}" in wrong.json()["error"]["message"]
+    assert wrong.status_code == 400 and f"have version {version}" in wrong.json()["error"]["message"]
     assert server.post("/finish_weight_update", {}).status_code == 200
     assert server.status().state == "running" and greedy(server) != old
     # Restore the old weights from files.
