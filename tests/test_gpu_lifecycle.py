@@ -121,7 +121,9 @@ class TestWeights:
         test_weights.test_25_26_27_after_an_update_under_load_a_response_reports_the_weights_of_each_token
     )
     test_25_same = on_gpu(test_weights.test_25_the_same_weights_in_the_middle_of_seeded_streams_change_nothing)
-    test_25_bad = on_gpu(test_weights.test_25_a_bad_update_under_load_reports_its_error_and_the_old_weights_keep_serving)
+    test_25_bad = on_gpu(
+        test_weights.test_25_a_bad_update_under_load_reports_its_error_and_the_old_weights_keep_serving
+    )
     test_sleep = on_gpu(test_weights.test_sleep_releases_memory_and_wakeup_allocates_it_again)
     test_26_flush = on_gpu(test_weights.test_26_a_flush_drops_cached_blocks_whenever_nothing_holds_them)
 

@@ -111,6 +111,8 @@ ONLY_IN = {
         "dashboard/feed.py",
         "router",
         "engine/client.py",
+        "engine/child.py",
+        "engine/moving_stream.py",
         "engine/replicas.py",
         "cli",
         "bench",

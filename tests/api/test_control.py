@@ -13,7 +13,8 @@ from headgate.api.accounting.metrics import ServerMetrics
 from headgate.api.control.lifecycle import Controls, Refusal
 from headgate.api.host import ServerContext
 from headgate.contract.control import overall
-from headgate.engine.replicas import Place, Replica
+from headgate.engine.moving_stream import Place
+from headgate.engine.replicas import Replica
 from headgate.errors import EngineDead, Unavailable
 from headgate.protocol.command import Command, Denied, EngineState, FileSource, Flush, Pause, Resume
 from tests.simulated import run

@@ -117,5 +117,5 @@ def test_check_notices_blocks_that_would_be_evicted_in_the_wrong_order():
     pool = BlockPool(2, 4)
     cache(pool, [b"a"], 2.0)
     cache(pool, [b"b"], 1.0)
-    with pytest.raises(AssertionError, match="another order"):
+    with pytest.raises(AssertionError, match="eviction order differs"):
         pool.check({})

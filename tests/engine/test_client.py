@@ -125,7 +125,7 @@ def test_63_streams_of_one_tenant_do_not_wait_for_all_streams_of_another(tmp_pat
                 tasks.create_task(read(stream, tenant))
             await asyncio.sleep(0)
             for stream in streams:
-                stream.hear_token(1, 0, None)
+                stream.add_token(1, 0, None)
         assert woken.index("polite") < 3 * WOKEN_AT_ONCE
 
     asyncio.run(asyncio.wait_for(main(), 60))

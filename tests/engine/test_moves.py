@@ -11,7 +11,8 @@ import pytest
 
 from headgate.config import EngineConfig
 from headgate.engine.client import TokenStream
-from headgate.engine.replicas import MOST_MOVES, MovingStream, Replicas
+from headgate.engine.moving_stream import MOST_MOVES, MovingStream
+from headgate.engine.replicas import Replicas
 from headgate.engine.start import EngineStart
 from headgate.errors import EngineDead, HeadgateError
 from headgate.protocol.command import EngineState, FileSource, Result, Resume, UpdateWeights
@@ -37,7 +38,7 @@ class DyingEngine:
         stream = TokenStream(len(self.asked) + 1)
         self.asked.append(request)
         for token in range(self.lives.pop(0)):
-            stream.hear_token(token, 0, None)
+            stream.add_token(token, 0, None)
         stream.fail(EngineDead("died"))
         yield stream
 
@@ -125,7 +126,7 @@ def test_20_a_stream_may_be_aborted_when_its_wait_for_an_engine_times_out():
     """A pause that came in that moment was answered with 500. Found by seed 148919683."""
 
     async def wait_and_end() -> list[str]:
-        answer, causes = MovingStream(), []
+        answer, causes = MovingStream(GenerateRequest(0, (1,)), replicas_over(None)._choose), []
 
         def end() -> None:
             answer.end("pause")

@@ -177,7 +177,7 @@ SOUND = plan(0, (0, 0, 5, True), joins=(join(0, "abcde", (0, 1)),))
         ),
         (
             plan(1, (1, 4, 1, True), joins=(join(1, "abcde", (2, 3)),)),
-            "row 1 reads position 0 in block 2, which nobody has written",
+            "row 1 reads position 0 in block 2, which was never written",
         ),
         (
             plan(1, (1, 4, 1, True), joins=(join(1, "ABCDE", (0, 3)),)),

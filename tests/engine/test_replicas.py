@@ -217,7 +217,7 @@ def test_an_engine_that_cannot_restart_does_not_affect_the_others(folder, monkey
             while "has not answered in 0.01 s" not in caplog.text:
                 await asyncio.sleep(0.02)
             monkeypatch.setattr("headgate.engine.replicas.START_TIMEOUT_S", 100.0)
-            monkeypatch.setattr("headgate.engine.replicas.sys.executable", "/nowhere/python")
+            monkeypatch.setattr("headgate.engine.child.sys.executable", "/nowhere/python")
             while "its process cannot be started" not in caplog.text:
                 await asyncio.sleep(0.02)
             assert len(await collect(replicas, 1, 9)) == 9

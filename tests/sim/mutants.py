@@ -189,9 +189,9 @@ MUTANTS = [
     ),
     Mutant(
         "a stream that moves takes its tokens along",
-        "engine/replicas.py",
+        "engine/moving_stream.py",
         "generated=tuple(tokens), timeout_s=timeout_s",
-        "generated=request.generated, timeout_s=timeout_s",
+        "generated=self._request.generated, timeout_s=timeout_s",
     ),
     Mutant(
         "a pause ends what it should",
@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "what old weights made is told as theirs",
         "engine/control.py",
-        "        self._tell()\n        version = self._scheduler.version + 1",
+        "        self._send_outputs()\n        version = self._scheduler.version + 1",
         "        version = self._scheduler.version + 1",
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was asked to end goes on in no other engine",
-        "engine/replicas.py",
+        "engine/moving_stream.py",
         "            self.cause, self.ending = cause, True\n",
         "            self.cause, self.ending = cause, False\n",
         test="tests/sim/test_rules.py",
@@ -278,7 +278,7 @@ MUTANTS = [
     Mutant(
         "a server ends though its engine dies in the same moment",
         "engine/replicas.py",
-        "                _go_if_cancelled()\n",
+        "                _raise_if_cancelled()\n",
         "",
         test="tests/sim/test_regressions.py",
     ),
@@ -640,8 +640,8 @@ MUTANTS = [
     ),
     Mutant(
         "a server holds a deadline while its engine is stopped",
-        "engine/replicas.py",
-        "timer = _in(timeout_s, answer.overdue)\n",
+        "engine/moving_stream.py",
+        "timer = _call_after(request.timeout_s, self.overdue)\n",
         "timer = None\n",
         test="tests/api/test_accounting.py",
     ),

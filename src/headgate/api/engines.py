@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from headgate.engine.client import Chunk
-from headgate.engine.replicas import Place
+from headgate.engine.moving_stream import Place
 from headgate.errors import HeadgateError
 from headgate.protocol.command import Command, Pause, Result, Resume
 from headgate.protocol.message import EngineInfo

@@ -1,7 +1,7 @@
 """Admission checks: whether a request can ever run, and whether a waiting sequence can start now.
 
-The checks read the block pool, the rows and the running sequences, and change nothing. The scheduler decides in which order
-sequences are checked, and owns all state.
+The checks read the block pool, the rows and the running sequences, and change nothing. The scheduler decides in which
+order sequences are checked, and owns all state.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class AdmissionChecks:
         return own + need <= FACTOR * (free - need)
 
     def find_room(self, seq: Sequence, running: int, version: int) -> tuple[list[int], int] | None:
-        """Cached blocks that hold the first tokens of `seq`, and how many it needs besides; None if there are too few.
+        """Cached blocks with the first tokens of `seq`, and how many more it needs; None if there are too few.
 
         `running` is the number of running sequences.
         """

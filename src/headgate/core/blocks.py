@@ -1,8 +1,9 @@
-"""KV blocks: who holds which, which are cached for reuse, which are free.
+"""The pool of KV blocks: which are held, which are cached for reuse, which are free.
 
-Rules: a block is *held* (by sequences and leases, counted), *cached* (held by nobody, but published under a key) or
-*free*, and exactly one of these. A cached block is evicted only when no free one is left, least recently used first. So
-one number says which of them are gone: the *horizon*, when the most recently evicted one was last let go.
+Rules: a block is *held* (by sequences, counted), *cached* (held by none, but published under a key) or *free*, and
+exactly one of these. A cached block is evicted only when no block is free, the least recently used first. One number
+therefore tells which blocks are gone: the *horizon*, the time at which the most recently evicted block had been
+released.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.now_s = 0.0  # told by the scheduler
-        self.horizon_s = -inf  # what was last let go before this is not found any more
+        self.now_s = 0.0  # set by the scheduler
+        self.horizon_s = -inf  # blocks released before this time are not found any more
         self._holders = [0] * num_blocks
         self._free = deque(range(num_blocks))
-        self._cached: OrderedDict[int, float] = OrderedDict()  # when it was let go
+        self._cached: OrderedDict[int, float] = OrderedDict()  # by block: when it was released
         self._key_of: dict[int, Key] = {}
         self._block_of: dict[Key, int] = {}
 
@@ -83,11 +84,11 @@ class BlockPool:
         return blocks[: blocks.index(-1)]
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are held by nobody: retaining them makes that many unavailable."""
+        """How many of `blocks` are not held; retaining them makes that many unavailable."""
         return [self._holders[block] for block in blocks].count(0)
 
     def publish(self, block: int, key: Key) -> None:
-        """Let others find a held block by its content. The first block under a key stays."""
+        """Make a held block available by its key. The first block under a key stays."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -103,20 +104,20 @@ class BlockPool:
         return len(dropped)
 
     def move_horizon(self) -> None:
-        """Nothing that was let go until now will be found again."""
+        """Blocks released before now will not be found again."""
         self.horizon_s = self.now_s
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
 
     def check(self, holders: Mapping[int, int]) -> None:
-        """Assert that every block is accounted for; `holders` counts the known holders of each held block."""
+        """Assert that every block is accounted for; `holders` counts the holders of each held block."""
         free, cached = set(self._free), set(self._cached)
         held = {block for block, count in enumerate(self._holders) if count}
         assert self._holders == [holders.get(block, 0) for block in range(self.num_blocks)]
         assert len(free) + len(cached) + len(held) == self.num_blocks == len(free | cached | held)
         assert len(free) == len(self._free)
-        let_go = list(self._cached.values())
-        assert let_go == sorted(let_go), "evicted in another order than the horizon says"
+        released = list(self._cached.values())
+        assert released == sorted(released), "eviction order differs from release order"
         assert cached == self._key_of.keys() - held
         assert {key: block for block, key in self._key_of.items()} == self._block_of

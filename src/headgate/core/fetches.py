@@ -1,7 +1,7 @@
 """Fetches of KV from other engines: which sequences wait for one to start, and which fetches are under way.
 
-Steps run in launch order; a transfer keeps no order with them. A fetch therefore starts only when no launched step touches
-the blocks that it fills. A sequence has a hold for each fetch under way.
+Steps run in launch order; a transfer keeps no order with them. A fetch therefore starts only when no launched step
+touches the blocks that it fills. A sequence has a hold for each fetch under way.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from headgate.protocol.plan import Fetch
 class FetchTable:
     def __init__(self, block_size: int) -> None:
         self.waiting: dict[Sequence, None] = {}  # LOADING, and nothing fills their blocks yet
-        self.touched: deque[tuple[int, list[int]]] = (
-            deque()
-        )  # released blocks, each with the last step that touches them
+        self.touched: deque[tuple[int, list[int]]] = deque()  # released blocks, and the last step to touch them
         self._block_size = block_size
         self._started: dict[int, Sequence] = {}
 

@@ -1,8 +1,9 @@
-"""Leases: KV of ours that another engine may fetch, until it has, or until its time is up.
+"""Leases: KV of this engine that another engine may fetch until the lease ends.
 
-A lease belongs to a sequence that was asked to export its KV; both end together, so whatever ends the sequence takes the
-KV back. Rules: every lease has a deadline and the generation of the engine that granted it, so that a fetch meant for an
-earlier life of this engine is recognised and refused. What happens to leases is noted in order, for whoever serves them.
+A lease belongs to a sequence that exports its KV. Both end together, so ending the sequence withdraws the KV. Rules:
+every lease has a deadline, and the generation of the engine that granted it, so that a fetch meant for an earlier
+process of this engine is recognised and refused. Changes to leases are recorded in order, for the transport that
+serves them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class Lease:
     id: int
     generation: int
     sequence: int
-    version: int  # of the weights that compute its KV
+    version: int  # of the weights that computed its KV
     blocks: tuple[int, ...]
     until_s: float
 
@@ -36,7 +37,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """Its blocks may be given to others as soon as the next step is planned."""
+    """The blocks of the lease may be reused as soon as the next step is planned."""
 
     id: int
 

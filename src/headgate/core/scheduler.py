@@ -1,13 +1,14 @@
 """The scheduler: decides what runs next, and owns every sequence, block, row and lease.
 
-One idea: a sequence has `computed` tokens and catches up with the tokens it has. Prefill, chunked prefill, decode, prefix
-hits, preemption, transfers, recomputation after new weights and resuming another engine's answer are this idea with
-different starting points.
+One idea: a sequence has `computed` tokens and catches up with the tokens it has. Prefill, chunked prefill, decode,
+prefix hits, preemption, transfers, recomputation after new weights and resuming another engine's answer are this idea
+with different starting points.
 
-Rules: one thread, no clock (`tick` sets the time), no I/O. Admission never preempts. A sequence leaves the engine only
-through `_finish`, and its resources are released only by `_release`: blocks at once where the order of steps makes that
-safe, rows when the last step that has them has landed. Tenants share rows and blocks: the next sequence admitted is of the
-tenant with the fewest rows, and no tenant can take the last ones (docs/decisions/0014-tenants-share-an-engine.md).
+Rules: one thread, no clock (`tick` sets the time), no I/O. Admission never preempts. A sequence leaves the engine
+only through `_finish`, and its resources are released only by `_release`: blocks at once where the order of steps
+makes that safe, rows when the last step that has them has landed. Tenants share rows and blocks: the next sequence
+admitted is of the tenant with the fewest rows, and no tenant can take the last ones
+(docs/decisions/0014-tenants-share-an-engine.md).
 """
 
 from __future__ import annotations
@@ -111,13 +112,13 @@ class Scheduler:
         live = [id for id in ids if id in self.sequences]
         reason: FinishReason = "pd_reschedule" if cause == "shutdown" and self.limits.reschedules else "abort"
         for id in live:
-            # An id given twice is aborted once.
+            # An id may be given twice.
             if seq := self.sequences.get(id):
                 self._finish(seq, "abort" if seq.exports else reason, cause)
         return live
 
     def suspend(self, ids: Iterable[int], *, suspended: bool) -> None:
-        """Compute no tokens for these sequences, or continue. Launched steps still land. A drain computes them all."""
+        """Stop or continue computing these sequences. Launched steps still land. A drain computes them all."""
         for id in ids:
             if seq := self.sequences.get(id):
                 seq.suspended = suspended
@@ -351,7 +352,7 @@ class Scheduler:
     # -- progress ---------------------------------------------------------------
 
     def _cover(self, seq: Sequence, tokens: int) -> bool:
-        """Give `seq` blocks for its first `tokens` tokens, preempting other sequences, or itself, if there are too few."""
+        """Give `seq` blocks for its first `tokens` tokens, preempting others, or itself, if there are too few."""
         need = self.pool.blocks_for(tokens) - len(seq.blocks)
         while need > self.pool.available:
             if self.returning:
@@ -368,8 +369,7 @@ class Scheduler:
     def _victim(self) -> Sequence:
         """The last sequence in order, of the tenant that owns the most blocks.
 
-        A tenant with one sequence is spared unless all tenants have only one, so that the first sequence in order always
-        continues.
+        A tenant with one sequence is spared unless all tenants have only one, so that the first in order continues.
         """
         owned: Counter[str] = Counter()
         count: Counter[str] = Counter()
@@ -428,14 +428,14 @@ class Scheduler:
             self._finish(seq, "length", "max_tokens")
 
     def _report_scores(self, seq: Sequence, start: int, scores: tuple[Logprobs, ...]) -> None:
-        """Output log-probabilities of prompt tokens start + 1 ..., each position once however often it is computed."""
+        """Output log-probabilities of prompt tokens start + 1 ..., each position once, even if computed again."""
         fresh = scores[max(0, seq.scored - (start + 1)) :]
         reported = self._outbox.prompt_logprobs.get(seq.id, ())
         self._outbox.prompt_logprobs[seq.id] = reported + fresh
         seq.scored += len(fresh)
 
     def _publish(self, seq: Sequence) -> None:
-        """Offer full blocks to the prefix cache. Steps run in order, so a later step reads them after they are written."""
+        """Offer full blocks to the prefix cache. Steps run in order, so others read them after they are written."""
         full = min(seq.computed, len(seq.tokens)) // self.pool.block_size
         if full <= seq.published or not seq.pure:
             return
@@ -465,7 +465,7 @@ class Scheduler:
         self._release(seq)
 
     def _evict(self, seq: Sequence) -> None:
-        """Take the blocks of `seq` for other sequences. An export ends, so that its client need not wait for a retry."""
+        """Take the blocks of `seq`. An export ends at once, so that its client does not wait for a second attempt."""
         if seq.exports:
             self._finish(seq, "abort", "preempted")
         elif self.limits.reschedules and not seq.request.recompute:
@@ -489,7 +489,7 @@ class Scheduler:
             self._fetches.waiting.pop(seq, None)
 
     def _release(self, seq: Sequence) -> None:
-        """Take back what `seq` owns: its blocks now if that is safe, its row when the last step that has it has landed."""
+        """Take back what `seq` owns: its blocks now if that is safe, its row when its last step has landed."""
         if seq.holds and self._drafting:
             # It may be in the draft, and no other sequence may write its blocks in the same step.
             self._evicted.append(seq)
@@ -504,7 +504,7 @@ class Scheduler:
             seq.disown()
 
     def _release_blocks(self, seq: Sequence) -> None:
-        """Steps run in order, so the next owner writes these blocks after the last step that was launched for `seq`."""
+        """Steps run in order, so the next owner writes these blocks after the last launched step of `seq`."""
         blocks, seq.blocks = seq.blocks, []
         self.pool.release(blocks)
         if blocks and seq.holds:

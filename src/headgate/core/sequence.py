@@ -1,12 +1,12 @@
-"""A sequence: one request while it runs. It knows its tokens, what of them is computed, and what it owns.
+"""A sequence is one request while it runs: its tokens, how many are computed, and the resources it owns.
 
     WAITING ──► LOADING ──► RUNNING ──► FINISHED
        │           │         ▲   │
        ├───────────┼─────────┘   │        any phase may end in FINISHED;
        ◄───────────┴─────────────┘        LOADING and RUNNING fall back to WAITING when preempted
 
-Rules: it is in exactly one queue, the one its phase names; `computed` chases `total`; its row is given to nobody while
-`holds > 0`, nor are blocks that a transfer fills.
+Rules: a sequence is in exactly one queue, the one for its phase; `computed` catches up with the tokens it has; its
+row is not reused while `holds > 0`, nor are blocks that a transfer fills.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ class Phase(Enum):
     WAITING = auto()  # owns nothing; will be admitted in order
     LOADING = auto()  # owns blocks and a row; a transfer is filling the blocks
     RUNNING = auto()  # owns blocks and a row; scheduled whenever it has something to compute
-    FINISHED = auto()  # never scheduled again; what it still owns goes back with the last hold
+    FINISHED = auto()  # never scheduled again; what it still owns is released with the last hold
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     request: GenerateRequest
-    tokens: list[int]  # prompt and answer, as far as the host knows them
-    packed: array[int]  # those it came with
-    limit: int  # tokens at most, prompt and answer together
-    stops: dict[int, Cause]  # token ids that end the answer, and what ending there is called
+    tokens: list[int]  # prompt and answer, as far as they have reached the host
+    packed: array[int]  # the tokens of the request, as an array
+    limit: int  # the most tokens, prompt and answer together
+    stops: dict[int, Cause]  # token ids that end the answer, with the cause that is reported
     order: tuple[int, float, int]  # (priority, due time, arrival number): lower goes first, higher is preempted
     arrived_s: float
     deadline_s: float = inf
     started_s: float | None = None
     first_token_s: float | None = None
     cached_tokens: int | None = None  # prompt tokens found in the cache at first admission
-    lockstep: bool = False  # each token must be seen by the host before the next can be sampled
-    scored: int = 1  # prompt positions whose log-probabilities are told; the first has none
+    lockstep: bool = False  # each token must reach the host before the next can be sampled
+    scored: int = 1  # prompt positions whose log-probabilities are reported; the first has none
 
     phase: Phase = Phase.WAITING
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     own: int = 0  # blocks allocated for it since it was admitted, as opposed to found in the cache
-    shown: int = 0  # blocks the device knows of; 0 means that it does not know the sequence either
-    computed: int = 0  # positions whose KV is written, or will be by a step already launched
+    shown: int = 0  # blocks sent to the device; 0 means that the sequence has not joined a row yet
+    computed: int = 0  # positions whose KV is written, or will be by a launched step
     sampling: int = 0  # tokens sampled on the device that have not landed yet
-    holds: int = 0  # launched steps and transfers that still touch our blocks or row
+    holds: int = 0  # launched steps and transfers that still use its blocks or row
     published: int = 0  # leading blocks already offered to the prefix cache
-    pure: bool = True  # all our KV belongs to the current weights, and may be published or exported
+    pure: bool = True  # all its KV belongs to the current weights, and may be published or exported
     ticket: Ticket | None = None  # good for one fetch
-    suspended: bool = False  # its client does not read, and needs no more tokens for now
-    lease: int | None = None  # under which another engine may fetch our KV
+    suspended: bool = False  # its client does not read; no more tokens are computed for now
+    lease: int | None = None  # under which another engine may fetch its KV
     _keys: list[Key] = field(default_factory=list)
     _keys_version: int = -1
 
@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def exports(self) -> bool:
-        """It computes KV for another engine, and samples nothing."""
+        """Whether it computes KV for another engine, and samples nothing."""
         return self.request.export_kv
 
     @property
@@ -79,7 +79,7 @@ class Sequence:
 
     @property
     def todo(self) -> int:
-        """Tokens that can be computed now. The last token of an answer never needs computing."""
+        """Tokens that can be computed now. The last token of an answer is never computed."""
         if self.sampling and self.lockstep:
             return 0
         return min(len(self.tokens) + self.sampling, self.limit - 1) - self.computed
@@ -89,15 +89,15 @@ class Sequence:
         return self.phase is Phase.WAITING and self.started_s is not None
 
     def keys(self, count: int, *, version: int, block_size: int) -> list[Key]:
-        """The cache keys of our first `count` blocks under weights `version`."""
+        """The cache keys of the first `count` blocks under weights `version`."""
         if self._keys_version != version:
             self._keys, self._keys_version = [], version
         keys = self._keys
         if len(keys) < count:
             last = keys[-1] if keys else root_key(version, self.request.adapter, self.request.salt)
             start, end = len(keys) * block_size, count * block_size
-            came_with = end <= len(self.packed)
-            keys += next_keys(last, self.packed[start:end] if came_with else self.tokens[start:end], block_size)
+            in_request = end <= len(self.packed)
+            keys += next_keys(last, self.packed[start:end] if in_request else self.tokens[start:end], block_size)
         return keys[:count]
 
     def terminal_output(self, reason: FinishReason, cause: Cause, now_s: float) -> Ended:
@@ -112,7 +112,7 @@ class Sequence:
         )
 
     def disown(self) -> None:
-        """Everything we owned has gone back: start over from the tokens we have."""
+        """Start over from the tokens, after everything it owned was released."""
         self.row, self.blocks, self.shown = -1, [], 0
         self.computed = self.sampling = self.published = 0
         self.pure = True

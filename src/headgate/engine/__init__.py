@@ -1,1 +1,1 @@
-"""When: the loop around the core, and the way to talk to it."""
+"""The engine process: the step loop around the core, its control commands, and the clients that talk to it."""

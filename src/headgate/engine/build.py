@@ -1,4 +1,4 @@
-"""Putting an engine together: a model and a config in, a loop that is ready to turn out."""
+"""Builds an engine from a model and a config: device, transport, scheduler and step loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headgate.config import EngineConfig
 from headgate.core.blocks import BlockPool
 from headgate.core.limits import SchedulerLimits
 from headgate.core.scheduler import Scheduler
-from headgate.device.build import build_device
+from headgate.device.build import Device, build_device
 from headgate.device.executor import Executor
 from headgate.device.tensor_parallel.parallelism import WantedWeights
 from headgate.engine.evidence import StepRecorder
@@ -46,20 +46,40 @@ def build_engine(
     send: Callable[[int, StepOutputs | CommandAnswer], None],
     wanted: WantedWeights | None = None,
 ) -> Engine:
-    """An engine for the model in `model`, a folder or a GGUF file; `send` takes what it has to say to a client.
+    """An engine for the model in `model`, a folder or a GGUF file; `send` sends a message to a client.
 
-    It holds the `wanted` weights, if there are any and they can still be had; its version tells.
+    The engine holds the `wanted` weights if they are given and can still be read; its version shows which it holds.
     """
-    worker = build_device(model, config, wanted)
-    spec = worker.spec
-    transport = open_transport(config, worker.blocks)
-    limits = SchedulerLimits(
-        max_context=worker.max_context,
+    device = build_device(model, config, wanted)
+    transport = open_transport(config, device.blocks)
+    scheduler = Scheduler(
+        BlockPool(device.num_blocks, config.block_size),
+        _scheduler_limits(config, device, transport),
+        version=device.version,
+        draw_lease_id=lambda: secrets.randbits(63),  # a lease id is secret: only its holder can fetch
+    )
+    loop = EngineLoop(
+        scheduler,
+        device.executor,
+        send,
+        resources=device.resources,
+        transport=transport,
+        recorder=StepRecorder(None if config.crash_folder is None else Path(config.crash_folder)),
+        run_ahead=device.run_ahead,
+    )
+    if device.followers is not None:
+        device.followers.watch(loop.fail)
+    return Engine(_engine_info(config, device, scheduler.max_context), loop, device.executor, transport)
+
+
+def _scheduler_limits(config: EngineConfig, device: Device, transport: Transport) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_context=device.max_context,
         max_running=config.max_running,
-        max_batch_tokens=worker.max_batch_tokens,
-        vocab_size=spec.vocab,
-        eos_token_ids=spec.eos_ids,
-        takes_grammars=worker.takes_grammars,
+        max_batch_tokens=device.max_batch_tokens,
+        vocab_size=device.spec.vocab,
+        eos_token_ids=device.spec.eos_ids,
+        takes_grammars=device.takes_grammars,
         lease_s=config.lease_s,
         export_wait_s=config.export_wait_s,
         reschedules=config.on_preempt == "reschedule",
@@ -67,40 +87,25 @@ def build_engine(
         engine=transport.address,
         generation=secrets.randbits(63),
     )
-    scheduler = Scheduler(
-        BlockPool(worker.num_blocks, config.block_size),
-        limits,
-        version=worker.version,
-        draw_lease_id=lambda: secrets.randbits(63),  # who does not know it cannot fetch
-    )
-    info = EngineInfo(
-        max_context=scheduler.max_context,
-        vocab_size=spec.vocab,
-        eos_token_ids=spec.eos_ids,
-        num_blocks=worker.num_blocks,
+
+
+def _engine_info(config: EngineConfig, device: Device, max_context: int) -> EngineInfo:
+    return EngineInfo(
+        max_context=max_context,
+        vocab_size=device.spec.vocab,
+        eos_token_ids=device.spec.eos_ids,
+        num_blocks=device.num_blocks,
         block_size=config.block_size,
         max_running=config.max_running,
-        device=worker.device,
-        backend=worker.backend,
-        dtype=worker.dtype,
+        device=device.device,
+        backend=device.backend,
+        dtype=device.dtype,
         ranks=config.tensor_parallel,
     )
-    loop = EngineLoop(
-        scheduler,
-        worker.executor,
-        send,
-        resources=worker.resources,
-        transport=transport,
-        recorder=StepRecorder(None if config.crash_folder is None else Path(config.crash_folder)),
-        run_ahead=worker.run_ahead,
-    )
-    if worker.followers is not None:
-        worker.followers.watch(loop.fail)
-    return Engine(info, loop, worker.executor, transport)
 
 
 def open_transport(config: EngineConfig, blocks: BlockMemory) -> Transport:
-    # Of a model with several ranks, this process has only a part of the KV.
+    # With several ranks, this process has only a part of the KV.
     if config.kv_listen is None or config.tensor_parallel > 1:
         return NoTransport()
     return _transport_kind(config.kv_transport, blocks)(

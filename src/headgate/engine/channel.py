@@ -1,8 +1,9 @@
-"""The wire between clients and an engine: ZeroMQ sockets, one msgpack message per frame, and nothing else.
+"""The connection between clients and an engine: ZeroMQ sockets, one msgpack message per frame.
 
-The engine's end has a thread of its own, so that pings are answered while a step runs: it alone touches the router socket.
-The step loop hands it outgoing frames through an in-process pair. A frame that cannot be read is logged and dropped; it can
-only come from a peer that did not pass the handshake. An engine that sends one is taken for dead.
+The engine side has its own thread, so that pings are answered while a step runs; only that thread uses the router
+socket. The step loop passes outgoing frames to it through an in-process socket pair. The engine logs and drops a
+frame that it cannot decode; only a peer that did not pass the handshake can send one. A client takes an engine that
+sends one for dead.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 POLL_MS = 500
 WAKE = b""
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # whatever bytes may do to a decoder
+# What a decoder raises for arbitrary bytes.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class EngineChannel:
-    """The engine's end: answers handshakes and pings itself, and passes the rest on to the step loop."""
+    """The engine side: answers handshakes and pings itself, and passes other messages to the step loop."""
 
     def __init__(
         self,
@@ -59,10 +61,10 @@ class EngineChannel:
         self._closing = threading.Event()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self._router.set_hwm(0)  # what a slow client has not read waits here, bounded by its own requests
+        self._router.set_hwm(0)  # messages to a slow client queue here, bounded by its own requests
         self._router.bind(address)
         self._outbox = self._pair(zmq.PULL, bind=True)
-        self._sender = self._pair(zmq.PUSH, bind=False)  # the step loop's
+        self._sender = self._pair(zmq.PUSH, bind=False)  # used by the step loop
         self._thread = threading.Thread(target=self._serve, name="headgate-channel", daemon=True)
 
     def _pair(self, kind: int, *, bind: bool) -> zmq.Socket[bytes]:
@@ -89,7 +91,7 @@ class EngineChannel:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._outbox, zmq.POLLIN)
-        # What the loop has handed over is delivered even when we are closing.
+        # Frames that the loop has handed over are sent even while closing.
         while not self._closing.is_set() or self._outbox.poll(0):
             ready = dict(poller.poll(POLL_MS))
             if self._outbox in ready and (frames := self._outbox.recv_multipart()) != [WAKE]:
@@ -119,7 +121,7 @@ class EngineChannel:
 
 
 class ClientChannel:
-    """A client's end, on the event loop. Sending never blocks; what cannot leave yet is queued by ZeroMQ."""
+    """The client side, on the event loop. Sending never blocks; ZeroMQ queues what cannot be sent yet."""
 
     def __init__(self, address: str, client: int) -> None:
         self._context = zmq.asyncio.Context()
@@ -135,17 +137,17 @@ class ClientChannel:
         self._outgoing: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
 
     def send(self, message: FromClient) -> None:
-        """EngineDead if it cannot even be queued."""
+        """Raises EngineDead if the message cannot even be queued."""
         try:
             self._outgoing.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise EngineDead(f"nothing can be sent to it: {error}") from error
-        # ZeroMQ tells once that something has come, and a send takes that for itself: without another look, a `receive`
-        # that waits would wait for ever. Asking the asyncio socket for its events makes it look.
+        # ZeroMQ signals incoming messages once, and a send may consume the signal: a waiting `receive` would then
+        # wait for ever. Reading the events of the asyncio socket makes it check again.
         self._socket.get(zmq.EVENTS)
 
     async def receive(self) -> FromEngine:
-        """EngineDead if what comes cannot be read: who knows what else it was meant to say."""
+        """Raises EngineDead for a message that cannot be decoded, because its content is lost."""
         frame = await self._socket.recv()
         try:
             return _from_engine.decode(frame)

@@ -1,11 +1,11 @@
-"""Talking to one engine from the event loop: `generate` and `call(command)`, and `ping` beside them.
+"""A client of one engine, on the event loop: `generate`, `call(command)` and `ping`.
 
-Rules: leaving a stream before its terminal output sends exactly one abort. Requests and aborts that pile up within one
-turn of the event loop travel as one message (at most `MOST_IDS` ids each); a lone one leaves at once, no timer involved.
-When the engine is lost, every open stream ends with EngineDead, once.
+Rules: leaving a stream before its terminal output sends exactly one abort. Requests and aborts of one turn of the
+event loop travel as one message (at most `MOST_IDS` ids each); no timer delays them. When the engine is lost, every
+open stream ends with EngineDead, once.
 
-A stream that was left is not forgotten before the engine has said its last word of it: only then is it known how many
-tokens were made for it.
+A stream that its reader has left is kept until the engine's terminal output arrives: only then is the number of
+tokens that were produced for it known.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from headgate.turns import Turns
 log = logging.getLogger(__name__)
 
 MOST_IDS = 1024
-WOKEN_AT_ONCE = 8  # readers in a turn of the event loop, where there are several tenants
-UNREAD_TOKENS = 16  # of a stream; then its engine makes no more until they are read
+WOKEN_AT_ONCE = 8  # readers per turn of the event loop, if there are several tenants
+UNREAD_TOKENS = 16  # of a stream; its engine then computes no more until they are read
 CALL_TIMEOUT_S = 60.0  # longer than any command's own timeout by default
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What has come since the last chunk: more than one token if the reader was slow. The last one has `ended`."""
+    """What has arrived since the last chunk: several tokens if the reader was slow. The last chunk has `ended`."""
 
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights, one per token
-    logprobs: list[Logprobs] = field(default_factory=list)  # one per token, if asked
+    logprobs: list[Logprobs] = field(default_factory=list)  # one per token, if requested
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    ticket: Ticket | None = None  # for the KV of the prompt, if that is exported
+    ticket: Ticket | None = None  # for the KV of the prompt, if it is exported
     ended: Ended | None = None
 
 
@@ -68,13 +68,13 @@ class TokenStream:
 
     def __init__(self, id: int, resumed: int = 0) -> None:
         self.id = id
-        self.made = 0  # tokens that the engine has told, heard here or not; final when `settled`
-        self.settled = False  # the engine's last word has come, also if nobody reads us any more
+        self.made = 0  # tokens that the engine has produced, read or not; final when `settled`
+        self.settled = False  # the terminal output has arrived, even if the reader has left
         self.on_settled: Callable[[], None] | None = None
-        self.cause: Cause = "client_disconnect"  # what leaving early will be called
-        self.done = False  # the terminal output, a refusal or the engine's end has been heard
-        self._left = False  # its reader waits no longer
-        self._resumed = resumed  # tokens that the request came with
+        self.cause: Cause = "client_disconnect"  # reported if the reader leaves early
+        self.done = False  # the terminal output, a refusal or the loss of the engine has arrived
+        self._left = False  # the reader no longer waits
+        self._resumed = resumed  # tokens that were part of the request
         self._chunk = Chunk()
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -100,7 +100,7 @@ class TokenStream:
         chunk = self._chunk
         return bool(chunk.tokens or chunk.prompt_logprobs or chunk.ticket) or chunk.ended is not None
 
-    def hear_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
+    def add_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
         self.made += 1
         self._chunk.tokens.append(token)
         self._chunk.versions.append(version)
@@ -108,15 +108,15 @@ class TokenStream:
             self._chunk.logprobs.append(logprobs)
         self._wake()
 
-    def hear_scores(self, scores: tuple[Logprobs, ...]) -> None:
+    def add_scores(self, scores: tuple[Logprobs, ...]) -> None:
         self._chunk.prompt_logprobs += scores
         self._wake()
 
-    def hear_ticket(self, ticket: Ticket) -> None:
+    def add_ticket(self, ticket: Ticket) -> None:
         self._chunk.ticket = ticket
         self._wake()
 
-    def hear_end(self, ended: Ended) -> None:
+    def finish(self, ended: Ended) -> None:
         self._chunk.ended = ended
         self.done = True
         self.made = ended.output_tokens - self._resumed
@@ -130,7 +130,7 @@ class TokenStream:
         self._wake()
 
     def leave(self) -> None:
-        """End the iteration after what has come; the engine's last word still settles the stream."""
+        """End the iteration after the chunks that have arrived; the terminal output still settles the stream."""
         self._left = True
         self._wake()
 
@@ -147,8 +147,8 @@ class TokenStream:
 class SharedStream(TokenStream):
     """The stream of one tenant among several.
 
-    Tenants take turns in having their readers woken; tokens that come meanwhile are read together. A stream that is not
-    read suspends its sequence.
+    Tenants take turns in having their readers woken; tokens that arrive meanwhile are read together. A stream that is
+    not read suspends its sequence.
     """
 
     def __init__(self, request: GenerateRequest, turns: Turns, suspend: Callable[[int, bool], None]) -> None:
@@ -166,8 +166,8 @@ class SharedStream(TokenStream):
             self._suspend(self.id, False)
         return chunk
 
-    def hear_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
-        super().hear_token(token, version, logprobs)
+    def add_token(self, token: int, version: int, logprobs: Logprobs | None) -> None:
+        super().add_token(token, version, logprobs)
         if not self._suspended and len(self._chunk.tokens) >= UNREAD_TOKENS:
             self._suspended = True
             self._suspend(self.id, True)
@@ -197,7 +197,7 @@ class EngineClient:
         self._answers: dict[int, asyncio.Future[Result]] = {}
         self._pings = count(1)
         self._streams: dict[int, TokenStream] = {}
-        self._left: dict[int, TokenStream] = {}  # by their readers; the engine's last word is still to come
+        self._left: dict[int, TokenStream] = {}  # by their readers; the terminal output is still to come
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         self._submits: list[GenerateRequest] = []
         self._aborts: dict[int, Cause] = {}
@@ -213,7 +213,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
-        """Run `request`, whose id is ours to choose; leaving early aborts it."""
+        """Run `request` under an id of this client; leaving early aborts it."""
         stream = self._open(request)
         try:
             yield stream
@@ -221,7 +221,7 @@ class EngineClient:
             self._close(stream)
 
     async def ping(self, timeout_s: float) -> Pong:
-        """The engine's status; EngineDead or TimeoutError when there is none to be had."""
+        """The engine's status; raises EngineDead or TimeoutError if it does not answer."""
         if self.lost is not None:
             raise self.lost
         number = next(self._pings)
@@ -234,14 +234,14 @@ class EngineClient:
             del self._pongs[number]
 
     async def call(self, command: Command, timeout_s: float = CALL_TIMEOUT_S) -> Result:
-        """Have the engine carry out `command`; EngineDead or TimeoutError when it does not answer."""
+        """Run `command` in the engine; raises EngineDead or TimeoutError if it does not answer."""
         if self.lost is not None:
             raise self.lost
         number = next(self._calls)
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            # What was submitted before the command reaches the engine before it.
+            # Requests submitted before the command reach the engine before it.
             self._send_submits()
             self._channel.send(CommandCall(self._client, number, command))
             return await asyncio.wait_for(answer, timeout_s)
@@ -249,13 +249,13 @@ class EngineClient:
             del self._answers[number]
 
     def abort(self, id: int, cause: Cause) -> None:
-        """End a stream from our side; its terminal output will come through it."""
+        """End a stream; its terminal output still arrives through it."""
         if not self._aborts:
             asyncio.get_running_loop().call_soon(self._send_aborts)
         self._aborts[id] = cause
 
     async def listen(self) -> None:
-        """Deliver what the engine says, until cancelled."""
+        """Deliver the engine's messages, until cancelled."""
         while True:
             match await self._channel.receive():
                 case StepOutputs(outputs):
@@ -267,10 +267,10 @@ class EngineClient:
                     if (call := self._answers.get(number)) and not call.done():
                         call.set_result(result)
                 case Welcome():
-                    log.warning("an engine introduced itself again; it must have restarted")
+                    log.warning("the engine has sent a second welcome; it must have restarted")
 
     def lose(self, error: EngineDead) -> None:
-        """The engine is gone: every open stream ends with `error`, and no new one opens."""
+        """End every open stream with `error`, because the engine is lost; no new one can be opened."""
         self.lost = error
         streams = [*self._streams.values(), *self._left.values()]
         self._streams, self._left = {}, {}
@@ -281,7 +281,7 @@ class EngineClient:
             if not waiting.done():
                 waiting.set_exception(error)
 
-    # -- out --------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------
 
     def _open(self, request: GenerateRequest) -> TokenStream:
         if self.lost is not None:
@@ -299,13 +299,13 @@ class EngineClient:
         return TokenStream(request.id, len(request.generated))
 
     def _close(self, stream: TokenStream) -> None:
-        # An id leaves the registry at the moment its abort is taken, so that no abort is sent twice.
+        # The id leaves the registry when its abort is queued, so that no abort is sent twice.
         if self._streams.pop(stream.id, None) is not None and not stream.done:
             self._left[stream.id] = stream
             self.abort(stream.id, stream.cause)
 
     def _take(self, id: int) -> TokenStream | None:
-        """The stream that its last word is for."""
+        """Remove and return the stream whose terminal output or refusal has arrived."""
         return self._streams.pop(id, None) or self._left.pop(id, None)
 
     def _send_submits(self) -> None:
@@ -322,7 +322,7 @@ class EngineClient:
                     stream.fail(error)
 
     def _send_aborts(self) -> None:
-        # A request that has not been sent yet must not overtake its own abort.
+        # An abort must not overtake its own request.
         self._send_submits()
         aborts, self._aborts = self._aborts, {}
         for cause in dict.fromkeys(aborts.values()):
@@ -334,7 +334,7 @@ class EngineClient:
         try:
             self._channel.send(abort)
         except EngineDead as error:
-            # Nobody waits for this, and other engines have clients of their own: it is told here and nowhere else.
+            # No caller waits for an abort, so the failure is only logged.
             log.warning(
                 "%s does not take an abort (%s) of %s: %s",
                 self._name,
@@ -353,25 +353,25 @@ class EngineClient:
         for suspended in (True, False):
             ids = [id for id, asked in suspends.items() if asked is suspended]
             for i in range(0, len(ids), MOST_IDS):
-                with suppress(EngineDead):  # which every stream is told
+                with suppress(EngineDead):  # every stream gets it through `lose`
                     self._channel.send(Suspend(ids[i : i + MOST_IDS], suspended))
 
-    # -- in ---------------------------------------------------------------------
+    # -- receiving --------------------------------------------------------------
 
     def _deliver(self, outputs: Outputs) -> None:
         streams, logprobs, version = self._streams, outputs.logprobs, outputs.version
         for i, (id, token) in enumerate(zip(outputs.ids, outputs.tokens, strict=True)):
             if stream := streams.get(id):
-                stream.hear_token(token, version, logprobs.get(i) if logprobs else None)
+                stream.add_token(token, version, logprobs.get(i) if logprobs else None)
         for id, scores in outputs.prompt_logprobs.items():
             if stream := streams.get(id):
-                stream.hear_scores(scores)
+                stream.add_scores(scores)
         for id, ticket in outputs.tickets.items():
             if stream := streams.get(id):
-                stream.hear_ticket(ticket)
+                stream.add_ticket(ticket)
         for ended in outputs.ended:
             if stream := self._take(ended.id):
-                stream.hear_end(ended)
+                stream.finish(ended)
         for refused in outputs.refused:
             if stream := self._take(refused.id):
                 stream.fail(_error(refused))
@@ -385,7 +385,7 @@ def _error(refused: Refused) -> RequestError:
 
 @asynccontextmanager
 async def connected(address: str, client: int, timeout_s: float) -> AsyncIterator[EngineClient]:
-    """A client of the engine at `address`, once that has answered the handshake."""
+    """A client of the engine at `address`, after its handshake."""
     channel = ClientChannel(address, client)
     try:
         channel.send(Hello(PROTOCOL, client))

@@ -1,14 +1,15 @@
-"""Control: pause, resume, new weights, stop-and-wait. Each command is a little program that runs between steps.
+"""Control commands: pause, resume, weight updates, sleep, stop-and-wait. Each is a generator that runs between steps.
 
-A command is a generator: it does what it can, and yields while its postcondition does not hold yet. The loop advances
-all of them once per turn, after clients have been told what happened, and keeps stepping meanwhile; so an abort never
-waits for a pause nor a pause for an abort.
+A command does what it can, and yields while its postcondition does not hold. The loop advances all commands once per
+turn, after outputs have been sent, and continues to run steps; so an abort never waits for a pause, nor a pause for
+an abort.
 
-The engine is in one state: running → pausing → paused → (updating → paused | quarantined) → running. Admission
-(`rejecting`) and scheduling (the scheduler's `flow`) are apart: from the first instant of a pause new requests are refused
-or queued, while what runs is ended, finished or held as the mode says. A resume cancels a pause that is still under way.
+The engine is in one state: running → pausing → paused → (updating → paused | quarantined) → running. Whether new
+requests are refused (`rejecting`) and what may be scheduled (the scheduler's `flow`) are separate: from the first
+instant of a pause, new requests are refused or queued, while running sequences are ended, finished or held according
+to the mode. A resume cancels a pause that is still in progress.
 
-A paused engine may give memory back (sleep). It then stays paused until all of it is awake.
+A paused engine may release memory (sleep). It then stays paused until all of that memory is awake.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 Program = Generator[None, None, Result]
 
-# How long a pause that had to force requests out waits for the device to let go of them.
+# How long a pause that forced sequences to end waits for the device to release them.
 FORCE_S = 0.4
 
 
@@ -84,7 +85,7 @@ class Control:
         *,
         resources: DeviceResources,
         settle_transfers: Callable[[], Future[None]],
-        tell: Callable[[], None],
+        send_outputs: Callable[[], None],
         wake: Callable[[], None],
     ) -> None:
         self.state: State = "running"
@@ -93,18 +94,18 @@ class Control:
         self._scheduler = scheduler
         self._resources = resources
         self._settle_transfers = settle_transfers
-        self._tell = tell
+        self._send_outputs = send_outputs
         self._wake = wake
-        self._given: tuple[Source, Stamps] | None = (
-            None  # the last update's files, as they were before they were read
-        )
+        self._last_update: tuple[Source, Stamps] | None = None  # its files, with their stamps before they were read
         self._resumes = 0  # each cancels the pauses before it, even if another pause follows at once
         self._jobs: list[ControlJob] = []
-        self._done: list[tuple[ControlJob, Result]] = []  # at once, but answered only after clients have been told
-        self._deadlines: dict[int, float] = {}  # of waiting programs, by the id of their wait
+        self._done: list[
+            tuple[ControlJob, Result]
+        ] = []  # completed by `start`; answered only after outputs have been sent
+        self._deadlines: dict[int, float] = {}  # of waiting commands, by the id of their wait
 
     def refuse_if_held(self, *, accepted: bool) -> None:
-        """Refuse what a pause refuses: new requests unless they are to wait, and accepted ones that it would have ended."""
+        """Raise for a new request unless the pause queues it, and for an accepted one if the pause ends those."""
         if self.mode == "abort" if accepted else self.rejecting:
             raise Unavailable(f"the engine is {self.state} and takes no new requests; try again later", code="paused")
 
@@ -116,10 +117,10 @@ class Control:
     def next_deadline_s(self) -> float:
         return min(self._deadlines.values(), default=float("inf"))
 
-    # -- running programs -------------------------------------------------------
+    # -- running commands -------------------------------------------------------
 
     def start(self, client: int, number: int, command: Command) -> None:
-        """Begin a command; what it does at once is done when this returns."""
+        """Start a command, and run it up to its first wait."""
         job = ControlJob(client, number, self._run(command))
         if (result := _advance(job)) is None:
             self._jobs.append(job)
@@ -127,7 +128,7 @@ class Control:
             self._done.append((job, result))
 
     def advance(self) -> Iterator[tuple[ControlJob, Result]]:
-        """Give every command a turn; yields those whose postcondition now holds."""
+        """Advance every command once; yields those whose postcondition now holds."""
         self._settle()
         done, self._done = self._done, []
         yield from done
@@ -159,10 +160,10 @@ class Control:
             case Flush():
                 return Flushed(self._scheduler.pool.flush())
             case ListSequences():
-                return SequenceList(self.look())
+                return SequenceList(self.list_sequences())
 
     def _until(self, holds: Callable[[], bool], deadline_s: float) -> Generator[None, None, bool]:
-        """Yield until `holds()`, or until the deadline; says whether it holds."""
+        """Yield until `holds()` or the deadline; returns whether it holds."""
         wait = id(holds)
         self._deadlines[wait] = deadline_s
         try:
@@ -179,11 +180,11 @@ class Control:
     def _stop(self, stop: Stop) -> Program:
         began_s = self._scheduler.now_s
         ended = self._end(list(self._scheduler.sequences) if stop.ids is None else stop.ids, stop.cause)
-        yield  # the clients' terminal outputs go first
-        # Who asks twice waits as long: what ended before may still have blocks.
+        yield  # terminal outputs are sent first
+        # Also sequences that had already ended: they may still have blocks.
         watched = ended if stop.ids is None else stop.ids
         yield from self._until(lambda: not self._holding(watched), began_s + stop.timeout_s)
-        return self._told(began_s, ended=ended)
+        return self._engine_state(began_s, ended=ended)
 
     def _pause(self, pause: Pause) -> Program:
         if self.state in ("updating", "quarantined"):
@@ -199,12 +200,12 @@ class Control:
         forced = [] if paused else self._force_out()
         if forced:
             yield from self._until(over, self._scheduler.now_s + FORCE_S)
-        return self._told(began_s, ended=ended, forced=forced)
+        return self._engine_state(began_s, ended=ended, forced=forced)
 
     def _enter_pause(self, pause: Pause) -> dict[int, int]:
-        """What a pause does in its first instant; returns what it ended. Asking again changes nothing."""
+        """Start a pause; returns the sequences it ended and their tokens. Repeating a pause changes nothing."""
         if pause.mode == "drain" and self.state == "paused" and self.mode != "drain":
-            self._refuse_if_asleep()  # what has started cannot run to its end
+            self._refuse_if_asleep()  # started sequences cannot be finished
         self.rejecting = not pause.queue
         if self.state == "paused" and self.mode in (pause.mode, "abort"):
             return {}
@@ -213,15 +214,15 @@ class Control:
         return self._end(list(self._scheduler.sequences), "pause") if pause.mode == "abort" else {}
 
     def _force_out(self) -> list[int]:
-        """A drain has run out of time: end what has started and is not done."""
+        """End started sequences after a drain has run out of time; returns their ids."""
         started = [seq.id for seq in self._scheduler.sequences.values() if seq.started_s is not None]
         if self.mode != "drain":
-            return []  # nothing to end: only the device can still hold something
+            return []  # nothing to end: only a step in flight can still hold sequences
         self._end(started, "pause")
         return started
 
     def _settle(self) -> None:
-        """Finish a pause whose condition now holds."""
+        """Complete a pause whose condition now holds."""
         scheduler = self._scheduler
         if self.state != "pausing":
             return
@@ -238,28 +239,28 @@ class Control:
         self.state, self.mode, self.rejecting = "running", None, False
         self._resumes += 1
         self._scheduler.resume()
-        return self._told(self._scheduler.now_s)
+        return self._engine_state(self._scheduler.now_s)
 
     def _update(self, update: UpdateWeights) -> Program:
         if self.state not in ("paused", "quarantined"):
             raise _conflict(f"the engine is {self.state}; pause it before changing its weights", code="not_paused")
         began_s, current = self._scheduler.now_s, self._scheduler.version
-        given = _known(update.source)
-        if update.version == current and self.state == "paused" and given is not None and given == self._given:
-            return self._told(began_s)  # whoever asks again may not have heard that it was done
+        given = _identify(update.source)
+        if update.version == current and self.state == "paused" and given is not None and given == self._last_update:
+            return self._engine_state(began_s)  # a repeated request: the answer to the first may have been lost
         if update.version is not None and update.version <= current:
-            # Keys are rooted in the version: KV of other weights could be hit under a number that comes back.
+            # Cache keys depend on the version: under a reused number, KV of other weights could be found.
             message = f"version {update.version} is not above {current}; give new weights a new number"
             raise RequestError(message, param="version", code="stale_version")
-        yield from self._loaded(lambda: self._resources.load_weights(update.source))
+        yield from self._until_loaded(lambda: self._resources.load_weights(update.source))
         self._change_weights(update)
-        self._given = given
-        return self._told(began_s)
+        self._last_update = given
+        return self._engine_state(began_s)
 
-    def _loaded(self, load: Callable[[], Future[None]]) -> Generator[None, None, None]:
-        """Yield until new weights are in place. What goes wrong leaves the old ones, or a quarantined engine."""
+    def _until_loaded(self, load: Callable[[], Future[None]]) -> Generator[None, None, None]:
+        """Yield until new weights are in place. A failure leaves the old ones, or a quarantined engine."""
         try:
-            yield from self._moved(load)
+            yield from self._until_moved(load)
         except HalfWritten as error:
             self.state = "quarantined"
             log.error("quarantined: %s", error)
@@ -269,8 +270,8 @@ class Control:
         except ModelError as error:
             raise _refused(error) from error
 
-    def _moved(self, move: Callable[[], Future[None]]) -> Generator[None, None, None]:
-        """Yield until weights or memory have moved. Nobody resumes or pauses meanwhile."""
+    def _until_moved(self, move: Callable[[], Future[None]]) -> Generator[None, None, None]:
+        """Yield until weights or memory have moved. The state `updating` keeps resumes and pauses out meanwhile."""
         before, self.state = self.state, "updating"
         try:
             moving = move()
@@ -284,8 +285,8 @@ class Control:
             self.state = before
 
     def _change_weights(self, update: UpdateWeights) -> None:
-        # Everything made by the old weights is told before the version changes.
-        self._tell()
+        # Tokens of the old weights are sent before the version changes.
+        self._send_outputs()
         version = self._scheduler.version + 1 if update.version is None else update.version
         self._scheduler.weights_changed(version, recompute=update.recompute)
         self.state = "paused"
@@ -298,20 +299,20 @@ class Control:
             if self._scheduler.lends_kv:
                 raise _conflict("KV is on lease to another engine; try again when that has fetched it")
             self._scheduler.kv_lost()
-            yield from self._moved(self._settle_transfers)
-        yield from self._moved(lambda: self._resources.sleep(sleep.tags))
+            yield from self._until_moved(self._settle_transfers)
+        yield from self._until_moved(lambda: self._resources.sleep(sleep.tags))
         log.info("asleep: %s", ", ".join(self._resources.asleep))
-        return self._told(began_s)
+        return self._engine_state(began_s)
 
     def _wake_up(self, wake: Wake) -> Program:
         began_s = self._scheduler.now_s
         self._refuse_unless_paused("waking it")
         sleeping = set(wake.tags) & set(self._resources.asleep)
         if "weights" in sleeping:
-            yield from self._loaded(self._resources.wake_weights)
+            yield from self._until_loaded(self._resources.wake_weights)
         if "kv_cache" in sleeping:
-            yield from self._moved(self._resources.wake_kv)
-        return self._told(began_s)
+            yield from self._until_moved(self._resources.wake_kv)
+        return self._engine_state(began_s)
 
     def _refuse_if_asleep(self) -> None:
         if asleep := self._resources.asleep:
@@ -329,40 +330,43 @@ class Control:
         self._scheduler.abort(list(ended), cause)
         return ended
 
-    def _told(
+    def _engine_state(
         self, began_s: float, *, ended: dict[int, int] | None = None, forced: list[int] | None = None
     ) -> EngineState:
         scheduler = self._scheduler
         return EngineState(
-            self.state,
-            self.mode,
-            self.rejecting,
-            scheduler.version,
-            ended or {},
-            forced or [],
-            self._holding(),
-            scheduler.now_s - began_s,
-            self._resources.asleep,
+            state=self.state,
+            mode=self.mode,
+            rejecting=self.rejecting,
+            version=scheduler.version,
+            ended=ended or {},
+            forced=forced or [],
+            held=self._holding(),
+            elapsed_s=scheduler.now_s - began_s,
+            asleep=self._resources.asleep,
         )
 
     def _holding(self, ids: Collection[int] | None = None) -> list[int]:
-        """Which have ended, and still have blocks."""
+        """Sequences that have ended and still have blocks."""
         return [seq.id for seq in self._scheduler.returning if ids is None or seq.id in ids]
 
-    def look(self) -> list[SequenceStatus]:
-        """What is in flight."""
-        return [self._seen(seq) for seq in self._scheduler.sequences.values()]
+    def list_sequences(self) -> list[SequenceStatus]:
+        return [self._sequence_status(seq) for seq in self._scheduler.sequences.values()]
 
-    def _seen(self, seq: Sequence) -> SequenceStatus:
-        age_s = self._scheduler.now_s - seq.arrived_s
-        phase = "preempted" if seq.preempted else seq.phase.name.lower()
+    def _sequence_status(self, seq: Sequence) -> SequenceStatus:
         return SequenceStatus(
-            seq.id, phase, seq.prompt_len, seq.output_len, len(seq.blocks), age_s, seq.request.priority
+            id=seq.id,
+            phase="preempted" if seq.preempted else seq.phase.name.lower(),
+            prompt_tokens=seq.prompt_len,
+            output_tokens=seq.output_len,
+            blocks=len(seq.blocks),
+            age_s=self._scheduler.now_s - seq.arrived_s,
+            priority=seq.request.priority,
         )
 
 
 def _advance(job: ControlJob) -> Result | None:
-    """One more turn for a command; its result when it is done."""
+    """Advance a command once; returns its result when it is done."""
     try:
         next(job.program)
     except StopIteration as done:
@@ -373,15 +377,15 @@ def _advance(job: ControlJob) -> Result | None:
     return None
 
 
-def _known(source: Source) -> tuple[Source, Stamps] | None:
-    """By what to know that weights are the same; None if that cannot be known."""
+def _identify(source: Source) -> tuple[Source, Stamps] | None:
+    """A value by which to recognise the same weights; None if there is none."""
     if not isinstance(source, FileSource) or not (found := stamps(source.path)):
         return None
     return source, found
 
 
 def _refused(error: ModelError) -> RequestError:
-    """Nothing has changed: it was the sender's mistake, or the sender is gone."""
+    """The error for an update that changed nothing: the weights do not fit, or their source was lost."""
     refused = RequestError(f"the weights are refused and nothing has changed: {error}", code="bad_weights")
     if isinstance(error, SourceLost):
         refused.status, refused.code = 502, "source_lost"

@@ -1,7 +1,7 @@
-"""What an engine leaves behind when it dies of a bug: its last plans, what they answered, and where everything stood.
+"""The crash file of an engine: its last plans, the tokens of each, and the state of all sequences.
 
-The file is JSON and can be run again on the fake device: `headgate.engine.replay`. It holds the token ids of requests, so
-only its owner may read it.
+The file is JSON, and `headgate.engine.replay` can run it again on the fake device. It contains the token ids of
+requests, so only its owner may read it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from headgate.protocol.plan import StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 PLANS = 256  # how many are kept
-FILES = 16  # how many may lie in the folder; an engine that dies again and again does not fill the disk
+FILES = 16  # how many the folder may have, so that an engine that crashes repeatedly does not fill the disk
 
 
 class RecordedStep(msgspec.Struct):
-    """A plan, and the tokens that the device answered, unless it never did."""
+    """A plan, and the tokens that the device returned, if it did."""
 
     plan: StepPlan
     tokens: list[int] | None = None
@@ -49,27 +49,27 @@ class Evidence(msgspec.Struct, frozen=True):
 
 
 class StepRecorder:
-    """Keeps the last steps of a loop."""
+    """Keeps the last steps of a step loop."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(tempfile.gettempdir()) / f"headgate-crashes-{os.getuid()}"
         self._steps: deque[RecordedStep] = deque(maxlen=PLANS)
-        self._flying: deque[RecordedStep] = deque()
+        self._in_flight: deque[RecordedStep] = deque()
 
     def planned(self, plan: StepPlan) -> None:
         step = RecordedStep(plan)
         self._steps.append(step)
-        if plan.rows:  # a plan without only fetches, and is not answered
-            self._flying.append(step)
+        if plan.rows:  # a plan without rows only fetches, and has no result
+            self._in_flight.append(step)
 
     def landed(self, result: StepResult) -> None:
-        step = self._flying.popleft()
+        step = self._in_flight.popleft()
         step.tokens, step.lengths = result.tokens, result.lengths
 
     def write(
         self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[SequenceStatus]
     ) -> Path | None:
-        """Leave a file, and say where. An engine that cannot even do that still dies of its first error."""
+        """Write the crash file and return its path. A failure to write is logged; the first error is still raised."""
         evidence = self._collect(error, scheduler, state, sequences)
         try:
             path = write_private(self.folder, msgspec.json.encode(evidence))
@@ -77,7 +77,7 @@ class StepRecorder:
             log.error("evidence of the crash could not be written to %s: %s", self.folder, failure, exc_info=error)
             return None
         log.critical(
-            "the engine dies of a bug; its last %d plans are in %s", len(evidence.steps), path, exc_info=error
+            "the engine ends because of a bug; its last %d plans are in %s", len(evidence.steps), path, exc_info=error
         )
         return path
 
@@ -112,7 +112,7 @@ def write_private(folder: Path, content: bytes) -> Path:
 
 
 def _number(path: Path) -> int:
-    """Files are numbered, since the times of files are those of a wall clock."""
+    """Files are numbered, because file times come from the wall clock, which may jump."""
     number = path.stem.split("-")[1]
     return int(number) if number.isdecimal() else 0
 

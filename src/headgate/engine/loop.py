@@ -1,8 +1,9 @@
-"""The loop: the only caller of the scheduler, and the one place where time enters the engine.
+"""The step loop: the only caller of the scheduler, and the only place where the engine reads the clock.
 
-A turn: take what has arrived, commit the steps that have landed, launch the next one, and only then tell clients, so that
-the device works while words travel. The loop sleeps in its inbox alone; a landed step, a message or the next deadline wakes
-it, so an idle engine expires and answers like a busy one. It knows neither sockets nor asyncio.
+A turn handles the messages that have arrived, commits the steps that have landed, launches the next step, and sends
+outputs last, so that the device works while messages travel. The loop sleeps only in its inbox; a landed step, a
+message or the next deadline wakes it, so an idle engine expires and answers like a busy one. It uses neither sockets
+nor asyncio.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from headgate.core.leases import Filled, Granted, Withdrawn
 from headgate.core.scheduler import Scheduler
 from headgate.engine.control import Control, DeviceResources
 from headgate.engine.evidence import StepRecorder
-from headgate.engine.post import sort_by_client
+from headgate.engine.outputs import split_by_client
 from headgate.errors import EngineDead, RankLost, RequestError
 from headgate.protocol.command import Stop
 from headgate.protocol.message import (
@@ -41,7 +42,7 @@ from headgate.protocol.request import GenerateRequest
 from headgate.transfer.transport import Event, Fetched, NoTransport, Released, Renewed, Transport
 
 if TYPE_CHECKING:
-    from headgate.device.executor import Executor  # which imports torch, and a simulated device needs none
+    from headgate.device.executor import Executor  # imports torch, which a simulated device does not need
 
 # Longest sleep of an idle loop; leases are renewed and expire on a coarser scale than this.
 IDLE_S = 1.0
@@ -63,7 +64,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.executor = executor
         self._send = send
-        self._run_ahead = run_ahead  # steps on the device at once; more hides scheduling, fewer makes aborts quicker
+        self._run_ahead = run_ahead  # steps in flight: more hide scheduling, fewer make aborts quicker
         self._clock = clock
         self._inbox: SimpleQueue[Message | Event | None] = SimpleQueue()
         self._transport = transport or NoTransport()
@@ -74,34 +75,38 @@ class EngineLoop:
         self._failure: RankLost | None = None
         self._abort_messages = 0
         self.control = Control(
-            scheduler, resources=resources, settle_transfers=self._settle_transfers, tell=self._tell, wake=self.wake
+            scheduler,
+            resources=resources,
+            settle_transfers=self._settle_transfers,
+            send_outputs=self._send_outputs,
+            wake=self.wake,
         )
         scheduler.tick(clock())
-        scheduler.pool.move_horizon()  # nothing is older than the engine
-        self.status = self._look()  # replaced whole every turn, so any thread may read it
+        scheduler.pool.move_horizon()  # nothing was cached before the engine started
+        self.status = self._build_status()  # replaced as a whole every turn, so any thread may read it
         self._transport.start(self.post)
 
     def post(self, message: Message | Event) -> None:
-        """Hand the loop a message; may be called from any thread, and never blocks."""
+        """Queue a message for the loop. Any thread may call it; it never blocks."""
         self._inbox.put(message)
 
     def close(self) -> None:
-        """Make `run` return after its current turn; may be called from any thread."""
+        """Make `run` return after its current turn. Any thread may call it."""
         self._closed = True
         self.wake()
 
     def fail(self, error: RankLost) -> None:
-        """The device is not whole any more, though no step may have told: the next turn raises `error`. From any thread."""
+        """Make the next turn raise `error`, though no step may have failed yet. Any thread may call it."""
         self._failure = error
         self.wake()
 
     @property
     def closed(self) -> bool:
-        """Nothing will ever happen here again."""
+        """No turn will run any more."""
         return self._closed
 
     def wake(self) -> None:
-        """End the loop's sleep; safe in any thread and in a signal handler."""
+        """End the loop's sleep. Safe in any thread and in a signal handler."""
         self._inbox.put(None)
 
     def run(self) -> None:
@@ -109,7 +114,7 @@ class EngineLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Wait for something to happen, and deal with all that has. What comes out of it is a bug, and the end."""
+        """Wait for messages or a landed step, and handle them. An exception is a bug and ends the engine."""
         if self._closed:
             raise EngineDead("the engine is closed")
         try:
@@ -117,9 +122,9 @@ class EngineLoop:
         except Exception as error:
             if not self._closed:
                 self._closed = True
-                # A process that was killed is no bug of ours, and our last plans have nothing to say about it.
+                # A rank that was killed is not a bug in this process, and the last plans do not explain it.
                 if not isinstance(error, RankLost):
-                    self._recorder.write(error, self.scheduler, self.control.state, self.control.look())
+                    self._recorder.write(error, self.scheduler, self.control.state, self.control.list_sequences())
             raise
 
     def _turn(self) -> None:
@@ -127,65 +132,65 @@ class EngineLoop:
         if self._failure is not None:
             raise self._failure
         for event in messages:
-            # Before the clock: whoever renewed a lease in time keeps it, however long we have been away.
+            # Before the clock is read: a lease that was renewed in time is kept, however long the last turn took.
             if isinstance(event, Event):
-                self._moved(event)
+                self._handle_transfer(event)
         self.scheduler.tick(self._clock())
         for message in messages:
             if not isinstance(message, Event):
                 self._handle(message)
         self._commit()
         self._launch()
-        self._tell()
-        self._answer()
+        self._send_outputs()
+        self._answer_commands()
         self._inform_transport()
-        self.status = self._look()
+        self.status = self._build_status()
 
     def quiet(self) -> tuple[float, EngineStatus]:
-        """Seconds since the last turn, and the status then; may be called from any thread."""
+        """Seconds since the last turn, and the status then. Any thread may call it."""
         status = self.status
         return self._clock() - status.turn_s, status
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, nothing waits, and nothing is on its way home."""
+        """Nothing runs, waits, or still owns a row or blocks."""
         scheduler = self.scheduler
         return not (scheduler.sequences or scheduler.leaving or self._steps)
 
-    def _look(self) -> EngineStatus:
-        scheduler, counters = self.scheduler, self.scheduler.counters
+    def _build_status(self) -> EngineStatus:
+        scheduler, counters, control = self.scheduler, self.scheduler.counters, self.control
         return EngineStatus(
-            scheduler.now_s,
-            bool(self._steps),
-            scheduler.version,
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.pool.held,
-            scheduler.pool.cached,
-            counters.preemptions,
-            counters.prompt_tokens,
-            counters.cached_tokens,
-            self.control.state,
-            self.control.asleep,
-            self.control.mode,
-            self.control.rejecting,
-            self._abort_messages,
-            counters.output_tokens,
-            scheduler.pool.horizon_s,
-            len(scheduler.leases),
-            scheduler.leases.blocks,
-            counters.leases_expired,
-            counters.transfers,
-            counters.transfers_lost,
-            counters.rescheduled,
-            self._transport.counts(),
-            scheduler.fetches,
+            turn_s=scheduler.now_s,
+            busy=bool(self._steps),
+            version=scheduler.version,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            held_blocks=scheduler.pool.held,
+            cached_blocks=scheduler.pool.cached,
+            preemptions=counters.preemptions,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            state=control.state,
+            asleep=control.asleep,
+            mode=control.mode,
+            rejecting=control.rejecting,
+            abort_messages=self._abort_messages,
+            output_tokens=counters.output_tokens,
+            horizon_s=scheduler.pool.horizon_s,
+            leases=len(scheduler.leases),
+            leased_blocks=scheduler.leases.blocks,
+            leases_expired=counters.leases_expired,
+            transfers=counters.transfers,
+            transfers_lost=counters.transfers_lost,
+            rescheduled=counters.rescheduled,
+            moved=self._transport.counts(),
+            fetches=scheduler.fetches,
         )
 
-    # -- in ---------------------------------------------------------------------
+    # -- messages in ---------------------------------------------------------
 
     def _receive(self) -> list[Message | Event]:
-        """All that has arrived, after a sleep if nothing has. `None` only wakes us."""
+        """All messages that have arrived, after a sleep if there are none. `None` only ends the sleep."""
         messages: list[Message | Event | None] = []
         with suppress(Empty):
             messages.append(self._inbox.get(timeout=self._sleep_s()))
@@ -230,7 +235,7 @@ class EngineLoop:
 
     def _launch(self) -> None:
         while len(self._steps) < self._run_ahead and (plan := self.scheduler.schedule()):
-            # Before the plan can touch a block that was lent until now.
+            # Before the plan can touch a block whose lease has just ended.
             self._inform_transport()
             self._recorder.planned(plan)
             for fetch in plan.fetches:
@@ -242,7 +247,7 @@ class EngineLoop:
 
     # -- other engines ------------------------------------------------------------
 
-    def _moved(self, event: Event) -> None:
+    def _handle_transfer(self, event: Event) -> None:
         match event:
             case Fetched(id, ok):
                 self.scheduler.transfer_done(id, ok)
@@ -265,28 +270,28 @@ class EngineLoop:
             self._transport.leave(id)
 
     def _settle_transfers(self) -> Future[None]:
-        self._inform_transport()  # nobody else shall come
+        self._inform_transport()  # ends all offers, so that no other engine starts to fetch
         return self._transport.settle()
 
-    # -- out --------------------------------------------------------------------
+    # -- outputs ----------------------------------------------------------------
 
-    def _tell(self) -> None:
+    def _send_outputs(self) -> None:
         outputs = self.scheduler.take_outputs()
         outputs.refused, self._refused = self._refused, []
         if outputs:
-            for client, share in sort_by_client(outputs):
+            for client, share in split_by_client(outputs):
                 self._send(client, StepOutputs(share))
 
-    def _answer(self) -> None:
+    def _answer_commands(self) -> None:
         for job, result in self.control.advance():
-            # A command may have ended sequences; its clients hear that before its caller does.
-            self._tell()
-            self.status = self._look()  # whoever hears the answer may look at once, from another thread
+            # A command may have ended sequences; their terminal outputs are sent before it is answered.
+            self._send_outputs()
+            self.status = self._build_status()  # the caller may read it as soon as it has the answer
             self._send(job.client, CommandAnswer(job.number, result))
 
 
 def _seeded(request: GenerateRequest) -> GenerateRequest:
-    """A request that did not say which random stream is its own gets one. Only one that did can be resumed exactly."""
+    """Draw a seed for a request that has none. Only a request that came with a seed can be resumed exactly."""
     if request.sampling.seed is not None:
         return request
     sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))

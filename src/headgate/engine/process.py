@@ -1,7 +1,8 @@
-"""The engine as a process of its own: `python -m headgate.engine.process CONFIG`.
+"""The engine process: `python -m headgate.engine.process CONFIG`.
 
-Its parent holds the other end of its standard input; when that closes, for whatever reason, the engine ends. Signals from
-the terminal are the parent's business. An engine that cannot start says why in one sentence and exits with `CANNOT_START`.
+The parent holds the other end of the process's standard input; when that closes, for whatever reason, the engine
+ends. The process ignores signals from the terminal. An engine that cannot start prints one sentence and exits with
+`CANNOT_START`.
 """
 
 from __future__ import annotations
@@ -60,23 +61,23 @@ def main(argument: str) -> int:
 
 
 class Parent:
-    """Watches the other end of our standard input from the first moment on, and ends us when it closes."""
+    """Watches standard input from the start, and ends the process when it closes."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None  # once it is built
         threading.Thread(target=self._watch, name="headgate-parent", daemon=True).start()
 
     def _watch(self) -> None:
-        # Not through `sys.stdin`, whose lock the interpreter wants at exit.
+        # Not through `sys.stdin`, whose lock the interpreter takes at exit.
         while os.read(0, 4096):
             pass
         if self.engine is None:
-            os._exit(0)  # still loading, and nobody is waiting for it any more
+            os._exit(0)  # still loading, and its parent is gone
         self.engine.loop.close()
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
     if code == LOST_RANK:
-        os._exit(code)  # a thread may still wait for a rank that is gone, and streams wait for our end
+        os._exit(code)  # a thread may still wait for the lost rank, and streams wait for this process to end
     sys.exit(code)

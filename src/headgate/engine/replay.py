@@ -1,8 +1,8 @@
-"""A crash looked into: the plans that an engine left behind, run again on the fake device.
+"""Replays a crash: runs the plans of a crash file again on the fake device.
 
-Each slice must find, through its row's block table, exactly the KV of the tokens before it. The first plan whose slices do
-not is what went wrong, or a consequence close to it. The evidence may begin in the middle of an engine's life: what an
-earlier plan has set up is then taken on trust, row by row and block by block, until a plan that we have touches it.
+Each slice must find, through the block table of its row, exactly the KV of the tokens before it. The first plan whose
+slices do not is the fault, or a consequence close to it. The file may begin in the middle of a run: the state that
+earlier plans set up is then assumed to be right, row by row and block by block, until a recorded plan changes it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from headgate.testing.device import FakeDevice, entry
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    steps: int  # that were run
-    step: int | None = None  # the number of the first plan that makes no sense
+    steps: int  # how many were run
+    step: int | None = None  # the number of the first inconsistent plan
     fault: str | None = None  # what is wrong with it
-    error: str = ""  # what the engine died of
+    error: str = ""  # the exception that ended the engine
 
     def __str__(self) -> str:
         found = "every plan is consistent" if self.fault is None else f"plan {self.step}: {self.fault}"
@@ -31,7 +31,7 @@ class Replay:
 
 
 class Inconsistent(Exception):
-    """A plan that no device could carry out as it was meant."""
+    """A plan that no device could execute correctly."""
 
 
 def replay(path: str | Path) -> Replay:
@@ -47,19 +47,19 @@ def replay(path: str | Path) -> Replay:
 
 @dataclass
 class Row:
-    """What we know of a device row since the `Join` that we saw."""
+    """The state of a device row since its recorded `Join`."""
 
     tokens: list[int]
     blocks: list[int]
-    mixed: bool = False  # lived through a change of weights: its KV has no reference
+    mixed: bool = False  # its KV belongs to several weights and cannot be compared
 
 
 @dataclass
 class Replayer:
     evidence: Evidence
     rows: dict[int, Row] = field(default_factory=dict)
-    writers: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a block: the last row, and in which plan
-    filled: set[int] = field(default_factory=set)  # blocks that someone else has written, we do not know with what
+    writers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by block: last row to write it, and plan
+    filled: set[int] = field(default_factory=set)  # blocks that a transfer or an unrecorded row wrote
 
     def __post_init__(self) -> None:
         evidence = self.evidence
@@ -67,7 +67,7 @@ class Replayer:
             *(evidence.num_blocks, evidence.block_size, evidence.max_rows, evidence.vocab_size),
             version=evidence.steps[0].plan.version if evidence.steps else 0,
         )
-        self.whole = bool(evidence.steps) and evidence.steps[0].plan.step == 0  # nothing came before
+        self.whole = bool(evidence.steps) and evidence.steps[0].plan.step == 0  # no earlier plans are missing
 
     def run(self, step: RecordedStep) -> None:
         plan = step.plan
@@ -77,7 +77,7 @@ class Replayer:
         for i in known:
             self._check_shape(plan, i)
         self._trust(plan, known)
-        self.device.launch(without_others(plan, known))
+        self.device.launch(only_known(plan, known))
         self.device.land()
         for i in known:
             self._note_writes(plan, i)
@@ -102,13 +102,13 @@ class Replayer:
             if row := self.rows.get(number):
                 row.blocks += blocks
             else:
-                self._leave_to_others(blocks)
+                self._mark_as_filled(blocks)
         for fetch in plan.fetches:
             self._check_blocks(fetch.blocks)
-            self._leave_to_others(fetch.blocks)
+            self._mark_as_filled(fetch.blocks)
 
-    def _leave_to_others(self, blocks: tuple[int, ...]) -> None:
-        """A transfer, or a row that joined before our time, writes these."""
+    def _mark_as_filled(self, blocks: tuple[int, ...]) -> None:
+        """A transfer, or a row that joined before the first recorded plan, writes these blocks."""
         for block in blocks:
             self.device.kv[block] = [-1] * self.evidence.block_size
             self.writers.pop(block, None)
@@ -144,7 +144,7 @@ class Replayer:
             raise Inconsistent(f"row {number} samples after position {end} of {len(row.tokens)}")
 
     def _trust(self, plan: StepPlan, known: list[int]) -> None:
-        """What a slice reads and no plan of ours has written is taken to be right, where somebody can have written it."""
+        """Assume that KV which a slice reads and no recorded plan wrote is right, if it can have been written."""
         size = self.evidence.block_size
         for i in known:
             row, before = self.rows[plan.rows[i]], 0
@@ -169,7 +169,7 @@ class Replayer:
             block = row.blocks[position // size]
             if found == -1:
                 raise Inconsistent(
-                    f"row {number} reads position {position} in block {block}, which nobody has written"
+                    f"row {number} reads position {position} in block {block}, which was never written"
                 )
             if not row.mixed and found != entry(before, row.tokens[position], plan.version):
                 raise Inconsistent(
@@ -187,15 +187,15 @@ class Replayer:
         plan, tokens, lengths = step.plan, iter(step.tokens or ()), iter(step.lengths or repeat(1))
         for number, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
             if samples:
-                # A step that never landed sampled something; what, no later plan of this file tells.
+                # A step that never landed sampled unknown tokens, which no recorded plan uses.
                 sampled = [next(tokens, 0) for _ in range(next(lengths))]
                 if row := self.rows.get(number):
                     row.tokens[start + count :] = sampled
                     self.device.write_tokens(number, start + count, sampled)
 
 
-def without_others(plan: StepPlan, known: list[int]) -> StepPlan:
-    """`plan` without the slices of rows that we know nothing of."""
+def only_known(plan: StepPlan, known: list[int]) -> StepPlan:
+    """`plan` without the slices of rows whose `Join` was not recorded."""
     rows = {plan.rows[i] for i in known} | {join.row for join in plan.joins}
     return msgspec.structs.replace(
         plan,

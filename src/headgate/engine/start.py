@@ -1,4 +1,4 @@
-"""What a parent tells an engine process, and how that one says that it cannot. No torch: parents need none."""
+"""The argument of an engine process, and its exit codes. Imports no torch, because parents need none."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ LOST_RANK = 4  # exit code
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """What a parent tells the engine it starts."""
-
     model: str  # a folder or a GGUF file
     address: str  # where to listen
     config: EngineConfig

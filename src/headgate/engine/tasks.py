@@ -1,4 +1,4 @@
-"""A task group reports a group of errors even when there is only one; callers want that one."""
+"""Task groups raise an exception group even for a single error; callers want the error itself."""
 
 from __future__ import annotations
 

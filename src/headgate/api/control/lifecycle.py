@@ -41,7 +41,8 @@ from headgate.contract.orders import UNORDERED, Order, Orders
 from headgate.contract.tickets import NEWEST_VERSION
 from headgate.edge.reading import read_control
 from headgate.edge.responses import json_response
-from headgate.engine.replicas import Place, finds_accepted
+from headgate.engine.moving_stream import Place
+from headgate.engine.replicas import finds_accepted
 from headgate.errors import EngineDead, HeadgateError, Late, RequestError, Unavailable
 from headgate.protocol.command import (
     DEFAULT_TIMEOUT_S,

@@ -16,7 +16,7 @@ from headgate.contract.errors import NotFound
 from headgate.contract.keys import Caller
 from headgate.contract.requests import ChoiceInFlight, InFlight, RequestDetails, RequestList
 from headgate.edge.gate import caller_of
-from headgate.engine.replicas import Place
+from headgate.engine.moving_stream import Place
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, ListSequences, SequenceList, SequenceStatus
 
 QUERY_TIMEOUT_S = 2.0

@@ -30,7 +30,7 @@ from headgate.contract.journal import HEADER
 from headgate.contract.sampling import set_if_absent
 from headgate.contract.schema import Generation
 from headgate.edge.sse import ResponseWriter, WriterResponse
-from headgate.engine.replicas import DEADLINE_GRACE_S
+from headgate.engine.moving_stream import DEADLINE_GRACE_S
 from headgate.errors import EngineDead, HeadgateError, RequestError
 from headgate.protocol.keys import tenant_salt
 from headgate.protocol.output import Cause
