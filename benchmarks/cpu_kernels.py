@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headgate.layers.cpu import Kernels, Unavailable, load_kernels
+from headgate.layers.cpu import Kernels, NotCompiled, load_kernels
 
 MATRICES = {
     "qwen3-0.6b": {
@@ -226,7 +226,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     k = load_kernels(asked.isa)
-    if isinstance(k, Unavailable):
+    if isinstance(k, NotCompiled):
         raise SystemExit(k.reason)
     dtype: torch.dtype = getattr(torch, asked.dtype)
     floors = Floors(k, dtype)
