@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.data_path.request_info import RequestInfo, read_request_info
 from headgate.router.fleet.policy import POLICIES
 from headgate.router.fleet.prefix_index import PrefixIndex
 from headgate.router.fleet.worker import Worker
@@ -51,7 +51,7 @@ def body(size: int, rng: random.Random) -> bytes:
 
 def by_prompt(size: int) -> dict[str, float]:
     data, times = body(size, random.Random(0)), max(200, 4_000_000 // max(size, 2000))
-    ask = read_ask(CHAT, data)
+    ask = read_request_info(CHAT, data)
     index, workers = PrefixIndex(), fleet(4)
     path = index.path(ask.root, ask.prompt, chat=ask.chat)
     index.insert(path, workers[0]).end(1.0)
@@ -69,7 +69,7 @@ def by_prompt(size: int) -> dict[str, float]:
 
     return {
         "bytes": len(data),
-        "read_us": cost_us(lambda: read_ask(CHAT, data), times),
+        "read_us": cost_us(lambda: read_request_info(CHAT, data), times),
         "path_match_insert_known_us": cost_us(known, times),
         "path_match_insert_new_us": cost_us(unknown, times),
     }

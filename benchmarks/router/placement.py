@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.data_path.request_info import RequestInfo, read_request_info
 from headgate.router.fleet.policy import POLICIES
 from headgate.router.fleet.prefix_index import PrefixIndex
 from headgate.router.fleet.worker import Worker
@@ -116,7 +116,7 @@ class Simulation:
     def _ask(self, conversation: Conversation) -> None:
         conversation.messages.append({"role": "user", "content": self._text(20, 400)})
         body = json.dumps({"model": "m", "messages": conversation.messages}).encode()
-        ask = read_ask("/v1/chat/completions", body, session=conversation.name)
+        ask = read_request_info("/v1/chat/completions", body, session=conversation.name)
         path = self._index.path(ask.root, ask.prompt, chat=ask.chat)
         worker = self._policy.choose(self._workers, ask, self._index.match(path), self._rng)
         visit = self._index.insert(path, worker)

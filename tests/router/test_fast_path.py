@@ -23,7 +23,7 @@ from headgate.contract.journal import first_version
 from headgate.router.data_path import fast_path
 from headgate.router.data_path.fast_path import PYTHON, FastPath, answer_head, compiled, request_head
 from headgate.router.data_path.outbox import Outbox
-from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.data_path.request_info import RequestInfo, read_request_info
 from headgate.router.exchange.attempt import whole_answer
 from headgate.router.exchange.journal import Journal
 from tests.router.client import Wire, routing
@@ -439,12 +439,12 @@ def test_both_implementations_read_truncated_input_alike(native: FastPath):
 
 
 def the_long_way(body: bytes) -> RequestInfo:
-    return read_ask(CHAT, body, tenant="t", peek=PYTHON.peek)
+    return read_request_info(CHAT, body, tenant="t", peek=PYTHON.peek)
 
 
 def asked(native: FastPath, body: bytes) -> RequestInfo | None:
     """The result of peeking at the body; None if that does not suffice."""
-    return None if native.peek(body) is None else read_ask(CHAT, body, tenant="t", peek=native.peek)
+    return None if native.peek(body) is None else read_request_info(CHAT, body, tenant="t", peek=native.peek)
 
 
 TEXTS = ["", "x", 'a "quoted" one', "\\", '\\"', "}], {", "ümläut", "\n", "x" * 5000]

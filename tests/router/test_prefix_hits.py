@@ -88,9 +88,9 @@ def test_usage_is_read_from_the_end_of_an_answer(usage: dict[str, Any], told: tu
 def note(
     worker: Worker, found: WorkerPrefix | None, outcome: Any, *, reason: str = "cache", prefill: Any = None
 ) -> None:
-    exchange = SimpleNamespace(journal=Journal(), ask=SimpleNamespace(n=1, prompt=b"x" * 4000))
+    exchange = SimpleNamespace(journal=Journal(), info=SimpleNamespace(n=1, prompt=b"x" * 4000))
     placement = SimpleNamespace(worker=worker, found=found, reason=reason, prefill=prefill)
-    prefix_hits.record_hits(exchange.ask, exchange.journal, placement, outcome)  # type: ignore[arg-type]
+    prefix_hits.record_hits(exchange.info, exchange.journal, placement, outcome)  # type: ignore[arg-type]
 
 
 def usage(cached: int, prompt: int = 1000) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headgate.errors import RequestError
-from headgate.router.data_path.request_info import RequestInfo, read_ask
+from headgate.router.data_path.request_info import RequestInfo, read_request_info
 from headgate.router.fleet.prefix_index import PrefixIndex
 from headgate.router.fleet.worker import Worker
 from tests.router.compiled import compiled_fast_path
@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "Hello, {water}!"}]
 
 
 def read_with_c(path: str, body: bytes, **named: Any) -> RequestInfo:
-    return read_ask(path, body, peek=compiled_fast_path().peek, **named)
+    return read_request_info(path, body, peek=compiled_fast_path().peek, **named)
 
 
 def ask(path: str = CHAT, /, *, session: str | None = None, tenant: str = "", **body: Any) -> RequestInfo:

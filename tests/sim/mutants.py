@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "who goes on knows what was said",
         "router/exchange/relay.py",
-        '        return splice(body, "resume", self.journal.resume(streamed=self.ask.stream))\n',
+        '        return splice(body, "resume", self.journal.resume(streamed=self.info.stream))\n',
         "        return body\n",
     ),
     Mutant(
@@ -420,8 +420,8 @@ MUTANTS = [
     Mutant(
         "a withheld end is outdated once another worker has added to the answer",
         "router/exchange/reports.py",
-        "if exchange.ask.stream else extent > before",
-        "if exchange.ask.stream else False",
+        "if exchange.info.stream else extent > before",
+        "if exchange.info.stream else False",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(

@@ -33,7 +33,7 @@ from headgate.router.counters import RouterCounters
 from headgate.router.data_path.downstream import Answering, Connections, Downstream, Head, HttpRequest, error_answer
 from headgate.router.data_path.fast_path import PYTHON, FastPath
 from headgate.router.data_path.forwarding import Forwarder
-from headgate.router.data_path.request_info import read_ask
+from headgate.router.data_path.request_info import read_request_info
 from headgate.router.data_path.upstream import Headers
 from headgate.router.exchange.attempt import Answered, Lost, Outcome
 from headgate.router.exchange.placement import Placement
@@ -138,8 +138,8 @@ class Router:
             raise Unavailable("the router is shutting down", code="shutting_down")
         session = request.header(b"x-session-id") or request.header(b"x-routing-key")
         session_id = session.decode("latin-1") if session else None
-        ask = read_ask(path, request.body, session=session_id, tenant=tenant, peek=self._peek)
-        exchange = Exchange(self, client, request, ask, tenant)
+        info = read_request_info(path, request.body, session=session_id, tenant=tenant, peek=self._peek)
+        exchange = Exchange(self, client, request, info, tenant)
         self._register(exchange)
         self.retry_budget.earn()
         self.counters.requests += 1
@@ -148,7 +148,7 @@ class Router:
 
     def _register(self, exchange: Exchange) -> None:
         """Register the request under its tenant and its id, which is generated if the client gave none."""
-        id = exchange.ask.request_id or _id_header(exchange.request)
+        id = exchange.info.request_id or _id_header(exchange.request)
         exchange.id = self._ids.draw() if id is None else checked_id(id)
         key = exchange.tenant, exchange.id, 0
         if key in self.live:
@@ -287,7 +287,7 @@ class Router:
                 self.fleet.failed(worker, outcome.why)
         elif not (isinstance(outcome, Answered) and outcome.status >= 500):
             self.fleet.answered(worker)
-            record_hits(exchange.ask, exchange.journal, placement, outcome)
+            record_hits(exchange.info, exchange.journal, placement, outcome)
 
     def failed(self, exchange: Exchange, error: RequestError) -> None:
         self.counters.refused[error.code] += 1
@@ -296,7 +296,7 @@ class Router:
     def client_left(self, exchange: Exchange) -> None:
         cause: Cause = "client_stalled" if exchange.client.stalled else "client_disconnect"
         self.counters.left[cause] += 1
-        if exchange.ask.stream:
+        if exchange.info.stream:
             self.departures.note(exchange.client.peer, exchange.id, exchange.journal.tokens, cause)
 
     def _worker_lost(self, worker: Worker, why: str) -> None:

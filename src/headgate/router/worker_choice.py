@@ -48,7 +48,7 @@ class WorkerChooser:
         self._keyed: TenantStore[Worker] = TenantStore(MAX_KEYS)  # by Idempotency-Key
 
     def choose(self, exchange: Exchange, retry_state: RetryState | None) -> Placement | None:
-        info, resuming = exchange.ask, bool(exchange.moves and exchange.journal.choices)
+        info, resuming = exchange.info, bool(exchange.moves and exchange.journal.choices)
         role: WantedRole = "decode" if self._fleet.disaggregated else "mixed"
         if retry_state is None:
             workers = self._fleet.candidates(role, info.model)
@@ -80,7 +80,7 @@ class WorkerChooser:
         self, role: WantedRole, exchange: Exchange, retry_state: RetryState, resuming: bool
     ) -> tuple[Worker, ...]:
         """The candidates after earlier attempts."""
-        model = exchange.ask.model
+        model = exchange.info.model
         workers = self._candidates(role, model, retry_state.excluded, resuming)
         if not workers and not retry_state.rescheduled:
             # Any other worker is preferred to one that has failed.

@@ -88,12 +88,12 @@ class FetchClient(Link):
             yield [memoryview(self._payload)]
 
     def _room_for(self, blocks: tuple[int, ...]) -> Body:
-        checksum, told = Checksum(), bytearray(CHECKSUM_BYTES)
+        checksum, received = Checksum(), bytearray(CHECKSUM_BYTES)
         for portion in self._memory.room(blocks):
             yield pieces(portion)
             checksum.add(portion)
-        yield [memoryview(told)]
-        if told != checksum.digest():
+        yield [memoryview(received)]
+        if received != checksum.digest():
             raise BadFrame("wrong checksum")
 
     def _next_blocks(self, header: FrameHeader) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def find(router: Router, tenants: Collection[str], name: str) -> list[RoutedTarg
     """Find a request by name. Several are found only if several of these tenants use the same name."""
     for label, choice in readings(name):
         named = [e for tenant in tenants if (e := router.live.get((tenant, label, 0))) is not None]
-        if found := [RoutedTarget(name, e, choice) for e in named if choice is None or choice < e.ask.n]:
+        if found := [RoutedTarget(name, e, choice) for e in named if choice is None or choice < e.info.n]:
             return found
     return []
 
@@ -130,7 +130,7 @@ def _tags(exchange: Exchange) -> dict[str, str]:
 def _end_here(targets: Iterable[RoutedTarget], cause: AbortCause) -> None:
     """End requests that no worker can be asked to end. Mark the others as ending, so that they are not retried."""
     for target in targets:
-        exchange, whole = target.exchange, target.choice is None or target.exchange.ask.n == 1
+        exchange, whole = target.exchange, target.choice is None or target.exchange.info.n == 1
         if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
             exchange.end(cause)
         elif whole:

@@ -146,7 +146,7 @@ class Downstream(asyncio.Protocol):
         self._full = False  # the client reads too slowly
         self._refusal: BadHttp | None = None
 
-    # -- for whoever answers ----------------------------------------------------------
+    # -- for the object that answers ----------------------------------------------------------
 
     @property
     def gone(self) -> bool:

@@ -44,5 +44,5 @@ class Outbox:
             try:
                 transport.write(data)
             except Exception:
-                log.exception("a connection takes no more, and nobody has said so")
+                log.exception("cannot write to a connection")
                 transport.abort()  # notifies its owner; other connections are unaffected

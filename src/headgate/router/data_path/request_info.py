@@ -68,7 +68,7 @@ _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_name = msgspec.json.Decoder(str).decode
 
 
-def read_ask(
+def read_request_info(
     path: str, body: bytes, *, session: str | None = None, tenant: str = "", peek: Peek = PYTHON.peek
 ) -> RequestInfo:
     """`session` is a routing key from a header and overrides the body's; `peek` reads most bodies."""
@@ -80,21 +80,21 @@ def read_ask(
         return RequestInfo(
             model, stream, None, session.encode() if session else b"", prompts, root, prompt, chat, tokens, False
         )
-    told = _read(body)
-    prompt = _prompt(told)
+    fields = _read(body)
+    prompt = _prompt(fields)
     chat = _first(prompt) == b"{"
     return RequestInfo(
-        told.model,
-        told.stream is True,
-        told.request_id or (_name(told.rid) if told.rid else None),
-        session.encode() if session else bytes(told.session_id or told.user),
-        (told.n or 1) * (1 if chat else _prompts_in(prompt)),
-        hash((path, told.model, bytes(told.tools), bytes(told.instructions), told.cache_salt, tenant)),
+        fields.model,
+        fields.stream is True,
+        fields.request_id or (_name(fields.rid) if fields.rid else None),
+        session.encode() if session else bytes(fields.session_id or fields.user),
+        (fields.n or 1) * (1 if chat else _prompts_in(prompt)),
+        hash((path, fields.model, bytes(fields.tools), bytes(fields.instructions), fields.cache_salt, tenant)),
         prompt,
         chat,
         estimate_tokens(prompt),
-        told.return_logprob is True or (bool(told.logprobs) and bytes(told.logprobs) not in _UNASKED),
-        told.deadline_ms,
+        fields.return_logprob is True or (bool(fields.logprobs) and bytes(fields.logprobs) not in _UNASKED),
+        fields.deadline_ms,
     )
 
 
@@ -124,8 +124,8 @@ def _read(body: bytes) -> _Body:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
-def _prompt(told: _Body) -> bytes:
-    raw = told.messages or told.prompt or told.input or told.text or told.input_ids or told.token_ids
+def _prompt(fields: _Body) -> bytes:
+    raw = fields.messages or fields.prompt or fields.input or fields.text or fields.input_ids or fields.token_ids
     prompt = bytes(raw)
     return b"" if len(prompt) <= 4 and prompt in _EMPTY else prompt[:-1]
 

@@ -86,7 +86,7 @@ class Upstream(asyncio.Protocol):
         self.reused = False
         self.idle_since_s = -inf
 
-    # -- for whoever sends --------------------------------------------------------
+    # -- for the sender --------------------------------------------------------
 
     def send(self, request: bytes, reader: Reader, *, once: bool = False) -> None:
         """`once`: close the connection afterwards."""
@@ -235,8 +235,8 @@ class Upstream(asyncio.Protocol):
 
 def is_journalled(headers: Headers) -> bool:
     """Whether these are the headers of events with a journal."""
-    told = dict(headers)
-    return RAW_HEADER in told and told.get(b"content-type", b"").startswith(b"text/event-stream")
+    named = dict(headers)
+    return RAW_HEADER in named and named.get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 class Pool:

@@ -97,7 +97,7 @@ Outcome = Answered | Streamed | Withheld | Lost
 class Recipient(Protocol):
     """The request that an attempt is made for."""
 
-    ask: RequestInfo
+    info: RequestInfo
     journal: Journal
     moves: int  # number of earlier attempts
     unresumable: bool  # the client has received part of an answer without a journal
@@ -199,7 +199,7 @@ class Attempt:
                 self._vetted = True
         if status != 200 or not streams:
             return
-        if not exchange.ask.stream and self.journalled:
+        if not exchange.info.stream and self.journalled:
             self._form = AnswerForm.JOURNALLED
             return
         exchange.begin_stream(self.worker, STREAM_HEADERS if self.journalled else _streamed(headers))
@@ -210,7 +210,7 @@ class Attempt:
         _READ[self._form](self, data)
 
     def whole(self, head: KnownHead, events: bytes) -> None:
-        if head.journalled and not self._exchange.ask.stream and self._read_at_once(events):
+        if head.journalled and not self._exchange.info.stream and self._read_at_once(events):
             return
         self.head(200, head.headers)
         if self.outcome is None:
@@ -219,7 +219,7 @@ class Attempt:
     def _read_at_once(self, events: bytes) -> bool:
         """Whether `events` were a complete, ordinary answer, as nearly always."""
         exchange, answer = self._exchange, self._read_whole(events)
-        if answer is None or exchange.moves or exchange.ask.n > 1:
+        if answer is None or exchange.moves or exchange.info.n > 1:
             return False
         version, prompt, cached, body = answer
         if self._floor is not None and version < self._floor:

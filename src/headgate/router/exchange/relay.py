@@ -141,12 +141,12 @@ class Exchange:
     answer: ClientAnswer
 
     def __init__(
-        self, router: Services, client: Downstream, request: HttpRequest, ask: RequestInfo, tenant: str
+        self, router: Services, client: Downstream, request: HttpRequest, info: RequestInfo, tenant: str
     ) -> None:
         self.router = router
         self.client = client
         self.request = request
-        self.ask = ask
+        self.info = info
         self.tenant = tenant
         self.journal = Journal()
         self.began_s = router.loop.time()
@@ -205,7 +205,7 @@ class Exchange:
     @property
     def model(self) -> str:
         """As the request names it, or the first model of the fleet."""
-        return self.ask.model or next((name for worker in self.router.fleet for name in worker.models), "")
+        return self.info.model or next((name for worker in self.router.fleet for name in worker.models), "")
 
     def no_worker(self) -> RequestError:
         return self.router.no_worker()
@@ -217,7 +217,7 @@ class Exchange:
 
     def begin(self) -> None:
         """Start; the request is sent at once if no step has to wait."""
-        if self.ask.deadline_ms is not None and (left_s := self.left_s) is not None:
+        if self.info.deadline_ms is not None and (left_s := self.left_s) is not None:
             self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)
         self.answer = ClientAnswer(self.client, self.id, self.request.head.version)
         try:
@@ -284,7 +284,7 @@ class Exchange:
 
     def keep_alive(self) -> None:
         """Send a keep-alive comment on a stream."""
-        if self.ask.stream and not self.unresumable:
+        if self.info.stream and not self.unresumable:
             self.answer.keep_alive()
 
     def waits_out_a_pause(self, retry_state: RetryState, *, queueing: bool) -> bool:
@@ -388,7 +388,7 @@ class Exchange:
 
     def _is_text_missing(self) -> bool:
         """Whether a whole answer would have token ids without text, which only a worker can render."""
-        if self.ask.stream or self.ask.logprobs or self.cause == DEADLINE or self.client.gone:
+        if self.info.stream or self.info.logprobs or self.cause == DEADLINE or self.client.gone:
             return False
         if self.router.holding or self.router.draining:
             return False
@@ -462,7 +462,7 @@ class Exchange:
     async def _prefilled(self) -> Callable[[], None]:
         router, worker = self.router, self._placed_at.prefill
         assert worker is not None
-        prefill = self.prefill_request = PrefillRequest(router.fleet.taking(worker, self.ask.tokens))
+        prefill = self.prefill_request = PrefillRequest(router.fleet.taking(worker, self.info.tokens))
         try:
             request, timeout_s = self._prefill_request_to(worker), router.config.ticket_timeout_s
             self._ticket = await request_ticket(prefill, router.fleet.pool(worker), request, timeout_s)
@@ -476,7 +476,7 @@ class Exchange:
 
     def _prefill_request_to(self, worker: Worker) -> bytes:
         id = prefill_name(self.id)
-        body = prefill_body(self.request.body, id, named=self.ask.request_id is not None)
+        body = prefill_body(self.request.body, id, named=self.info.request_id is not None)
         return self.router.forwarder.request_to(worker, self.request, self.tenant, id, body, PREFILL_LINE, part=True)
 
     def _connect(self, *, fresh: bool = False) -> None:
@@ -538,7 +538,7 @@ class Exchange:
         if self.moves:
             body = self._from_where_it_is(body)
             part = bool(self.journal.choices)
-        if self.ask.deadline_ms is not None and (left_s := self.left_s) is not None:
+        if self.info.deadline_ms is not None and (left_s := self.left_s) is not None:
             body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
         if self._ticket is not None:
             body = splice(body, "kv_ticket", self._ticket)
@@ -551,11 +551,11 @@ class Exchange:
         """The body that resumes the answer."""
         if not self.journal.choices:
             return body
-        if not self.ask.stream and self.ask.logprobs:
+        if not self.info.stream and self.info.logprobs:
             # The journal has no log-probabilities. The answer starts anew; the client has received none of it.
             self.journal = Journal()
             return body
-        return splice(body, "resume", self.journal.resume(streamed=self.ask.stream))
+        return splice(body, "resume", self.journal.resume(streamed=self.info.stream))
 
     def _leave_prefill(self) -> None:
         prefill, self.prefill_request, self._ticket = self.prefill_request, None, None
@@ -600,7 +600,7 @@ class Exchange:
     @property
     def left_s(self) -> float | None:
         """Seconds until the deadline, negative after it; None without a deadline, or with one that workers refuse."""
-        due_ms = self.ask.deadline_ms
+        due_ms = self.info.deadline_ms
         if due_ms is None or not 0 < due_ms <= LONGEST_MS:
             return None
         return self.began_s + due_ms / 1000 - self.router.loop.time()
@@ -640,7 +640,7 @@ class Exchange:
 
     def _render_again(self) -> None:
         assert self.cause is not None
-        self.journal.end(min(self.ask.n, MOST_CHOICES), self.cause)
+        self.journal.end(min(self.info.n, MOST_CHOICES), self.cause)
         self._placement = self.router.choose(self, self._retry_state)
         if self._placement is None:
             return self._on(Event.NO_WORKER)

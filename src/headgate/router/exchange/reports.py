@@ -44,7 +44,7 @@ class Reported(Protocol):
     created: int
     client: Downstream
     request: HttpRequest
-    ask: RequestInfo
+    info: RequestInfo
     answer: ClientAnswer
     journal: Journal
     retry_state: RetryState | None
@@ -136,7 +136,7 @@ def conclude(exchange: Reported, worker: Worker, outcome: Outcome) -> None:
 
 def _release(exchange: Reported, worker: Worker, ending: bytes) -> None:
     """Send an end that the worker withheld."""
-    if exchange.ask.stream:
+    if exchange.info.stream:
         return exchange.answer.send_stream(worker, ending)
     answer = whole_answer(ending)
     if answer is None:
@@ -146,11 +146,11 @@ def _release(exchange: Reported, worker: Worker, ending: bytes) -> None:
 
 def report_end(exchange: Reported) -> None:
     """Send the requested end, with the part of the answer that exists."""
-    cause, stream = exchange.cause, exchange.ask.stream
+    cause, stream = exchange.cause, exchange.info.stream
     assert cause is not None
     if cause == DEADLINE and not stream and withheld_end(exchange) is None:
         exchange.journal = exchange.journal.emptied()  # the client gets no part of the answer; its usage says so
-    ends = [_end_of(exchange.journal, i, cause) for i in range(min(exchange.ask.n, MOST_CHOICES))]
+    ends = [_end_of(exchange.journal, i, cause) for i in range(min(exchange.info.n, MOST_CHOICES))]
     finished = {i for i, choice in exchange.journal.choices.items() if choice.finish is not None}
     unfinished = [end for end in ends if end.index not in finished]
     last = withheld_end(exchange)
@@ -167,7 +167,7 @@ def report_end(exchange: Reported) -> None:
 
 
 def _send_end(exchange: Reported, cause: str, ends: list[End]) -> None:
-    stream = exchange.ask.stream
+    stream = exchange.info.stream
     usage = usage_of(exchange.journal) if not stream or wants_usage(exchange.request.body) else None
     about = exchange.request.path, exchange.id, exchange.created, exchange.model, ends
     body = final_answer(*about, stream=stream, usage=usage, cause=cause, strict=_is_strict(exchange.request))
@@ -194,7 +194,7 @@ def withheld_end(exchange: Reported) -> tuple[Worker, Withheld] | None:
         return None
     extent, before = exchange.journal.extent, exchange.retry_state.extent
     # A whole answer that was begun anew may have fewer tokens than the withheld one.
-    outdated = extent != before or outcome.rescheduled if exchange.ask.stream else extent > before
+    outdated = extent != before or outcome.rescheduled if exchange.info.stream else extent > before
     return None if outdated else (worker, outcome)
 
 
