@@ -314,7 +314,7 @@ MUTANTS = [
     Mutant(
         "KV that was damaged is not believed",
         "transfer/fetching.py",
-        "        if told != checksum.digest():\n",
+        "        if received != checksum.digest():\n",
         "        if False:\n",
         test="tests/transfer/test_tcp.py",
     ),
