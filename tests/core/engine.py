@@ -25,14 +25,14 @@ class Engine:
         self.device = FakeDevice(blocks, BLOCK_SIZE, running, VOCAB_SIZE)
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, Ended] = {}
-        self.told: list[Outputs] = []
+        self.outputs_taken: list[Outputs] = []
 
     def add(self, id: int, prompt: int | list[int] = 4, max_tokens: int | None = 4, **fields: object) -> None:
-        """Add a request; a prompt given as a number is that many tokens of its own."""
+        """Add a request; a number as prompt means that many tokens, unique to the request."""
         tokens = [(id * 31 + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
         sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens)
         self.scheduler.add(GenerateRequest(id, tuple(tokens), sampling, **fields))  # type: ignore[arg-type]
-        self.listen()
+        self.collect()
 
     def launch(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
@@ -42,10 +42,10 @@ class Engine:
         return plan
 
     def land(self, *lengths: int) -> None:
-        """Commit the oldest launched step; each slice that samples has as many tokens as is said here, or one."""
+        """Commit the oldest launched step. `lengths`: tokens per slice that samples; one each if empty."""
         self.scheduler.commit(self.device.land(lengths))
         self.scheduler.check()
-        self.listen()
+        self.collect()
 
     def step(self, *lengths: int) -> StepPlan | None:
         plan = self.launch()
@@ -57,9 +57,9 @@ class Engine:
         while self.step():
             pass
 
-    def listen(self) -> None:
+    def collect(self) -> None:
         outputs = self.scheduler.take_outputs()
-        self.told.append(outputs)
+        self.outputs_taken.append(outputs)
         for id, token in zip(outputs.ids, outputs.tokens, strict=True):
             self.tokens.setdefault(id, []).append(token)
         for ended in outputs.ended:
@@ -67,7 +67,7 @@ class Engine:
             self.ended[ended.id] = ended
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
-        """What a correct engine says to `prompt` under the current weights."""
+        """The answer of a correct engine to `prompt` under the current weights."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(expected_token(tokens, self.scheduler.version, VOCAB_SIZE))

@@ -1,8 +1,7 @@
-"""Drives two schedulers (prefill P, decode D) over fake devices with random requests and random trouble.
+"""Drives two schedulers (prefill P, decode D) over fake devices with random requests and random faults.
 
-The fake device's tokens are a hash of the KV it really reads, so every mistake of ownership becomes a wrong token.
-`World.run` raises AssertionError at the first thing that is not as promised. Run it alone with
-`python -m tests.core.fuzz FIRST LAST`.
+The fake device's tokens are a hash of the KV that it actually reads, so every ownership error becomes a wrong token.
+`FuzzRun.run` raises AssertionError at the first violation. Run it alone with `python -m tests.core.fuzz FIRST LAST`.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ class Transfer:
 
 @dataclass
 class Client:
-    """What the asker of one request has been told, and what it may be told."""
+    """The client of one request: checks each output that it receives."""
 
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list)
     scored: int = 0
     ended: Ended | None = None
-    aborted: bool = False  # an abort was asked or a deadline passed, so that ending early is right
-    most: int = 0  # tokens of a whole sequence at its engine
-    movable: bool = False  # its engine gives up what it cannot keep
-    judged: bool = True  # False once its KV mixes weights, when no reference exists
+    aborted: bool = False  # an abort was requested or a deadline passed, so an early end is allowed
+    max_context: int = 0  # the longest sequence of its engine
+    movable: bool = False  # its engine returns sequences for rescheduling
+    checkable: bool = True  # False once its KV mixes weights, when no reference exists
 
-    def hear_token(self, token: int, version: int) -> None:
+    def receive_token(self, token: int, version: int) -> None:
         assert self.ended is None, "a token after the terminal output"
         request = self.request
         assert not request.export_kv, "an export samples nothing"
         before = [*request.prompt, *request.generated, *self.tokens]
-        if self.judged:
+        if self.checkable:
             assert token == expected_token(before, version, VOCAB_SIZE), "wrong token"
         self.tokens.append(token)
 
-    def hear_end(self, ended: Ended) -> None:
+    def receive_end(self, ended: Ended) -> None:
         assert self.ended is None, "ended twice"
         self.ended = ended
         sampling, request = self.request.sampling, self.request
@@ -70,35 +69,41 @@ class Client:
         assert ended.output_tokens == len(answer), "usage does not match what was delivered"
         assert ended.cached_tokens <= ended.prompt_tokens + len(request.generated)
         if request.export_kv:
-            assert ended.finish_reason == "stop" or self.aborted or ended.cause in EXPORT_LOST, "lost for no reason"
+            assert ended.finish_reason == "stop" or self.aborted or ended.cause in EXPORT_LOST, (
+                "lost without a reason"
+            )
             return
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS)}
         for i, token in enumerate(answer[:-1]):
-            assert i < sampling.min_tokens or i < len(request.generated) or token not in stops, "went on after a stop"
+            assert i < sampling.min_tokens or i < len(request.generated) or token not in stops, (
+                "tokens after a stop token"
+            )
         if ended.finish_reason == "stop":
             assert answer[-1] in stops and len(answer) > sampling.min_tokens
         elif ended.finish_reason == "length":
-            room = self.most - len(request.prompt)  # or less than it came with
+            room = self.max_context - len(request.prompt)  # or less than the request came with
             assert len(answer) == (sampling.max_tokens or max(room, len(request.generated))), "too short or too long"
         elif ended.finish_reason == "pd_reschedule":
             assert self.movable and ended.cause == "preempted"
         else:
-            assert self.aborted, f"ended with {ended.finish_reason} though nobody asked"
+            assert self.aborted, f"ended with {ended.finish_reason} without an abort or a deadline"
         if ended.finish_reason in ("stop", "length") and ended.timings.started_s is not None:
             wanted = 0 if sampling.prompt_logprobs is None else len(request.prompt) - 1
             assert self.scored == wanted, "each prompt position is scored exactly once"
 
-    def hear_scores(self, scores: tuple[Logprobs, ...], version: int) -> None:
+    def receive_scores(self, scores: tuple[Logprobs, ...], version: int) -> None:
         assert self.ended is None, "scores after the terminal output"
         prompt = self.request.prompt
         entries = expected_entries(prompt, version)
-        for told in scores:
+        for received in scores:
             self.scored += 1
-            assert not self.judged or told == score(entries[self.scored - 1], prompt[self.scored]), "wrong score"
+            assert not self.checkable or received == score(entries[self.scored - 1], prompt[self.scored]), (
+                "wrong score"
+            )
 
 
 class Engine:
-    """One scheduler with its device and the clients that talk to it."""
+    """One scheduler with its device and clients."""
 
     def __init__(self, name: str, rng: random.Random) -> None:
         self.name, self.rng = name, rng
@@ -121,23 +126,23 @@ class Engine:
         self.depth = rng.choice([1, 2, 3])
         self.clients: dict[int, Client] = {}
         self.resume_at = 0.0
-        self.shelf: dict[int, Lease] = {}  # what a transport would serve
+        self.lent: dict[int, Lease] = {}  # leases that a transport would serve
         self.filled: Counter[int] = Counter()  # blocks of each lease
 
     def offer(self, request: GenerateRequest) -> bool:
-        client = Client(request, most=self.scheduler.max_context, movable=self.scheduler.limits.reschedules)
+        client = Client(request, max_context=self.scheduler.max_context, movable=self.scheduler.limits.reschedules)
         self.clients[request.id] = client
         try:
             self.scheduler.add(request)
         except RequestError:
             del self.clients[request.id]
             most = self.scheduler.max_context
-            asked = request.sampling.max_tokens or 1
+            wanted = request.sampling.max_tokens or 1
             exported = (
                 (len(request.prompt) + len(request.generated) - 1) * request.export_kv // BLOCK_SIZE * BLOCK_SIZE
             )
-            too_long = len(request.prompt) + asked > most or exported > most
-            assert too_long or max(request.prompt) >= VOCAB_SIZE, "refused what fits"
+            too_long = len(request.prompt) + wanted > most or exported > most
+            assert too_long or max(request.prompt) >= VOCAB_SIZE, "refused a request that fits"
             return False
         assert len(request.prompt) + (request.sampling.max_tokens or 1) <= self.scheduler.max_context
         return True
@@ -149,10 +154,10 @@ class Engine:
         live = {client.request.id for client in self.live()}
         for id in live.intersection(ids):
             self.clients[id].aborted = True
-        assert set(self.scheduler.abort(ids, "api_abort")) == live.intersection(ids), "abort answered untruthfully"
+        assert set(self.scheduler.abort(ids, "api_abort")) == live.intersection(ids), "abort returned wrong ids"
 
     def step(self) -> list[Fetch]:
-        """Launch what can be launched, land what is due; returns new fetches."""
+        """Launch as many steps as possible, and perhaps land one; returns new fetches."""
         fetches: list[Fetch] = []
         while len(self.device) < self.depth and (plan := self._schedule()):
             fetches += plan.fetches
@@ -165,7 +170,7 @@ class Engine:
         return fetches
 
     def land(self) -> StepResult:
-        """A result of the device. An answer in lockstep has any number of tokens, and now and then breaks its grammar."""
+        """The device's result of a step. Slices in lockstep have any number of tokens and sometimes break their grammar."""
         plan, sequences = self.scheduler._launched[0]
         sampling = [seq for seq, samples in zip(sequences, plan.samples, strict=True) if samples]
         lengths = [self.rng.choice((0, 1, 1, 2, 3)) if seq.lockstep else 1 for seq in sampling]
@@ -177,56 +182,56 @@ class Engine:
             self.clients[owners[i].id].aborted = True
         return msgspec.structs.replace(result, lost=tuple(lost))
 
-    def read_news(self) -> None:
-        """What the transport is told before a plan can touch blocks that were lent."""
+    def read_lease_events(self) -> None:
+        """Apply lease events, as a transport does before a plan can touch lent blocks."""
         for news in self.scheduler.leases.take_news():
             match news:
                 case Granted(lease):
-                    self.shelf[lease.id] = lease
+                    self.lent[lease.id] = lease
                 case Filled(id, blocks):
-                    assert self.filled[id] <= blocks <= len(self.shelf[id].blocks), "filled beyond the lease"
+                    assert self.filled[id] <= blocks <= len(self.lent[id].blocks), "filled beyond the lease"
                     self.filled[id] = blocks
                 case Withdrawn(id):
-                    del self.shelf[id]
+                    del self.lent[id]
 
     def _schedule(self) -> StepPlan | None:
         scheduler = self.scheduler
         fresh = [seq for seq in scheduler.waiting if seq.started_s is None]
         flow = scheduler.flow
         plan = scheduler.schedule()
-        self.read_news()
+        self.read_lease_events()
         if plan is not None:
             assert flow is not Flow.FROZEN, "scheduled while frozen"
             assert sum(plan.counts) <= scheduler.limits.max_batch_tokens and len(set(plan.rows)) == len(plan.rows)
-        self._judge_admission(fresh, flow)
-        self._judge_lockstep()
+        self._check_admission(fresh, flow)
+        self._check_lockstep()
         if plan is None and flow is Flow.DRAIN and not (scheduler.running or scheduler.leaving or scheduler.leases):
-            assert scheduler.drained, "draining leaves the preempted behind"
+            assert scheduler.drained, "draining left preempted sequences waiting"
         return plan
 
-    def _judge_admission(self, fresh: list[Sequence], flow: Flow) -> None:
+    def _check_admission(self, fresh: list[Sequence], flow: Flow) -> None:
         assert flow is Flow.RUN or all(seq.phase is Phase.WAITING for seq in fresh), "admitted while draining"
         for tenant in {seq.request.tenant for seq in fresh}:
             admitted = [s.order for s in fresh if s.phase is not Phase.WAITING and s.request.tenant == tenant]
             left = [s.order for s in fresh if s.phase is Phase.WAITING and s.request.tenant == tenant]
             assert not admitted or not left or max(admitted) < min(left), "out of order"
 
-    def _judge_lockstep(self) -> None:
-        unseen: set[Sequence] = set()
+    def _check_lockstep(self) -> None:
+        pending: set[Sequence] = set()
         for plan, sequences in self.scheduler._launched:
-            assert unseen.isdisjoint(sequences), "went on before its token was seen"
+            assert pending.isdisjoint(sequences), "continued before its token was known"
             sampling = [seq for seq, samples in zip(sequences, plan.samples, strict=True) if samples]
-            unseen |= {seq for seq in sampling if seq.request.sampling.grammar}
+            pending |= {seq for seq in sampling if seq.request.sampling.grammar}
 
-    def hear(self, outputs: Outputs) -> list[tuple[Client, Ticket]]:
-        """Pass outputs on to the clients; returns the tickets that came with them."""
+    def pass_outputs(self, outputs: Outputs) -> list[tuple[Client, Ticket]]:
+        """Pass outputs to the clients; returns the tickets among them."""
         tickets = [(self.clients[id], ticket) for id, ticket in outputs.tickets.items()]
         for id, token in zip(outputs.ids, outputs.tokens, strict=True):
-            self.clients[id].hear_token(token, outputs.version)
+            self.clients[id].receive_token(token, outputs.version)
         for id, scores in outputs.prompt_logprobs.items():
-            self.clients[id].hear_scores(scores, outputs.version)
+            self.clients[id].receive_scores(scores, outputs.version)
         for ended in outputs.ended:
-            self.clients[ended.id].hear_end(ended)
+            self.clients[ended.id].receive_end(ended)
         return tickets
 
     def tick(self, now_s: float) -> None:
@@ -241,7 +246,7 @@ class Engine:
         return not (s.sequences or s._launched or s.leases or s.leaving)
 
 
-class World:
+class FuzzRun:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
@@ -268,25 +273,25 @@ class World:
             self.turn(live=False)
         for engine in self.engines:
             self.deliver(engine)
-        self.judge_the_end()
+        self.check_end()
         return self.counts
 
     def turn(self, *, live: bool) -> None:
         self.now_s += self.rng.choice([0, 0.1, 1])
         if live:
-            self.trouble()
+            self.disturb()
         for engine in self.engines:
             engine.tick(self.now_s)
             self.fetches += [Transfer(fetch) for fetch in engine.step()]
-            self.give_up_tickets(engine)
+            self.release_unwanted_tickets(engine)
             self.deliver(engine)
             engine.scheduler.check()
         self.move_kv()
         self.end_pauses()
 
-    # -- what may happen --------------------------------------------------------
+    # -- random events ----------------------------------------------------------
 
-    def trouble(self) -> None:
+    def disturb(self) -> None:
         rng = self.rng
         if rng.random() < 0.5:
             self.add(rng.choice(self.engines))
@@ -298,7 +303,7 @@ class World:
             engine.abort(ids)
             self.counts["aborts"] += 1
         if rng.random() < 0.1:
-            for engine in self.engines:  # who has lost its blocks while a step of it is under way
+            for engine in self.engines:  # preempted sequences with a step still in flight
                 self.deliver(engine)
                 engine.abort([seq.id for seq in engine.scheduler.leaving if seq.preempted])
         if rng.random() < 0.02:
@@ -314,7 +319,7 @@ class World:
             self.stop_reading()
 
     def stop_reading(self) -> None:
-        """Some clients do not read what they get, and others read again."""
+        """Some clients stop reading, and others read again."""
         engine, draw = self.readers.choice(self.engines), self.readers
         known = [*engine.clients, 10**9]
         engine.scheduler.suspend(draw.choices(known, k=3), suspended=draw.random() < 0.6)
@@ -347,7 +352,7 @@ class World:
         self.counts["requests" if engine.offer(request) else "refused"] += 1
 
     def prompt(self, engine: Engine) -> tuple[int, ...]:
-        """Fresh, or sharing a system prompt, or the next turn of an earlier conversation."""
+        """A new prompt, one with a shared prefix, or the next turn of an earlier conversation."""
         rng = self.rng
         if engine.clients and rng.random() < 0.3:
             earlier = engine.clients[rng.choice(list(engine.clients)[-20:])]
@@ -370,7 +375,7 @@ class World:
         self.counts[f"pause {flow.name.lower()}"] += 1
 
     def disturb_leases(self) -> None:
-        """Stale generations and unknown ids must be refused; a renewal must be taken."""
+        """Stale generations must be refused; a valid renewal must be accepted."""
         table = self.p.scheduler.leases
         for lease in list(table):
             assert not table.renew(lease.id, lease.generation + 1, 1e9)
@@ -379,14 +384,18 @@ class World:
             assert table.renew(lease.id, lease.generation, self.now_s + 25)
 
     def deliver(self, engine: Engine) -> None:
-        for client, ticket in engine.hear(engine.scheduler.take_outputs()):
-            # D answers what P computes the KV for.
-            asked = client.request
+        for client, ticket in engine.pass_outputs(engine.scheduler.take_outputs()):
+            # P computes the KV, D generates the answer.
+            exported_request = client.request
             sampling = msgspec.structs.replace(
-                asked.sampling, prompt_logprobs=0 if self.rng.random() < 0.1 else None, grammar=None
+                exported_request.sampling, prompt_logprobs=0 if self.rng.random() < 0.1 else None, grammar=None
             )
             request = GenerateRequest(
-                next(self.ids), asked.prompt, sampling, generated=asked.generated, ticket=self.damage(ticket)
+                next(self.ids),
+                exported_request.prompt,
+                sampling,
+                generated=exported_request.generated,
+                ticket=self.damage(ticket),
             )
             self.counts["tickets"] += self.d.offer(request)
 
@@ -400,7 +409,7 @@ class World:
             wrong = {"tokens": ticket.tokens + self.rng.randrange(-BLOCK_SIZE, BLOCK_SIZE)}
         return msgspec.structs.replace(ticket, **wrong)
 
-    def give_up_tickets(self, engine: Engine) -> None:
+    def release_unwanted_tickets(self, engine: Engine) -> None:
         unwanted, engine.scheduler.unwanted = engine.scheduler.unwanted, []
         for id in unwanted:
             ticket = engine.clients[id].request.ticket
@@ -410,15 +419,15 @@ class World:
             self.p.scheduler.end_lease(ticket.lease, ticket.generation, fetched=False)
 
     def move_kv(self) -> None:
-        """Transfers write whenever they like, in no order with the steps, and may fail having written rubbish."""
+        """Transfers write at any time, in no order relative to steps, and may write garbage and then fail."""
         for transfer in list(self.fetches):
             if self.rng.random() < 0.5:
                 self.advance(transfer)
 
     def advance(self, transfer: Transfer) -> None:
-        """Copy what P has filled so far. What was copied counts only if the lease is still there after the last block."""
+        """Copy the blocks that P has filled so far. The copy is valid only if the lease still exists after the last one."""
         fetch, ticket = transfer.fetch, transfer.fetch.ticket
-        lease = self.p.shelf.get(ticket.lease)
+        lease = self.p.lent.get(ticket.lease)
         if lease is None or not transfer.wanted or self.rng.random() < 0.05:
             return self.land_fetch(transfer, ok=False)
         ready = self.p.filled[lease.id] - fetch.skip
@@ -449,7 +458,7 @@ class World:
                 engine.scheduler.resume()
 
     def sleep(self, engine: Engine) -> None:
-        """Lose all KV, if nobody else counts on it."""
+        """Lose all KV, unless it is on lease or in a transfer."""
         if engine.scheduler.quiesced and not engine.scheduler.lends_kv and self.rng.random() < 0.3:
             engine.device.forget()
             engine.scheduler.kv_lost()
@@ -457,29 +466,29 @@ class World:
             self.counts["sleeps"] += 1
 
     def change_weights(self) -> None:
-        """The same new version everywhere, so that tickets between the engines stay meaningful."""
+        """Update both engines to the same version, so that tickets between them stay valid."""
         recompute = self.rng.random() < 0.5
         for engine in self.engines:
             assert not len(engine.device), "quiesced with steps on the device"
             self.deliver(engine)
             if not recompute:
                 for seq in engine.scheduler.running:
-                    engine.clients[seq.id].judged = False
+                    engine.clients[seq.id].checkable = False
             engine.device.version += 1
             engine.scheduler.weights_changed(engine.device.version, recompute=recompute)
             engine.scheduler.check()
         self.counts["weights changed"] += 1
 
-    # -- the verdict ------------------------------------------------------------
+    # -- checks at the end ------------------------------------------------------
 
-    def judge_the_end(self) -> None:
+    def check_end(self) -> None:
         for engine in self.engines:
             scheduler = engine.scheduler
-            assert engine.quiet() and not self.fetches, f"{engine.name} never came to rest: {scheduler!r}"
+            assert engine.quiet() and not self.fetches, f"{engine.name} never became idle: {scheduler!r}"
             assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks leaked"
             assert scheduler.next_deadline_s == inf and not scheduler.fetches
-            engine.read_news()
-            assert not engine.shelf, "a lease was never withdrawn"
+            engine.read_lease_events()
+            assert not engine.lent, "a lease was never withdrawn"
             assert all(client.ended is not None for client in engine.clients.values())
             self.counts["tokens"] += sum(len(client.tokens) for client in engine.clients.values())
             self.counts["preemptions"] += scheduler.counters.preemptions
@@ -492,7 +501,7 @@ def main(first: int, last: int) -> None:
     total: Counter[str] = Counter()
     for seed in range(first, last):
         try:
-            total += World(seed).run()
+            total += FuzzRun(seed).run()
         except AssertionError:
             print(f"seed {seed}", file=sys.stderr)
             raise

@@ -64,12 +64,12 @@ MUTANTS = [
     ),
     scheduler("blocks wait for a transfer", "        elif not self._fetches.fills(seq):\n", "        else:\n"),
     scheduler(
-        "who has lost its blocks publishes none",
+        "a sequence that has lost its blocks publishes none",
         "        if seq.phase is not Phase.WAITING:  # a waiting",
         "        if True:  # a waiting",
     ),
     scheduler(
-        "blocks of who may be in the draft wait for it",
+        "blocks of a sequence in the current draft are released after it",
         "        if seq.holds and self._drafting:\n",
         "        if False:\n",
     ),
@@ -78,13 +78,13 @@ MUTANTS = [
         " if touched.isdisjoint(seq.blocks[seq.published :])]",
         "]",
     ),
-    fetches("a step that has landed touches nothing", "            self.touched.popleft()\n", "            break\n"),
+    fetches("a landed step touches no blocks", "            self.touched.popleft()\n", "            break\n"),
     scheduler(
-        "the last step that was launched touches blocks",
+        "the most recently launched step touches blocks",
         "            last, _ = self._launched[-1]\n",
         "            last, _ = self._launched[0]\n",
     ),
-    scheduler("who is gone fetches nothing", "            self._fetches.waiting.pop(seq, None)\n", ""),
+    scheduler("a sequence that has ended fetches nothing", "            self._fetches.waiting.pop(seq, None)\n", ""),
     fetches(
         "a transfer is a hold",
         "        self._started[seq.id] = seq\n        seq.holds += 1\n",
@@ -99,9 +99,9 @@ MUTANTS = [
         "a landed step is no hold", "            seq.holds -= 1\n            seq.sampling", "            seq.sampling"
     ),
     fetches("a landed transfer is no hold", "        seq.holds -= 1\n", ""),
-    rows("rows come home", "        self.free.append(row)\n", ""),
+    rows("rows are released", "        self.free.append(row)\n", ""),
     scheduler(
-        "blocks come home",
+        "blocks are released",
         "        self.pool.release(blocks)\n",
         "",
     ),
@@ -114,7 +114,7 @@ MUTANTS = [
         "",
     ),
     scheduler("new weights taint running KV", "            seq.pure = False\n", "            pass\n"),
-    scheduler("new weights recompute when asked", "        if recompute:\n", "        if False:\n"),
+    scheduler("new weights recompute on request", "        if recompute:\n", "        if False:\n"),
     scheduler(
         "weights change only when quiesced",
         "        return self.flow is Flow.FROZEN and not self._launched",
@@ -143,7 +143,7 @@ MUTANTS = [
         "        ticket = seq.ticket\n",
     ),
     scheduler("a transfer leaves one token to compute", "min(ticket.tokens, len(seq.tokens) - 1))", "ticket.tokens)"),
-    fetches("a transfer skips what we have", "        skip, end = seq.published, -", "        skip, end = 0, -"),
+    fetches("a transfer skips blocks that are cached locally", "        skip, end = seq.published, -", "        skip, end = 0, -"),
     admission(
         "a prefix hit leaves one token to compute",
         "(len(seq.tokens) - 1) // size - seq.exports",
@@ -193,45 +193,45 @@ MUTANTS = [
         "(plan.starts[i] + plan.counts[i] + 3) //",
     ),
     admission("an export computes its last block", " // size - seq.exports", " // size"),
-    admission("an export holds what it exports alone", "min(len(seq.tokens), seq.limit - 1)", "len(seq.tokens)"),
+    admission("an export holds only the blocks that it exports", "min(len(seq.tokens), seq.limit - 1)", "len(seq.tokens)"),
     scheduler(
-        "an export that makes room is given up",
+        "a preempted export ends",
         '        if seq.exports:\n            self._finish(seq, "abort", "preempted")\n        elif',
         "        if",
     ),
     scheduler(
-        "what finds no room is given back when asked",
+        "a sequence without room is returned for rescheduling if enabled",
         "        elif self.limits.reschedules and",
         "        elif False and",
     ),
-    admission("an export waits only so long", "limits.export_wait_s if request.export_kv else inf", "inf"),
+    admission("an export has a limited wait for blocks", "limits.export_wait_s if request.export_kv else inf", "inf"),
     scheduler(
-        "an export that has begun waits no more",
+        "an export that has started has no wait limit",
         "        seq.deadline_s = inf if seq.request.timeout_s is None",
         "        seq.deadline_s = seq.deadline_s if seq.request.timeout_s is None",
     ),
-    scheduler("a ticket that is not wanted is told of", "            self.unwanted.append(seq.id)\n", ""),
+    scheduler("an unwanted ticket is reported", "            self.unwanted.append(seq.id)\n", ""),
     scheduler(
-        "a ticket that is not used is let go",
+        "an unused ticket is released",
         "        if seq.phase is Phase.RUNNING:\n            self._drop_ticket(seq)\n",
         "",
     ),
     scheduler("an export without a block ends at once", "            if seq.limit == 1:", "            if False:"),
-    admission("who serves no KV exports none", "        if not self._limits.exports:", "        if False:"),
+    admission("an engine that serves no KV exports none", "        if not self._limits.exports:", "        if False:"),
     scheduler(
-        "a shutdown gives back what can go on",
+        "a shutdown returns sequences that can continue elsewhere",
         'if cause == "shutdown" and self.limits.reschedules else "abort"',
         'if False else "abort"',
     ),
-    scheduler("a prefix hit is a holder", "        self.pool.retain(hit)\n", ""),
-    scheduler("frozen means nothing runs", "        if self.flow is Flow.FROZEN:\n            return None\n", ""),
+    scheduler("a prefix hit holds its blocks", "        self.pool.retain(hit)\n", ""),
+    scheduler("a frozen scheduler runs nothing", "        if self.flow is Flow.FROZEN:\n            return None\n", ""),
     scheduler(
-        "draining admits nothing fresh",
+        "draining admits no new sequences",
         "        if seq.holds or (self.flow is Flow.DRAIN and not seq.preempted):",
         "        if seq.holds:",
     ),
     scheduler(
-        "draining finishes the preempted",
+        "draining finishes preempted sequences",
         "(self.flow is Flow.DRAIN and not seq.preempted)",
         "(self.flow is Flow.DRAIN)",
     ),
@@ -250,17 +250,17 @@ MUTANTS = [
         "        self._deadlines.remove(seq)\n        self._outbox",
         "        self._outbox",
     ),
-    scheduler("an abort is answered for live ids only", "        return live\n", "        return list(ids)\n"),
+    scheduler("an abort returns live ids only", "        return live\n", "        return list(ids)\n"),
     scheduler(
         "an id given twice is aborted once",
         "            if seq := self.sequences.get(id):\n                self._finish",
         "            if seq := self.sequences[id]:\n                self._finish",
     ),
-    scheduler("a step's budget is kept", "                todo = min(todo, draft.budget)\n", ""),
-    scheduler("admission keeps the budget", "min(seq.todo, draft.budget))", "seq.todo)"),
+    scheduler("a step stays within its budget", "                todo = min(todo, draft.budget)\n", ""),
+    scheduler("admission stays within the budget", "min(seq.todo, draft.budget))", "seq.todo)"),
     admission("blocks for an idle prefix are counted once", "need + pool.idle(hit) + running", "need + running"),
     admission(
-        "what can never fit is refused", "        if prompt_len + max_tokens > most:", "        if prompt_len > most:"
+        "a request that can never fit is refused", "        if prompt_len + max_tokens > most:", "        if prompt_len > most:"
     ),
     admission("a prompt needs room for an answer", "        if prompt_len >= most:", "        if prompt_len > most:"),
     admission(
@@ -287,20 +287,20 @@ MUTANTS = [
         "key=lambda seq: self._rank(seq)",
     ),
     scheduler(
-        "the tenant that owns most is preempted",
+        "the tenant with the most blocks is preempted",
         "(owned[seq.request.tenant] if count[seq.request.tenant] > 1 else 0, seq.order)",
         "seq.order",
     ),
     scheduler(
-        "nobody is preempted while blocks come home",
+        "no sequence is preempted while blocks are being released",
         "            if self.returning:\n                return False",
         "            if False:\n                return False",
     ),
     scheduler(
-        "who preempts itself does not run", "            if victim is seq:\n                return False\n", ""
+        "a sequence that preempts itself does not run", "            if victim is seq:\n                return False\n", ""
     ),
     scheduler(
-        "the preempted keep their place",
+        "preempted sequences keep their place in the queue",
         "return (seq.started_s is None, *seq.order)",
         "return (seq.started_s is not None, *seq.order)",
     ),
@@ -313,7 +313,7 @@ MUTANTS = [
     scheduler("min_tokens holds a stop back", " and seq.output_len > seq.request.sampling.min_tokens:", ":"),
     admission("ignore_eos is obeyed", "        if not sampling.ignore_eos:\n", "        if True:\n"),
     scheduler(
-        "an answer that was complete elsewhere ends at once",
+        "an answer that was complete on another engine ends at once",
         "        self._finish_if_done(seq)\n\n    def abort",
         "\n    def abort",
     ),
@@ -321,7 +321,7 @@ MUTANTS = [
     admission("a scored prompt is not fetched", " or _unscored(seq):", ":"),
     admission("admission leaves room to grow", "pool.idle(hit) + running >", "pool.idle(hit) >"),
     admission(
-        "unknown tokens begun elsewhere are refused",
+        "unknown generated tokens are refused",
         'packed = array("I", tokens)',
         'packed = array("I", request.prompt)',
     ),
@@ -343,7 +343,7 @@ MUTANTS = [
     admission("a grammar needs a tokenizer", " and not self._limits.takes_grammars:", " and False:"),
     admission("a grammar means lockstep", "lockstep=sampling.grammar is not None,", "lockstep=False,"),
     scheduler(
-        "a token that broke its grammar is not told", "            if index in result.lost:", "            if False:"
+        "a token that broke its grammar is not sent", "            if index in result.lost:", "            if False:"
     ),
     scheduler(
         "tokens after the end are dropped",
@@ -356,7 +356,7 @@ MUTANTS = [
         "            pass  # nothing",
     ),
     scheduler(
-        "the tokens of each slice are its own",
+        "each slice gets its own tokens",
         "                last += next(lengths)",
         "                last += min(next(lengths), 1)",
     ),
@@ -368,7 +368,7 @@ MUTANTS = [
     ),
     sequence("lockstep waits for the token", "        if self.sampling and self.lockstep:", "        if False:"),
     sequence(
-        "lockstep waits for tokens alone", "if self.sampling and self.lockstep:", "if self.holds and self.lockstep:"
+        "lockstep waits only for tokens", "if self.sampling and self.lockstep:", "if self.holds and self.lockstep:"
     ),
     sequence("keys are rooted in the version", "root_key(version, self", "root_key(0, self"),
     sequence(
@@ -378,12 +378,12 @@ MUTANTS = [
     ),
     sequence("a preempted sequence starts over", "        self.computed = self.sampling = self.published = 0\n", ""),
     sequence(
-        "the device learns a row anew",
+        "a readmitted row is sent to the device again",
         "self.row, self.blocks, self.shown = -1, [], 0",
         "self.row, self.blocks = -1, []",
     ),
     Mutant(
-        "the device learns of new blocks",
+        "new blocks are sent to the device",
         "core/draft.py",
         "            self.grown.append((seq.row, tuple(seq.blocks[seq.shown :])))",
         "            pass",
@@ -392,10 +392,10 @@ MUTANTS = [
     leases("a stale generation is refused", " and lease.generation == generation else None", " else None"),
     leases("leases expire", "return [lease for lease in self if lease.until_s <= now_s]", "return []"),
     leases("an ended lease is gone", "        del self._leases[id]\n", "        pass\n"),
-    leases("the end of a lease is told", "        self._news.append(Withdrawn(id))\n", ""),
-    leases("news is told once", "        news, self._news = self._news, []\n", "        news = self._news\n"),
+    leases("the end of a lease is reported", "        self._news.append(Withdrawn(id))\n", ""),
+    leases("lease events are reported once", "        news, self._news = self._news, []\n", "        news = self._news\n"),
     blocks(
-        "an evicted block is forgotten",
+        "an evicted block loses its key",
         "            self._forget(block)\n        self._holders[block] = 1",
         "        self._holders[block] = 1",
     ),
@@ -410,15 +410,15 @@ MUTANTS = [
     ),
     blocks("a hit is a prefix", "blocks[: blocks.index(-1)]", "[block for block in blocks if block >= 0]"),
     blocks(
-        "the first block under a key stays",
+        "the first block published under a key is kept",
         "if key not in self._block_of and block not in self._key_of:",
         "if block not in self._key_of:",
     ),
     blocks("a flushed block is free", "        self._free.extend(dropped)\n", ""),
     blocks("an eviction moves the horizon", "            self.horizon_s = max(self.horizon_s, used_s)\n", ""),
-    blocks("the horizon never goes back", "= max(self.horizon_s, used_s)", "= used_s"),
+    blocks("the horizon never moves back", "= max(self.horizon_s, used_s)", "= used_s"),
     blocks("a flush moves the horizon", "        self.move_horizon()\n        return", "        return"),
-    blocks("blocks are stamped when let go", "self._cached[block] = self.now_s", "self._cached[block] = 0.0"),
+    blocks("blocks are stamped on release", "self._cached[block] = self.now_s", "self._cached[block] = 0.0"),
     scheduler("new weights move the horizon", "        self.pool.move_horizon()\n", ""),
 ]
 

@@ -17,7 +17,7 @@ def test_cached_blocks_are_evicted_last_and_least_recently_used_first():
     pool.release(blocks)
     assert (pool.held, pool.cached, pool.available) == (0, 3, 4)
     pool.allocate(2)
-    assert pool.lookup([b"a", b"b", b"c"]) == blocks[:2], "the tail of a prefix goes before its head"
+    assert pool.lookup([b"a", b"b", b"c"]) == blocks[:2], "the tail of a prefix is evicted before its head"
 
 
 def test_a_hit_block_is_not_evicted():
@@ -67,7 +67,7 @@ def test_check_notices_a_leak():
 
 
 def cache(pool: BlockPool, keys: list[bytes], now_s: float) -> None:
-    """Use a prefix, computing what is not there, and let it go at `now_s`."""
+    """Use a prefix, allocate its missing blocks, and release it at `now_s`."""
     blocks = pool.lookup(keys)
     pool.retain(blocks)
     blocks += pool.allocate(len(keys) - len(blocks))
@@ -95,7 +95,7 @@ def test_a_flush_moves_the_horizon_to_now_and_old_blocks_do_not_move_it_back():
     pool.now_s = 5.0
     pool.move_horizon()
     pool.allocate(2)
-    assert pool.horizon_s == 5.0, "a block that was old already says nothing new"
+    assert pool.horizon_s == 5.0, "evicting an older block does not move the horizon"
     pool.now_s = 6.0
     assert pool.flush() == 0 and pool.horizon_s == 6.0
 

@@ -82,7 +82,7 @@ def test_the_next_turn_of_a_conversation_hits_prompt_and_answer():
         engine.land()
     engine.add(2, prompt=[*prompt_of(1, 8), *engine.tokens[1], 5], max_tokens=1)
     engine.run()
-    # All but the last token of the answer, which was never computed.
+    # All but the last token of the answer, whose KV was never computed.
     assert engine.ended[2].cached_tokens == 16
 
 
@@ -161,7 +161,7 @@ def test_an_answer_that_was_complete_on_another_engine_ends_at_once():
     assert not engine.tokens and engine.scheduler.schedule() is None
 
 
-# -- refusing ---------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,14 +200,14 @@ def test_a_live_id_is_refused_and_a_finished_one_may_be_reused():
     engine.add(1)
 
 
-# -- leaving early ----------------------------------------------------------------
+# -- aborts and deadlines --------------------------------------------------------
 
 
 def test_an_abort_before_running_takes_no_step():
     engine = Engine()
     engine.add(1)
     assert engine.scheduler.abort([1, 1, 2], "api_abort") == [1, 1]
-    engine.listen()
+    engine.collect()
     assert engine.ended[1].finish_reason == "abort" and engine.ended[1].cause == "api_abort"
     assert engine.ended[1].timings.started_s is None
     assert engine.launch() is None
@@ -246,7 +246,7 @@ def test_aborting_twice_ends_once():
     engine.step()
     assert engine.scheduler.abort([1], "api_abort") == [1]
     assert engine.scheduler.abort([1], "api_abort") == []
-    engine.listen()
+    engine.collect()
     assert engine.ended[1].output_tokens == 1
 
 
@@ -261,14 +261,14 @@ def test_a_deadline_ends_a_sequence_wherever_it_is():
     assert len(engine.scheduler.sequences) == 3
     engine.scheduler.tick(3.0)
     engine.scheduler.tick(5.0)
-    engine.listen()
+    engine.collect()
     assert engine.ended[1].cause == engine.ended[2].cause == "deadline"
     assert engine.ended[1].output_tokens == 1 and engine.ended[2].output_tokens == 0
     engine.run()
     assert engine.ended[3].cause == "max_tokens"
 
 
-def test_timings_record_when_a_sequence_started_and_ended():
+def test_timings_record_when_a_sequence_arrived_started_and_ended():
     engine = Engine()
     engine.scheduler.tick(1.0)
     engine.add(1, max_tokens=2)
@@ -372,7 +372,7 @@ def test_aborting_a_preempted_sequence_whose_step_is_under_way_publishes_nothing
         if not preempted:
             engine.land()
     (seq,) = preempted
-    assert min(seq.computed, len(seq.tokens)) // 4 > seq.published, "a block is full that nobody has been told of"
+    assert min(seq.computed, len(seq.tokens)) // 4 > seq.published, "a full block is not published yet"
     engine.scheduler.abort([seq.id], "api_abort")
     engine.scheduler.check()
     while len(engine.device):
@@ -405,7 +405,7 @@ def test_admission_leaves_a_block_for_each_running_sequence():
     assert engine.step().rows == [0], "one of the three blocks is the first sequence's to grow into"
 
 
-# -- hold and go on ---------------------------------------------------------------
+# -- pause, resume and weights ----------------------------------------------------
 
 
 def test_a_frozen_scheduler_runs_nothing_and_loses_nothing():
@@ -461,7 +461,9 @@ def test_new_weights_change_tokens_and_never_hit_old_kv(recompute):
     engine.run()
     assert engine.ended[2].cached_tokens == (8 - BLOCK_SIZE if recompute else 0)
     assert engine.tokens[2] == engine.answer(prompt_of(1, 8), 4)
-    assert [told.version for told in engine.told if told.tokens] == [0] + [1] * (len(engine.told) - 3)
+    assert [outputs.version for outputs in engine.outputs_taken if outputs.tokens] == [0] + [1] * (
+        len(engine.outputs_taken) - 3
+    )
     if recompute:
         prompt = [*prompt_of(1, 8), engine.tokens[1][0]]
         assert engine.tokens[1][1:] == engine.answer(prompt, 3)
@@ -524,7 +526,7 @@ def test_running_sequences_recompute_when_all_kv_is_lost():
     assert engine.tokens[3] == engine.answer(prompt_of(1, 8), 4) and engine.ended[3].cached_tokens == 0
 
 
-def test_kv_on_lease_or_in_transfer_is_not_discarded():
+def test_kv_on_lease_is_not_discarded():
     engine, ticket = prefilled()
     engine.scheduler.pause(Flow.FROZEN)
     assert engine.scheduler.lends_kv
@@ -557,7 +559,7 @@ def test_prompt_positions_are_scored_once_even_if_computed_twice():
     engine.scheduler.weights_changed(1, recompute=True)
     engine.scheduler.resume()
     engine.run()
-    assert sum(len(told.prompt_logprobs.get(1, ())) for told in engine.told) == 19
+    assert sum(len(outputs.prompt_logprobs.get(1, ())) for outputs in engine.outputs_taken) == 19
 
 
 def test_a_scored_prompt_does_not_use_the_cache():
@@ -574,7 +576,7 @@ def test_a_scored_prompt_is_not_fetched_either():
     d.add(1, prompt=10, ticket=ticket, sampling=SamplingParams(max_tokens=1, prompt_logprobs=0))
     plan = d.step()
     assert not plan.fetches and plan.counts == [10]
-    assert sum(len(told.prompt_logprobs.get(1, ())) for told in d.told) == 9
+    assert sum(len(outputs.prompt_logprobs.get(1, ())) for outputs in d.outputs_taken) == 9
 
 
 def test_the_first_tokens_carry_the_version_of_the_first_weights():
@@ -593,11 +595,11 @@ def test_a_sampled_token_is_reported_with_its_log_probability():
     assert engine.scheduler.take_outputs().logprobs == {0: Logprobs(-1.5)}
 
 
-# -- prefill here, decode there ---------------------------------------------------
+# -- prefill/decode disaggregation ------------------------------------------------
 
 
 def prefilled(prompt: int = 10, **limits: object) -> tuple[Engine, Ticket]:
-    """An engine that has computed a prompt and keeps its KV under a lease."""
+    """An engine that has computed a prompt and keeps its KV on lease."""
     engine = Engine(engine="P", generation=3, **limits)
     engine.add(1, prompt=prompt, max_tokens=1, export_kv=True)
     engine.run()
@@ -605,12 +607,12 @@ def prefilled(prompt: int = 10, **limits: object) -> tuple[Engine, Ticket]:
 
 
 def ticket_of(engine: Engine, id: int = 1) -> Ticket:
-    (ticket,) = (told.tickets[id] for told in engine.told if id in told.tickets)
+    (ticket,) = (outputs.tickets[id] for outputs in engine.outputs_taken if id in outputs.tickets)
     return ticket
 
 
 def end_of(engine: Engine, id: int = 1) -> tuple[str, str]:
-    engine.listen()
+    engine.collect()
     return engine.ended[id].finish_reason, engine.ended[id].cause
 
 
@@ -641,7 +643,7 @@ def test_the_ticket_is_issued_before_the_prompt_is_computed_and_blocks_are_lent_
     engine = Engine(budget=4)
     engine.add(1, prompt=14, export_kv=True)
     plan = engine.launch()
-    engine.listen()
+    engine.collect()
     ticket = ticket_of(engine)
     assert plan.counts == [4] and ticket.tokens == 12
     (lease,) = engine.scheduler.leases
@@ -666,10 +668,10 @@ def test_a_prompt_without_a_whole_block_has_nothing_to_export():
     engine = Engine()
     engine.add(1, prompt=4, export_kv=True)
     assert end_of(engine) == ("stop", "exported") and not engine.scheduler.leases
-    assert not any(told.tickets for told in engine.told)
+    assert not any(outputs.tickets for outputs in engine.outputs_taken)
 
 
-def test_an_engine_without_a_transport_exports_nothing():
+def test_an_engine_that_serves_no_kv_exports_nothing():
     engine = Engine(exports=False)
     with pytest.raises(RequestError, match="serves no KV to others"):
         engine.add(1, prompt=9, export_kv=True)
@@ -771,7 +773,7 @@ def test_33_sequences_cut_by_a_shutdown_can_be_resumed_on_another_engine(resched
 
 
 def waiting_to_fetch() -> Engine:
-    """Whose blocks two launched steps of an aborted sequence still write to."""
+    """A sequence whose blocks are still written by two launched steps of an aborted sequence."""
     engine = Engine(blocks=3, max_context=12, running=2)
     engine.add(5, prompt=9, max_tokens=3)
     engine.launch()
@@ -857,7 +859,7 @@ def test_a_ticket_is_good_for_one_fetch_even_if_the_sequence_is_preempted_later(
 def test_locally_cached_blocks_are_not_fetched():
     d = fetching(prefilled()[1])
     d.scheduler.abort([1], "api_abort")
-    d.listen()
+    d.collect()
     d.add(2, prompt=prompt_of(1, 5), max_tokens=1)
     d.run()
     d.add(3, prompt=prompt_of(1, 10), ticket=prefilled()[1])
@@ -967,7 +969,7 @@ def test_a_token_that_broke_its_grammar_ends_the_request_and_is_not_sent():
     engine.step()
     engine.launch()
     engine.scheduler.commit(msgspec.structs.replace(engine.device.land(), lost=(0,)))
-    engine.listen()
+    engine.collect()
     assert (engine.ended[1].finish_reason, engine.ended[1].cause) == ("abort", "grammar")
     assert engine.tokens[1] == engine.answer(prompt_of(1), 1)
     engine.run()
@@ -1053,7 +1055,7 @@ def test_tokens_before_the_one_that_broke_its_grammar_count():
     engine.add(2)
     engine.launch()
     engine.scheduler.commit(msgspec.structs.replace(engine.device.land([3, 1]), lost=(1,)))
-    engine.listen()
+    engine.collect()
     assert (engine.ended[1].cause, engine.tokens[1]) == ("grammar", engine.answer(prompt_of(1), 1))
     engine.run()
     assert engine.tokens[2] == engine.answer(prompt_of(2), 4)
@@ -1104,7 +1106,7 @@ def test_a_request_is_validated_when_it_is_constructed():
         GenerateRequest(1, ())
 
 
-# -- tenants share the engine (63) ----------------------------------------------------------------------------------
+# -- tenants (rule 63) ------------------------------------------------------------
 
 
 def rows_of(engine: Engine) -> dict[str, int]:
@@ -1177,7 +1179,7 @@ def test_63_the_tenant_with_the_fewest_rows_is_next_regardless_of_the_priorities
     engine.add(10, max_tokens=50, tenant="b")
     engine.add(11, max_tokens=50, tenant="b", priority=-1)
     engine.step()
-    assert [seq.id for seq in engine.scheduler.running] == [0, 11, 1]  # the fourth is kept for a third tenant
+    assert [seq.id for seq in engine.scheduler.running] == [0, 11, 1]  # the fourth row is kept for a third tenant
 
 
 def test_63_a_single_tenant_leaves_blocks_free():
@@ -1185,7 +1187,7 @@ def test_63_a_single_tenant_leaves_blocks_free():
     for id in range(20):
         engine.add(id, prompt=47, max_tokens=2, tenant="greedy")
     engine.step()
-    assert sum(seq.own for seq in engine.scheduler.running) == 72  # the next 12 would leave 16 of 100
+    assert sum(seq.own for seq in engine.scheduler.running) == 72  # 12 more would leave only 16 of 100
     engine.add(100, prompt=47, max_tokens=2, tenant="polite")
     engine.launch()
     assert rows_of(engine) == {"greedy": 6, "polite": 1}
@@ -1201,7 +1203,7 @@ def test_63_the_tenant_with_the_most_blocks_is_preempted_and_its_first_sequence_
     engine.add(3, prompt=4, max_tokens=20, tenant="polite")
     while not engine.scheduler.counters.preemptions:
         engine.step()
-    assert {seq.id for seq in engine.scheduler.running} == {1, 3}  # although 3 came last
+    assert {seq.id for seq in engine.scheduler.running} == {1, 3}  # although 3 arrived last
     engine.run()
     assert {id: end.finish_reason for id, end in engine.ended.items()} == dict.fromkeys((1, 2, 3), "length")
 
@@ -1211,7 +1213,7 @@ def test_63_a_step_considers_only_tenants_that_may_be_next(monkeypatch: pytest.M
     engine.add(0, prompt=20, max_tokens=60, tenant="busy")
     engine.step()
     for id in range(1, 51):
-        engine.add(id, prompt=90, tenant=f"t{id}")  # which does not fit beside it
+        engine.add(id, prompt=90, tenant=f"t{id}")  # does not fit beside the running one
     may_start = Scheduler._may_start
     monkeypatch.setattr(Scheduler, "_may_start", lambda self, seq: looked.append(seq) or may_start(self, seq))
     engine.step()

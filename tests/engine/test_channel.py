@@ -12,7 +12,7 @@ INFO = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "none", "none")
 
 
 def test_a_message_that_arrives_during_a_send_is_received(tmp_path: Path):
-    """ZeroMQ signals an arrival once, and a send takes the signal: the receiver must look again by itself."""
+    """ZeroMQ signals an arrival once, and a send consumes the signal: the receiver must check again itself."""
 
     async def main() -> None:
         address = f"ipc://{tmp_path}/engine.sock"
@@ -22,7 +22,7 @@ def test_a_message_that_arrives_during_a_send_is_received(tmp_path: Path):
         client.send(Hello(PROTOCOL, 0))
         assert isinstance(await asyncio.wait_for(client.receive(), 60), Welcome)
         receiving = asyncio.create_task(client.receive())
-        await asyncio.sleep(0.05)  # it waits now
+        await asyncio.sleep(0.05)  # the receiver waits now
         engine.send(0, StepOutputs(Outputs(ids=[1], tokens=[2])))
         time.sleep(0.2)  # noqa: ASYNC251 - the message arrives while the event loop does something else
         client.send(Submit([]))

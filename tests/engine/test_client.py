@@ -27,7 +27,7 @@ INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
 
 
 class Stage:
-    """A loop over the fake device in one thread, its channel in another, and what the channel has received."""
+    """A loop over the fake device in one thread, its channel in another, and the messages the channel received."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.harness = Harness(**options)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ class Stage:
                 await asyncio.sleep(0.005)
 
 
-def ask(id: int, max_tokens: int = 4) -> GenerateRequest:
+def make_request(id: int, max_tokens: int = 4) -> GenerateRequest:
     return GenerateRequest(0, prompt_of(id), SamplingParams(max_tokens=max_tokens))
 
 
@@ -72,7 +72,7 @@ def test_many_streams_each_get_their_own_answer(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path)
         async with stage.client() as client:
-            answers = await asyncio.gather(*(collect(client, ask(id)) for id in range(40)))
+            answers = await asyncio.gather(*(collect(client, make_request(id)) for id in range(40)))
             assert answers == [answer(id, 4) for id in range(40)]
             assert client.open_streams == 0
 
@@ -82,17 +82,19 @@ def test_many_streams_each_get_their_own_answer(tmp_path):
 def test_62_an_unread_stream_of_a_tenant_suspends_its_sequence(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path, blocks=2600, max_context=10_000)
-        request = msgspec.structs.replace(ask(1, 9000), tenant="a")
+        request = msgspec.structs.replace(make_request(1, 9000), tenant="a")
         async with stage.client() as client, client.generate(request) as stream:
             while not any(isinstance(message, Suspend) for message in stage.received):
                 await asyncio.sleep(0.001)
-            assert await collect(client, ask(2, 50)) == answer(2, 50)  # what was launched for the other has landed
+            assert await collect(client, make_request(2, 50)) == answer(
+                2, 50
+            )  # the launched step of the other stream has landed
             made = stream.made
             assert UNREAD_TOKENS <= made < 9000
-            assert await collect(client, ask(3, 50)) == answer(3, 50)
+            assert await collect(client, make_request(3, 50)) == answer(3, 50)
             assert stream.made == made
             assert len((await anext(stream)).tokens) == made
-            assert (await anext(stream)).tokens  # it goes on
+            assert (await anext(stream)).tokens  # it continues
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -100,7 +102,7 @@ def test_62_an_unread_stream_of_a_tenant_suspends_its_sequence(tmp_path):
 def test_62_a_stream_without_a_tenant_is_generated_whether_it_is_read_or_not(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path)
-        async with stage.client() as client, client.generate(ask(1, 90)) as stream:
+        async with stage.client() as client, client.generate(make_request(1, 90)) as stream:
             while not stream.done:
                 await asyncio.sleep(0.001)
             assert (await anext(stream)).tokens == answer(1, 90)
@@ -120,7 +122,7 @@ def test_63_streams_of_one_tenant_do_not_wait_for_all_streams_of_another(tmp_pat
         async with stage.client() as client, asyncio.TaskGroup() as tasks:
             streams = []
             for tenant in ["greedy"] * 20 * WOKEN_AT_ONCE + ["polite"]:
-                stream = client._stream(msgspec.structs.replace(ask(1), tenant=tenant))
+                stream = client._stream(msgspec.structs.replace(make_request(1), tenant=tenant))
                 streams.append(stream)
                 tasks.create_task(read(stream, tenant))
             await asyncio.sleep(0)
@@ -134,7 +136,7 @@ def test_63_streams_of_one_tenant_do_not_wait_for_all_streams_of_another(tmp_pat
 def test_a_slow_reader_gets_everything_in_one_chunk(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path)
-        async with stage.client() as client, client.generate(ask(1)) as stream:
+        async with stage.client() as client, client.generate(make_request(1)) as stream:
             async with asyncio.timeout(60):
                 while not stream.done:
                     await asyncio.sleep(0.001)
@@ -150,7 +152,7 @@ def test_closing_a_stream_early_sends_exactly_one_abort(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path)
         async with stage.client() as client:
-            async with client.generate(ask(1, max_tokens=90)) as stream:
+            async with client.generate(make_request(1, max_tokens=90)) as stream:
                 await anext(stream)
             await stage.until_idle()
         aborts = [message for message in stage.received if isinstance(message, Abort)]
@@ -163,7 +165,7 @@ def test_a_finished_stream_sends_no_abort(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path)
         async with stage.client() as client:
-            await collect(client, ask(1))
+            await collect(client, make_request(1))
             await client.ping(60)
         assert not any(isinstance(message, Abort) for message in stage.received)
 
@@ -171,13 +173,13 @@ def test_a_finished_stream_sends_no_abort(tmp_path):
 
 
 def test_a_burst_of_disconnects_sends_few_messages_and_loses_no_abort(tmp_path):
-    """Sentence 13: coalesced, at most 1,024 ids each, none lost, none twice."""
+    """Rule 13: aborts are coalesced, at most 1,024 ids each; none is lost or sent twice."""
     count = 1500
 
     async def main() -> None:
         stage = Stage(tmp_path, by_hand=True)
         async with stage.client() as client:
-            tasks = [asyncio.create_task(collect(client, ask(id))) for id in range(count)]
+            tasks = [asyncio.create_task(collect(client, make_request(id))) for id in range(count)]
             await asyncio.sleep(0)
             for task in tasks:
                 task.cancel()
@@ -197,7 +199,7 @@ def test_a_refusal_is_raised_to_the_reader_of_the_stream(tmp_path):
     async def main() -> None:
         async with Stage(tmp_path).client() as client:
             with pytest.raises(RequestError, match="together this engine takes 100") as refusal:
-                await collect(client, ask(1, max_tokens=1000))
+                await collect(client, make_request(1, max_tokens=1000))
             assert (refusal.value.status, refusal.value.param) == (400, "max_tokens")
 
     asyncio.run(main())
@@ -207,13 +209,13 @@ def test_a_lost_engine_ends_every_stream_and_refuses_new_ones(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path, by_hand=True)
         async with stage.client() as client:
-            tasks = [asyncio.create_task(collect(client, ask(id))) for id in range(3)]
+            tasks = [asyncio.create_task(collect(client, make_request(id))) for id in range(3)]
             await asyncio.sleep(0.01)
             client.lose(EngineDead("gone"))
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             assert [str(end) for end in ends] == ["gone"] * 3
             with pytest.raises(EngineDead, match="gone"):
-                await collect(client, ask(9))
+                await collect(client, make_request(9))
             with pytest.raises(EngineDead, match="gone"):
                 await client.ping(1)
         stage.harness.executor.close()
@@ -225,7 +227,7 @@ def test_a_ping_is_answered_while_a_step_runs(tmp_path):
     async def main() -> None:
         stage = Stage(tmp_path, by_hand=True)
         async with stage.client() as client:
-            task = asyncio.create_task(collect(client, ask(1, max_tokens=1)))
+            task = asyncio.create_task(collect(client, make_request(1, max_tokens=1)))
             async with asyncio.timeout(60):
                 while not (await client.ping(60)).status.busy:
                     pass
@@ -254,7 +256,7 @@ def test_a_frame_that_cannot_be_read_is_dropped_and_logged(tmp_path, caplog):
                     stranger.send(frame)
                 stranger.send(msgspec.msgpack.encode(["ping", 1]))
                 assert stranger.poll(60_000)
-            assert await collect(client, ask(1)) == answer(1, 4)
+            assert await collect(client, make_request(1)) == answer(1, 4)
 
     asyncio.run(main())
     assert sum("cannot be read" in record.message for record in caplog.records) == 4
@@ -264,7 +266,10 @@ def test_14_a_failed_send_is_logged_with_engine_and_ids_and_delays_no_other_requ
     async def main() -> None:
         broken, sound = Stage(tmp_path / "broken", by_hand=True), Stage(tmp_path / "sound")
         async with broken.client() as first, sound.client() as second:
-            async with first.generate(ask(1)) as lost, second.generate(ask(2, max_tokens=90)) as stream:
+            async with (
+                first.generate(make_request(1)) as lost,
+                second.generate(make_request(2, max_tokens=90)) as stream,
+            ):
                 await anext(stream)
 
                 def refuse(*message: object) -> None:
@@ -273,7 +278,7 @@ def test_14_a_failed_send_is_logged_with_engine_and_ids_and_delays_no_other_requ
                 first._channel._outgoing = SimpleNamespace(send=refuse)
                 id = lost.id
             await sound.until_idle()
-            assert await collect(second, ask(3)) == answer(3, 4)
+            assert await collect(second, make_request(3)) == answer(3, 4)
             assert first.open_streams == 0
         (record,) = [record for record in caplog.records if "does not take an abort" in record.message]
         assert str(tmp_path / "broken") in record.message and str(id) in record.message
@@ -285,7 +290,7 @@ def test_14_a_failed_send_is_logged_with_engine_and_ids_and_delays_no_other_requ
 
 
 def test_10_ten_thousand_requests_finish_or_are_aborted_and_each_ends_once(tmp_path):
-    """Sentence 10, and 15: what has ended meanwhile is skipped."""
+    """Rule 10; and rule 15: requests that have already ended are skipped."""
     count = 10_000
 
     async def main() -> None:
@@ -295,10 +300,10 @@ def test_10_ten_thousand_requests_finish_or_are_aborted_and_each_ends_once(tmp_p
         async with stage.client() as client:
 
             async def one(id: int) -> None:
-                async with client.generate(ask(id, max_tokens=choose.randrange(1, 6))) as stream:
+                async with client.generate(make_request(id, max_tokens=choose.randrange(1, 6))) as stream:
                     way = choose.randrange(4)
                     if way == 0:
-                        return  # leaves at once
+                        return  # disconnects at once
                     if way == 1:
                         await asyncio.sleep(choose.random() / 100)
                         client.abort(stream.id, "api_abort")

@@ -1,4 +1,4 @@
-"""Pause, resume, new weights and stop-and-wait, on the fake device. Numbers cite docs/lifecycle.md."""
+"""Pause, resume, weight updates and stop-and-wait, on the fake device. Numbers are rules of docs/lifecycle.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.engine.test_loop import Harness, RecordingTransport, answer, request
 
 
 def busy(**options: object) -> Harness:
-    """Six requests for four rows: four run, two wait, and a step is on the device."""
+    """Six requests for four rows: four run, two wait, and a step is in flight."""
     harness = Harness(by_hand=True, **options)  # type: ignore[arg-type]
     harness.submit(1, 2, 3, 4, 5, 6, max_tokens=6)
     harness.loop.turn()
@@ -56,15 +56,15 @@ def test_3_a_stop_is_answered_when_blocks_are_free_and_clients_were_notified():
     number = harness.call(Stop([1, 5, 99], "api_abort"))
     harness.loop.turn()
     assert {ended.id for ended in harness.ends()} == {1, 5}
-    told = harness.answers[number]
-    assert isinstance(told, EngineState) and told.ended == {1: 0, 5: 0} and not told.held
+    state = harness.answers[number]
+    assert isinstance(state, EngineState) and state.ended == {1: 0, 5: 0} and not state.held
     assert harness.scheduler.pool.held < held, "in the middle of a step"
     finish(harness)
     assert harness.tokens(2) == answer(2, 6)
 
 
 def fetching() -> Harness:
-    """One request, whose blocks are filled by a transfer that does not end by itself."""
+    """One request whose blocks are filled by a transfer that does not end by itself."""
     harness = Harness(transport=RecordingTransport(), by_hand=True)
     (key,) = harness.scheduler.admission.new_sequence(request(1), 1, 0.0).keys(1, version=0, block_size=4)
     harness.submit(1, ticket=Ticket("elsewhere", 1, 1, 4, 0, key))
@@ -127,9 +127,9 @@ def test_18_23_a_pause_with_abort_returns_partial_answers_and_releases_everythin
     harness.loop.turn()
     assert harness.loop.control.state == "pausing"
     land(harness)
-    told = harness.answers[number]
-    assert (told.state, told.mode) == ("paused", "abort")
-    assert told.ended == {1: 1, 2: 1, 3: 1, 4: 1, 5: 0, 6: 0}
+    state = harness.answers[number]
+    assert (state.state, state.mode) == ("paused", "abort")
+    assert state.ended == {1: 1, 2: 1, 3: 1, 4: 1, 5: 0, 6: 0}
     assert {ended.cause for ended in harness.ends()} == {"pause"}
     assert harness.loop.idle and harness.scheduler.pool.held == 0
 
@@ -177,12 +177,12 @@ def test_20_a_drain_that_times_out_aborts_the_rest_and_names_them():
     harness.clock.now_s = 1.0
     harness.loop.turn()
     land(harness)
-    told = harness.answers[number]
-    assert told.state == "paused" and told.forced == [1, 2, 3, 4]
+    state = harness.answers[number]
+    assert state.state == "paused" and state.forced == [1, 2, 3, 4]
     assert {ended.id: ended.cause for ended in harness.ends()} == dict.fromkeys([1, 2, 3, 4], "pause")
 
 
-def test_18_a_freeze_keeps_everything_and_continues_without_a_trace():
+def test_18_a_freeze_keeps_everything_and_continues_unchanged():
     harness = busy()
     number = harness.call(Pause("freeze"))
     harness.loop.turn()
@@ -295,7 +295,7 @@ def test_27_new_weights_increment_the_version_and_tokens_carry_it():
     harness.call(Resume())
     harness.loop.turn()
     finish(harness)
-    versions = [told.version for told in harness.heard[0] for _ in told.tokens]
+    versions = [outputs.version for outputs in harness.received[0] for _ in outputs.tokens]
     assert versions == sorted(versions) and set(versions) == {0, 1}
     assert len(harness.ends()) == 6
 
@@ -338,8 +338,8 @@ def test_a_frozen_engine_sleeps_wakes_and_continues_unchanged():
     harness = paused()
     asleep = harness.call(Sleep())
     harness.loop.turn()
-    told = harness.answers[asleep]
-    assert told.state == "paused" and set(told.asleep) == {"weights", "kv_cache"}
+    state = harness.answers[asleep]
+    assert state.state == "paused" and set(state.asleep) == {"weights", "kv_cache"}
     assert set(harness.loop.status.asleep) == {"weights", "kv_cache"}
     refused, awake, resumed = harness.call(Resume()), harness.call(Wake()), harness.call(Resume())
     harness.loop.turn()
@@ -362,7 +362,7 @@ def test_an_engine_with_kv_on_lease_refuses_to_sleep():
     assert harness.answers[weights].asleep == ("weights",)
 
 
-# -- looking ------------------------------------------------------------------------
+# -- inspection ---------------------------------------------------------------------
 
 
 def test_requests_in_flight_are_listed():
@@ -397,7 +397,7 @@ def test_25_a_repeated_update_succeeds_without_loading_again(tmp_path):
     harness.call(Pause())
     harness.loop.turn()
     update = UpdateWeights(FileSource(str(weights)), version=1)
-    for _ in range(2):  # whoever asked first may not have heard the answer
+    for _ in range(2):  # the first answer may have been lost
         number = harness.call(update)
         harness.loop.turn()
         assert isinstance(harness.answers[number], EngineState) and harness.answers[number].version == 1

@@ -28,7 +28,7 @@ VOCAB_SIZE = 1000
 
 
 class Harness:
-    """A loop over the fake device, and everything that its clients have heard."""
+    """A loop over the fake device, and all messages that its clients received."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Harness:
             run_ahead=run_ahead,
             clock=self.clock,
         )
-        self.heard: dict[int, list[Outputs]] = {}
+        self.received: dict[int, list[Outputs]] = {}
         self.answers: dict[int, Result] = {}
         self.numbers = count(1)
 
@@ -61,10 +61,10 @@ class Harness:
         if isinstance(message, CommandAnswer):
             self.answers[message.number] = message.result
         else:
-            self.heard.setdefault(client, []).append(message.outputs)
+            self.received.setdefault(client, []).append(message.outputs)
 
     def call(self, command: Command) -> int:
-        """Post a command; its result will be in `answers` under the number that this returns."""
+        """Post a command; returns the number under which its result appears in `answers`."""
         number = next(self.numbers)
         self.loop.post(CommandCall(0, number, command))
         return number
@@ -78,14 +78,14 @@ class Harness:
             self.loop.turn()
 
     def tokens(self, id: int) -> list[int]:
-        told = self.heard[id >> CLIENT_SHIFT]
-        return [token for each in told for i, token in zip(each.ids, each.tokens, strict=True) if i == id]
+        outputs = self.received[id >> CLIENT_SHIFT]
+        return [token for each in outputs for i, token in zip(each.ids, each.tokens, strict=True) if i == id]
 
     def ends(self, client: int = 0) -> list[Ended]:
-        return [ended for each in self.heard.get(client, []) for ended in each.ended]
+        return [ended for each in self.received.get(client, []) for ended in each.ended]
 
     def refusals(self) -> list[Refused]:
-        return [refused for told in self.heard.values() for each in told for refused in each.refused]
+        return [refused for outputs in self.received.values() for each in outputs for refused in each.refused]
 
 
 def request(id: int, max_tokens: int = 4, **fields: object) -> GenerateRequest:
@@ -131,7 +131,7 @@ def test_the_outputs_of_a_step_are_sent_in_one_message():
     harness = Harness()
     harness.submit(1, 2, 3)
     harness.run()
-    assert [told.ids for told in harness.heard[0]] == [[1, 2, 3]] * 4
+    assert [outputs.ids for outputs in harness.received[0]] == [[1, 2, 3]] * 4
 
 
 def test_each_client_receives_only_outputs_of_its_own_requests():
@@ -141,8 +141,8 @@ def test_each_client_receives_only_outputs_of_its_own_requests():
     harness.submit(999, prompt_too_long := 2, max_tokens=400)
     harness.run()
     assert harness.tokens(1) == answer(1, 4) and harness.tokens(theirs) == answer(theirs, 4)
-    assert {id for told in harness.heard[0] for id in told.ids} == {1}
-    assert {id for told in harness.heard[7] for id in told.ids} == {theirs}
+    assert {id for outputs in harness.received[0] for id in outputs.ids} == {1}
+    assert {id for outputs in harness.received[7] for id in outputs.ids} == {theirs}
     assert [refused.id for refused in harness.refusals()] == [999, prompt_too_long]
 
 
@@ -211,29 +211,29 @@ def test_a_ticket_without_a_transport_is_a_local_prefill():
 
 
 class RecordingTransport(NoTransport):
-    """Does nothing, and remembers what it was told."""
+    """Does nothing but record its calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
 
     def attach(self, id: int, ticket: Ticket) -> None:
-        self.told.append(("attach", id))
+        self.calls.append(("attach", id))
 
     def fetch(self, fetch: Fetch) -> None:
-        self.told.append(("fetch", fetch.id, fetch.blocks))
+        self.calls.append(("fetch", fetch.id, fetch.blocks))
 
     def leave(self, id: int) -> None:
-        self.told.append(("leave", id))
+        self.calls.append(("leave", id))
 
     def offer(self, lease: int, generation: int, version: int, blocks: tuple[int, ...]) -> None:
-        self.told.append(("offer", lease, blocks))
+        self.calls.append(("offer", lease, blocks))
 
     def fill(self, lease: int, blocks: int) -> None:
-        self.told.append(("fill", lease, blocks))
+        self.calls.append(("fill", lease, blocks))
 
     def withdraw(self, lease: int) -> None:
-        self.told.append(("withdraw", lease))
+        self.calls.append(("withdraw", lease))
 
 
 def test_an_engine_goes_to_sleep_only_when_transfers_have_settled():
@@ -241,7 +241,7 @@ def test_an_engine_goes_to_sleep_only_when_transfers_have_settled():
         settled: Future[None] = Future()
 
         def settle(self) -> Future[None]:
-            self.told.append(("settle",))
+            self.calls.append(("settle",))
             return self.settled
 
     transport = Unsettled()
@@ -256,7 +256,7 @@ def test_an_engine_goes_to_sleep_only_when_transfers_have_settled():
         harness.loop.wake()
         harness.loop.turn()
     assert not harness.executor.asleep and number not in harness.answers
-    assert transport.told[-2:] == [("withdraw", 1), ("settle",)]
+    assert transport.calls[-2:] == [("withdraw", 1), ("settle",)]
     transport.settled.set_result(None)
     while number not in harness.answers:
         harness.loop.turn()
@@ -268,15 +268,15 @@ def test_28_a_lease_renewed_in_time_is_kept_however_late_the_loop_runs():
     harness = Harness(transport=transport)
     harness.submit(1, export_kv=True)
     harness.loop.turn()
-    (told,) = harness.heard[0]
-    ticket = told.tickets[1]
+    (outputs,) = harness.received[0]
+    ticket = outputs.tickets[1]
     harness.loop.post(Renewed(ticket.lease, ticket.generation, 50.0))  # at 20 s
     harness.clock.now_s = 40.0
     harness.loop.turn()
-    assert not harness.ends() and transport.told == [("offer", 1, (0,)), ("fill", 1, 1)]
+    assert not harness.ends() and transport.calls == [("offer", 1, (0,)), ("fill", 1, 1)]
     harness.loop.post(Released(ticket.lease, ticket.generation, fetched=True))
     harness.loop.turn()
-    assert [ended.cause for ended in harness.ends()] == ["exported"] and transport.told[-1] == ("withdraw", 1)
+    assert [ended.cause for ended in harness.ends()] == ["exported"] and transport.calls[-1] == ("withdraw", 1)
 
 
 def test_blocks_are_withdrawn_before_anything_is_launched_that_writes_to_them():
@@ -286,13 +286,13 @@ def test_blocks_are_withdrawn_before_anything_is_launched_that_writes_to_them():
 
     def watch(plan: StepPlan) -> Future[StepResult]:
         blocks = {block for join in plan.joins for block in join.blocks} | {b for _, bs in plan.grown for b in bs}
-        seen.append((blocks, ("withdraw", 1) in transport.told))
+        seen.append((blocks, ("withdraw", 1) in transport.calls))
         return launch(plan)
 
     harness.executor.launch = watch  # type: ignore[method-assign]
     harness.submit(1, export_kv=True, priority=1)
     harness.loop.turn()
-    (_, _, lent) = transport.told[0]
+    (_, _, lent) = transport.calls[0]
     harness.submit(2, max_tokens=18)
     harness.run()
     reused = [withdrawn for blocks, withdrawn in seen[1:] if blocks & set(lent)]
@@ -307,11 +307,11 @@ def test_a_ticket_is_attached_at_submission_and_released_when_it_is_unwanted():
     harness.submit(1, ticket=good)
     harness.submit(2, ticket=bad)
     harness.loop.turn()
-    assert transport.told[:2] == [("attach", 1), ("attach", 2)]
-    assert set(transport.told[2:]) == {("leave", 2), ("fetch", 1, (0,))}
+    assert transport.calls[:2] == [("attach", 1), ("attach", 2)]
+    assert set(transport.calls[2:]) == {("leave", 2), ("fetch", 1, (0,))}
     harness.loop.post(Abort([1], "client_disconnect"))
     harness.loop.turn()
-    assert transport.told[-1] == ("leave", 1) and harness.scheduler.pool.held
+    assert transport.calls[-1] == ("leave", 1) and harness.scheduler.pool.held
     harness.loop.post(Fetched(1, ok=False))
     harness.executor.land()
     harness.loop.post(Abort([2], "client_disconnect"))

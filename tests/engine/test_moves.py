@@ -1,4 +1,4 @@
-"""A stream that loses its engine again and again, and an update that is answered too late."""
+"""Streams that lose their engine repeatedly, and an update that is answered too late."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
 
 
 class DyingEngine:
-    """Says one token for each entry of `lives`, and dies after that many tokens each time."""
+    """Ends its n-th stream with an engine failure after `token_counts[n]` tokens."""
 
     open_streams = 0
     lost = None
     info = INFO
 
-    def __init__(self, lives: list[int]) -> None:
-        self.lives = lives
-        self.asked: list[GenerateRequest] = []
+    def __init__(self, token_counts: list[int]) -> None:
+        self.token_counts = token_counts
+        self.requests: list[GenerateRequest] = []
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
-        stream = TokenStream(len(self.asked) + 1)
-        self.asked.append(request)
-        for token in range(self.lives.pop(0)):
+        stream = TokenStream(len(self.requests) + 1)
+        self.requests.append(request)
+        for token in range(self.token_counts.pop(0)):
             stream.add_token(token, 0, None)
         stream.fail(EngineDead("died"))
         yield stream
@@ -63,19 +63,19 @@ async def read(replicas: Replicas, request: GenerateRequest) -> list[int]:
 def test_a_request_that_crashes_its_engines_is_not_retried_on_the_whole_fleet():
     engine = DyingEngine([0] * 10)
     assert asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,)))) == []
-    assert len(engine.asked) == MOST_MOVES + 1
+    assert len(engine.requests) == MOST_MOVES + 1
 
 
 def test_a_stream_that_makes_progress_may_move_any_number_of_times():
     engine = DyingEngine([1, 1, 1, 1, 1, 0, 0, 0])
     assert len(asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,))))) == 5
-    assert engine.asked[5].generated == (0,) * 5
+    assert engine.requests[5].generated == (0,) * 5
 
 
 def test_a_moved_stream_has_only_the_rest_of_its_timeout():
     engine = DyingEngine([1, 1, 0, 0, 0])
     asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,), timeout_s=600.0)))
-    times = [request.timeout_s for request in engine.asked]
+    times = [request.timeout_s for request in engine.requests]
     assert times == sorted(times, reverse=True) and 0 < times[-1] < 600
 
 
@@ -123,7 +123,7 @@ def test_an_update_whose_success_is_reported_too_late_does_not_take_the_fleet_ou
 
 
 def test_20_a_stream_may_be_aborted_when_its_wait_for_an_engine_times_out():
-    """A pause that came in that moment was answered with 500. Found by seed 148919683."""
+    """A pause at that moment was answered with 500. Found by seed 148919683."""
 
     async def wait_and_end() -> list[str]:
         answer, causes = MovingStream(GenerateRequest(0, (1,)), replicas_over(None)._choose), []
@@ -134,7 +134,7 @@ def test_20_a_stream_may_be_aborted_when_its_wait_for_an_engine_times_out():
 
         with pytest.raises(TimeoutError):  # noqa: PT012 (what follows must not run)
             async with asyncio.timeout(0) as answer.wait:
-                asyncio.get_running_loop().call_soon(end)  # the timeout has passed, and its task has not run yet
+                asyncio.get_running_loop().call_soon(end)  # the timeout has expired, but its task has not run yet
                 await asyncio.sleep(60)
         return causes
 

@@ -1,4 +1,4 @@
-"""Crash evidence: what a dying engine leaves behind, and what a replay finds in it."""
+"""Crash evidence: the file that a crashing engine writes, and what a replay finds in it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_evidence_records_what_the_engine_was_doing(tmp_path, caplog):
     assert [seen.id for seen in left.sequences] == [1, 2, 3, 4, 5, 6] and "4 running" in left.scheduler
     assert [step.tokens is None for step in left.steps] == [False] * 3 + [True]
     assert str(path) in caplog.text and "Traceback (most recent call last)" in caplog.text
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "it holds what people have asked"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "it contains prompts"
 
 
 def test_only_the_last_plans_are_kept_and_they_are_enough(tmp_path, monkeypatch):
@@ -131,15 +131,15 @@ def test_an_engine_that_crashes_repeatedly_does_not_fill_the_disk(tmp_path):
 def test_80_the_last_crash_is_kept_even_if_the_wall_clock_was_set_back(tmp_path):
     for number in range(evidence_module.FILES + 1):
         last = write_private(tmp_path, b"{}")
-        os.utime(last, (2e9 - number, 2e9 - number))  # each seems to be older than the one before
+        os.utime(last, (2e9 - number, 2e9 - number))  # each appears to be older than the previous one
     assert last.exists() and write_private(tmp_path, b"{}").exists() and last.exists()
 
 
-# -- plans that make no sense ----------------------------------------------------------
+# -- inconsistent plans -------------------------------------------------------------------
 
 
 def join(row: int, tokens: str, blocks: tuple[int, ...]) -> Join:
-    """A sequence of the letters of `tokens`."""
+    """A sequence whose tokens are the letters of `tokens`."""
     return Join(row, tuple(map(ord, tokens)), len(tokens), SamplingParams(), blocks)
 
 
@@ -149,7 +149,7 @@ def plan(step: int, *slices: tuple[int, int, int, bool], **more: object) -> Step
 
 
 def fault(folder: Path, *plans: StepPlan) -> tuple[int | None, str | None]:
-    """What a replay says of an engine with 4 rows and 8 blocks of 4 tokens that has sampled nothing but `x`."""
+    """The result of a replay for an engine with 4 rows and 8 blocks of 4 tokens that has sampled only `x`."""
     steps = [RecordedStep(each, [ord("x")] * sum(each.samples)) for each in plans]
     left = Evidence("error", "now", "running", "<Scheduler>", [], [], 8, 4, 4, 200, steps)
     found = replay(write_private(folder, msgspec.json.encode(left)))
@@ -199,7 +199,7 @@ def test_kv_from_before_the_first_plan_is_trusted(tmp_path):
     stranger = plan(8, (3, 40, 1, True))
     assert fault(tmp_path, hit, stranger) == (None, None)
     wrong = plan(9, (2, 4, 1, True), joins=(join(2, "ABCDE", (2, 4)),))
-    # Nobody wrote block 2 under our eyes, but row 1 has read it and found "abcd".
+    # No recorded plan wrote block 2, but row 1 has read it and found "abcd".
     assert fault(tmp_path, hit, wrong) == (
         9,
         "row 2 reads position 0 in block 2, which holds something else",
@@ -225,8 +225,8 @@ def test_fetched_blocks_hold_the_fetched_kv(tmp_path):
 def test_a_file_can_be_replayed_from_the_command_line(tmp_path, capsys):
     path = run_and_crash(busy(recorded(tmp_path)), tmp_path, steps=3)
     assert main(["replay", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "plans run again; every plan is consistent" in said and "the engine crashed with: " in said
+    output = capsys.readouterr().out
+    assert "plans run again; every plan is consistent" in output and "the engine crashed with: " in output
     path.write_text("{}")
     assert main(["replay", str(path)]) == 2
     assert "cannot be replayed" in capsys.readouterr().err

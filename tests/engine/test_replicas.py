@@ -1,4 +1,4 @@
-"""Real engine processes on a tiny model."""
+"""Tests with real engine processes on a tiny model."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ async def kill(replica: Replica) -> None:
 
 
 async def update(replicas: Replicas, source: Source) -> list[str]:
-    """Pause, load, resume; the states that it leads to."""
+    """Pause, update and resume; returns the engines' states."""
     await replicas.call_all(Pause("abort"))
-    told = await replicas.call_all(UpdateWeights(source))
+    answers = await replicas.call_all(UpdateWeights(source))
     await replicas.call_all(Resume())
-    assert all(isinstance(each, EngineState) for each in told.values()), told
+    assert all(isinstance(each, EngineState) for each in answers.values()), answers
     return [replica.state for replica in replicas.replicas]
 
 
@@ -98,7 +98,7 @@ def test_55_a_restarted_engine_has_the_weights_of_the_fleet_or_gets_no_streams(f
 
             await replicas.call_all(Pause("abort"))
             await kill(first)
-            await until(first, "ready")  # from the same files
+            await until(first, "ready")  # started from the same files
             assert first.client is not None
             status = (await first.client.ping(60)).status
             assert (status.version, status.state) == (1, "paused")
@@ -111,7 +111,7 @@ def test_55_a_restarted_engine_has_the_weights_of_the_fleet_or_gets_no_streams(f
                 assert await update(replicas, files) == ["ready", "ready"]
             assert await collect(replicas, 0, 20) == old
             await kill(first)
-            await until(first, "outdated")  # what was published is gone
+            await until(first, "outdated")  # the published files are gone
             assert first.client is not None and first.client.open_streams == 0
             running = asyncio.gather(*(collect(replicas, 0, 20) for _ in range(4)))
             assert await running == [old] * 4
@@ -125,7 +125,7 @@ def test_55_a_restarted_engine_has_the_weights_of_the_fleet_or_gets_no_streams(f
 
 
 def test_18_24_a_restarted_engine_takes_the_state_last_requested_for_the_fleet(folder):
-    """A pause that a resume has cancelled is not remembered; one that is under way already counts."""
+    """A pause that a resume cancelled is not remembered; a pause in progress counts."""
 
     async def main() -> None:
         async with asyncio.timeout(200), started(folder, CONFIG, count=2) as replicas:
@@ -167,7 +167,7 @@ def test_18_56_a_stream_that_loses_its_engine_during_a_pause_waits_or_ends_with_
             while not (lost := next((r for r in replicas.replicas if r.client and r.client.open_streams), None)):
                 await asyncio.sleep(0)
             assert lost.pid is not None
-            os.kill(lost.pid, signal.SIGSTOP)  # the pause finds it at work
+            os.kill(lost.pid, signal.SIGSTOP)  # so that the pause finds it with running work
             other = next(replica for replica in replicas.replicas if replica is not lost)
             pausing = asyncio.create_task(replicas.call_all(Pause(mode, timeout_s=100)))
             while (await other.client.ping(60)).status.state != "paused":
@@ -189,8 +189,8 @@ def test_58_a_deadline_expires_while_there_is_no_engine(folder):
         async with asyncio.timeout(100), started(folder, CONFIG) as replicas:
             os.kill(replicas.replicas[0].pid, signal.SIGSTOP)
             replicas.replicas[0].client, client = None, replicas.replicas[0].client
-            asked = GenerateRequest(0, (1, 2), SamplingParams(max_tokens=9), timeout_s=0.05)
-            async with replicas.generate(asked) as stream:
+            request = GenerateRequest(0, (1, 2), SamplingParams(max_tokens=9), timeout_s=0.05)
+            async with replicas.generate(request) as stream:
                 assert [chunk async for chunk in stream] == [] and stream.cause == "deadline"
             replicas.replicas[0].client = client
             os.kill(replicas.replicas[0].pid, signal.SIGCONT)
@@ -232,7 +232,7 @@ def test_43_an_engine_that_does_not_answer_is_named_and_delays_no_caller(folder)
             assert first.pid is not None
             os.kill(first.pid, signal.SIGSTOP)
             try:
-                for timeout_s in (1.0, 5.0, 25.0):  # longer, should the other one not have been run for that time
+                for timeout_s in (1.0, 5.0, 25.0):  # longer if the other process was not scheduled in that time
                     outcome = await replicas.call_all(Pause("abort"), timeout_s=timeout_s)
                     if isinstance(outcome[1], EngineState):
                         break
@@ -245,7 +245,7 @@ def test_43_an_engine_that_does_not_answer_is_named_and_delays_no_caller(folder)
                 await kill(second)
                 outcome = await replicas.call_all(ListSequences())
                 if isinstance(outcome[1], EngineDead):
-                    break  # and not back already
+                    break  # and not yet restarted
                 await until(second, "ready")
             assert isinstance(outcome[0], SequenceList) and isinstance(outcome[1], EngineDead)
             with pytest.raises(RequestError, match="the group is too small for all engines"):

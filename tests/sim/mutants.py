@@ -2,7 +2,7 @@
 
 Run it with `python -m tests.sim.mutants [SEEDS] [RULE] [--jobs N] [--write]`; with `--write` it fills the table in
 `docs/testing.md`.
-A mutant that survives must be listed in EQUIVALENT with the reason why breaking that line breaks no promise.
+A mutant that survives must be listed in EQUIVALENT with the reason why it breaks no guarantee.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/headgate"
-TIMEOUT_S = 3600  # on a machine that is busy with other things
-CPU_S = 180  # a run that takes more of the processor hangs
-LONGEST = 110  # of a cell in the table
+TIMEOUT_S = 3600  # on a loaded machine
+CPU_S = 180  # CPU time; a run that needs more is considered hung
+LONGEST = 110  # characters in a cell of the table
 RUN = """
 import sys
 from headgate.testing.sim.world import simulate
@@ -40,112 +40,112 @@ class Mutant:
     file: str
     old: str
     new: str
-    test: str = ""  # what notices it, where the simulation cannot
+    test: str = ""  # the test file that catches it, if the simulation cannot
 
 
 MUTANTS = [
     Mutant(
-        "load is given back whatever happens",
+        "the load of a worker is always released",
         "router/exchange/relay.py",
         "        placement.give_back()\n\n    def _undo",
         "\n    def _undo",
     ),
     Mutant(
-        "load is given back once",
+        "the load of a worker is released once",
         "router/fleet/fleet.py",
         "        worker.in_flight -= 1\n",
         "        worker.in_flight -= 1 + (worker.errors > 0)\n",
     ),
     Mutant(
-        "a place is given back whatever happens",
+        "an admission is always released",
         "router/exchange/relay.py",
         "        if before is not QUEUED:\n",
         "        if before is not QUEUED and not self.client.gone:\n",
     ),
     Mutant(
-        "only whole events are passed on",
+        "only whole events are relayed",
         "router/exchange/attempt.py",
         "        self._tail = data[end:]\n        if len(self._tail) > LONGEST_EVENT:\n"
         '            self.fail("an event of its answer never ends")\n        return data[:end]\n',
         "        return data\n",
     ),
     Mutant(
-        "an end that nobody wished for is veiled",
+        "an unintended end is withheld",
         "router/exchange/attempt.py",
         "        if WITHHELD in data:\n            data = self._set_aside(data)\n        if data:\n",
         "        if data:\n",
         "tests/router/test_relay.py",
     ),
     Mutant(
-        "who goes on knows what was said",
+        "a resumed answer includes what the client received",
         "router/exchange/relay.py",
         '        return splice(body, "resume", self.journal.resume(streamed=self.info.stream))\n',
         "        return body\n",
     ),
     Mutant(
-        "who goes on knows the last token",
+        "a resumed answer includes the last token",
         "router/exchange/journal.py",
         'b",".join(filter(None, ids))',
         'b",".join(filter(None, ids[:-1]))',
     ),
     Mutant(
-        "who goes on knows how much text was read",
+        "a resumed answer continues after the delivered text",
         "router/exchange/journal.py",
         '"delivered_chars": choice.chars if streamed else 0,',
         '"delivered_chars": max(told.chars - 1, 0) if streamed else 0,',
     ),
     Mutant(
-        "who goes on knows which choices have ended",
+        "a resumed answer keeps the choices that have ended",
         "router/exchange/journal.py",
         '                        "finish": choice.finish,\n',
         '                        "finish": None,\n',
     ),
     Mutant(
-        "what an answer ended with reaches its client",
+        "the end of an answer reaches its client",
         "router/exchange/client_answer.py",
         "            self._client.write(LAST_CHUNK)\n",
         "            pass\n",
     ),
     Mutant(
-        "a request that has ended is forgotten",
+        "a request that has ended is removed",
         "router/router.py",
         "        if self.live.get(exchange.key) is exchange:\n",
         "        if self.live.get(exchange.key) is exchange and not exchange.moves:\n",
     ),
     Mutant(
-        "a client that leaves the router ends its request",
+        "a client that disconnects from the router ends its request",
         "router/exchange/relay.py",
         "        self.router.client_left(self)\n        self._on(Event.GONE)\n",
         "        self.router.client_left(self)\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "a worker that shuts down may come back",
+        "a worker that shuts down may return",
         "router/fleet/monitor.py",
         '    "draining": "stopping",',
         '    "draining": "draining",',
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "a slow reader gets everything",
+        "a slow reader gets the whole answer",
         "router/data_path/downstream.py",
         "    def pause_writing(self) -> None:\n",
         "    def pause_writing(self) -> None:\n        self.write = lambda data: None\n",
     ),
     Mutant(
-        "text that was not delivered is owed",
+        "undelivered text is sent by the next worker",
         "api/generate/generation.py",
         "        piece.text, self._owed = piece.text[:delivered_chars], piece.text[delivered_chars:]\n",
         '        piece.text, self._owed = piece.text[:delivered_chars], ""\n',
     ),
     Mutant(
-        "held back text is told at the end",
+        "withheld text is sent at the end",
         "api/generate/generation.py",
         "                piece.text += self.rest()\n",
         "                pass\n",
     ),
     Mutant(
-        "a stop string ends an answer where it was complete",
+        "a stop string ends an answer at the token that completes it",
         "api/generate/generation.py",
         "            if self.stopped:\n                _cut(piece, count)\n                return text\n",
         "            if self.stopped:\n                return text\n",
@@ -157,50 +157,50 @@ MUTANTS = [
         "        if block := (lines if event else b'') + self._finish(job, piece, event):\n",
     ),
     Mutant(
-        "a stream without a seed goes on in the same random stream",
+        "a stream without a seed continues the same random stream",
         "api/generate/serve.py",
         "seed_of(context.request_id))",
         "seed_of(context.request_id + str(body.resume is not None)))",
     ),
     Mutant(
-        "a client that leaves a server ends its request",
+        "a client that disconnects from a server ends its request",
         "edge/sse.py",
         '    while (await receive())["type"] != "http.disconnect":\n        pass\n',
         "    await asyncio.sleep(1e9)\n",
         "tests/api/test_chat.py",
     ),
     Mutant(
-        "leaving a stream aborts it",
+        "closing a stream aborts it",
         "engine/client.py",
         "            self.abort(stream.id, stream.cause)\n",
         "            pass\n",
     ),
     Mutant(
-        "aborts of one moment are all sent",
+        "all aborts of one event loop iteration are sent",
         "engine/client.py",
         "        for cause in dict.fromkeys(aborts.values()):\n",
         "        for cause in list(dict.fromkeys(aborts.values()))[1:]:\n",
     ),
     Mutant(
-        "an engine that is lost ends its streams",
+        "a lost engine ends its streams",
         "engine/client.py",
         "        for stream in streams:\n            stream.fail(error)\n",
         "",
     ),
     Mutant(
-        "a stream that moves takes its tokens along",
+        "a moved stream keeps its tokens",
         "engine/moving_stream.py",
         "generated=tuple(tokens), timeout_s=timeout_s",
         "generated=self._request.generated, timeout_s=timeout_s",
     ),
     Mutant(
-        "a pause ends what it should",
+        "a pause with abort ends running requests",
         "engine/control.py",
         'return self._end(list(self._scheduler.sequences), "pause") if pause.mode == "abort" else {}',
         "return {}",
     ),
     Mutant(
-        "what old weights made is told as theirs",
+        "tokens carry the version of the weights that generated them",
         "engine/control.py",
         "        self._send_outputs()\n        version = self._scheduler.version + 1",
         "        version = self._scheduler.version + 1",
@@ -212,91 +212,91 @@ MUTANTS = [
         "root_key(0, self.request.adapter, self.request.salt)",
         test="tests/core/test_scheduler.py",
     ),
-    # -- an end that somebody has asked for, and pauses and weights of those who come back --
+    # -- requested aborts, and the pauses and weights of restarted processes --
     Mutant(
-        "what was asked to end goes to no other worker",
+        "an aborted request is sent to no other worker",
         "router/exchange/states.py",
         "        Event.UNFINISHED: lambda facts: _end(facts, Action.COUNT_MOVE),\n",
         "        Event.UNFINISHED: (State.PLACING, (Action.COUNT_MOVE, Action.PLACE)),\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "who is asked to abort marks what it finds",
+        "an abort marks the requests that it finds",
         "router/control/abort.py",
         "        elif whole:\n            exchange.ask_end(cause)\n",
         "        elif whole:\n            pass\n",
         test="tests/router/test_abort_in_transit.py",
     ),
     Mutant(
-        "what was asked to end goes on in no other engine",
+        "an aborted request continues on no other engine",
         "engine/moving_stream.py",
         "            self.cause, self.ending = cause, True\n",
         "            self.cause, self.ending = cause, False\n",
         test="tests/sim/test_rules.py",
     ),
     Mutant(
-        "an engine that comes back to a pause is paused",
+        "an engine that restarts during a pause is paused",
         "engine/replicas.py",
         "                replica.known = _state_after(asked, await client.call(asked), replica.known)\n",
         "",
         test="tests/sim/test_rules.py",
     ),
     Mutant(
-        "a worker that comes back to a pause is paused",
+        "a worker that restarts during a pause is paused",
         "router/fleet/catch_up.py",
         "            paused=controls.current_pause is not None,\n",
         "            paused=False,\n",
     ),
     Mutant(
-        "a worker that was away is not one that was resumed",
+        "a restarted worker is not taken for a resumed one",
         "router/fleet/fleet.py",
         "        if before not in (None, boot_id) and self.on_restart is not None:\n",
         "        if False:\n",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "a fleet that another router has resumed is not held",
+        "requests are not held for a fleet that another router has resumed",
         "router/fleet/catch_up.py",
         "                controls.release()\n",
         "                pass\n",
         test="tests/sim/test_kv.py",
     ),
     Mutant(
-        "a worker with other weights than the fleet's gets nothing",
+        "a worker with other weights than the fleet gets no requests",
         "router/fleet/fleet.py",
         "            self.floor_version = self._required_version()\n",
         "            self.floor_version = None\n",
         test="tests/router/test_fleet.py",
     ),
     Mutant(
-        "an engine with other weights than its fellows gets nothing",
+        "an engine with other weights than the others gets no streams",
         "engine/replicas.py",
         "replica.outdated = replica.outdated, CatchUpStep.EXCLUDE in self._steps(self.asked, version)",
         "replica.outdated = replica.outdated, False",
         test="tests/sim/test_rules.py",
     ),
     Mutant(
-        "a server ends though its engine dies in the same moment",
+        "a server shuts down even if its engine dies at the same moment",
         "engine/replicas.py",
         "                _raise_if_cancelled()\n",
         "",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "a retry is known by what its client meant",
+        "a retry is recognised by the client's own request",
         "api/generate/serve.py",
         "msgspec.structs.replace(body, kv_ticket=None, deadline_ms=None) if journal else body",
         "body",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "what was aborted between two workers is told as aborted",
+        "a request aborted between two workers is reported as aborted",
         "router/exchange/reports.py",
         "as_aborted(released(last[1].ending), cause, strict=strict)",
         "released(last[1].ending)",
         test="tests/sim/test_regressions.py",
     ),
-    # -- KV between engines --
+    # -- KV transfer between engines --
     Mutant(
         "blocks are not reused under a running transfer",
         "core/scheduler.py",
@@ -312,14 +312,14 @@ MUTANTS = [
         test="tests/engine/test_loop.py",
     ),
     Mutant(
-        "KV that was damaged is not believed",
+        "damaged KV is rejected",
         "transfer/fetching.py",
         "        if received != checksum.digest():\n",
         "        if False:\n",
         test="tests/transfer/test_tcp.py",
     ),
     Mutant(
-        "a transfer that failed is a prefill",
+        "a failed transfer becomes a local prefill",
         "core/scheduler.py",
         "        if ok and ticket is not None and",
         "        if ticket is not None and",
@@ -331,13 +331,13 @@ MUTANTS = [
         "ticket.tokens + 1)",
     ),
     Mutant(
-        "what was lent is withdrawn",
+        "a lent block is withdrawn",
         "transfer/tcp.py",
         "            self._offers.pop(lease).withdrawn = True\n",
         "            self._offers[lease].withdrawn = True\n",
     ),
     Mutant(
-        "a ticket that is not wanted is let go",
+        "an unwanted ticket is released",
         "core/scheduler.py",
         "            self.unwanted.append(seq.id)\n",
         "",
@@ -355,20 +355,20 @@ MUTANTS = [
         "            seq.lease = None\n",
     ),
     Mutant(
-        "who computes a prompt for nobody is relieved of it",
+        "a prefill request without a client is released",
         "router/exchange/prefill.py",
         "            self._load_share.give_back()\n",
         "            pass\n",
     ),
     Mutant(
-        "what runs is gone through in a copy",
+        "the scheduler iterates over a copy of the running sequences",
         "core/scheduler.py",
         "        for seq in list(self.running):\n            if draft.budget == 0:\n",
         "        for seq in self.running:\n            if draft.budget == 0:\n",
         test="tests/core/test_scheduler.py",
     ),
     Mutant(
-        "a lease is renewed by whoever holds it, not by the step loop",
+        "lease renewals are applied before leases expire",
         "engine/loop.py",
         "        messages = self._receive()\n",
         "        messages = self._receive()\n        self.scheduler.tick(self._clock())\n",
@@ -376,7 +376,7 @@ MUTANTS = [
     ),
     # -- the core, with whole fleets around it --
     Mutant(
-        "a drain waits for what has started, and for nobody else",
+        "a drain waits only for started sequences",
         "core/scheduler.py",
         "any(seq.preempted for seq in self.waiting.fronts())",
         "any(True for seq in self.waiting.fronts())",
@@ -397,7 +397,7 @@ MUTANTS = [
         test="tests/engine/test_client.py",
     ),
     Mutant(
-        "who was started anew while others are paused has not followed",
+        "a worker restarted during a pause call does not count as paused",
         "router/control/lifecycle.py",
         " if reply.ok and reply.worker.boot_id == reply.boot_id}\n",
         " if reply.ok}\n",
@@ -425,133 +425,133 @@ MUTANTS = [
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "tokens that a worker told with its end are counted",
+        "tokens that a worker sent with the end are counted",
         "router/exchange/reports.py",
         "        exchange.journal.feed(released_tokens(last[1].ending))\n",
         "",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "what lacks the end of its stream alone is not aborted",
+        "a request that lacks only the end of its stream is not aborted",
         "router/exchange/reports.py",
         "(bool(unfinished) or not stream)",
         "True",
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "a worker that is full is a reason before one that is paused",
+        "a full worker takes precedence over a paused one as the reason of a refusal",
         "router/exchange/retry_state.py",
         "        if self.was_full:\n            return isinstance",
         "        if False:\n            return isinstance",
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "a part of an answer is told before another worker's refusal",
+        "a partial answer takes precedence over another worker's refusal",
         "router/exchange/retry_state.py",
         "        return self.was_cut and unchanged and bool(failed)\n",
         "        return False\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "a worker that lost an answer may be asked again after another has refused it",
+        "a worker that lost an answer may be retried after another has refused it",
         "router/exchange/retry_state.py",
         "        return bool(self._failed)\n",
         "        return self.was_lost\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "a worker that was full may be asked again after another has failed",
+        "a full worker may be retried after another has failed",
         "router/exchange/retry_state.py",
         "            return status == 503  # after a 429 the queue drains without a change of state\n",
         "            return status in (429, 503)\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "a prefill worker that lost an answer may be asked again",
+        "a prefill worker that lost an answer may be retried",
         "router/worker_choice.py",
         '                workers = self._candidates("any", model, retry_state.unwilling, resuming)\n',
         "                pass\n",
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "workers are asked before an answer ends with another caller's pause",
+        "workers are probed before an answer ends with another caller's pause",
         "router/exchange/retry_state.py",
         "        return isinstance(self.last[1], Withheld) and self.last[1].cause == PAUSE\n",
         "        return False\n",
         test="tests/router/test_paused.py",
     ),
     Mutant(
-        "what a rolling update cuts waits for the worker that is updated",
+        "an answer cut by a rolling update waits for the worker being updated",
         "router/router.py",
         "        if self.fleet.rolling and not retry_state.was_full:\n            return True",
         "        if False:\n            return True",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "an answer whose worker was lost waits for workers that others have paused",
+        "an answer whose worker was lost waits for workers paused by other callers",
         "router/router.py",
         '(*AWAITED, "paused") if retry_state.was_lost or exchange.kept else AWAITED',
         '(*AWAITED, "paused") if exchange.kept else AWAITED',
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "an abort believes the worker that has the request",
+        "an abort trusts only the worker that has the request",
         "router/control/abort.py",
         " and url in self._holders.get(name, (url,))\n",
         "\n",
         test="tests/router/test_abort_in_transit.py",
     ),
     Mutant(
-        "an abort believes a worker about what it was asked to end",
+        "an abort trusts a worker only about requests it was asked to end",
         "router/control/abort.py",
         "(asked is None or name in asked) and ",
         "",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "a pause ends requests at a worker that leaves the fleet",
+        "a pause ends requests on a worker that leaves the fleet",
         "router/control/lifecycle.py",
         "            ended = await self._end_at_removed_workers(_unended(accepted), caller, due_s)\n",
         "",
         test="tests/router/test_abort_in_transit.py",
     ),
     Mutant(
-        "a pause ends what goes on in the queue of a paused worker",
+        "a pause ends answers that continue in the queue of a paused worker",
         "router/control/lifecycle.py",
         "        if worker is None or exchange.is_untouched:\n",
         "        if worker is None or not exchange.journal.choices:\n",
         test="tests/router/test_paused.py",
     ),
     Mutant(
-        "an abort reports no end that the client was not sent",
+        "an abort reports no end that was not sent to the client",
         "router/control/abort.py",
         "        if target is not None and name not in self.errors and target.exchange.end_pending:\n",
         "        if False:\n",
         test="tests/router/test_abort_in_transit.py",
     ),
     Mutant(
-        "an abort reaches workers that still make an answer for its key",
+        "an abort reaches workers that still generate an answer for its key",
         "router/control/abort.py",
         "    return [worker for worker in router.fleet if worker.url in urls",
         "    return [worker for worker in router.fleet if False",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "a worker that joins a held fleet and is paused has followed",
+        "a worker that joins a held fleet and is paused counts as paused",
         "router/fleet/catch_up.py",
         "            self._controls.paused.add(worker)\n\n    def _unrecorded",
         "            pass\n\n    def _unrecorded",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "a control answer names the process that has given it",
+        "a control answer identifies the process that sent it",
         "router/control/fan_out.py",
         "            self._fleet.set_boot_id(worker, boot)\n",
         "            pass\n",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "the end of a whole answer is told though its worker was lost",
+        "the end of a whole answer is sent even if its worker was lost",
         "router/exchange/relay.py",
         "        return bool(self.journal.choices) and reports.withheld_end(self) is None\n",
         "        return False\n",
@@ -559,27 +559,27 @@ MUTANTS = [
     ),
     # -- bounds, tenants, truth: 61 to 80 --
     Mutant(
-        "no tenant takes the last places",
+        "no tenant takes all admissions",
         "shares.py",
         "        if left < 0 and several:\n",
         "        if True:\n            return left >= 0\n        if left < 0:\n",
     ),
     Mutant(
-        "what one request takes alone is not missing to others",
+        "capacity taken by one large request does not count against other tenants",
         "shares.py",
         "            left += self._excess\n",
         "            pass\n",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "workers are asked before a client hears of a pause",
+        "workers are probed before a client is refused as paused",
         "router/router.py",
         "        return known and retry_state.would_report_a_pause and not retry_state.probed\n",
         "        return False\n",
         test="tests/router/test_paused.py",
     ),
     Mutant(
-        "what a pause has kept waits for a worker that refuses it as paused",
+        "a request kept by a pause waits for a worker that refuses it as paused",
         "router/worker_choice.py",
         "    return exchange.kept and retry_state.was_refused_as_paused\n",
         "    return False\n",
@@ -593,27 +593,27 @@ MUTANTS = [
         test="tests/router/test_paused.py",
     ),
     Mutant(
-        "a router knows how long the prompt of an answer is that it ends",
+        "a router knows the prompt length of an answer that it ends",
         "router/exchange/ending.py",
         "    prompt = journal.prompt\n",
         "    prompt = 0\n",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
-        "a text that cannot fit is refused from its length",
+        "a text that cannot fit is refused by its length",
         "text/tokenizer.py",
         "        if chars <= most * (self.longest or UNBOUNDED_CHARS):\n",
         "        if True:\n",
     ),
     Mutant(
-        "how an answer is presented does not decide how it is retried",
+        "the format of an answer does not affect its retries",
         "router/exchange/attempt.py",
         "    rescheduled = any(reason == RESCHEDULED for reason, _ in ends)\n",
         '    rescheduled = b\'"finish_reason":"pd_reschedule"\' in ending\n',
         test="tests/router/test_relay.py",
     ),
     Mutant(
-        "nothing depends on how long the machine has been up",
+        "nothing depends on the machine's uptime",
         "api/generate/journal.py",
         "        self._sent_s = -inf\n",
         "        self._sent_s = 0.0\n",
@@ -627,32 +627,32 @@ MUTANTS = [
         test="tests/router/test_tenants.py",
     ),
     Mutant(
-        "an id that was drawn tells of no other",
+        "a generated id reveals no other id",
         "contract/ids.py",
         "        return PREFIX + self._drawn.pop()\n",
         "        self.count = getattr(self, 'count', 0) + 1\n        return f'{PREFIX}{0:08x}{self.count:x}'\n",
     ),
     Mutant(
-        "a router holds a deadline while a worker is silent",
+        "a router enforces a deadline while a worker is silent",
         "router/exchange/relay.py",
         "            self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)\n",
         "            pass\n",
     ),
     Mutant(
-        "a server holds a deadline while its engine is stopped",
+        "a server enforces a deadline while its engine is stopped",
         "engine/moving_stream.py",
         "timer = _call_after(request.timeout_s, self.overdue)\n",
         "timer = None\n",
         test="tests/api/test_accounting.py",
     ),
     Mutant(
-        "a router ends a request that is not read",
+        "a router ends a request whose client does not read",
         "router/data_path/downstream.py",
         "        if self._outflow.stalled_s(now_s) >= self._connections.stall_s:\n",
         "        if False:\n",
     ),
     Mutant(
-        "a server ends a request that is not read",
+        "a server ends a request whose client does not read",
         "api/server.py",
         "        if self._outflow.stalled_s(now_s) >= stall_s:\n",
         "        if False:\n",
@@ -665,13 +665,13 @@ MUTANTS = [
         test="tests/api/test_stalled.py",
     ),
     Mutant(
-        "no salt is the root of another tenant",
+        "no cache salt equals the cache root of another tenant",
         "protocol/keys.py",
         "    return repr((tenant, salt))\n",
         "    return f'{tenant}:{salt}' if tenant else salt\n",
     ),
     Mutant(
-        "strangers at a router are strangers at its workers",
+        "anonymous callers of a router are anonymous at its workers",
         "router/router.py",
         "        if tenant is not None and is_headgate:\n",
         "        if tenant and is_headgate:\n",
@@ -685,7 +685,7 @@ MUTANTS = [
         test="tests/api/test_keys.py",
     ),
     Mutant(
-        "what a client claims to have been told is counted by us",
+        "token counts are computed by the server, not taken from the client",
         "api/generate/jobs.py",
         "    return Finish(reason, cause, prompt_tokens, 0, output_tokens)",
         "    return Finish(reason, cause, prompt, cached, output)",
@@ -704,26 +704,26 @@ MUTANTS = [
         "MARGIN_S = 17.0  #",
     ),
     Mutant(
-        "a malformed answer is the error of its worker",
+        "a malformed answer is reported as the error of its worker",
         "router/control/fan_out.py",
         "    except UNREADABLE as error:\n",
         "    except ZeroDivisionError as error:\n",
     ),
     Mutant(
-        "a pause ends what was accepted and no worker has",
+        "a pause ends accepted requests that no worker has",
         "router/control/lifecycle.py",
         "            ended = await self.end_accepted(body, accepted, caller, due_s + SLACK_S)\n",
         "            ended = 0\n",
     ),
     Mutant(
-        "an abort names no request that computes the prompt of another",
+        "an abort does not name prefill requests",
         "api/control/abort.py",
         "        return [target for target in self.targets if self.by_name or target.record.kind != PREFILL]\n",
         "        return list(self.targets)\n",
         test="tests/api/test_prefill_requests.py",
     ),
     Mutant(
-        "a router marks the request that computes the prompt of another",
+        "a router marks prefill requests",
         "router/exchange/prefill.py",
         'PREFILL_LINE = b"x-headgate-prefill: 1\\r\\n"\n',
         'PREFILL_LINE = b""\n',
@@ -737,27 +737,27 @@ MUTANTS = [
         test="tests/api/test_control.py",
     ),
     Mutant(
-        "a pause of a server governs what no engine has",
+        "a pause of a server applies to requests that no engine has",
         "api/control/lifecycle.py",
         "        if finds_accepted(pause, before):\n",
         "        if pause.queue:\n",
         test="tests/api/test_accepted.py",
     ),
     Mutant(
-        "an answer stays where it goes last",
+        "an answer marked for recomputation is not rescheduled again",
         "core/scheduler.py",
         "        elif self.limits.reschedules and not seq.request.recompute:\n",
         "        elif self.limits.reschedules:\n",
         test="tests/core/test_scheduler.py",
     ),
     Mutant(
-        "a pause outlives the engines that crash in it",
+        "a pause survives engine crashes",
         "engine/replicas.py",
         " and any(isinstance(result, Denied) for result in outcome.values()):\n",
         ":\n",
     ),
     Mutant(
-        "a pause that a later call has overtaken is refused",
+        "a pause that arrives after a later call is refused",
         "contract/orders.py",
         "        if order.number < self._newest.get(order.router, 0):\n",
         "        if False:\n",
@@ -771,7 +771,7 @@ MUTANTS = [
         test="tests/router/test_call_order.py",
     ),
     Mutant(
-        "an update leaves a worker paused that another caller has paused",
+        "an update keeps a worker paused that another caller has paused",
         "router/fleet/catch_up.py",
         "self._pause_call(FOR_AN_UPDATE, ONLY_IF_RUNNING)",
         "self._pause_call(FOR_AN_UPDATE)",
@@ -785,7 +785,7 @@ MUTANTS = [
         test="tests/router/test_call_order.py",
     ),
     Mutant(
-        "a worker that was out of reach is seen to be resumed elsewhere",
+        "a router notices that an unreachable worker was resumed by another caller",
         "router/fleet/catch_up.py",
         "                if worker.boot_id is None:",
         "                if True:",
@@ -802,7 +802,7 @@ MUTANTS = [
 
 # Mutants that break no promise, and why.
 EQUIVALENT: dict[str, str] = {
-    "what old weights made is told as theirs": "a turn tells before it goes on with commands, and a pause makes nothing",
+    "tokens carry the version of the weights that generated them": "a turn tells before it goes on with commands, and a pause makes nothing",
 }
 
 
@@ -875,7 +875,7 @@ def write_table(verdicts: dict[str, str | None]) -> None:
     text = TABLE.read_text()
     before, _, rest = text.partition(BEGIN)
     rows = [f"| {rule} | {_cell(verdict)} |" for rule, verdict in verdicts.items()]
-    head = ["| rule that was broken | who noticed, and what was said |", "|---|---|"]
+    head = ["| rule that was broken | the test or seed that caught it, and its message |", "|---|---|"]
     TABLE.write_text("\n".join([before + BEGIN, "", *head, *rows, "", END]) + rest.partition(END)[2])
 
 

@@ -1,4 +1,4 @@
-"""Plans that are written by hand: a few requests, and what is done to the fleet meanwhile."""
+"""Helpers for hand-written plans: a few requests, and actions on the fleet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN = SimulationPlan(
 def request(
     name: str, at_s: float = 0.0, to: str = ROUTER, headers: dict[str, str] | None = None, **body: Any
 ) -> PlannedRequest:
-    """Sixty tokens, which take more than a second."""
+    """A request for sixty tokens, which takes more than a second."""
     prompt = (3, 4, 5, *name.encode())
     content = {
         "model": MODEL,

@@ -1,4 +1,4 @@
-"""KV that moves between simulated engines, and two routers in front of them."""
+"""KV transfer between simulated engines, and two routers in front of them."""
 
 from __future__ import annotations
 

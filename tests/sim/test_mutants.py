@@ -1,4 +1,4 @@
-"""The list of planted bugs and the table of who noticed them say the same, and each bug can still be planted."""
+"""The list of planted bugs matches the table of what caught them, and each bug can still be planted."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 
 from tests.sim.mutants import BEGIN, END, EQUIVALENT, MUTANTS, ROOT, TABLE, UNTRIED, Mutant, broken
 
-NAMED = (  # bugs that others have had
+NAMED = (  # bugs that other systems have had
     "blocks are not reused under a running transfer",
-    "what runs is gone through in a copy",
-    "load is given back whatever happens",
-    "a drain waits for what has started, and for nobody else",
-    "who goes on knows the last token",
+    "the scheduler iterates over a copy of the running sequences",
+    "the load of a worker is always released",
+    "a drain waits only for started sequences",
+    "a resumed answer includes the last token",
     "new weights find no KV of the old ones",
-    "a lease is renewed by whoever holds it, not by the step loop",
+    "lease renewals are applied before leases expire",
     "an abort without an id aborts nothing",
-    "load is given back once",
+    "the load of a worker is released once",
     "no abort is lost between two batches",
 )
 
@@ -44,10 +44,10 @@ def test_the_table_lists_exactly_the_planted_bugs():
 def test_every_planted_bug_was_caught_by_a_seed_or_an_existing_test():
     tests = {mutant.rule: mutant.test for mutant in MUTANTS}
     assert UNTRIED not in rows().values()
-    for rule, said in rows().items():
+    for rule, catch in rows().items():
         if rule in EQUIVALENT:
-            assert said.startswith("equivalent: ")
+            assert catch.startswith("equivalent: ")
         elif tests[rule]:
-            assert f"def {said.strip('`')}(" in (ROOT / tests[rule]).read_text(), rule
+            assert f"def {catch.strip('`')}(" in (ROOT / tests[rule]).read_text(), rule
         else:
-            assert re.match(r"seed \d+: |it hangs", said), rule
+            assert re.match(r"seed \d+: |it hangs", catch), rule

@@ -1,4 +1,7 @@
-"""What the simulation has found, each as the smallest plan that shows it."""
+"""Bugs that the simulation has found, each with the smallest plan or the seed that shows it.
+
+Docstrings describe the behaviour before the fix.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.sim.plans import SHORT_DRAIN, action, request
 
 
 def test_44_a_worker_that_shuts_down_during_a_pause_gets_requests_after_its_restart(run_plan):
-    """It answers the pause as *draining*, which the router took for its own draining, and never ended."""
+    """The worker answered the pause as *draining*. The router took that for a drain of its own, which never ended."""
     pause = action(0.3, "pause", mode="drain", new_requests="reject", timeout=5.0)
     report, world = run_plan([request("a"), request("b")], pause, action(0.4, "shutdown"))
     assert not report.failures
@@ -23,7 +26,7 @@ def test_44_a_worker_that_shuts_down_during_a_pause_gets_requests_after_its_rest
 
 
 def test_a_second_signal_after_the_deadline_of_a_shutdown_changes_nothing(run_plan):
-    """The first one's deadline had passed, and moving it raised an error in the signal handler."""
+    """The deadline of the first signal had passed, and moving it raised an error in the signal handler."""
     stuck = action(0.3, "stop_engine", duration_s=4.0, which=0.0)
     report, _ = run_plan(
         [request("a", to="server0")], stuck, action(0.5, "shutdown"), action(1.5, "shutdown"), **SHORT_DRAIN
@@ -33,7 +36,7 @@ def test_a_second_signal_after_the_deadline_of_a_shutdown_changes_nothing(run_pl
 
 
 def test_22_a_control_call_interrupted_by_a_shutdown_is_not_logged_as_a_bug(run_plan):
-    """The handler was cancelled under the HTTP server, which logged it as an exception of ours."""
+    """The handler was cancelled, and the HTTP server logged that as an exception of the application."""
     stuck = action(0.3, "stop_engine", duration_s=20.0, which=0.0)
     pause = action(0.4, "pause_one", mode="drain", timeout=60.0)
     report, _ = run_plan([], stuck, pause, action(0.5, "shutdown"), **SHORT_DRAIN)
@@ -41,7 +44,7 @@ def test_22_a_control_call_interrupted_by_a_shutdown_is_not_logged_as_a_bug(run_
 
 
 def test_5_a_stream_that_is_aborted_in_the_routers_queue_ends_with_its_usage(run_plan):
-    """The router's own last words had no usage, although the client had asked for it."""
+    """The router's own end of the stream had no usage, although the client had requested it."""
     waiting = request("waiting", 0.1, stream_options={"include_usage": True})
     report, _ = run_plan([request("first"), waiting], action(0.5, "abort", req_ids=["waiting"]), max_in_flight=1)
     assert not report.failures
@@ -49,7 +52,7 @@ def test_5_a_stream_that_is_aborted_in_the_routers_queue_ends_with_its_usage(run
 
 
 def test_20_a_server_shuts_down_even_if_its_engine_dies_while_the_server_is_stopped(run_plan):
-    """The engine's end and the keeper's cancellation came in one turn; the keeper heard of the first alone, and went on."""
+    """The engine's end and the supervisor's cancellation came in one iteration; the supervisor missed the latter."""
     held = action(0.6, "stop_server", duration_s=2.0)
     report, _ = run_plan([], action(0.5, "shutdown"), held, action(0.7, "kill_engine", which=0.0), **SHORT_DRAIN)
     assert not report.failures
@@ -57,7 +60,7 @@ def test_20_a_server_shuts_down_even_if_its_engine_dies_while_the_server_is_stop
 
 @pytest.mark.parametrize("more", [{"deadline_ms": 5000}, {}], ids=["with a deadline", "with a ticket"])
 def test_49_a_retry_is_recognised_although_the_router_modified_the_first_attempt(run_plan, more):
-    """What is left of the time, and the ticket, differ from try to try; the worker took that for another request."""
+    """The remaining time and the ticket differ between attempts; the worker took the retry for another request."""
     first = request("first", headers={"idempotency-key": "k"}, **more)
     first.retries = True
     first.behaviour = ClientBehaviour(patience_s=0.5)
@@ -69,7 +72,7 @@ def test_49_a_retry_is_recognised_although_the_router_modified_the_first_attempt
 
 @pytest.mark.parametrize("duration_s", [0.05, 0.5])
 def test_29_a_worker_that_restarts_quickly_does_not_end_the_pause_of_its_fleet(run_plan, duration_s):
-    """It was back before anybody missed it, and ran; the router took that for somebody's resume, and for all workers."""
+    """It restarted unnoticed and was running; the router took that for a resume of all workers by another caller."""
     report, _ = run_plan(
         [], action(0.3, "pause_and_kill", duration_s=duration_s, mode="abort", whole=True, which=0.0)
     )
@@ -78,7 +81,7 @@ def test_29_a_worker_that_restarts_quickly_does_not_end_the_pause_of_its_fleet(r
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_5_an_answer_that_waits_for_another_worker_is_aborted_like_any_other(run_plan, stream):
-    """Its worker had ended it, shutting down; that was what its client was told, and not that somebody had aborted it."""
+    """Its worker had ended it in a shutdown, and the client received that cause instead of the abort."""
     away = action(0.1, "kill_server", target="server1", duration_s=6.0)
     abort = action(3.0, "abort", req_ids=["a"], wait=True)
     cut = request("a", 1.5, stream=stream)
@@ -88,7 +91,7 @@ def test_5_an_answer_that_waits_for_another_worker_is_aborted_like_any_other(run
 
 
 def test_49_a_retry_goes_to_the_worker_that_generates_the_answer(run_plan):
-    """The worker of a key was remembered when it had answered, so a retry of a client that left was made twice."""
+    """The worker of a key was only recorded when it had answered, so the retry of a disconnected client ran twice."""
     first = request("first", headers={"idempotency-key": "k"})
     first.retries = True
     first.behaviour = ClientBehaviour(patience_s=0.3)
@@ -99,7 +102,7 @@ def test_49_a_retry_goes_to_the_worker_that_generates_the_answer(run_plan):
 
 @pytest.mark.parametrize("late_s", [0.85, 1.0])
 def test_19_a_server_that_shuts_down_is_not_reported_as_a_paused_fleet(run_plan, late_s):
-    """It said so in answer to a control call; its state was taken for a pause, of which clients were told."""
+    """It reported the shutdown in a control answer; the router took that state for a pause and refused clients."""
     stop, flush = action(0.3, "stop_server", duration_s=0.5), action(0.4, "flush")
     report, _ = run_plan([request("late", late_s)], stop, flush, action(0.5, "shutdown"), servers=1)
     assert not report.failures
@@ -107,7 +110,7 @@ def test_19_a_server_that_shuts_down_is_not_reported_as_a_paused_fleet(run_plan,
 
 
 def test_29_a_worker_that_dies_while_others_are_still_being_paused_does_not_end_the_pause(run_plan):
-    """It had followed, and was started anew; what it had answered before was noted, and then it seemed to be resumed."""
+    """It had paused and was restarted; its earlier answer was recorded late, so it then appeared to be resumed."""
     slow = action(0.2, "slow_engine", times=200.0, duration_s=6.0)
     pause = action(0.5, "pause_and_kill", mode="abort", whole=True, duration_s=0.05)
     killed = action(1.0, "kill_server", target="server1", duration_s=0.05)
@@ -116,95 +119,95 @@ def test_29_a_worker_that_dies_while_others_are_still_being_paused_does_not_end_
 
 
 def test_5_an_abort_reports_the_tokens_that_the_client_received_not_those_of_a_lost_worker():
-    """A worker that was cut off for a while said later how far it had come on its own."""
+    """A worker that was cut off for a while later reported the tokens that it had generated alone."""
     assert not simulate(631, actors=False).failures
 
 
 def test_36_an_answer_may_return_to_a_worker_that_was_paused_when_it_left():
-    """Its last two workers were updated one after the other; the first was well again, and was not asked."""
+    """Its last two workers were updated one after the other; the first was ready again, but was not tried."""
     assert not simulate(1371, actors=False).failures
 
 
 @pytest.mark.parametrize("seed", [1972, 3659])
 def test_34_an_answer_ended_by_its_stop_string_while_it_was_rescheduled_is_sent_as_finished(seed):
-    """The worker had no room for it, and told all ids again, with those after the stop string, or no text at all."""
+    """The worker had no room, and sent all ids again, including those after the stop string, or no text at all."""
     assert not simulate(seed, actors=False).failures
 
 
 def test_5_an_abort_of_an_answer_whose_worker_shuts_down_is_reported_as_an_abort():
-    """One that was to move elsewhere kept the reason for that."""
+    """An answer that was to move to another worker kept the cause of the move."""
     assert not simulate(2710, actors=False).failures
 
 
 def test_5_a_request_ended_by_its_deadline_is_not_reported_as_aborted():
-    """The engine stood still for eight seconds; when it went on, the deadline came before the abort."""
+    """The engine was stopped for eight seconds; when it resumed, it handled the deadline before the abort."""
     assert not simulate(3288, actors=False).failures
 
 
 def test_44_a_probe_sent_before_an_update_does_not_mark_its_worker_as_outdated():
-    """Its answer came after the update's, and the only worker was paused and updated once more, under its requests."""
+    """Its answer arrived after the update's, and the only worker was paused and updated again during its requests."""
     assert not simulate(7457, actors=False).failures
 
 
 @pytest.mark.parametrize("seed", [6687, 6906])
 def test_19_a_request_during_the_shutdown_of_the_only_server_is_not_refused_as_paused(seed):
-    """Nobody had paused anything; the router knew no word for a worker that ends."""
+    """Nothing was paused; the router had no state for a worker that shuts down."""
     assert not simulate(seed, actors=False).failures
 
 
 @pytest.mark.parametrize("seed", [7039, 7491])
 def test_46_a_request_that_finds_one_worker_full_and_one_updating_is_refused_as_full(seed):
-    """The last refusal was told, which was a pause that one worker alone was in."""
+    """The client received the last refusal: the pause of a single worker."""
     assert not simulate(seed, actors=False).failures
 
 
 def test_29_a_worker_restarted_during_a_pause_of_the_fleet_does_not_end_the_pause():
-    """The pause's answer of its former life was noted for the new one, which ran: somebody had resumed it, it seemed."""
+    """The old process's answer to the pause was recorded for the new one, which was running and so looked resumed."""
     assert not simulate(7289, actors=False).failures
 
 
 def test_2_a_request_that_had_finished_when_its_worker_died_is_not_reported_as_aborted():
-    """All that its slow client still lacked was the end of the stream, which the router told itself."""
+    """The slow client lacked only the end of the stream, which the router sent itself."""
     assert not simulate(6551, actors=False).failures
 
 
 def test_5_an_abort_counts_the_tokens_that_its_worker_sent_with_the_end():
-    """They stood in the veiled event of a pause alone, which no journal told of."""
+    """They were only in the withheld event of a pause, which the journal did not contain."""
     assert not simulate(9645, actors=False).failures
 
 
 @pytest.mark.parametrize("seed", [5481, 6401, 6452, 6931, 7622, 9504, 9711, 9733])
 def test_seeds_that_the_judge_misjudged(seed):
-    """It waited for servers that had ended themselves, for one router's fleet when another's was resumed or had died,
-    and for answers that are made for a key, took a retry's old answer for one of old weights, and wanted the text of a
-    choice that was given back when its request was aborted or overdue."""
+    """The judge waited for servers that had ended themselves, for the fleet of one router when that of another was
+    resumed or dead, and for answers kept for a key; it took the replayed answer of a retry for one of old weights, and it
+    expected the text of a rescheduled choice whose request was aborted or overdue."""
     assert not simulate(seed, actors=False).failures
 
 
 def test_a_seed_determines_the_whole_run():
-    """Who was asked first whether a pause still holds was decided by where workers lie in memory."""
+    """The order in which workers were probed during a pause depended on their memory addresses."""
     assert len({simulate(3168, actors=False).hash for _ in range(5)}) == 1
 
 
 def test_58_a_refusal_after_the_deadline_is_reported_as_the_deadline():
-    """A worker that was paused for its update refused what was long overdue, and its client was told to try again later."""
+    """A worker paused for its update refused an overdue request, and its client was told to retry later."""
     assert not simulate(8670, actors=False).failures
 
 
 def test_a_router_does_not_hold_requests_for_a_pause_that_no_worker_carried_out():
-    """Its engine died while it was asked; somebody resumed the fleet through the other router, and this one went on."""
+    """The engine died during the pause call; the fleet was resumed through the other router, but this one kept holding."""
     assert not simulate(3543, actors=False).failures
 
 
 def test_29_an_answer_cut_by_a_rolling_update_continues_on_the_updated_worker(run_plan):
-    """There was no other worker, and its client was told of a pause. Found by seed 1008076."""
+    """There was no other worker, and the client was refused as paused. Found by seed 1008076."""
     report, _ = run_plan([request("a")], action(0.2, "roll"), servers=1, profile=EngineProfile(step_s=0.05))
     assert not report.failures
     assert report.ends == {"max_tokens": 1} and report.counts["resumes"] == 1
 
 
 def test_18_an_answer_whose_connection_breaks_waits_for_workers_paused_by_other_callers(run_plan):
-    """One worker drained for an update, the other was paused; its client was told that a worker was lost (1004056)."""
+    """One worker drained for an update, the other was paused; the client received worker_lost (seed 1004056)."""
     requests = [request(name, to="router1") for name in "ab"]
     pause = action(0.7, "pause_one", "server1", mode="abort", new_requests="reject", timeout=1.0)
     broken = action(1.5, "reset", between=["router1", "server0"])
@@ -214,7 +217,7 @@ def test_18_an_answer_whose_connection_breaks_waits_for_workers_paused_by_other_
 
 
 def test_36_an_answer_returns_to_the_worker_that_lost_it_if_the_other_has_old_weights(run_plan):
-    """The refusal of that one came last, and was what its client was told. Found by seed 1004957."""
+    """The refusal of the other worker came last, and was sent to the client. Found by seed 1004957."""
     requests = [request("a", 1.0), request("b", 1.0)]
     broken = action(1.8, "reset", between=["router", "server1"])
     report, _ = run_plan(requests, action(0.1, "roll"), action(1.0, "return_old", which=0.0), broken)
@@ -223,7 +226,7 @@ def test_36_an_answer_returns_to_the_worker_that_lost_it_if_the_other_has_old_we
 
 
 def test_55_a_request_waits_for_another_worker_when_its_own_restarts_with_old_weights(run_plan):
-    """It was refused, although whoever came a moment later waited. Found by seed 1008916."""
+    """It was refused, although a request sent a moment later waited. Found by seed 1008916."""
     lost = [action(0.8, "return_old", "server1", which=0.0), action(1.8, "return_old", "server0", which=0.0)]
     report, _ = run_plan([request("a", 1.8, max_tokens=12)], action(0.8, "roll"), *lost)
     assert not report.failures
@@ -232,7 +235,7 @@ def test_55_a_request_waits_for_another_worker_when_its_own_restarts_with_old_we
 
 @pytest.mark.parametrize("timeout_s", [0.2, 10.0], ids=["before it has followed", "when it has followed"])
 def test_24_a_router_notices_that_another_one_resumed_a_worker_re_added_during_a_pause(run_plan, timeout_s):
-    """As a worker of the fleet it was a new one, and was paused again, and so for ever. Found by seed 1000112."""
+    """The re-added worker counted as new, and was paused again and again. Found by seed 1000112."""
     away = action(1.0, "stop_server", duration_s=8.0)
     pause = action(1.0, "pause", undo_via="router1", mode="freeze", new_requests="queue", timeout=timeout_s)
     report, _ = run_plan([], away, pause, action(4.0, "remove"), servers=1, routers=2)
@@ -240,7 +243,7 @@ def test_24_a_router_notices_that_another_one_resumed_a_worker_re_added_during_a
 
 
 def test_24_a_router_notices_the_resume_of_a_worker_that_paused_after_a_restart(run_plan):
-    """Its restart was noticed after the resume, and it was paused again; the answer had not named the new process."""
+    """Its restart was noticed after the resume, and it was paused again: the answer did not identify the new process."""
     short = action(1.0, "kill_server", "server1", duration_s=0.05)
     pause = action(
         1.2, "pause", duration_s=0.05, undo_via="router1", mode="freeze", new_requests="queue", timeout=0.2
@@ -252,7 +255,7 @@ def test_24_a_router_notices_the_resume_of_a_worker_that_paused_after_a_restart(
 
 @pytest.mark.parametrize("tags", [{}, {"tags": {"run": "a"}}], ids=["by name", "by tags"])
 def test_2_an_abort_is_reported_by_the_worker_that_has_the_answer_now(run_plan, tags):
-    """Another worker still made it for its key, since its connection had broken, and had come to other tokens (1001790)."""
+    """After a broken connection another worker still generated it for its key, and reported other tokens (1001790)."""
     keyed = request("a", headers={"idempotency-key": "k"})
     abort = action(1.0, "abort_tags", **tags) if tags else action(1.0, "abort", req_ids=["a"])
     broken = action(0.3, "reset", between=["router", "server1"])
@@ -260,12 +263,12 @@ def test_2_an_abort_is_reported_by_the_worker_that_has_the_answer_now(run_plan, 
     report, _ = run_plan([keyed], broken, slow, abort, profile=EngineProfile(step_s=0.03))
     assert not report.failures
     assert report.ends == {"api_abort": 1} and report.counts["resumes"] == 1
-    assert report.counts["tokens"] < 80  # no worker has gone on to its sixty
+    assert report.counts["tokens"] < 80  # no worker has generated all sixty
 
 
 @pytest.mark.parametrize("at_s", [0.58, 0.62], ids=["before the abort has come", "after it"])
 def test_5_a_client_gets_its_aborted_answer_even_if_the_connection_to_the_worker_breaks(run_plan, at_s):
-    """It was told that a worker was lost, and with it what there was, which the router knew (1008649)."""
+    """The client received worker_lost without the partial answer, which the router had (seed 1008649)."""
     cut = request("a", stream=False)
     broken = action(at_s, "reset", between=["router", "server1"])
     report, _ = run_plan([cut], action(0.5, "abort", req_ids=["a"]), broken, network=NetworkConditions(delay_s=0.05))
@@ -274,7 +277,7 @@ def test_5_a_client_gets_its_aborted_answer_even_if_the_connection_to_the_worker
 
 
 def test_49_an_abort_of_an_abandoned_attempt_says_nothing_about_the_retry(run_plan):
-    """The judge took what was said of the first for the second, which had begun meanwhile. Found by seed 778730."""
+    """The judge applied the abort of the first attempt to the second, which had begun since. Found by seed 778730."""
     first = request("a", headers={"idempotency-key": "k"})
     first.retries = True
     first.behaviour = ClientBehaviour(leaves_after_s=0.5)
@@ -284,7 +287,7 @@ def test_49_an_abort_of_an_abandoned_attempt_says_nothing_about_the_retry(run_pl
 
 
 def test_49_an_abort_of_an_answer_kept_for_a_key_says_nothing_about_the_answer_already_sent(run_plan):
-    """Another worker had answered since; the judge took the one that was aborted for it. Found by seed 1003056."""
+    """Another worker had answered since; the judge confused it with the aborted one. Found by seed 1003056."""
     keyed = request("a", headers={"idempotency-key": "k"})
     broken, slow = (
         action(0.3, "reset", between=["router", "server1"]),
@@ -296,7 +299,7 @@ def test_49_an_abort_of_an_answer_kept_for_a_key_says_nothing_about_the_answer_a
 
 
 def test_25_a_server_whose_update_failed_halfway_refuses_requests(run_plan):
-    """The judge wanted an answer of an engine that had no whole weights. Found by seed 1006994."""
+    """The judge expected an answer from an engine with incomplete weights. Found by seed 1006994."""
     requests = [request(name, 1.0, to=f"server{i}") for i, name in enumerate("abcd")]
     report, _ = run_plan(requests, action(0.3, "update", mode="abort"), update_breaks=1.0, servers=4)
     assert not report.failures
@@ -304,7 +307,7 @@ def test_25_a_server_whose_update_failed_halfway_refuses_requests(run_plan):
 
 
 def test_65_a_request_of_another_tenant_with_the_same_id_is_not_a_leak(run_plan):
-    """The judge took one for the other. Found by seed 91700196."""
+    """The judge confused the two requests. Found by seed 91700196."""
     leaving, staying = request("a"), request("a@bob", headers={"x-request-id": "a"})
     leaving.behaviour = ClientBehaviour(leaves_after_s=0.1)
     hostile.assign(leaving, hostile.ANN)
@@ -315,7 +318,7 @@ def test_65_a_request_of_another_tenant_with_the_same_id_is_not_a_leak(run_plan)
 
 
 def test_63_a_tenant_whose_own_requests_fill_the_queue_is_refused(run_plan):
-    """The judge took it for one with a request at a time. Found by seed 123400131."""
+    """The judge assumed that the tenant had only one request at a time. Found by seed 123400131."""
     requests = [request("a"), request("b", 0.1)]
     for each in requests:
         hostile.assign(each, hostile.ANN)
@@ -326,7 +329,7 @@ def test_63_a_tenant_whose_own_requests_fill_the_queue_is_refused(run_plan):
 
 @pytest.mark.parametrize("stopped", [("server1",), ("server0", "server1")], ids=["its server", "all servers"])
 def test_69_an_aborted_answer_is_sent_by_its_deadline_with_the_tokens_received_so_far(run_plan, stopped):
-    """Its text was asked of another server without what there was, and for longer than that. Found by seed 2700067."""
+    """Another server was asked for its text without the tokens received, and past the deadline. Found by seed 2700067."""
     cut = request("a", stream=False, deadline_ms=1500)
     stops = [action(0.4, "stop_server", server, duration_s=9.0) for server in stopped]
     report, _ = run_plan([cut], *stops, action(0.5, "abort", req_ids=["a"], timeout=1.0))
@@ -336,7 +339,7 @@ def test_69_an_aborted_answer_is_sent_by_its_deadline_with_the_tokens_received_s
 
 @pytest.mark.parametrize(("mode", "end"), [("abort", "pause"), ("freeze", "max_tokens")])
 def test_71_a_pause_applies_to_a_request_that_waits_for_weights(run_plan, mode, end):
-    """It was refused with what the last worker had said, that its engine had old weights. Found by seed 41300220."""
+    """It was refused with the last worker's error, that its engine had old weights. Found by seed 41300220."""
     lost = [action(1.0, "return_old", f"server{i}", which=0.0) for i in (0, 1)]
     pause = action(1.8, "pause", mode=mode, new_requests="reject", timeout=1.0, duration_s=0.5)
     report, _ = run_plan([request("a", 1.2, max_tokens=12)], action(0.1, "roll"), *lost, pause)
@@ -345,7 +348,7 @@ def test_71_a_pause_applies_to_a_request_that_waits_for_weights(run_plan, mode, 
 
 
 def test_55_a_worker_that_restarts_with_older_weights_during_a_rolling_update_gets_no_requests(run_plan):
-    """During a rolling update any weights were good enough. Found by seed 6550026."""
+    """During a rolling update, workers with any weights were accepted. Found by seed 6550026."""
     returned = [action(2.0, "cut", duration_s=2.0), action(2.3, "kill_server", duration_s=0.2)]
     report, _ = run_plan([request("a", 2.1)], action(0.1, "roll"), *returned, action(2.2, "roll"), servers=1)
     assert not report.failures
@@ -361,7 +364,7 @@ def test_72_a_moved_request_is_listed_once_although_another_worker_still_generat
 
 
 def test_71_a_request_accepted_before_a_pause_waits_for_a_server_that_returns_paused(run_plan):
-    """The fleet had been resumed meanwhile, and the server had not heard of it. Found by seed 300000874."""
+    """The fleet had been resumed, but the server had missed the resume. Found by seed 300000874."""
     requests = [request("a"), request("b", 0.1)]
     requests[0].behaviour = ClientBehaviour(leaves_after_s=15.0)
     engine, server = (
@@ -375,7 +378,7 @@ def test_71_a_request_accepted_before_a_pause_waits_for_a_server_that_returns_pa
 
 
 def test_24_a_router_that_was_cut_off_notices_that_its_fleet_was_resumed(run_plan):
-    """A worker that was out of reach counted as one that had not followed, and was paused again."""
+    """An unreachable worker counted as one that had not paused, and was paused again."""
     pause = action(0.5, "pause", undo_via="router1", duration_s=4.0, mode="freeze", new_requests="queue", timeout=1.0)
     report, world = run_plan([], pause, action(1.0, "cut", duration_s=12.0), servers=1, routers=2)
     assert not report.failures
@@ -383,7 +386,7 @@ def test_24_a_router_that_was_cut_off_notices_that_its_fleet_was_resumed(run_pla
 
 
 def test_24_a_router_ignores_workers_that_have_left_its_fleet(run_plan):
-    """One that joins again is paused with the fleet, whatever was asked of it elsewhere. Found by seed 1912348608."""
+    """A re-added worker is paused with the fleet, whatever other routers requested. Found by seed 1912348608."""
     elsewhere = action(0.3, "remove", via="router1", duration_s=8.0)
     pause = action(1.4, "pause", undo_via="router1", duration_s=0.5, mode="freeze", new_requests="queue", timeout=0.2)
     gone = action(1.97, "remove", "server1", duration_s=8.0)
@@ -393,13 +396,13 @@ def test_24_a_router_ignores_workers_that_have_left_its_fleet(run_plan):
 
 @pytest.mark.parametrize("seed", [1912345972, 1912353006])
 def test_24_a_pause_is_not_repeated_after_another_routers_resume_nor_complete_while_a_worker_runs(seed):
-    """A worker was paused again for an update, after another router had resumed it. A pause that another one had replaced
-    was answered 200 with a running fleet, whose worker had just been started anew."""
+    """A worker was paused again for an update, after another router had resumed it. A pause that another pause had
+    replaced was answered 200 although a restarted worker was running."""
     assert not simulate(seed).failures
 
 
 def test_63_a_request_whose_choices_fill_a_server_leaves_capacity_to_other_tenants(run_plan):
-    """It was alone when it came, and was given all of them. Found by seed 1912349599."""
+    """It was the only request when it arrived, and got the whole capacity. Found by seed 1912349599."""
     greedy = request("a", n=8)
     hostile.assign(greedy, hostile.BOB)
     polite, few = action(0.3, "ask_politely", times=2), ServerSettings(most_choices=8)
@@ -409,31 +412,31 @@ def test_63_a_request_whose_choices_fill_a_server_leaves_capacity_to_other_tenan
 
 
 def test_71_a_request_kept_by_a_pause_is_not_refused_by_a_server_paused_again_after_the_resume():
-    """A server that had come back was paused like the fleet, after the fleet had been resumed."""
+    """A returned server was paused like the fleet after the fleet had been resumed."""
     assert not simulate(1912348010).failures
 
 
 def test_29_another_router_fails_no_request_while_servers_are_updated_one_by_one():
-    """It knew the first server as paused when the second one refused the request."""
+    """It considered the first server paused when the second one refused the request."""
     assert not simulate(1912348655).failures
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_5_the_usage_of_an_answer_ended_by_a_router_counts_its_prompt(run_plan, stream):
-    """The router learned it from the end of an answer, and the worker was lost before that."""
+    """The router learned the prompt length from the end of an answer, and the worker was lost before that."""
     usage = {"stream_options": {"include_usage": True}} if stream else {}
     cut = request("a", stream=stream, deadline_ms=1500, **usage)
     stops = [action(0.4, "stop_server", f"server{i}", duration_s=9.0) for i in (0, 1)]
     report, _ = run_plan([cut], *stops, action(0.5, "abort", req_ids=["a"], timeout=1.0))
     assert not report.failures
-    told = cut.reply.events()[-2] if stream else cut.reply.json()
-    assert told["usage"]["prompt_tokens"] == len(cut.prompt) and told["usage"]["completion_tokens"] > 10
+    answer = cut.reply.events()[-2] if stream else cut.reply.json()
+    assert answer["usage"]["prompt_tokens"] == len(cut.prompt) and answer["usage"]["completion_tokens"] > 10
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("joins_again", [True, False])
 def test_71_a_pause_with_abort_ends_requests_on_a_worker_that_leaves_the_fleet(run_plan, stream, joins_again):
-    """No pause reaches such a worker, and its requests went on. Found by seeds 1912348545, 1912348808 and 3889145659."""
+    """No pause reached such a worker, and its requests continued. Found by seeds 1912348545, 1912348808, 3889145659."""
     cut, slow = request("a", stream=stream), action(0.2, "slow_engine", "server1", duration_s=9.0, times=10.0)
     leave = action(0.4, "remove", "server1", duration_s=0.1 if joins_again else 5.0)
     pause = action(2.6, "pause", mode="abort", new_requests="reject", timeout=1.0, duration_s=0.5)
@@ -443,7 +446,7 @@ def test_71_a_pause_with_abort_ends_requests_on_a_worker_that_leaves_the_fleet(r
 
 
 def test_2_a_workers_answer_counts_only_for_requests_it_was_asked_to_abort(run_plan):
-    """The answer named what the worker claimed. Found by seeds 1912347863 and 1912352248."""
+    """The answer listed what the worker claimed. Found by seeds 1912347863 and 1912352248."""
     slow = [action(0.1, "slow_engine", f"server{i}", duration_s=9.0, times=10.0) for i in (0, 1)]
     lie = action(0.2, "lie", "server0", duration_s=9.0, lie=None, ids=["a"])
     report, _ = run_plan(
@@ -455,7 +458,7 @@ def test_2_a_workers_answer_counts_only_for_requests_it_was_asked_to_abort(run_p
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_49_a_kept_answer_is_replayed_although_the_weights_have_changed(run_plan, stream):
-    """The router took its worker for one that had come back with old weights. Found by seed 126303143."""
+    """The router took its worker for one that had restarted with old weights. Found by seed 126303143."""
     first = request("a", headers={"idempotency-key": "k"}, stream=stream)
     first.retries, first.behaviour = True, ClientBehaviour(leaves_after_s=0.8)
     report, world = run_plan([first], action(0.3, "update", mode="freeze"), servers=1)
@@ -464,27 +467,27 @@ def test_49_a_kept_answer_is_replayed_although_the_weights_have_changed(run_plan
     assert [worker.errors for worker in world.router.router.fleet] == [0]
 
 
-# Of the last nine, the simulation or its judge was wrong.
+# In the last nine cases, the simulation or its judge was wrong.
 LATEST = {
     677900124: "an attempt that its router has superseded is not kept under its Idempotency-Key",
     677903472: "a request that moved and ended while workers were listed is not listed by both",
     677895842: "a pause may fail while a worker's answers are forged",
     677893540: "an end that a worker withheld is outdated once another worker has added tokens to a whole answer",
     2834731027: "an answer whose engine was lost waits for workers that another router has paused",
-    3424496411: "a server that came back with old weights made an answer and kept it for its key",
-    2196412318: "an answer whose workers all lacked the weights goes on when a probe has found one ready",
-    2044193742: "a worker that was full, and one that failed since, are both asked again",
-    2044199300: "an answer ended by another router's update goes on at a worker that was known as paused",
-    184266789: "the answer of a key that was given back for want of room was replayed to the router that asked again",
+    3424496411: "a server that restarted with old weights generated an answer and kept it for its key",
+    2196412318: "an answer whose workers all lacked the weights continues when a probe finds one ready",
+    2044193742: "a worker that was full, and one that failed since, are both retried",
+    2044199300: "an answer ended by another router's update continues on a worker that was known as paused",
+    184266789: "the answer of a key that was rescheduled for lack of room was replayed to the router's retry",
     946856544: "a client that reads slowly while more is written was taken for one that does not read",
-    946855756: "a worker whose answer to a pause cannot be read has not followed it",
+    946855756: "a worker whose answer to a pause cannot be parsed does not count as paused",
     2044205121: "a request whose connection was reset finds its own prompt cached",
-    77000196: "no server has weights after an update that broke off everywhere",
-    3047417735: "an update that was refused is repeated, though an older one has ended since",
+    77000196: "no server has weights after an update that failed everywhere",
+    3047417735: "a refused update is repeated, although an older one has finished since",
     2809551823: "a request that a pause sent back from the wait for its ticket finds its own prompt cached",
-    7038: "a stopped worker ends a request that its router has ended before",
-    749408475: "no server has weights: an update broke off at one, and the other came back with old ones",
-    2196408953: "an abort by an operator ends the requests of all tenants that use the id",
+    7038: "a stopped worker ends a request that its router has already ended",
+    749408475: "no server has weights: an update failed at one, and the other restarted with old ones",
+    2196408953: "an operator's abort ends the requests of all tenants that use the id",
 }
 
 

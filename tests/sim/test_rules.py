@@ -1,4 +1,4 @@
-"""Rules that chance breaks seldom, each in a plan that tries it: what was asked holds for whoever comes back."""
+"""Rules that random plans rarely test: aborts, pauses and updates also apply to processes that restart later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TWO = {"settings": ServerSettings(engines=2)}
 
 
 def test_7_an_aborted_request_does_not_continue_on_another_engine(run_plan):
-    """Its engine hangs when it is asked to end, and dies before it has heard of that."""
+    """The engine hangs when the abort is sent, and dies before it receives the abort."""
     stall = action(0.4, "stall_engine", which=0.0, duration_s=2.0)
     abort = action(0.5, "abort", req_ids=["a"], wait=True)
     report, _ = run_plan([request("a", to="server0")], stall, abort, action(0.6, "kill_engine", which=0.0), **TWO)

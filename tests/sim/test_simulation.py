@@ -1,4 +1,4 @@
-"""The whole fleet, seed by seed; docs/testing.md says what is checked."""
+"""Simulated runs of whole fleets; docs/testing.md lists the checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def first_fresh_seed() -> int:
-    """Other seeds with every commit; outside a checkout, with every version."""
+    """Different seeds for every commit or, outside a checkout, for every version."""
     try:
         run = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
         commit = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -49,7 +49,7 @@ def test_a_fleet_under_faults_keeps_every_guarantee(offset):
 
 def test_fresh_seeds_depend_on_the_commit_or_outside_a_checkout_on_the_version(tmp_path, monkeypatch):
     inside = first_fresh_seed()
-    monkeypatch.setenv("GIT_DIR", str(tmp_path))  # which is no repository
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))  # not a repository
     outside = first_fresh_seed()
     assert 0 <= inside < 2**32 and outside == int(blake2b(__version__.encode()).hexdigest()[:8], 16)
 
@@ -75,7 +75,7 @@ def test_every_kind_of_action_is_drawn_and_so_are_two_routers_and_roles():
 
 def test_about_half_of_all_plans_have_hostile_actors_and_every_hostile_action_is_drawn():
     pairs = [(draw(seed), hostile.draw(seed)) for seed in range(300)]
-    with_actors = [theirs for plain, theirs in pairs if repr(plain) != repr(theirs)]
+    with_actors = [with_actors_plan for base, with_actors_plan in pairs if repr(base) != repr(with_actors_plan)]
     assert 100 < len(with_actors) < 200
     assert {*hostile.ACTIONS} <= {action.kind for plan in with_actors for action in plan.actions}
     assert any(plan.tenants for plan in with_actors)
@@ -93,27 +93,27 @@ def test_a_run_is_the_same_to_the_byte_when_its_routers_run_in_c():
 def test_the_same_seed_is_the_same_run_to_the_byte_in_any_process():
     script = "from headgate.testing.sim.world import simulate; print(*[simulate(s).hash for s in range(%d, 12)])"
     hashes = []
-    for hash_seed, first in (("1", 0), ("2", 6)):  # and whatever ran before it
+    for hash_seed, first in (("1", 0), ("2", 6)):  # independently of earlier runs in the process
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
         run = [sys.executable, "-c", script % first]
-        told = subprocess.run(run, env=env, capture_output=True, text=True, check=True, timeout=120).stdout.split()
-        hashes.append(told[-6:])
+        output = subprocess.run(run, env=env, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+        hashes.append(output[-6:])
     assert hashes[0] == hashes[1]
     assert len(set(hashes[0])) == 6
 
 
 def test_a_range_of_seeds_is_summed_up(capsys):
     assert main(["simulate", "--seeds", "0:3", "--jobs", "1"]) == 0
-    told = capsys.readouterr().out
-    assert "3 seeds" in told and "failures  0" in told
+    output = capsys.readouterr().out
+    assert "3 seeds" in output and "failures  0" in output
     for name in ("requests", "tokens", "faults", "control"):
-        assert f"\n{name}" in told
+        assert f"\n{name}" in output
 
 
 def test_the_trace_of_a_seed_names_processes_and_their_actions(capsys):
     assert main(["simulate", "--seed", "1", "--trace"]) == 0
-    told = capsys.readouterr().out
-    assert "clients/ask-0" in told and "server0/engine0" in told and "seed 1: passed" in told
+    output = capsys.readouterr().out
+    assert "clients/ask-0" in output and "server0/engine0" in output and "seed 1: passed" in output
 
 
 @pytest.mark.parametrize("seeds", ["5", "9:3", "a:b", "3:3"])
