@@ -143,7 +143,11 @@ MUTANTS = [
         "        ticket = seq.ticket\n",
     ),
     scheduler("a transfer leaves one token to compute", "min(ticket.tokens, len(seq.tokens) - 1))", "ticket.tokens)"),
-    fetches("a transfer skips blocks that are cached locally", "        skip, end = seq.published, -", "        skip, end = 0, -"),
+    fetches(
+        "a transfer skips blocks that are cached locally",
+        "        skip, end = seq.published, -",
+        "        skip, end = 0, -",
+    ),
     admission(
         "a prefix hit leaves one token to compute",
         "(len(seq.tokens) - 1) // size - seq.exports",
@@ -193,7 +197,9 @@ MUTANTS = [
         "(plan.starts[i] + plan.counts[i] + 3) //",
     ),
     admission("an export computes its last block", " // size - seq.exports", " // size"),
-    admission("an export holds only the blocks that it exports", "min(len(seq.tokens), seq.limit - 1)", "len(seq.tokens)"),
+    admission(
+        "an export holds only the blocks that it exports", "min(len(seq.tokens), seq.limit - 1)", "len(seq.tokens)"
+    ),
     scheduler(
         "a preempted export ends",
         '        if seq.exports:\n            self._finish(seq, "abort", "preempted")\n        elif',
@@ -217,14 +223,18 @@ MUTANTS = [
         "",
     ),
     scheduler("an export without a block ends at once", "            if seq.limit == 1:", "            if False:"),
-    admission("an engine that serves no KV exports none", "        if not self._limits.exports:", "        if False:"),
+    admission(
+        "an engine that serves no KV exports none", "        if not self._limits.exports:", "        if False:"
+    ),
     scheduler(
         "a shutdown returns sequences that can continue elsewhere",
         'if cause == "shutdown" and self.limits.reschedules else "abort"',
         'if False else "abort"',
     ),
     scheduler("a prefix hit holds its blocks", "        self.pool.retain(hit)\n", ""),
-    scheduler("a frozen scheduler runs nothing", "        if self.flow is Flow.FROZEN:\n            return None\n", ""),
+    scheduler(
+        "a frozen scheduler runs nothing", "        if self.flow is Flow.FROZEN:\n            return None\n", ""
+    ),
     scheduler(
         "draining admits no new sequences",
         "        if seq.holds or (self.flow is Flow.DRAIN and not seq.preempted):",
@@ -260,7 +270,9 @@ MUTANTS = [
     scheduler("admission stays within the budget", "min(seq.todo, draft.budget))", "seq.todo)"),
     admission("blocks for an idle prefix are counted once", "need + pool.idle(hit) + running", "need + running"),
     admission(
-        "a request that can never fit is refused", "        if prompt_len + max_tokens > most:", "        if prompt_len > most:"
+        "a request that can never fit is refused",
+        "        if prompt_len + max_tokens > most:",
+        "        if prompt_len > most:",
     ),
     admission("a prompt needs room for an answer", "        if prompt_len >= most:", "        if prompt_len > most:"),
     admission(
@@ -297,7 +309,9 @@ MUTANTS = [
         "            if False:\n                return False",
     ),
     scheduler(
-        "a sequence that preempts itself does not run", "            if victim is seq:\n                return False\n", ""
+        "a sequence that preempts itself does not run",
+        "            if victim is seq:\n                return False\n",
+        "",
     ),
     scheduler(
         "preempted sequences keep their place in the queue",
@@ -393,7 +407,9 @@ MUTANTS = [
     leases("leases expire", "return [lease for lease in self if lease.until_s <= now_s]", "return []"),
     leases("an ended lease is gone", "        del self._leases[id]\n", "        pass\n"),
     leases("the end of a lease is reported", "        self._news.append(Withdrawn(id))\n", ""),
-    leases("lease events are reported once", "        news, self._news = self._news, []\n", "        news = self._news\n"),
+    leases(
+        "lease events are reported once", "        news, self._news = self._news, []\n", "        news = self._news\n"
+    ),
     blocks(
         "an evicted block loses its key",
         "            self._forget(block)\n        self._holders[block] = 1",

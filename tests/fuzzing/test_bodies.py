@@ -23,7 +23,7 @@ from headgate.protocol.command import Source
 from headgate.protocol.output import Ended, Timings
 from headgate.protocol.plan import Logprobs
 from headgate.protocol.request import GenerateRequest
-from headgate.router.data_path.request_info import read_ask
+from headgate.router.data_path.request_info import read_request_info
 from headgate.testing.tiny import tiny_model
 from headgate.text.tokenizer import Tokenizer, load_tokenizer
 from tests.api.scripted import Client, ScriptedEngines, scripted_app
@@ -194,7 +194,7 @@ def test_the_undamaged_bodies_are_valid():
 @fuzzed(bodies(), few=30)
 def test_the_router_reads_a_body_or_refuses_it(drawn: tuple[str, bytes]) -> None:
     with suppress(RequestError):
-        ask = read_ask(*drawn)
+        ask = read_request_info(*drawn)
         assert ask.tokens >= 0 and len(ask.prompt) <= len(drawn[1])
 
 

@@ -800,9 +800,11 @@ MUTANTS = [
     ),
 ]
 
-# Mutants that break no promise, and why.
+# Mutants that break no guarantee, with the reason.
 EQUIVALENT: dict[str, str] = {
-    "tokens carry the version of the weights that generated them": "a turn tells before it goes on with commands, and a pause makes nothing",
+    "tokens carry the version of the weights that generated them": (
+        "a turn sends outputs before it continues commands, and a paused engine generates nothing"
+    ),
 }
 
 
