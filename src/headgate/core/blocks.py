@@ -2,7 +2,7 @@
 
 Rules: a block is *held* (by sequences, counted), *cached* (held by none, but published under a key) or *free*, and
 exactly one of these. A cached block is evicted only when no block is free, the least recently used first. One number
-therefore tells which blocks are gone: the *horizon*, the time at which the most recently evicted block had been
+therefore shows which blocks are gone: the *horizon*, the time at which the most recently evicted block had been
 released.
 """
 

@@ -195,7 +195,7 @@ class Scheduler:
         """The first sequence of the tenant with the fewest rows, among tenants that may have more."""
         held = self._rows.shares.held
         fronts = sorted(self.waiting.fronts(), key=lambda seq: (held[seq.request.tenant], self._rank(seq)))
-        return next(filter(self._may_start, fronts), None)  # which checks as few as it can
+        return next(filter(self._may_start, fronts), None)  # lazily: checks as few as possible
 
     def _may_start(self, seq: Sequence) -> bool:
         if seq.holds or (self.flow is Flow.DRAIN and not seq.preempted):
@@ -255,7 +255,7 @@ class Scheduler:
             seq.computed = max(seq.computed, min(ticket.tokens, len(seq.tokens) - 1))
             self.counters.transfers += 1
         else:
-            self.counters.transfers_lost += 1  # a lost transfer is just a local prefill
+            self.counters.transfers_lost += 1  # a lost transfer becomes a local prefill
 
     # -- pauses and new weights -------------------------------------------------
 

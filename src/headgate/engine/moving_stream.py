@@ -157,7 +157,7 @@ class MovingStream:
             raise EngineDead(
                 f"{self._stalled} engines were lost in a row before the next token; giving up"
             ) from error
-        log.warning("a stream lost its engine after %d tokens and goes on elsewhere: %s", len(self._tokens), error)
+        log.warning("a stream lost its engine after %d tokens and continues in another: %s", len(self._tokens), error)
 
 
 def _time_left(timeout_s: float | None, began_s: float) -> float | None:
