@@ -240,8 +240,8 @@ def test_a_ping_is_answered_while_a_step_runs(tmp_path):
 def test_an_engine_that_does_not_answer_is_declared_lost(tmp_path):
     async def main() -> None:
         with pytest.raises(EngineDead, match=r"has not answered in 0\.05 s"):
-            async with connected(f"ipc://{tmp_path}/nobody.sock", 0, timeout_s=0.05):
-                raise AssertionError("connected to nobody")
+            async with connected(f"ipc://{tmp_path}/absent.sock", 0, timeout_s=0.05):
+                raise AssertionError("connected to an address without an engine")
 
     asyncio.run(main())
 

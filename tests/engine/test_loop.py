@@ -46,7 +46,7 @@ class Harness:
         self.loop = EngineLoop(
             self.scheduler,
             self.executor,
-            self.hear,
+            self.receive,
             resources=self.executor,
             transport=transport,
             recorder=StepRecorder(Path(tempfile.mkdtemp(prefix="headgate-test-"))),
@@ -57,7 +57,7 @@ class Harness:
         self.answers: dict[int, Result] = {}
         self.numbers = count(1)
 
-    def hear(self, client: int, message: StepOutputs | CommandAnswer) -> None:
+    def receive(self, client: int, message: StepOutputs | CommandAnswer) -> None:
         if isinstance(message, CommandAnswer):
             self.answers[message.number] = message.result
         else:

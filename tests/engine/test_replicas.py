@@ -178,8 +178,8 @@ def test_18_56_a_stream_that_loses_its_engine_during_a_pause_waits_or_ends_with_
                 await asyncio.sleep(0.1)
                 assert not stream.done()
                 await replicas.call_all(Resume())
-            told = await stream
-            assert told == (undisturbed[: len(told)] if mode == "abort" else undisturbed)
+            tokens = await stream
+            assert tokens == (undisturbed[: len(tokens)] if mode == "abort" else undisturbed)
 
     asyncio.run(main())
 

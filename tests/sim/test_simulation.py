@@ -17,7 +17,7 @@ from headgate.testing.sim import hostile
 from headgate.testing.sim.actions import Actions
 from headgate.testing.sim.kv import STAGES
 from headgate.testing.sim.runner import run_seeds
-from headgate.testing.sim.script import CONTROL, KV_TROUBLE, ROUTERS, TROUBLE, draw
+from headgate.testing.sim.script import CONTROL, FAULTS, KV_FAULTS, ROUTERS, draw
 from headgate.testing.sim.world import simulate
 from tests.router.compiled import compiled_fast_path
 
@@ -67,7 +67,7 @@ def test_two_thousand_more_seeds_keep_every_guarantee():
 
 def test_every_kind_of_action_is_drawn_and_so_are_two_routers_and_roles():
     plans = [draw(seed) for seed in range(300)]
-    assert {action.kind for plan in plans for action in plan.actions} == {*TROUBLE, *KV_TROUBLE, *CONTROL}
+    assert {action.kind for plan in plans for action in plan.actions} == {*FAULTS, *KV_FAULTS, *CONTROL}
     assert {plan.routers for plan in plans} == {1, 2}
     assert {role for plan in plans for role in plan.roles} == {"prefill", "decode", "mixed"}
     assert {action.via for plan in plans for action in plan.actions} == {*ROUTERS}
@@ -82,7 +82,7 @@ def test_about_half_of_all_plans_have_hostile_actors_and_every_hostile_action_is
 
 
 def test_every_kind_of_action_is_implemented():
-    assert not [what for what in (*TROUBLE, *KV_TROUBLE, *CONTROL, *hostile.ACTIONS) if not hasattr(Actions, what)]
+    assert not [what for what in (*FAULTS, *KV_FAULTS, *CONTROL, *hostile.ACTIONS) if not hasattr(Actions, what)]
 
 
 def test_a_run_is_the_same_to_the_byte_when_its_routers_run_in_c():

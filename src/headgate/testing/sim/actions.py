@@ -18,7 +18,7 @@ from headgate.testing.sim.network import KvDamage, SimTransport
 from headgate.testing.sim.script import ROUTERS, PlannedAction
 
 END_S = 60.0  # within which a server must shut down
-BACK_S = 60.0  # within which a process that was away must be in the state of the fleet
+BACK_S = 60.0  # within which a process that was unavailable must be in the state of the fleet
 
 
 def _states(reply: ReceivedAnswer) -> dict[str, str]:

@@ -26,11 +26,11 @@ from headgate.testing.sim.loop import SimLoop, SimProcess
 from headgate.testing.sim.network import SimNetwork
 from headgate.testing.sim.report import SimulationReport
 from headgate.testing.sim.script import (
-    DEADLY,
-    KV_TROUBLE,
+    CALLS_WITH_KILL,
+    FAULTS,
+    KV_FAULTS,
     ROUTERS,
     TOLERATED,
-    TROUBLE,
     PlannedAction,
     PlannedRequest,
     SimulationPlan,
@@ -173,7 +173,7 @@ class SimFleet:
         A request with an Idempotency-Key may have been retried since, or answered while a worker still generates it for
         the key. A router may have ended a request whose worker had a fault, and the worker learns of it later.
         """
-        may_outlive_answer = "idempotency-key" in request.headers or self._in_trouble(request)
+        may_outlive_answer = "idempotency-key" in request.headers or self._may_fail(request)
         answered = request.reply.whole and request.reply.ended_s <= abort_s and may_outlive_answer
         retried_s = self._retried_s.get(request.name, -1.0)
         return (
@@ -200,12 +200,12 @@ class SimFleet:
         self._held_live.setdefault(router, []).append(live)
         self._before_pause.setdefault(router, set()).update(exchange.id for exchange in live)
 
-    def alone_in_trouble(self, action: PlannedAction) -> bool:
+    def is_only_fault(self, action: PlannedAction) -> bool:
         """Whether no other action of the run stops, kills or pauses a process, or forges its answers."""
         kinds = (
-            *TROUBLE,
-            *KV_TROUBLE,
-            *DEADLY,
+            *FAULTS,
+            *KV_FAULTS,
+            *CALLS_WITH_KILL,
             *hostile.STOPS,
             "pause",
             "pause_one",
@@ -286,13 +286,13 @@ class SimFleet:
                 moving = [request for request in self.plan.requests if request.routed and request.to != to]
                 requests = (*self.plan.requests, *moving * (len(self.servers) - 1))
                 complaints += contract_rules.overcounted(answer["result"], requests, reply.began_s)
-        if to in ROUTERS and self.dishonest and not self._other_trouble() and not self.plan.update_breaks:
+        if to in ROUTERS and self.dishonest and not self._has_other_faults() and not self.plan.update_breaks:
             others = [server.url for server in self.servers if server.name not in self.dishonest]
             complaints += contract_rules.false_blame(_result_of(reply), others)
         for complaint in complaints:
             self.fail(complaint)
 
-    def _other_trouble(self) -> bool:
+    def _has_other_faults(self) -> bool:
         return any(action.kind not in (*hostile.HARMLESS, *TOLERATED) for action in self.plan.actions)
 
     def _check_obeyed(self, held: list[tuple[Exchange, ...]], began_s: float) -> None:
@@ -361,7 +361,7 @@ class SimFleet:
         """Servers with an engine that restarts without the newest weights."""
         return {action.target for action in self.plan.actions if action.kind == "return_old"}
 
-    def _in_trouble(self, request: PlannedRequest) -> bool:
+    def _may_fail(self, request: PlannedRequest) -> bool:
         """Whether the request may fail. A router with several workers hides the loss of engines and connections."""
         if request.routed and self.plan.servers - len(self._removed) > 1:
             lacking = self.processes.quarantined | self._removed
@@ -370,7 +370,9 @@ class SimFleet:
             return any(name not in (*TOLERATED, *hostile.HARMLESS) for name in self.report.actions)
         if self.processes.broken_updates:
             return True  # an engine whose update failed answers nothing until another update succeeds
-        return any(name in (*TROUBLE, *DEADLY, *hostile.STOPS, "remove", "roll") for name in self.report.actions)
+        return any(
+            name in (*FAULTS, *CALLS_WITH_KILL, *hostile.STOPS, "remove", "roll") for name in self.report.actions
+        )
 
 
 def _result_of(reply: ReceivedAnswer) -> Any:

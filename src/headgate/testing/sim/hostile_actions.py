@@ -95,7 +95,7 @@ class HostileActions:
         if details["whole"]:
             await asyncio.sleep(action.duration_s)
             fleet.restart(server)
-        if fleet.alone_in_trouble(action):
+        if fleet.is_only_fault(action):
             if reply.status not in (200, 202) and not details["whole"]:
                 fleet.fail(
                     f"75: a pause during which an engine crashed was answered {reply.status}: {reply.body[:200]!r}"

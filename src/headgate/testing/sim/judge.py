@@ -22,13 +22,13 @@ from headgate.text.detokenizer import token_bytes
 REFUSALS = {
     "busy": {"queue_full"},
     "pause": {"paused"},
-    "trouble": {"no_worker", "worker_lost", "no_engine", "engine_lost", "shutting_down", "duplicate_request_id"},
+    "faults": {"no_worker", "worker_lost", "no_engine", "engine_lost", "shutting_down", "duplicate_request_id"},
 }
 CAUSES = {
     "abort": {"api_abort"},
     "pause": {"pause"},
     "deadline": {"deadline"},
-    "trouble": {"shutdown", "engine_lost", "preempted"},
+    "faults": {"shutdown", "engine_lost", "preempted"},
 }
 ROUTER_CAUSES = (
     CAUSES["abort"] | CAUSES["deadline"] | {"pause"}
@@ -42,7 +42,7 @@ class Circumstances:
     busy: bool = False  # limits are low enough that requests may be refused
     abort: bool = False
     pause: bool = False
-    trouble: bool = False
+    faults: bool = False
     updated: bool = False  # the weights were updated
     reschedules: bool = False
 
@@ -83,7 +83,7 @@ def _complaints(request: PlannedRequest, circumstances: Circumstances) -> Iterat
     if request.behaviour.stalls:
         return  # the client has read nothing
     if reply.broken and not reply.left:
-        excused = request.disturbed or (circumstances.trouble and not request.routed)
+        excused = request.disturbed or (circumstances.faults and not request.routed)
         if not excused:
             yield f"the connection broke: {reply.broken}"
     if not (reply.whole or reply.broken):
@@ -235,7 +235,7 @@ def _check_choice(
         yield from _check_tokens(request, choice, seed + index)
     text = _text(request, choice.ids)
     # If the worker of a non-streaming answer was lost, the router knows its ids, but not its text.
-    lost = request.routed and not request.stream and circumstances.trouble
+    lost = request.routed and not request.stream and circumstances.faults
     textless = lost and choice.finish == "abort" and choice.cause in ROUTER_CAUSES and not choice.text
     if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut or textless:
         if not text.startswith(choice.text):
@@ -330,7 +330,7 @@ def _check_end(request: PlannedRequest, choice: JudgedChoice, circumstances: Cir
         case "abort":
             if cause not in _causes(request, circumstances):
                 yield f"aborted by {cause}"
-        case "pd_reschedule" if circumstances.reschedules and (circumstances.trouble or not request.routed):  # 74
+        case "pd_reschedule" if circumstances.reschedules and (circumstances.faults or not request.routed):  # 74
             pass
         case other:
             yield f"finished with {other}"

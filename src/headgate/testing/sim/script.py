@@ -297,7 +297,7 @@ def _draw_behaviour(rng: random.Random) -> ClientBehaviour:
 
 # ------------------------------------------------------------------------------------------------------------- actions
 
-TROUBLE = (
+FAULTS = (
     "kill_engine",
     "kill_server",
     "kill_router",
@@ -313,10 +313,10 @@ TROUBLE = (
     "jump_clock",
     "return_old",
 )
-KV_TROUBLE = ("corrupt_kv", "cut_kv_short", "cut_peers", "kill_in_transfer")
+KV_FAULTS = ("corrupt_kv", "cut_kv_short", "cut_peers", "kill_in_transfer")
 # A router with several workers hides these from its clients.
 TOLERATED = (
-    *KV_TROUBLE,
+    *KV_FAULTS,
     "reset",
     "kill_engine",
     "slow_engine",
@@ -334,7 +334,7 @@ TOLERATED = (
     "remove",
     "look",
 )
-DEADLY = ("abort_and_kill", "pause_and_kill")  # control calls during which a process is killed
+CALLS_WITH_KILL = ("abort_and_kill", "pause_and_kill")  # control calls during which a process is killed
 CONTROL = (
     "abort",
     "abort_and_kill",
@@ -355,9 +355,9 @@ def _draw_actions(
     rng: random.Random, servers: list[str], requests: list[PlannedRequest], routers: tuple[str, ...], *, kv: bool
 ) -> list[PlannedAction]:
     # The death of a router excuses so many failed answers that it must not be part of every other run.
-    trouble = [kind for kind in TROUBLE if kind != "kill_router" or rng.random() < 0.2]
-    kinds = rng.sample(trouble, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
-    kinds += rng.sample(KV_TROUBLE, rng.randint(0, 3)) if kv else []
+    faults = [kind for kind in FAULTS if kind != "kill_router" or rng.random() < 0.2]
+    kinds = rng.sample(faults, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
+    kinds += rng.sample(KV_FAULTS, rng.randint(0, 3)) if kv else []
     return [
         draw_action(rng, kind, servers, requests, routers) for kind in kinds for _ in range(rng.choice((1, 1, 2)))
     ]

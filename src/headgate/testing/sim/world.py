@@ -29,9 +29,9 @@ from headgate.testing.sim.loop import HOST, SimLoop, SimProcess, SimulationHung
 from headgate.testing.sim.network import SimNetwork
 from headgate.testing.sim.report import SimulationReport
 from headgate.testing.sim.script import (
-    DEADLY,
-    KV_TROUBLE,
-    TROUBLE,
+    CALLS_WITH_KILL,
+    FAULTS,
+    KV_FAULTS,
     WINDOW_S,
     PlannedRequest,
     draw,
@@ -41,7 +41,7 @@ UP_S = 30.0  # for the fleet to start
 END_S = 200.0  # for all requests to end after the last action
 SETTLE_S = 3.0
 KV_RELEASE_S = 15.0  # for unclaimed leases to expire and unused connections to be closed
-FOLLOW_S = 60.0  # for workers that were away to catch up with the fleet
+FOLLOW_S = 60.0  # for workers that were unavailable to catch up with the fleet
 TRIES = 40  # attempts to resume the fleet at the end
 
 
@@ -137,7 +137,7 @@ class World(SimFleet):
                     self.fail(complaint)
 
     def _broken_rules(self, request: PlannedRequest) -> Iterator[str]:
-        if request.routed or not self._in_trouble(request):
+        if request.routed or not self._may_fail(request):
             yield from contract_rules.missed_deadline(request, request.stopped_s)
         waited = request.id in self._before_pause.get(request.to, ()) and self._ids[request.id] == 1
         if waited and self._pausers <= {request.to} and not self.report.actions["roll"]:
@@ -320,7 +320,7 @@ class World(SimFleet):
             abort=any(action.ends(request) for action in plan.actions),
             pause=self._paused
             or ((plan.servers - len(self._removed) <= 1 or not request.routed) and bool(actions["roll"])),
-            trouble=self._in_trouble(request),
+            faults=self._may_fail(request),
             updated=self.version > 0,
             reschedules=plan.profile.reschedules,
         )
@@ -345,7 +345,7 @@ class World(SimFleet):
         self._count_faults()
 
     def _count_faults(self) -> None:
-        faults, kinds = self.report.faults, (*TROUBLE, *KV_TROUBLE, *DEADLY, *hostile.ACTIONS)
+        faults, kinds = self.report.faults, (*FAULTS, *KV_FAULTS, *CALLS_WITH_KILL, *hostile.ACTIONS)
         self.report.ends = ends = tally(self.plan.requests)
         faults += Counter({kind: n for kind, n in self.report.actions.items() if kind in kinds})
         faults += self.network.damage_counts
