@@ -3,7 +3,7 @@
 The policy is a tiny Llama with random weights; its reward is the share of its tokens that are lower-case letters. Each
 round: ask for a batch of samples; when most are done, abort the tail; pause; take one REINFORCE step in plain PyTorch;
 hand the new weights over through shared memory; resume. A sample that was cut goes on in the next round from its own
-tokens, under the new weights: the last two columns tell how many samples are by several versions, and who made what.
+tokens, under the new weights: the last two columns show how many samples mix weight versions, and the tokens per version.
 """
 
 from __future__ import annotations

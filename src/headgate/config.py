@@ -184,7 +184,7 @@ class RouteConfig:
     client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected
     probe_interval_s: float = 1.0  # time between two probes of a worker
     probe_timeout_s: float = 2.0  # for the answer to a probe
-    silence_s: float = 10.0  # without a probe answer or a byte, after which a worker's answers are resumed elsewhere
+    silence_s: float = 10.0  # how long a worker may send nothing before its answers are resumed elsewhere
     control_timeout_s: float = 30.0  # for one worker to answer a control call
     ticket_timeout_s: float = 10.0  # for a prefill worker to return a ticket for its KV
     disaggregate_tokens: int = 256  # prompts with fewer uncached tokens are computed by the decode worker

@@ -673,7 +673,7 @@ def test_a_prompt_without_a_whole_block_has_nothing_to_export():
 
 def test_an_engine_that_serves_no_kv_exports_nothing():
     engine = Engine(exports=False)
-    with pytest.raises(RequestError, match="serves no KV to others"):
+    with pytest.raises(RequestError, match="does not export KV"):
         engine.add(1, prompt=9, export_kv=True)
 
 

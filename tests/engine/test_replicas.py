@@ -259,7 +259,7 @@ def test_an_engine_that_cannot_start_is_an_error_with_a_reason(tmp_path, capfd):
         async with asyncio.timeout(250), started(tmp_path, CONFIG):
             raise AssertionError("started without a model")
 
-    with pytest.raises(EngineDead, match="could not start; its reason is above"):
+    with pytest.raises(EngineDead, match="could not start; its log above has the reason"):
         asyncio.run(main())
     assert "has no config.json" in capfd.readouterr().err
 

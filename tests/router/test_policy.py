@@ -8,6 +8,7 @@ from statistics import mean
 
 import pytest
 
+from headgate import config
 from headgate.router.data_path.request_info import RequestInfo
 from headgate.router.fleet.policy import (
     MAX_EXTRA_WORK,
@@ -283,3 +284,7 @@ def test_a_ring_is_rebuilt_only_when_necessary():
 def test_the_set_of_members_is_built_once_per_fleet():
     members, workers = Members(), fleet(3)
     assert members.of(workers) is members.of(workers) and members.of(workers[:2]) == frozenset(workers[:2])
+
+
+def test_every_policy_can_be_configured():
+    assert set(POLICIES) == set(config.POLICIES)

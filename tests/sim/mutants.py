@@ -92,7 +92,7 @@ MUTANTS = [
         "a resumed answer continues after the delivered text",
         "router/exchange/journal.py",
         '"delivered_chars": choice.chars if streamed else 0,',
-        '"delivered_chars": max(told.chars - 1, 0) if streamed else 0,',
+        '"delivered_chars": max(choice.chars - 1, 0) if streamed else 0,',
     ),
     Mutant(
         "a resumed answer keeps the choices that have ended",

@@ -31,7 +31,7 @@ class ChunkStream(Protocol):
 
     @property
     def settled(self) -> bool:
-        """Whether no engine will send anything more for it."""
+        """True once no engine will send more output for this stream."""
 
     def when_settled(self, call: Callable[[], None]) -> None:
         """Call `call` each time an engine sends its last output for this stream."""

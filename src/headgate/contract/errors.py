@@ -100,7 +100,7 @@ def _problem(error: BaseException, kind: str, request_id: str) -> Problem:
         case RequestError():
             return Problem(error.message, kind, error.param, error.code)
         case EngineDead():
-            return Problem(f"the engine of this request was lost: {error}", kind, None, "engine_lost")
+            return Problem(f"no engine can continue this request: {error}", kind, None, "engine_lost")
         case HeadgateError():
             return Problem(str(error), kind, None, "internal_error")
     about = f" (request {request_id})" if request_id else ""

@@ -46,9 +46,7 @@ class Caller:
     def check_may_list(self) -> None:
         """Refuse a caller without a key: all such callers are one tenant, and only the ids they know separate them."""
         if not (self.tenant or self.admin):
-            raise Forbidden(
-                "without a key only requests that are named by their ids can be seen and ended; send a key"
-            )
+            raise Forbidden("callers without a key must name requests by id; send a key to list or abort all of them")
 
 
 _KEYLESS_TENANT = Caller("", admin=False)

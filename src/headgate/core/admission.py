@@ -88,9 +88,7 @@ class AdmissionChecks:
 
     def _export_limit(self, request: GenerateRequest) -> int:
         if not self._limits.exports:
-            raise RequestError(
-                "this engine serves no KV to others (kv_listen); leave export_kv out", param="export_kv"
-            )
+            raise RequestError("this engine does not export KV; leave export_kv out", param="export_kv")
         # Whole blocks, and one token short of everything: the other engine needs one to compute.
         size, tokens = self._pool.block_size, len(request.prompt) + len(request.generated)
         exported = (tokens - 1) // size * size

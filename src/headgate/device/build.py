@@ -269,5 +269,5 @@ def size_kv(model: Network, free: int, config: EngineConfig) -> tuple[int, int]:
             f"a context of {wanted} tokens needs {need / GIB:.2f} GiB of KV cache, and there is room for {fits} tokens "
             f"({num_blocks * block_bytes / GIB:.2f} GiB); lower max_context, or raise kv_blocks or memory_fraction"
         )
-    rows_fit = usable // (4 * config.max_running)  # token ids of all rows, four bytes each
-    return num_blocks, wanted if config.max_context else min(wanted, fits, max(rows_fit, config.block_size))
+    context_of_rows = usable // (4 * config.max_running)  # each row stores four bytes per token of context
+    return num_blocks, wanted if config.max_context else min(wanted, fits, max(context_of_rows, config.block_size))

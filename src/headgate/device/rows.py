@@ -100,7 +100,8 @@ class Rows:
         """Apply the plan of a decode step, except for blocks that the device can add itself (see
         `layers.triton.step`).
 
-        Returns, for each slice, the block that its table must grow by at the slice's own position, or -1.
+        Returns one number per slice: the block to append to the row's block table before the slice's token is
+        written, or -1 for none.
         """
         grown = np.full(len(plan.rows), -1, dtype=np.int64)
         place = {row: i for i, row in enumerate(plan.rows)} if plan.grown else {}

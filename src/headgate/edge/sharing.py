@@ -10,7 +10,7 @@ from collections.abc import Collection
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
 
-NETWORK_BITS = 64  # of an IPv6 address: one client owns all addresses of its network
+NETWORK_BITS = 64  # an IPv6 client is identified by its /64 network, because it can use any address in it
 
 
 class Sharing:

@@ -129,7 +129,7 @@ class ClientChannel:
             self._socket = self._context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
             self._context.term()
-            raise EngineDead(f"there can be no socket for it: {error}") from error
+            raise EngineDead(f"cannot create a socket for the engine: {error}") from error
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IDENTITY, _identity(client))
@@ -152,7 +152,7 @@ class ClientChannel:
         try:
             return _from_engine.decode(frame)
         except UNREADABLE as error:
-            raise EngineDead(f"it sends what cannot be read: {error}") from error
+            raise EngineDead(f"the engine sent a message that cannot be decoded: {error}") from error
 
     def close(self) -> None:
         self._socket.close()

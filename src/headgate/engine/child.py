@@ -39,7 +39,7 @@ async def engine_process(start: EngineStart) -> AsyncIterator[asyncio.subprocess
 async def raise_at_exit(process: asyncio.subprocess.Process) -> None:
     await process.wait()
     if process.returncode == CANNOT_START:
-        raise CannotStart("the engine could not start; its reason is above")
+        raise CannotStart("the engine could not start; its log above has the reason")
     raise EngineDead(_exit_reason(process))
 
 

@@ -188,7 +188,7 @@ class Control:
 
     def _pause(self, pause: Pause) -> Program:
         if self.state in ("updating", "quarantined"):
-            raise _conflict(f"the engine is {self.state}, which is paused enough")
+            raise _conflict(f"cannot pause: the engine is {self.state}, and takes no requests already")
         began_s = self._scheduler.now_s
         ended, resumes = self._enter_pause(pause), self._resumes
 

@@ -127,7 +127,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     status: EngineStatus
 
 
-class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
     outputs: Outputs
 
 

@@ -271,7 +271,7 @@ def _number(request: Request, name: str, default: float) -> float:
 
 
 def _control_answer(request: Request, result: RouterResult) -> Response:
-    """200 if all workers have followed, 202 if one has yet to follow."""
+    """200 if all workers have carried out the call, 202 if one has not yet."""
     done = all(outcome.error is msgspec.UNSET for outcome in result.workers.values())
     log.info("%s: %s: the fleet is now %s", request.state.request_id, request.url.path, result.state)
     return _answer(request, result, done=done)

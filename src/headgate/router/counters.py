@@ -7,7 +7,8 @@ from collections import Counter
 from headgate.router.exchange.attempt import Answered, Lost, Outcome, Streamed, Withheld
 from headgate.router.fleet.worker import Worker
 
-OUTCOMES = {kind: kind.__name__.lower() for kind in (Answered, Streamed, Withheld, Lost)}
+# Values of the label `outcome`; "veiled" is the name under which dashboards know a withheld end.
+OUTCOMES = {Answered: "answered", Streamed: "streamed", Withheld: "veiled", Lost: "lost"}
 
 
 class RouterCounters:

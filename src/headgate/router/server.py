@@ -44,7 +44,7 @@ def prepare_process() -> FastPath:
     keep_freed_memory()
     chosen = compiled()
     if isinstance(chosen, NotCompiled):
-        log.warning("routing in Python alone: %s", chosen.reason)
+        log.warning("the compiled fast path is not available, using the slower Python one: %s", chosen.reason)
         return PYTHON
     return chosen
 

@@ -61,7 +61,7 @@ class Past(NamedTuple):
 
 
 Listener = Callable[[UsageRecord], None]
-Key = tuple[str, str]  # tenant and label: different tenants may use the same label
+Key = tuple[str, str]  # tenant and label (the request id of the client); two tenants may use the same label
 
 
 class Record:

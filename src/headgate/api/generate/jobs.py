@@ -89,7 +89,7 @@ def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int])
         return {}
     if not body.stream and sampling.logprobs is not None:
         raise RequestError(
-            "resume does not go with logprobs unless the answer is a stream: a journal has none; start anew",
+            "a whole answer with logprobs cannot be resumed; send the request again without resume",
             param="resume",
         )
     generated = len(body.generated_token_ids or ())

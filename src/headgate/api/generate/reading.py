@@ -19,7 +19,7 @@ MORE_VALUES = 1 << 16  # additional values
 
 
 async def read_body(request: Request, kind: type[T], most_tokens: int = 0) -> T:
-    """The decoded body. A string in it may have at most as many tokens as the context, or `most_tokens` if that is more."""
+    """The decoded body. No string in it may have more tokens than the context or `most_tokens`, whichever is larger."""
     body = await _received(request, most_tokens)
     if len(body) > LARGE_BYTES:
         await asyncio.sleep(0)  # other tasks that became ready run first

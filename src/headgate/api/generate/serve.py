@@ -75,7 +75,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
     api = api_of(request)
     check_model(api, body.model)
     if body.request_id is not None:
-        request.state.request_id = body.request_id  # the gate writes it into the response header
+        request.state.request_id = body.request_id  # the gate (`edge/gate.py`) returns it as X-Request-Id
     # Whatever the caller's salt, it matches only cached prefixes of its own tenant.
     body.cache_salt = tenant_salt(request.state.tenant, body.cache_salt or "")
     asked_s = asked_at(request)

@@ -193,7 +193,7 @@ async def ask_one(router: Router, request: Request) -> Response:
         reply = await router.worker_calls.ask(worker, call, CallerHeaders.of(request), max(share_s, MIN_TIMEOUT_S))
         if reply.ok:
             return Response(reply.body, reply.status, media_type=_media_type(reply.body))
-    raise NoWorker("no worker answers this")
+    raise NoWorker("no worker that supports this call has answered")
 
 
 async def abort_request(router: Router, request: Request, caller: Caller) -> Response:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
-    """Joins, removals, and the heartbeats of workers that registered themselves."""
+    """Adds and removes workers; removes those that registered themselves when their heartbeats stop."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

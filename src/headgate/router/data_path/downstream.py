@@ -219,7 +219,7 @@ class Downstream(asyncio.Protocol):
         return None
 
     def _remember(self, data: bytes) -> None:
-        """Remember this head, if `data` was exactly one request."""
+        """Cache the parsed head, so that an identical one is not parsed again, if `data` was exactly one request."""
         key = request_head(data)
         if key is None or len(key) > LONGEST_KNOWN_HEAD or b"expect" in self._head.first or not self._head.keep_alive:
             return

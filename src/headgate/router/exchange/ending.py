@@ -129,7 +129,7 @@ def _with_ids(end: End, choice: dict[str, Any]) -> dict[str, Any]:
     return {**choice, "completion_token_ids": list(end.ids), "weight_versions": spans}
 
 
-# path -> object, prefix of its id, content of a choice in a stream and in a whole answer
+# path -> value of `object`, prefix of `id`, an empty choice in a stream, an empty choice in a whole answer
 _SHAPES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": (
         "chat.completion",

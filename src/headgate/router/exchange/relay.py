@@ -63,7 +63,7 @@ from headgate.router.fleet.worker import Worker
 log = logging.getLogger(__name__)
 
 RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
-DEADLINE_GRACE_S = 0.5  # after a deadline, for the worker to end the request itself; servers use up to 0.3 s of it
+DEADLINE_GRACE_S = 0.5  # how long a worker may take to end a request after its deadline; servers take up to 0.3 s
 LONGEST_MS = 1e12  # a longer deadline is left to the worker to refuse
 RENDER_S = 2.0  # for workers to turn the token ids of an aborted answer into text
 

@@ -1,7 +1,7 @@
 """The engine process: the real loop, scheduler and messages over a fake device, started by `Replicas` as a subprocess.
 
 `asyncio.create_subprocess_exec` calls `EngineProcesses.start`, `ClientChannel` is replaced by `SimClientChannel`, and the
-turns of the engine loop are callbacks. All other code is that of production.
+turns of the engine loop are callbacks. All other code is the production code.
 
 A token depends on everything that must be right: the KV that was read, the weights that computed it, and the seed and
 position of the random stream.

@@ -76,7 +76,7 @@ class SimConnection:
 
 @dataclass(eq=False)
 class NetworkListener:
-    """Returned by `create_server`."""
+    """A listening address of the simulated network, as `create_server` returns it."""
 
     network: SimNetwork
     address: tuple[str, int]

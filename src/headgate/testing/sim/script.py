@@ -123,7 +123,10 @@ class SimulationPlan:
     roles: tuple[str, ...] = ()  # of the servers; empty: all are mixed
     kv: KvSettings | None = None  # None: no KV is transferred between engines
     tenants: tuple[str, ...] = ()  # each has an API key; empty: requests need no key
-    keys_at: tuple[str, ...] = ("routers", "servers")  # where tenant keys are configured; all have an admin key
+    keys_at: tuple[str, ...] = (
+        "routers",
+        "servers",
+    )  # which of these have tenant keys; routers and servers always have an admin key
     stall_s: float = 6.0  # client stall timeout
 
     @property
