@@ -332,7 +332,7 @@ class _CallReader:
         return fresh
 
     def feed(self, text: str) -> int:
-        """Read more text. Returns how many characters were used: fewer than given only if the call ended or proved malformed."""
+        """Read more text. Returns how many characters were used: all, unless the call ended or proved malformed."""
         for i, char in enumerate(text):
             self._read(char)
             if self.done or self.broken:

@@ -12,7 +12,7 @@ GATE_BLOCK = 1024
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add `x` into `residual`, in place, and return the norm of the sum. `x` and `residual` are contiguous, `[rows, columns]`."""
+    """Add `x` into `residual`, in place, and return the norm of the sum. Both are contiguous, `[rows, columns]`."""
     out = torch.empty_like(x)
     rows, columns = x.shape
     if rows:

@@ -315,7 +315,7 @@ class FleetControls:
 
     @asynccontextmanager
     async def exclusive(self, what: str) -> AsyncIterator[None]:
-        """Reserve the fleet for a change of weights or memory. Control calls are refused meanwhile, with `what` as the reason."""
+        """Reserve the fleet for a change of weights or memory: control calls are refused, with `what` as the reason."""
         self.refuse_while_exclusive()
         self._exclusive = what
         try:

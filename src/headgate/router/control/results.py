@@ -101,7 +101,7 @@ def _outcome(fleet: Workers, reply: WorkerReply, pause_wanted: bool) -> WorkerOu
 
 
 def _state_without(reply: WorkerReply, pause_wanted: bool) -> str:
-    """The state to report for a worker that did not carry out the call. One that did not answer may still carry out the call."""
+    """The state to report for a worker that did not carry out the call. One that did not answer may still do so."""
     if reply.status:
         return reply.worker.state
     return "down" if is_down(reply.worker) or not pause_wanted else "pausing"

@@ -30,7 +30,10 @@ LOOKBACK_MESSAGES: Final = 8
 
 
 def _cuts() -> list[int]:
-    """Prompts are cut at two byte offsets per power of two, so at most a third of a shared prefix goes unnoticed. Conversation turns are found exactly."""
+    """Byte offsets at which prompts are cut: two per power of two, so at most a third of a shared prefix is missed.
+
+    Conversation turns are found exactly.
+    """
     return [512, *(size for power in range(10, 31) for size in (1 << power, 3 << (power - 1)))]
 
 
