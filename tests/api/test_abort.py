@@ -140,6 +140,7 @@ def test_3_an_abort_is_answered_after_blocks_are_freed_and_the_client_has_the_en
     async def main() -> None:
         async with streaming(server.url, [asking(LONG) for _ in range(2 * ROOM)], **ROOT) as heard:
             await begun(heard, ROOM)
+            await until(lambda: len(server.api.ledger.live) == 2 * ROOM)
             told = await abort(server, abort_all=True)
             after = await status(server)
             assert (after.running, after.waiting, after.held_blocks) == (0, 0, 0) and not server.api.ledger.live

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headgate.api.generate.constraints import constraint_for
 from headgate.errors import RequestError
-from headgate.text import trial
+from headgate.text import constraints, trial
 from headgate.text.constraints import checked, json_schema, regex
 from tests.fuzzing.properties import fuzzed, leaves, odd_text, odd_values, replaced
 
@@ -215,7 +215,7 @@ def test_patterns_that_must_match_together_are_compiled_in_a_separate_process(mo
         tried.append(grammar)
         return trial.TOO_MUCH
 
-    monkeypatch.setattr(trial, "tried", refuse)
+    monkeypatch.setattr(constraints, "tried", refuse)
     for schema in (HOSTILE["patterns that meet"], HOSTILE["patterns of properties"]):
         with pytest.raises(RequestError, match="let fewer patterns apply"):
             json_schema(schema)

@@ -96,7 +96,7 @@ def test_the_error_of_a_server_that_cannot_start_is_reported_in_one_sentence(mod
 @pytest.mark.parametrize(
     ("flags", "about"),
     [
-        (("--prefill", 1), "--decode N"),
+        (("--prefill", 1), "--prefill requires at least one --decode or --mixed server"),
         (("--mixed", -1), "--mixed"),
         (("--port", 99999), "--port"),
         (("--model", "another"), "--model"),

@@ -166,7 +166,7 @@ def test_a_server_that_its_router_refuses_logs_it_once_and_keeps_trying(fake: Fa
         beating.cancel()
 
     def refusals() -> list[str]:
-        return [record.message for record in caplog.records if "does not take us" in record.message]
+        return [record.message for record in caplog.records if "does not accept the registration" in record.message]
 
     with live_router(admin_key="root") as router:
         asyncio.run(beat("wrong", refusals))
