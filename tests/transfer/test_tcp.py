@@ -18,7 +18,7 @@ from headgate.device import kv_blocks as blocks
 from headgate.protocol.plan import Fetch
 from headgate.transfer import link, serving, tcp
 from headgate.transfer.frames import CHECKSUM_BYTES, HEADER_BYTES, PROTOCOL, Attach, Checksum, FrameHeader, FrameKind
-from headgate.transfer.serving import LeaseServer, Offer
+from headgate.transfer.serving import LeaseServer, Offer, ServingSettings
 from headgate.transfer.tcp import parse_address
 from headgate.transfer.transport import Fetched, Portion, Released, Renewed
 from tests.transfer.peers import GENERATION, KINDS, PART_BYTES, PARTS, VERSION, Peer, peers, proxy, same
@@ -177,7 +177,7 @@ def test_withdrawn_blocks_are_not_read_even_if_the_socket_is_full():
     memory.lend = noted  # type: ignore[method-assign]
     near, far = socket.socketpair()
     with near, far:
-        server = LeaseServer(near, memory, {1: offer}.get, lambda _: None, 30.0, time.monotonic)
+        server = LeaseServer(near, ServingSettings(memory, {1: offer}.get, lambda _: None, 30.0, time.monotonic))
         server._attach(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))
         server.received(FrameHeader(FrameKind.FETCH, 0, len(SOME)))
         server.more()  # its data stays queued, as on a connection that accepts no more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from selectors import EVENT_WRITE
 
@@ -30,28 +31,30 @@ class Dropped(Exception):
     """The other engine refuses to send the KV; the message is its reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class FetchSettings:
+    """What all fetching connections of a transport share."""
+
+    memory: BlockMemory
+    wait_s: float  # longest time without progress
+    clock: Callable[[], float]
+
+
 class FetchClient(Link):
     """Attaches to the lease of a ticket at once, and fetches when `begin` names the blocks to fill."""
 
     protocol = PROTOCOL
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        id: int,
-        ticket: Ticket,
-        memory: BlockMemory,
-        wait_s: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, sock: socket.socket, id: int, ticket: Ticket, shared: FetchSettings) -> None:
         super().__init__(sock)
         self.events = EVENT_WRITE  # writable once connected
         self.id = id
         self.fetch: Fetch | None = None
         self.connected = False
         self.fetched = False
-        self.began_s = self.last_progress_s = clock()  # when the fetch began; the last progress
-        self._ticket, self._memory, self._wait_s, self._clock = ticket, memory, wait_s, clock
+        self.began_s = self.last_progress_s = shared.clock()  # when the fetch began; the last progress
+        self._ticket = ticket
+        self._memory, self._wait_s, self._clock = shared.memory, shared.wait_s, shared.clock
         self._beat_s, self._next_beat_s = 0.0, inf
         self.attached = False
         self._payload = bytearray()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +24,13 @@ import msgspec
 
 from headgate.protocol.message import TransferCounts
 from headgate.protocol.request import Ticket
-from headgate.transfer.fetching import FetchClient
+from headgate.transfer.fetching import FetchClient, FetchSettings
 from headgate.transfer.frames import NIXL_PROTOCOL, PROTOCOL, Attach, BadFrame, FrameHeader, FrameKind, encode
-from headgate.transfer.serving import MESSAGE_BYTES, LeaseServer, Offer
+from headgate.transfer.serving import MESSAGE_BYTES, LeaseServer, Offer, ServingSettings
 from headgate.transfer.slots import PLACE, SlotServer
 from headgate.transfer.staging import Agent, Read, Remote
 from headgate.transfer.tcp import TICK_S, Address, TcpTransport
-from headgate.transfer.transport import BlockMemory, Event
+from headgate.transfer.transport import BlockMemory
 
 
 class NixlSlots(msgspec.Struct, frozen=True, array_like=True):
@@ -81,30 +80,19 @@ class NixlTransport(TcpTransport):
                 self._guard(client, 0)
 
     def _server(self, sock: socket.socket) -> LeaseServer:
-        return NixlServer(
-            self._agent, sock, self._memory, self._offers.get, self._post_event, self._lease_s, self._clock
-        )
+        return NixlServer(self._agent, sock, self._serving)
 
     def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> FetchClient:
         if self._agent.stuck:
             return super()._client(sock, id, ticket)
-        return NixlClient(self._agent, sock, id, ticket, self._memory, self._wait_s, self._clock)
+        return NixlClient(self._agent, sock, id, ticket, self._fetching)
 
 
 class NixlServer(SlotServer):
     protocols = (PROTOCOL, NIXL_PROTOCOL)
 
-    def __init__(
-        self,
-        agent: Agent,
-        sock: socket.socket,
-        memory: BlockMemory,
-        find: Callable[[int], Offer | None],
-        post: Callable[[Event], None],
-        lease_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(agent.out.give, sock, memory, find, post, lease_s, clock)
+    def __init__(self, agent: Agent, sock: socket.socket, shared: ServingSettings) -> None:
+        super().__init__(agent.out.give, sock, shared)
         self._agent = agent
         self._uses_slots = False  # whether D can read our slots
 
@@ -130,17 +118,8 @@ class NixlServer(SlotServer):
 class NixlClient(FetchClient):
     protocol = NIXL_PROTOCOL
 
-    def __init__(
-        self,
-        agent: Agent,
-        sock: socket.socket,
-        id: int,
-        ticket: Ticket,
-        memory: BlockMemory,
-        wait_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(sock, id, ticket, memory, wait_s, clock)
+    def __init__(self, agent: Agent, sock: socket.socket, id: int, ticket: Ticket, shared: FetchSettings) -> None:
+        super().__init__(sock, id, ticket, shared)
         self._agent = agent
         self._peer_slots: NixlSlots | None = None
         self._remote: Remote | None = None

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -30,12 +29,12 @@ import msgspec
 
 from headgate.protocol.message import TransferCounts
 from headgate.protocol.request import Ticket
-from headgate.transfer.fetching import FetchClient
+from headgate.transfer.fetching import FetchClient, FetchSettings
 from headgate.transfer.frames import Attach, BadFrame, FrameHeader, FrameKind, encode
-from headgate.transfer.serving import LeaseServer, Offer
+from headgate.transfer.serving import LeaseServer, Offer, ServingSettings
 from headgate.transfer.slots import PLACE, SlotServer
 from headgate.transfer.tcp import Address, TcpTransport
-from headgate.transfer.transport import BlockMemory, Event, SameGpuMemory, Shelf, ShelfReader
+from headgate.transfer.transport import BlockMemory, SameGpuMemory, Shelf, ShelfReader
 
 log = logging.getLogger(__name__)
 
@@ -129,26 +128,15 @@ class SameGpuTransport(TcpTransport):
         self._table.tidy(now_s)
 
     def _server(self, sock: socket.socket) -> LeaseServer:
-        return SameGpuServer(
-            self._table, sock, self._memory, self._offers.get, self._post_event, self._lease_s, self._clock
-        )
+        return SameGpuServer(self._table, sock, self._serving)
 
     def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> FetchClient:
-        return SameGpuClient(self._table, sock, id, ticket, self._memory, self._wait_s, self._clock)
+        return SameGpuClient(self._table, sock, id, ticket, self._fetching)
 
 
 class SameGpuServer(SlotServer):
-    def __init__(
-        self,
-        table: ShelfTable,
-        sock: socket.socket,
-        memory: BlockMemory,
-        find: Callable[[int], Offer | None],
-        post: Callable[[Event], None],
-        lease_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(table.give_slot, sock, memory, find, post, lease_s, clock)
+    def __init__(self, table: ShelfTable, sock: socket.socket, shared: ServingSettings) -> None:
+        super().__init__(table.give_slot, sock, shared)
         self._table = table
         self._awaiting_opened = False  # D has not yet answered whether it can open our shelf
         self._shelf: Shelf | None = None  # set if D can read it
@@ -191,16 +179,9 @@ class SameGpuServer(SlotServer):
 
 class SameGpuClient(FetchClient):
     def __init__(
-        self,
-        table: ShelfTable,
-        sock: socket.socket,
-        id: int,
-        ticket: Ticket,
-        memory: BlockMemory,
-        wait_s: float,
-        clock: Callable[[], float],
+        self, table: ShelfTable, sock: socket.socket, id: int, ticket: Ticket, shared: FetchSettings
     ) -> None:
-        super().__init__(sock, id, ticket, memory, wait_s, clock)
+        super().__init__(sock, id, ticket, shared)
         self._table = table
         self._descriptor_received = False
         self._open_shelf: OpenShelf | None = None

@@ -38,28 +38,32 @@ class Offer:
     taken: bool = False  # a client is attached to it
 
 
+@dataclass(frozen=True, slots=True)
+class ServingSettings:
+    """What all serving connections of a transport share."""
+
+    memory: BlockMemory
+    find: Callable[[int], Offer | None]
+    post: Callable[[Event], None]
+    lease_s: float
+    clock: Callable[[], float]
+
+
 class LeaseServer(Link):
     """Serves one connection. A lease serves a single connection and ends with it."""
 
     protocols: tuple[int, ...] = (PROTOCOL,)
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        memory: BlockMemory,
-        find: Callable[[int], Offer | None],
-        post: Callable[[Event], None],
-        lease_s: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, sock: socket.socket, shared: ServingSettings) -> None:
         super().__init__(sock)
         self.offer: Offer | None = None
-        self.since_s = clock()
-        self._memory, self._find, self._post_event, self._lease_s, self._clock = memory, find, post, lease_s, clock
+        self.since_s = shared.clock()
+        self._memory, self._clock = shared.memory, shared.clock
+        self._find, self._post_event, self._lease_s = shared.find, shared.post, shared.lease_s
         self._payload = bytearray()
         self._sending: Body = iter(())
         self._next, self._end, self._fetching = 0, 0, False
-        self._at_once = max(1, MESSAGE_BYTES // memory.block_bytes)
+        self._at_once = max(1, MESSAGE_BYTES // shared.memory.block_bytes)
 
     def body_for(self, header: FrameHeader) -> Body:
         if header.kind is FrameKind.ATTACH and header.length:

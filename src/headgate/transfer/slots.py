@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from headgate.transfer.frames import BadFrame, FrameHeader, FrameKind, encode
-from headgate.transfer.serving import LeaseServer, Offer
-from headgate.transfer.transport import BlockMemory, Event
+from headgate.transfer.serving import LeaseServer, ServingSettings
 
 AHEAD = 2  # slots per connection: one is read while the next is filled
 PLACE = struct.Struct("<Q")  # body of READY: the position in the slots
@@ -18,17 +17,8 @@ PLACE = struct.Struct("<Q")  # body of READY: the position in the slots
 class SlotServer(LeaseServer):
     """Base class of servers that lend slots. `give` returns a slot to its pool."""
 
-    def __init__(
-        self,
-        give: Callable[[int], None],
-        sock: socket.socket,
-        memory: BlockMemory,
-        find: Callable[[int], Offer | None],
-        post: Callable[[Event], None],
-        lease_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(sock, memory, find, post, lease_s, clock)
+    def __init__(self, give: Callable[[int], None], sock: socket.socket, shared: ServingSettings) -> None:
+        super().__init__(sock, shared)
         self._give = give
         self._lent: deque[int] = deque()  # in the order in which they were announced
 

@@ -27,10 +27,10 @@ from headgate.errors import RequestError
 from headgate.protocol.message import TransferCounts
 from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
-from headgate.transfer.fetching import Dropped, FetchClient
+from headgate.transfer.fetching import Dropped, FetchClient, FetchSettings
 from headgate.transfer.frames import BadFrame
 from headgate.transfer.link import Link, PeerGone
-from headgate.transfer.serving import LeaseServer, Offer
+from headgate.transfer.serving import LeaseServer, Offer, ServingSettings
 from headgate.transfer.transport import BlockMemory, Event, Fetched, Post
 
 log = logging.getLogger(__name__)
@@ -76,12 +76,14 @@ class TcpTransport:
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._memory, self._peers, self._lease_s, self._wait_s, self._clock = memory, peers, lease_s, wait_s, clock
+        self._memory, self._peers, self._clock = memory, peers, clock
         self._listener = _listen(listen)
         self.address = str(Address(listen.host, self._listener.getsockname()[1]))
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._offers: dict[int, Offer] = {}
         self._offers_lock = threading.Lock()
+        self._serving = ServingSettings(memory, self._offers.get, self._post_event, lease_s, clock)
+        self._fetching = FetchSettings(memory, wait_s, clock)
         self._servers: set[LeaseServer] = set()
         self._clients: dict[int, FetchClient | None] = {}  # by sequence; None: lost before the fetch was requested
         self._detaching: dict[FetchClient, None] = {}  # abandoned, but P does not know the lease yet
@@ -208,10 +210,10 @@ class TcpTransport:
         self._selector.register(sock, server.events, server)
 
     def _server(self, sock: socket.socket) -> LeaseServer:
-        return LeaseServer(sock, self._memory, self._offers.get, self._post_event, self._lease_s, self._clock)
+        return LeaseServer(sock, self._serving)
 
     def _client(self, sock: socket.socket, id: int, ticket: Ticket) -> FetchClient:
-        return FetchClient(sock, id, ticket, self._memory, self._wait_s, self._clock)
+        return FetchClient(sock, id, ticket, self._fetching)
 
     def _post_event(self, event: Event) -> None:
         self._post(event)
