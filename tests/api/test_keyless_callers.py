@@ -47,7 +47,7 @@ def test_callers_without_a_key_see_and_end_only_requests_whose_ids_they_know(exp
                 ("/abort_request", {"abort_all": True}),
             ):
                 refused = await post(url, path, body)
-                assert refused.status == 403 and "ids" in refused.body["error"]["message"]
+                assert refused.status == 403 and "by id" in refused.body["error"]["message"]
             assert (await get(url, "/v1/requests")).status == 403
             assert (await get(url, "/v1/requests/one")).body["status"] == "in_flight"
             assert (await send(url, "DELETE", "/v1/requests/one")).status == 200
