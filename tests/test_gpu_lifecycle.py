@@ -39,7 +39,7 @@ class TestAbort:
     def server(cls, model: Path) -> Iterator[LiveServer]:
         keys = Keys({"alice": "key-a", "bob": "key-b"}, "root")
         # Small steps, so that a long prompt takes many.
-        settings = GPU | {"kv_blocks": 2048, "max_running": test_abort.ROOM, "max_batch_tokens": 32}
+        settings = GPU | {"kv_blocks": 2048, "max_running": test_abort.ROOM + 1, "max_batch_tokens": 32}
         with live_server(model, keys=keys, limit=5000, **settings) as server:
             yield server
 
